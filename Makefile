@@ -1,0 +1,68 @@
+# make train   install into .venv and train a small GPT in FP8 (tensor parallel over two CPU processes)
+# make test    install everything the tests need, lint, run the suite
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+CONFIG ?= examples/configs/tiny_gpt_cpu.yaml
+RANKS  ?= 2
+ARGS   ?=
+
+PY  := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
+REQ := setup.py requirements/constraints.txt
+
+.PHONY: help train test unit lint format bench clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_format=mxfp8" CONFIG=... RANKS=...
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) \
+		-m megatron_fp8 train --config $(CONFIG) $(ARGS)
+
+test: lint unit ## install everything the tests need, lint, run the suite
+
+unit: $(VENV)/.test
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.test ## ruff (rules and formatting) and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.test ## let ruff fix and format every file
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(VENV)/.test ## CPU benchmarks against BF16 and the installed peers
+	$(PY) benchmarks/cast.py $(ARGS)
+	$(PY) benchmarks/step.py $(ARGS)
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp is touched last, so an interrupted install is simply done again.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "error: $(PYTHON) must be Python 3.10 or newer; try: make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
+		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+			&& apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y python3-venv; } \
+		|| { echo "error: $(PYTHON) has no venv module; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv --clear $(VENV)
+	touch $@
+
+# torch first and alone: an unpinned resolve may pick a CUDA build of several gigabytes.
+$(VENV)/.torch: $(VENV)/.made requirements/constraints.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	touch $@
+
+$(VENV)/.train: $(VENV)/.torch $(REQ)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.train $(REQ)
+	$(PIP) -e ".[test]"
+	touch $@

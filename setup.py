@@ -1,0 +1,56 @@
+"""Packaging of megatron_fp8: dependencies, extras and the command line entry point."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# torch is a range: on a GPU machine keep the build that matches its driver; the Makefile takes 2.13.0.
+RUNTIME = [
+    "torch>=2.8",
+    "megatron-core==0.16.1",
+    "einops>=0.8",
+    "numpy>=1.26",
+    "safetensors>=0.4",
+    "psutil>=5.9",
+    "tensorboard>=2.16",
+    "matplotlib>=3.8",
+    "rich>=13",
+    "jsonargparse[signatures]>=4.40",
+    "PyYAML>=6",
+]
+
+EXTRAS = {
+    "te": ["transformer-engine[pytorch]>=2.9"],
+    "gpu": ["triton>=3.4"],
+    "optim": ["torchao>=0.18"],
+    "export": ["compressed-tensors>=0.10"],
+    "test": [
+        "gfloat",
+        "hypothesis",
+        "ml_dtypes>=0.5",
+        "mypy",
+        "pytest",
+        "pytest-timeout",
+        "ruff",
+        "tokenizers>=0.20",
+        "torchao>=0.18",
+        "types-psutil",
+        "types-PyYAML",
+    ],
+}
+
+setup(
+    name="megatron_fp8",
+    version="0.1.0",
+    description="FP8 training for Megatron-Core models, from a CPU laptop to a GPU cluster",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    if Path(__file__).with_name("README.md").exists()
+    else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_fp8", "megatron_fp8.*"]),
+    install_requires=RUNTIME,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["megatron-fp8=megatron_fp8.cli:main"]},
+)
