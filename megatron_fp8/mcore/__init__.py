@@ -1,0 +1,58 @@
+"""megatron_fp8 inside Megatron-Core: `install()` makes the hooks, explicitly and reversibly. Nothing at import."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_fp8.mcore.patching import PatchSet
+
+__all__ = ["install", "is_installed", "uninstall"]
+
+_installed: PatchSet | None = None
+
+
+def install() -> None:
+    """Makes Megatron-Core run here (on a machine without CUDA: on the CPU, over gloo) and gives it the FP8 hooks.
+
+    Call it once per process before building groups, models or optimizers; calling it again does nothing. Whether
+    Megatron-Core was imported before does not matter.
+
+    Raises RuntimeError if Megatron-Core is missing, of another series, or lacks a name that has to be patched; then
+    nothing is changed.
+    """
+    global _installed
+    if _installed is not None:
+        return
+    from megatron_fp8.mcore import compat
+    from megatron_fp8.mcore.patching import PatchSet
+
+    compat.require_megatron()
+    patches = compat.patches()
+    with warnings.catch_warnings():
+        # Said at import, once a module, on every machine without them; nothing of theirs is used.
+        warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+        if not compat.has_cuda():
+            from megatron_fp8.mcore import cpu_engine
+
+            patches += cpu_engine.patches()
+        from megatron_fp8.mcore import fp8_hooks
+
+        patches += fp8_hooks.patches()
+        patch_set = PatchSet(patches)
+        patch_set.apply()
+    _installed = patch_set
+
+
+def uninstall() -> None:
+    """Undoes `install()`: every name holds what it held before. Does nothing if not installed."""
+    global _installed
+    if _installed is not None:
+        _installed.revert()
+        _installed = None
+
+
+def is_installed() -> bool:
+    """Whether the hooks are in place."""
+    return _installed is not None

@@ -1,0 +1,237 @@
+"""Which FP8 settings of a `TransformerConfig` are valid: errors name the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_fp8.mcore.config import TransformerConfig
+
+FP8_FORMATS = ("e4m3", "hybrid")
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "custom")
+BACKENDS = ("auto", "emulated", "native", "transformer_engine")
+FALLBACKS = ("error", "warn")
+AMAX_ALGORITHMS = ("most_recent", "max")
+DEFAULT_RECIPE = "delayed"  # Megatron-Core's
+
+
+def check_fp8_settings(config: TransformerConfig) -> None:
+    """Normalise names to plain strings and check every FP8 setting of `config`. Raises ValueError."""
+    if config.fp8 is not None:
+        config.fp8 = one_of("fp8", config.fp8, FP8_FORMATS, also=(), none="None (FP8 off)")
+    config.fp8_recipe = one_of("fp8_recipe", config.fp8_recipe or DEFAULT_RECIPE, RECIPES)
+    if config.fp8_backend is not None:
+        one_of("fp8_backend", config.fp8_backend, BACKENDS)
+    one_of("fp8_fallback", config.fp8_fallback, FALLBACKS)
+    one_of("fp8_amax_compute_algo", config.fp8_amax_compute_algo, AMAX_ALGORITHMS)
+    _integer("fp8_margin", config.fp8_margin, 0, "scales are multiplied by 2^-margin")
+    _integer("fp8_interval", config.fp8_interval, 1, "1 recomputes delayed scales every iteration")
+    _integer("fp8_amax_history_len", config.fp8_amax_history_len, 1, "1 keeps only the last iteration's amax")
+    for name in _BOOLEANS:
+        _boolean(name, getattr(config, name))
+    if config.fp8_pow2_scales is not None:
+        _boolean("fp8_pow2_scales", config.fp8_pow2_scales)
+    _check_epsilon(config.fp8_amax_epsilon)
+    _check_overrides(config)
+    _check_bf16_layers(config)
+    _check_factory(config)
+    if config.fp8_param and not config.fp8:
+        raise ValueError(
+            "fp8_param=True needs FP8 training, and fp8 is None. Set fp8='hybrid' or 'e4m3', or drop it."
+        )
+    if config.fp8:
+        _check_available(config)
+        _check_pow2(config)
+    _warn_without_effect(config)
+
+
+_BOOLEANS = ("fp8_wgrad", "fp8_stochastic_rounding", "fp8_guard", "fp8_param", "first_last_layers_bf16")
+
+
+def plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def one_of(
+    name: str, value: Any, allowed: tuple[str, ...], also: tuple[str, ...] = (), none: str | None = None
+) -> str:
+    value = plain(value)
+    if value in (*allowed, *also):
+        return str(value)
+    choices = ", ".join(repr(choice) for choice in (*allowed, *also)) + (f" or {none}" if none else "")
+    near = difflib.get_close_matches(str(value).lower(), (*allowed, *also), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name}={value!r} is unknown: it must be one of {choices}.{hint}")
+
+
+def _integer(name: str, value: Any, least: int, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least} ({meaning}).")
+
+
+def _boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False.")
+
+
+def _check_epsilon(value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:
+        raise ValueError(f"fp8_amax_epsilon={value!r} must be a finite number >= 0; 0 switches it off.")
+
+
+def _check_overrides(config: TransformerConfig) -> None:
+    overrides = config.fp8_overrides
+    if not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"fp8_overrides={overrides!r} must map globs over module names to 'bf16' or a recipe, such as "
+            "{'*.linear_proj': 'bf16'}."
+        )
+    for glob, target in overrides.items():
+        if not isinstance(glob, str) or not glob:
+            raise ValueError(f"fp8_overrides has the key {glob!r}: keys are globs such as '*.linear_proj'.")
+        one_of(f"fp8_overrides[{glob!r}]", target, ("bf16", *RECIPES))
+
+
+def _check_bf16_layers(config: TransformerConfig) -> None:
+    """Counts are over the whole model, by global layer index, whatever the pipeline layout."""
+    if not config.first_last_layers_bf16:
+        return
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= config.num_layers:
+            raise ValueError(
+                f"{name}={value!r} must be an integer from 0 to num_layers={config.num_layers}: lower it, or "
+                "set first_last_layers_bf16=False."
+            )
+    start, end = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
+    if start + end > config.num_layers:
+        raise ValueError(
+            f"num_layers_at_start_in_bf16={start} and num_layers_at_end_in_bf16={end} make {start + end} "
+            f"layers, more than num_layers={config.num_layers}: lower one of them."
+        )
+    if config.fp8 and start + end == config.num_layers:
+        _warn(f"all {config.num_layers} layers stay in BF16 ({start} first, {end} last): none runs in FP8")
+
+
+def _check_factory(config: TransformerConfig) -> None:
+    path = config.fp8_quantizer_factory
+    names_custom = "custom" in (config.fp8_recipe, *config.fp8_overrides.values())
+    if not names_custom:
+        if path is not None and config.fp8:
+            raise ValueError(
+                f"fp8_quantizer_factory={path!r} is used only by fp8_recipe='custom', and fp8_recipe is "
+                f"{config.fp8_recipe!r}: set fp8_recipe='custom' or drop the factory."
+            )
+        return
+    if config.fp8:
+        import_factory(path)
+
+
+def import_factory(path: str | None) -> Callable[..., Any]:
+    """The quantizer factory at the import path `package.module.function`. ValueError when there is none."""
+    remedy = (
+        "give fp8_quantizer_factory the import path of a callable, such as 'my_package.my_module.factory'"
+    )
+    if not isinstance(path, str) or not path:
+        raise ValueError(
+            f"fp8_recipe='custom' needs a factory and fp8_quantizer_factory is {path!r}: {remedy}."
+        )
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise ValueError(f"fp8_quantizer_factory={path!r} names no module: {remedy}.")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # user code: whatever its import raises is the reason to show
+        raise ValueError(
+            f"fp8_quantizer_factory={path!r}: importing {module_name!r} failed ({type(error).__name__}: "
+            f"{error}); {remedy}."
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        found = "has no such attribute" if factory is None else f"has a {type(factory).__name__} there"
+        raise ValueError(
+            f"fp8_quantizer_factory={path!r} is not callable: {module_name!r} {found}; {remedy}."
+        )
+    return factory
+
+
+def _check_pow2(config: TransformerConfig) -> None:
+    wanted, recipe = config.fp8_pow2_scales, config.fp8_recipe
+    if wanted is False and recipe in ("rowwise", "mxfp8"):
+        raise ValueError(
+            f"fp8_pow2_scales=False with fp8_recipe={recipe!r}: its scales are powers of two by definition. "
+            "Leave it None, or use tensorwise or blockwise."
+        )
+    if wanted is True and recipe == "delayed":
+        raise ValueError(
+            "fp8_pow2_scales=True with fp8_recipe='delayed': delayed scaling has float32 scales. Leave it "
+            "None, or use tensorwise, whose scales can be powers of two."
+        )
+
+
+# (setting, is it asked for, what to do instead): never accepted and then ignored.
+_UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("fp8_param", bool, "keep fp8_param=False: weights stay in BF16 and are quantised once per step"),
+    ("fp8_high_precision_warmup", bool, "keep it 0"),
+    ("fp8_guard", bool, "keep it False"),
+    ("fp8_dot_product_attention", bool, "keep it False: attention itself runs in BF16"),
+    ("fp8_multi_head_attention", bool, "keep it False: attention itself runs in BF16"),
+    ("enable_cuda_graph", bool, "keep it False when training in FP8"),
+    ("external_cuda_graph", bool, "keep it False when training in FP8"),
+    ("cuda_graph_impl", lambda value: value != "none", "keep it 'none' when training in FP8"),
+    ("tp_comm_overlap", bool, "keep it False: the FP8 linears overlap their communication without it"),
+    ("delay_wgrad_compute", bool, "keep it False when training in FP8"),
+    (
+        "gradient_accumulation_fusion",
+        bool,
+        "keep it False: the FP8 linears accumulate into main_grad without it",
+    ),
+    ("use_kitchen", bool, "keep it False when training in FP8"),
+)
+
+
+def _check_available(config: TransformerConfig) -> None:
+    for name, asked_for, remedy in _UNAVAILABLE:
+        value = getattr(config, name)
+        if asked_for(value):
+            raise ValueError(
+                f"{name}={value!r} is not available in this version with fp8={config.fp8!r}: {remedy}."
+            )
+
+
+def _warn_without_effect(config: TransformerConfig) -> None:
+    """Say what was set and does nothing, because another setting switches it off."""
+    default = {f.name: f.default for f in fields(config)}
+
+    def is_set(name: str) -> bool:
+        return getattr(config, name) != default[name]
+
+    if not config.first_last_layers_bf16:
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if is_set(name):
+                _warn(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
+    if not config.fp8:
+        for name in ("fp8_recipe", "fp8_backend", "fp8_stochastic_rounding"):
+            if is_set(name):
+                _warn(
+                    f"{name}={getattr(config, name)!r} has no effect because fp8 is None (training in BF16)"
+                )
+        return
+    if config.fp8_recipe != "delayed" and "delayed" not in config.fp8_overrides.values():
+        for name in ("fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo"):
+            if is_set(name):
+                _warn(f"{name}={getattr(config, name)!r} has no effect with fp8_recipe={config.fp8_recipe!r}")
+    if config.fp8_recipe == "mxfp8" and is_set("fp8_amax_epsilon"):
+        _warn(f"fp8_amax_epsilon={config.fp8_amax_epsilon!r} has no effect with fp8_recipe='mxfp8'")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)

@@ -1,0 +1,188 @@
+"""CPU stand-ins for the parts of torch.cuda that Megatron-Core calls: streams, events, device names, RNG state.
+
+A CPU runs operations in program order, so a stream is a name and waiting for one is nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+class CpuEvent:
+    """An event on a device that runs in program order: always complete."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.args = (args, kwargs)
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing is pending before this point."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """True: everything recorded has run."""
+        return True
+
+
+class CpuStream:
+    """A stream on a device that runs in program order."""
+
+    device = CPU
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.args = (args, kwargs)
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """An event that is complete."""
+        return event or CpuEvent()
+
+    def query(self) -> bool:
+        """True: nothing is queued."""
+        return True
+
+
+_DEFAULT_STREAM = CpuStream()
+
+
+def current_stream(device: Any = None) -> CpuStream:
+    """The one stream of the CPU."""
+    return _DEFAULT_STREAM
+
+
+def stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
+    """Running on another stream is running here."""
+    return contextlib.nullcontext()
+
+
+def current_device() -> torch.device:
+    """What Megatron-Core passes on as `device=`."""
+    return CPU
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """synchronize, empty_cache, set_device: nothing to do on a CPU."""
+
+
+def names_cuda(device: Any) -> bool:
+    """Whether a `device=` argument means a CUDA device: 'cuda', 'cuda:1', torch.device('cuda'), or a bare index."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def cpu_factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A tensor factory that makes on the CPU what it is asked to make on 'cuda', and pins no memory."""
+
+    @functools.wraps(make)
+    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            if names_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)  # pinning needs CUDA's driver
+        return make(*args, **kwargs)
+
+    return factory
+
+
+def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`tensor.cuda()` is the tensor itself, as it is on a GPU for a tensor that already lives there."""
+    return self
+
+
+def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`tensor.type()` as Megatron-Core's optimizer compares it: 'torch.cuda.FloatTensor' for a CPU tensor too.
+
+    Everybody else, and `tensor.type(dtype)`, sees PyTorch's own answer.
+    """
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if args or kwargs:
+            return answer
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("megatron.core.optimizer.") and not answer.startswith("torch.cuda."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_
+
+
+def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The CPU generator's state, where Megatron-Core asks for the GPU's; a copy, uint8 [n]."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Sets the CPU generator, where Megatron-Core sets the GPU's."""
+    torch.set_rng_state(new_state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seeds the CPU generator, where Megatron-Core seeds the GPU's."""
+    torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """CudaRNGStatesTracker.fork on the CPU generator: runs the body on the stream of numbers called `name`.
+
+    Megatron-Core's own warns if the CPU generator moves inside the body; here that generator is the tracked one.
+    Nesting works as in the original: the outer stream continues where the body of the inner one left it.
+    """
+    if name not in self.states_:
+        raise KeyError(f"RNG state {name!r} is not tracked; call model_parallel_cuda_manual_seed() first")
+    outer_name, outer_state = self._current_state_name, torch.get_rng_state()
+    nested = outer_name != "default-rng"
+    if nested:
+        self.states_[outer_name] = outer_state
+    torch.set_rng_state(self.states_[name])
+    self._current_state_name = name
+    try:
+        yield
+    finally:
+        self.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(self.states_[outer_name] if nested else outer_state)
+        self._current_state_name = outer_name
+
+
+def gather_as_bytes(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """An all-gather that hands both tensors over as uint8.
+
+    gloo coalesces the gathers of one bucket group and sends them all in the first one's dtype: a uint8 (FP8) buffer
+    followed by a BF16 buffer arrives with the BF16 values cast to bytes, and nothing says so. Bytes are only bytes.
+    """
+
+    @functools.wraps(gather)
+    def gather_bytes(output: torch.Tensor, shard: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return gather(output.view(torch.uint8), shard.view(torch.uint8), *args, **kwargs)
+
+    return gather_bytes
+
+
+def stay_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """moe_utils.maybe_move_tensor_to_cpu for a tensor that is there: only the conversion to numpy is left to do."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
