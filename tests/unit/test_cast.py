@@ -1,4 +1,4 @@
-"""The element cast: saturating round to nearest even of a float32 product, enumerated where that is possible."""
+"""The element cast, saturating round to nearest even of a float32 product, enumerated where possible."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_around_every_code_and_every_midpoint(fmt, spec, ml_dtype, info):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_specials(fmt, spec, dtype):
     top = 0x7E if fmt is E4M3 else 0x7B
-    nan_bits = torch.tensor([0x7FC00001, -0x00400001 + 0, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    nan_bits = torch.tensor([0x7FC00001, -0x00400001, 0x7F800001], dtype=torch.int32).view(torch.float32)
     assert nan_bits.isnan().all()
     cases = [
         (math.inf, top),
@@ -122,16 +122,16 @@ def test_the_product_is_formed_in_float32(dtype):
     scale = scale_tensor(1.37)
     in_float32 = reference.cast(x.float().numpy(), scale.numpy(), reference.E4M3)
     in_16_bits = reference.encode((x * scale.to(dtype)).float().numpy(), reference.E4M3)
-    assert (in_float32 != in_16_bits).mean() > 0.005
+    assert (in_float32 != in_16_bits).mean() > 0.002
     assert_same_bytes(cast(x, scale, E4M3), in_float32)
 
 
 def test_multiplies_by_the_scale_and_never_divides():
     """x / s and x * (1 / s) are other numbers; only x * scale is the specification."""
-    x = torch.randn(200_000, generator=torch.Generator().manual_seed(1)) * 3
-    scale = scale_tensor(448.0) / 3.7
-    expected = reference.cast(x.numpy(), scale.numpy(), reference.E4M3)
-    divided = reference.encode((x / (1 / scale)).numpy(), reference.E4M3)
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scale = scale_tensor(448.0) / x.float().abs().amax()
+    expected = reference.cast(x.float().numpy(), scale.numpy(), reference.E4M3)
+    divided = reference.encode((x.float() / (1 / scale)).numpy(), reference.E4M3)
     assert (expected != divided).any()
     assert_same_bytes(cast(x, scale, E4M3), expected)
 
