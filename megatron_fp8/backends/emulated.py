@@ -1,0 +1,301 @@
+"""The emulated backend: FP8 codes and scales exactly as specified, multiplied in BF16 or FP32. Runs on any device.
+
+Why this is faithful. E4M3 and E5M2 codes have at most four significant bits, so a code, and a code times a power of two,
+is exact in bfloat16; products of two are exact in float32. A BF16 GEMM with float32 accumulation therefore equals an FP8
+GEMM up to the order of summation:
+
+* every scale a power of two, bfloat16 result: scales are folded into the operands, one BF16 GEMM;
+* float32 scales, float32 result, or a bias: a GEMM with float32 output, then ``acc * (scale_inv_a * scale_inv_b)``, the
+  bias, and one rounding. (A bfloat16 result that is scaled afterwards is rounded twice: it equals the exact result on
+  only three outputs in four. Rejected.)
+* scales so small or large that bfloat16 or a flushed subnormal would lose them: float64, rare and slow.
+* ``exact=True``: float64 throughout, the oracle.
+
+Quantisation keeps a columnwise side as the transposed view of codes in the original layout: nothing is copied to
+transpose, and shards gathered along the rows need no permutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..cast import RandomKey, cast, cast_stochastic, check_float, decode
+from ..formats import E4M3
+from ..recipe import Granularity, Rule
+from ..scaling import (
+    compute_e8m0,
+    compute_scale,
+    compute_scale_inv,
+    e8m0_to_scale,
+    finite_magnitudes,
+    reduce_magnitudes,
+)
+from ..tensor import Float8Tensor, QuantizedSide, expand_scale
+
+Direction = Literal["rowwise", "columnwise", "both"]
+AmaxReduction = Callable[[torch.Tensor], None]
+"""Maxes a float32 tensor over ranks, in place."""
+
+name = "emulated"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a matrix lies in the logical one that all ranks share; names the random bits of stochastic rounding."""
+
+    key: RandomKey
+    row_offset: int = 0
+    col_offset: int = 0
+    total_cols: int = 0
+
+    def index(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
+        """int64 [rows, cols]: row-major indices in the logical matrix."""
+        row = torch.arange(self.row_offset, self.row_offset + rows, device=device)
+        col = torch.arange(self.col_offset, self.col_offset + cols, device=device)
+        return row[:, None] * (self.total_cols or cols) + col
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What a quantisation gives: the tensor, and the local amax (float32 []) and non-finite count for the health."""
+
+    tensor: Float8Tensor
+    amax: torch.Tensor
+    nonfinite: torch.Tensor | None
+
+
+def supports(device: torch.device) -> str | None:
+    """Why this backend cannot run on the device: never, it runs on all."""
+    return None
+
+
+def quantize(
+    x: torch.Tensor,
+    rule: Rule,
+    direction: Direction,
+    *,
+    scale: torch.Tensor | None = None,
+    reduce_amax: AmaxReduction | None = None,
+    region: Region | None = None,
+) -> Quantized:
+    """Quantise a matrix in one or both directions.
+
+    Args:
+        x: [rows, cols], float32, bfloat16 or float16; any strides; may be empty. NaN becomes 0x7F, Inf saturates; both
+            are counted, and neither makes a scale non-finite.
+        rule: format, granularity, scale kind.
+        direction: 'rowwise', 'columnwise' or 'both'.
+        scale: float32 [], given from outside (delayed scaling); None computes it from x.
+        reduce_amax: shares over ranks those amaxes that a shard's rows are cut through: the tensor's, and the
+            columnwise side's of per-row scales.
+        region: place and random stream for stochastic rounding, needed if rule.stochastic.
+
+    Raises:
+        ValueError: x is not a matrix of a floating dtype, or direction is unknown.
+    """
+    check_float(x)
+    if x.ndim != 2:
+        raise ValueError(f"quantize needs a matrix [rows, cols], got shape {tuple(x.shape)}: flatten it first")
+    if direction not in ("rowwise", "columnwise", "both"):
+        raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
+    x = x.detach().contiguous()
+    bits, amax, nonfinite = finite_magnitudes(x)
+
+    def side(granularity: Granularity, by_column: bool) -> QuantizedSide:
+        if granularity.is_tensor:
+            block_amax = amax
+            if scale is None and reduce_amax is not None:
+                block_amax = amax.clone()
+                reduce_amax(block_amax)
+        else:
+            block_amax = _block_amax(bits, granularity, x.dtype)
+            if by_column and granularity.rows == 0 and reduce_amax is not None:
+                reduce_amax(block_amax)
+        block_scale, scale_inv = _scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
+        codes = _cast_blocks(x, block_scale, granularity, rule, nonfinite is None, region)
+        return QuantizedSide(codes, scale_inv, granularity, rule.scale != "fp32")
+
+    wants_row, wants_column = direction != "columnwise", direction != "rowwise"
+    granularity = rule.granularity
+    rowwise = side(granularity, False) if wants_row or granularity.symmetric else None
+    columnwise = None
+    if wants_column and granularity.symmetric:
+        assert rowwise is not None
+        columnwise = rowwise.transposed()
+    elif wants_column:
+        along_rows = side(Granularity(granularity.cols, granularity.rows), True)
+        columnwise = QuantizedSide(along_rows.codes.t(), along_rows.scale_inv.t(), granularity, along_rows.pow2)
+    return Quantized(Float8Tensor(rowwise if wants_row else None, columnwise, x.dtype), amax, nonfinite)
+
+
+def _scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 scale, stored scale_inv) of the rule's kind."""
+    if rule.scale == "e8m0":
+        exponent = compute_e8m0(amax, rule.fmt)
+        return e8m0_to_scale(exponent), exponent.view(torch.float8_e8m0fnu)
+    scale = compute_scale(amax, rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.scale == "pow2")
+    return scale, compute_scale_inv(scale)
+
+
+def _extent(size: int, block: int) -> tuple[int, int]:
+    """(number of blocks, block length) that cover size; block 0 is the whole."""
+    return (1, size) if block == 0 else (-(-size // block), block)
+
+
+def _blocked(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """x as [row blocks, rows in one, column blocks, columns in one], zero-padded to whole blocks."""
+    (nr, br), (nc, bc) = _extent(x.shape[0], granularity.rows), _extent(x.shape[1], granularity.cols)
+    if (nr * br, nc * bc) != tuple(x.shape):
+        x = torch.nn.functional.pad(x, (0, nc * bc - x.shape[1], 0, nr * br - x.shape[0]))
+    return x.view(nr, br, nc, bc)
+
+
+def _block_amax(bits: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
+    """float32 [row blocks, column blocks]."""
+    return reduce_magnitudes(_blocked(bits, granularity), (1, 3), dtype)
+
+
+def _cast_blocks(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    granularity: Granularity,
+    rule: Rule,
+    finite: bool,
+    region: Region | None,
+) -> torch.Tensor:
+    """Codes [rows, cols] of x under one scale per block."""
+    rows, cols = x.shape
+    if rule.stochastic:
+        assert region is not None, "stochastic rounding needs a region to draw its bits from"
+        per_element = scale if granularity.is_tensor else _expand_any(scale, granularity, x.shape)
+        return cast_stochastic(x, per_element, rule.fmt, region.key, index=region.index(rows, cols, x.device))
+    if granularity.is_tensor:
+        return cast(x, scale, rule.fmt, finite=finite)
+    blocks = _blocked(x, granularity)
+    codes = cast(blocks, scale[:, None, :, None], rule.fmt, finite=finite)
+    padded_rows, padded_cols = blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]
+    return codes.view(padded_rows, padded_cols)[:rows, :cols].contiguous()
+
+
+def _expand_any(scale: torch.Tensor, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
+    """expand_scale for either orientation of blocks (whole rows or whole columns too)."""
+    if granularity.rows == 0:
+        return expand_scale(scale.t(), Granularity(granularity.cols, 0), (shape[1], shape[0])).t()
+    return expand_scale(scale, granularity, shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------- GEMM
+
+# Operand values in [2^-50, 2^8] x codes keep every product a normal float32 and every operand a normal bfloat16.
+_SMALLEST_FOLDED, _LARGEST_FOLDED = 2.0**-50, 2.0**50
+
+
+def gemm(
+    a: QuantizedSide,
+    b: QuantizedSide,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    bias: torch.Tensor | None = None,
+    exact: bool = False,
+) -> torch.Tensor:
+    """a @ b^T of two quantised sides: acc * (scale_inv_a * scale_inv_b) in float32, + bias, one rounding.
+
+    Args:
+        a: [M, K]; b: [N, K]; any M, N, K (none need be a multiple of anything).
+        out_dtype: dtype of the result.
+        bias: [N], added in float32 before the rounding.
+        exact: float64 accumulation: the reference.
+
+    Returns:
+        [M, N]. NaN codes give NaN in their row or column.
+
+    Raises:
+        ValueError: contractions differ, or both operands are E5M2 (no hardware multiplies those).
+    """
+    if a.codes.shape[1] != b.codes.shape[1]:
+        raise ValueError(
+            f"gemm contracts the last dimensions, {tuple(a.codes.shape)} and {tuple(b.codes.shape)}: they must be equal"
+        )
+    if a.fmt is not E4M3 and b.fmt is not E4M3:
+        raise ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")
+    if exact or not (_foldable(a) and _foldable(b)):
+        return _finish(_values64(a) @ _values64(b).t(), None, bias, out_dtype)
+    values_a, scale_a = _operand(a)
+    values_b, scale_b = _operand(b)
+    if scale_a is None and scale_b is None and bias is None and out_dtype == torch.bfloat16:
+        if values_a.dtype == values_b.dtype == torch.bfloat16:
+            return values_a @ values_b.t()
+    if scale_b is not None:
+        scale_b = scale_b.t() if scale_b.ndim else scale_b
+    scale = scale_b if scale_a is None else scale_a if scale_b is None else scale_a * scale_b
+    return _finish(_matmul_fp32(values_a, values_b), scale, bias, out_dtype)
+
+
+def _finish(
+    acc: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    if scale is not None:
+        acc = acc.mul_(scale)
+    if bias is not None:
+        acc = acc.add_(bias.to(acc.dtype))
+    return acc.to(out_dtype)
+
+
+def _values64(side: QuantizedSide) -> torch.Tensor:
+    return decode(side.codes, torch.float64) * side.expanded_scale_inv().to(torch.float64)
+
+
+def _foldable(side: QuantizedSide) -> bool:
+    """Whether the scales are far from the ends of bfloat16's range. A zero block's E8M0 scale, 2^-127, does not count."""
+    scale_inv = side.float_scale_inv()
+    if scale_inv.numel() == 0:
+        return True
+    smallest, largest = (float(v) for v in torch.aminmax(scale_inv))
+    if smallest >= _SMALLEST_FOLDED and largest <= _LARGEST_FOLDED:
+        return True
+    if largest > _LARGEST_FOLDED or side.scale_inv.dtype == torch.float32:
+        return False
+    tiny = scale_inv < _SMALLEST_FOLDED
+    tiny_elements = expand_scale(tiny, side.granularity, side.codes.shape)
+    return not bool(((side.codes.view(torch.uint8) & 0x7F) != 0).logical_and_(tiny_elements).any())
+
+
+def _operand(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(values, scale to multiply the result by): powers of two go into bfloat16 values, other scales stay outside the
+    contraction where they are constant along it, or make float32 values where they are not."""
+    values = decode(side.codes, torch.bfloat16)
+    scale_inv = side.float_scale_inv()
+    if side.pow2:
+        return _scale_in_place(values, scale_inv.to(torch.bfloat16), side.granularity), None
+    if side.granularity.cols == 0:
+        return values, scale_inv
+    return values.to(torch.float32) * side.expanded_scale_inv(), None
+
+
+def _scale_in_place(values: torch.Tensor, scale_inv: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """values *= its block's scale, without making a scale per element where whole blocks can be viewed."""
+    if granularity.cols == 0:
+        return values.mul_(scale_inv)
+    (nr, br), (nc, bc) = (_extent(n, g) for n, g in zip(values.shape, (granularity.rows, granularity.cols), strict=True))
+    if (nr * br, nc * bc) != tuple(values.shape):
+        return values.mul_(expand_scale(scale_inv, granularity, values.shape))
+    blocks = values.unflatten(1, (nc, bc)).unflatten(0, (nr, br))
+    blocks.mul_(scale_inv[:, None, :, None])
+    return values
+
+
+def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """float32 a @ b^T. Where both came as bfloat16 the CPU library may multiply in BF16: inputs are exact in it."""
+    if a.dtype == b.dtype == torch.bfloat16 and a.device.type == "cpu":
+        setting = torch.backends.mkldnn.matmul
+        before = setting.fp32_precision
+        setting.fp32_precision = "bf16"
+        try:
+            return a.to(torch.float32) @ b.to(torch.float32).t()
+        finally:
+            setting.fp32_precision = before
+    return a.to(torch.float32) @ b.to(torch.float32).t()

@@ -1,0 +1,37 @@
+"""The stateless door to quantisation, and (below it) the quantizer that a GEMM site keeps for each of its roles."""
+
+from __future__ import annotations
+
+import torch
+
+from .backends import emulated
+from .backends.emulated import Direction, Region
+from .cast import RandomKey
+from .recipe import Recipe
+from .tensor import Float8Tensor
+
+
+def quantize(
+    x: torch.Tensor, recipe: Recipe, role: str, direction: Direction = "rowwise", *, key: RandomKey | None = None
+) -> Float8Tensor:
+    """Quantise a matrix as ``recipe`` quantises the operand ``role``.
+
+    Args:
+        x: [rows, cols], float32, bfloat16 or float16; any strides; may be empty. NaN -> 0x7F, +-Inf -> +-max; neither
+            makes a scale non-finite.
+        recipe: one of recipe.py's classes. DelayedScaling, which has no history here, scales by x's own amax.
+        role: 'input', 'weight' or 'grad_output'.
+        direction: 'rowwise' (blocks along cols), 'columnwise' (codes of the transposed matrix, blocks along rows) or
+            'both'.
+        key: names the random bits where the recipe rounds grad_output stochastically.
+
+    Raises:
+        ValueError: shape, dtype, role or direction is wrong, or the recipe leaves this role in high precision.
+    """
+    rule = recipe.rule(role)
+    if rule is None:
+        raise ValueError(f"{recipe!r} leaves {role!r} in high precision: there is nothing to quantise")
+    if rule.stochastic and key is None:
+        raise ValueError(f"{recipe!r} rounds {role!r} stochastically: pass key=RandomKey(seed) to name the random bits")
+    region = None if key is None else Region(key)
+    return emulated.quantize(x, rule, direction, region=region).tensor

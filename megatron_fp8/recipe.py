@@ -1,0 +1,314 @@
+"""Recipes: which format, which granularity and which kind of scale each operand gets. Frozen data, no state.
+
+A recipe answers one question, ``rule(role)``: how is the operand 'input', 'weight' or 'grad_output' quantised? The
+answer is a Rule, or None for "not at all". Class names and keywords are Transformer Engine's where it has them.
+
+Everything that changes a number is a field, so two recipes are equal exactly when they quantise alike; equality, hash and
+repr are the dataclass's own and may serve as cache keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Union
+
+from .formats import ROLES, FloatFormat, Format, parse_format
+
+ScaleKind = Literal["fp32", "pow2", "e8m0"]
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """How many elements share a scale: a block of rows x cols elements; 0 means the whole extent of that dimension."""
+
+    rows: int
+    cols: int
+
+    @property
+    def is_tensor(self) -> bool:
+        """One scale for the whole tensor."""
+        return self.rows == 0 and self.cols == 0
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the columnwise side is the rowwise side transposed (no second quantisation)."""
+        return self.rows == self.cols
+
+    def __str__(self) -> str:
+        if self.is_tensor:
+            return "tensor"
+        return "row" if self.cols == 0 else f"{self.rows}x{self.cols}"
+
+
+TENSOR = Granularity(0, 0)
+ROW = Granularity(1, 0)
+BLOCK_1X128 = Granularity(1, 128)
+BLOCK_128X128 = Granularity(128, 128)
+BLOCK_1X32 = Granularity(1, 32)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one role is quantised.
+
+    Args:
+        fmt: E4M3 or E5M2.
+        granularity: elements that share a scale.
+        scale: 'fp32', 'pow2' (float32, rounded down to a power of two) or 'e8m0' (MX: rounded up, stored in 8 bits).
+        margin, epsilon: as in scaling.compute_scale; MX ignores both.
+        delayed: the scale comes from the amax history instead of the tensor at hand (granularity TENSOR only).
+        stochastic: stochastic instead of nearest-even rounding.
+    """
+
+    fmt: FloatFormat
+    granularity: Granularity
+    scale: ScaleKind = "fp32"
+    margin: int = 0
+    epsilon: float = 0.0
+    delayed: bool = False
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.delayed and not self.granularity.is_tensor:
+            raise ValueError(f"delayed scaling keeps one scale per tensor, not one per {self.granularity} block")
+        _check_margin(self.margin)
+        _check_epsilon(self.epsilon)
+
+    def __str__(self) -> str:
+        return f"{self.fmt.name} {self.granularity} {'delayed ' if self.delayed else ''}{self.scale}"
+
+
+def _check_margin(margin: int) -> None:
+    if not isinstance(margin, int) or isinstance(margin, bool) or not 0 <= margin <= 64:
+        raise ValueError(f"margin {margin!r}: a whole number from 0 to 64 (powers of two of headroom) is needed")
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if not (isinstance(epsilon, (int, float)) and math.isfinite(epsilon) and epsilon >= 0):
+        raise ValueError(f"amax_epsilon {epsilon!r}: a finite number >= 0 is needed; 0 turns it off")
+
+
+class _Recipe:
+    """What the recipes share: the validation of the format, and rule()."""
+
+    fp8_format: Format
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fp8_format", parse_format(self.fp8_format))
+        for role in ROLES:
+            self.rule(role)
+
+    def rule(self, role: str) -> Rule | None:
+        """The Rule of 'input', 'weight' or 'grad_output'; ValueError for another name."""
+        raise AssertionError("a recipe defines rule()")
+
+    def _stochastic(self, role: str) -> bool:
+        return bool(getattr(self, "stochastic_rounding", False)) and role == "grad_output"
+
+
+@dataclass(frozen=True)
+class DelayedScaling(_Recipe):
+    """One scale per tensor, from the amaxes of past iterations (Micikevicius et al., arXiv 2209.05433).
+
+    Args:
+        margin: powers of two of headroom.
+        fp8_format: Format.HYBRID (default) or Format.E4M3.
+        amax_history_len: iterations remembered (Transformer Engine's default; Megatron-Core's is 1).
+        amax_compute_algo: 'max' of the history, or 'most_recent'.
+        interval: the scale is recomputed every interval-th iteration; the history rolls every iteration.
+        amax_epsilon: amax is taken to be at least this.
+        stochastic_rounding: for grad_output.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    interval: int = 1
+    amax_epsilon: float = 0.0
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("amax_history_len", "interval"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"DelayedScaling {name} {value!r}: a whole number >= 1 is needed")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(f"amax_compute_algo {self.amax_compute_algo!r} is unknown: use 'max' or 'most_recent'")
+        super().__post_init__()
+
+    def rule(self, role: str) -> Rule:
+        """Per-tensor fp32 scale; quantised on its own (no state at hand) it acts as Float8CurrentScaling does."""
+        return Rule(
+            self.fp8_format.for_role(role),
+            TENSOR,
+            margin=self.margin,
+            epsilon=self.amax_epsilon,
+            delayed=True,
+            stochastic=self._stochastic(role),
+        )
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(_Recipe):
+    """One scale per tensor, from the amax of the tensor itself ('tensorwise').
+
+    ``use_power_2_scales`` rounds every scale down to a power of two, in all three roles.
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    margin: int = 0
+    amax_epsilon: float = 0.0
+    stochastic_rounding: bool = False
+
+    def rule(self, role: str) -> Rule:
+        """Per-tensor scale, fp32 or power of two."""
+        return Rule(
+            self.fp8_format.for_role(role),
+            TENSOR,
+            "pow2" if self.use_power_2_scales else "fp32",
+            margin=self.margin,
+            epsilon=self.amax_epsilon,
+            stochastic=self._stochastic(role),
+        )
+
+
+@dataclass(frozen=True)
+class Float8RowwiseScaling(_Recipe):
+    """One power-of-two scale per row along the contraction, in each direction (torchao's 'rowwise')."""
+
+    fp8_format: Format = Format.E4M3
+    amax_epsilon: float = 0.0
+    stochastic_rounding: bool = False
+
+    def rule(self, role: str) -> Rule:
+        """Per-row power-of-two scale."""
+        return Rule(
+            self.fp8_format.for_role(role),
+            ROW,
+            "pow2",
+            epsilon=self.amax_epsilon,
+            stochastic=self._stochastic(role),
+        )
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(_Recipe):
+    """1x128 blocks for input and grad_output, 128x128 for weight (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+
+    Scales are powers of two; ``use_f32_scales`` keeps them in full float32.
+    """
+
+    fp8_format: Format = Format.E4M3
+    use_f32_scales: bool = False
+    amax_epsilon: float = 0.0
+    stochastic_rounding: bool = False
+
+    def rule(self, role: str) -> Rule:
+        """1x128, or 128x128 for the weight."""
+        return Rule(
+            self.fp8_format.for_role(role),
+            BLOCK_128X128 if role == "weight" else BLOCK_1X128,
+            "fp32" if self.use_f32_scales else "pow2",
+            epsilon=self.amax_epsilon,
+            stochastic=self._stochastic(role),
+        )
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(_Recipe):
+    """1x32 blocks with E8M0 scales rounded up (OCP MX 1.0; rounding: arXiv 2506.08027)."""
+
+    fp8_format: Format = Format.E4M3
+    stochastic_rounding: bool = False
+
+    def rule(self, role: str) -> Rule:
+        """1x32 blocks along the contraction, in each direction."""
+        return Rule(self.fp8_format.for_role(role), BLOCK_1X32, "e8m0", stochastic=self._stochastic(role))
+
+
+RoleFactory = Callable[[str], Union[Rule, "_Recipe", None]]
+
+
+@dataclass(frozen=True)
+class CustomRecipe:
+    """A recipe made by the user: ``qfactory(role)`` gives each role's Rule, or a recipe to take that role's rule from,
+    or None to leave the role in high precision (then the GEMMs that would read it run in high precision).
+
+    Raises:
+        ValueError: qfactory is not callable, returns something else, or pairs E5M2 with E5M2 in one GEMM.
+    """
+
+    qfactory: RoleFactory
+
+    def __post_init__(self) -> None:
+        if not callable(self.qfactory):
+            raise ValueError(f"CustomRecipe qfactory {self.qfactory!r} is not callable: give a function of the role")
+        rules = {role: self.rule(role) for role in ROLES}
+        for gemm, (a, b) in GEMM_OPERANDS.items():
+            first, second = rules[a], rules[b]
+            if first and second and first.fmt.name == second.fmt.name == "e5m2":
+                raise ValueError(
+                    f"CustomRecipe: {gemm} would multiply E5M2 ({a}) by E5M2 ({b}), which no hardware does;"
+                    " make one of them E4M3"
+                )
+
+    def rule(self, role: str) -> Rule | None:
+        """What qfactory says of the role."""
+        if role not in ROLES:
+            raise ValueError(f"role {role!r} is unknown: choose one of {', '.join(ROLES)}")
+        answer = self.qfactory(role)
+        if isinstance(answer, _Recipe):
+            answer = answer.rule(role)
+        if answer is not None and not isinstance(answer, Rule):
+            raise ValueError(
+                f"CustomRecipe qfactory({role!r}) returned {type(answer).__name__}: a Rule, a recipe or None is needed"
+            )
+        if answer is not None and answer.delayed:
+            raise ValueError(f"CustomRecipe qfactory({role!r}): delayed scaling needs the DelayedScaling recipe's state")
+        return answer
+
+
+Recipe = Union[
+    DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling, MXFP8BlockScaling, CustomRecipe
+]
+
+GEMM_OPERANDS = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+"""The operands of each GEMM, first and second."""
+
+RECIPES: dict[str, type] = {
+    "delayed": DelayedScaling,
+    "tensorwise": Float8CurrentScaling,
+    "rowwise": Float8RowwiseScaling,
+    "blockwise": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "custom": CustomRecipe,
+}
+"""Recipe classes by the name used in configs and on the command line."""
+
+
+def recipe_name(recipe: Recipe) -> str:
+    """The config name of a recipe: 'delayed', 'tensorwise', ..."""
+    for name, cls in RECIPES.items():
+        if type(recipe) is cls:
+            return name
+    raise ValueError(f"{recipe!r} is not a recipe: use one of {', '.join(c.__name__ for c in RECIPES.values())}")
+
+
+def check_recipe_name(name: str) -> str:
+    """The name, if it is a recipe's; ValueError naming the choices otherwise."""
+    if name not in RECIPES:
+        raise ValueError(f"fp8 recipe {name!r} is unknown: use one of {', '.join(RECIPES)}")
+    return name
+
+
+def without_stochastic_rounding(rule: Rule) -> Rule:
+    """The same rule, rounding to nearest even."""
+    return replace(rule, stochastic=False)

@@ -1,0 +1,97 @@
+"""Float8Tensor: codes and the scales that give them meaning. Data, not behaviour: it never multiplies.
+
+A matrix x [rows, cols] can be quantised along either dimension. The ``rowwise`` side holds codes [rows, cols] with
+blocks along cols; the ``columnwise`` side holds codes of the transposed matrix, [cols, rows], with blocks along rows. In
+both the contraction of the GEMM that reads the side is its last dimension.
+
+Rejected: a torch.Tensor subclass that dispatches ``mm``. Then the tensor must know about GEMMs, backends and
+configuration, and data depends on what computes with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .cast import decode
+from .formats import FloatFormat, format_of
+from .recipe import Granularity
+from .scaling import e8m0_to_scale_inv
+
+
+@dataclass(frozen=True)
+class QuantizedSide:
+    """One direction of a quantised matrix.
+
+    Attributes:
+        codes: float8 [rows, cols]; the contraction is last.
+        scale_inv: float32, or float8_e8m0fnu for MXFP8. Shape [] (per tensor), [rows, 1] (per row), or
+            [ceil(rows / R), ceil(cols / C)] for R x C blocks: the logical layout.
+        granularity: elements that share a scale, in this side's orientation.
+        pow2: every scale is a power of two, so that codes times scales are exact in bfloat16.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+    granularity: Granularity
+    pow2: bool
+
+    @property
+    def fmt(self) -> FloatFormat:
+        """Format of the codes."""
+        return format_of(self.codes.dtype)
+
+    def float_scale_inv(self) -> torch.Tensor:
+        """scale_inv as float32, its own shape."""
+        if self.scale_inv.dtype == torch.float32:
+            return self.scale_inv
+        return e8m0_to_scale_inv(self.scale_inv.view(torch.uint8))
+
+    def expanded_scale_inv(self) -> torch.Tensor:
+        """float32, broadcastable to codes: one scale for every element (a copy only where blocks are real)."""
+        return expand_scale(self.float_scale_inv(), self.granularity, self.codes.shape)
+
+    def transposed(self) -> QuantizedSide:
+        """The other direction, where it is the same codes and scales (views): per tensor and square blocks only."""
+        assert self.granularity.symmetric, "a 1-wide block has other scales along the other direction"
+        scale_inv = self.scale_inv if self.granularity.is_tensor else self.scale_inv.t()
+        return QuantizedSide(self.codes.t(), scale_inv, self.granularity, self.pow2)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """codes * scale_inv in float32, rounded once to dtype; NaN codes stay NaN."""
+        return (decode(self.codes) * self.expanded_scale_inv()).to(dtype)
+
+
+@dataclass(frozen=True)
+class Float8Tensor:
+    """A quantised matrix: one or both directions. ``dtype`` is the dtype of what was quantised."""
+
+    rowwise: QuantizedSide | None
+    columnwise: QuantizedSide | None
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, cols] of the matrix that was quantised."""
+        if self.rowwise is not None:
+            return self.rowwise.codes.shape
+        assert self.columnwise is not None, "a Float8Tensor holds at least one direction"
+        return self.columnwise.codes.t().shape
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The matrix back, in the orientation that was quantised; dtype defaults to the original's."""
+        dtype = dtype or self.dtype
+        if self.rowwise is not None:
+            return self.rowwise.dequantize(dtype)
+        assert self.columnwise is not None, "a Float8Tensor holds at least one direction"
+        return self.columnwise.dequantize(dtype).t()
+
+
+def expand_scale(scale: torch.Tensor, granularity: Granularity, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+    """One scale per element [rows, cols] (or broadcastable to it), from one per block."""
+    if granularity.is_tensor or granularity.cols == 0:
+        return scale
+    rows, cols = shape
+    scale = scale.repeat_interleave(granularity.cols, 1)[:, :cols]
+    return scale if granularity.rows == 1 else scale.repeat_interleave(granularity.rows, 0)[:rows]
