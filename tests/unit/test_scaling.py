@@ -199,7 +199,7 @@ def test_e8m0_never_saturates_an_element_and_wastes_less_than_a_bit(fmt, spec):
 def test_e8m0_against_torchao(fmt, spec, dtype):
     """torchao's round-up mode, on blocks whose amax walks over all normal edges.
 
-    torchao rounds amax / max to float32 before it takes the ceiling, which can lose the one float32 just above
+    torchao rounds amax / max to float32 before it takes the ceiling, which can lose the float32 just above
     max * 2^k: those amaxes are left out, and the rational oracle above covers them.
     """
     walk = EDGES[(EDGES > 2.0**-100) & (EDGES < 2.0**120)]
