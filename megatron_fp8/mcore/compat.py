@@ -57,9 +57,10 @@ def patches() -> list[Patch]:
         return []
     from packaging.version import Version
 
+    from megatron_fp8.mcore.norm import Norm
     from megatron_fp8.mcore.patching import Patch
 
-    return [
+    found = [
         Patch(
             "megatron.core.utils",
             "_te_version",
@@ -74,3 +75,13 @@ def patches() -> list[Patch]:
             create=True,
         ),
     ]
+    if not has_apex():
+        found.append(
+            Patch(
+                "megatron.core.transformer.transformer_block",
+                "LayerNormImpl",
+                Norm,
+                "the final norm of a model built from a layer spec is WrappedTorchNorm, which refuses SP",
+            )
+        )
+    return found

@@ -1,0 +1,154 @@
+"""Core attention for layer specs without Transformer Engine: fast on CPUs, and able to split the sequence (CP).
+
+Megatron-Core's DotProductAttention writes out the whole score matrix and refuses context parallelism. `CoreAttention`
+is that class with another forward where both mean the same: PyTorch's scaled_dot_product_attention, which keeps
+scores in float32 and saves q, k, v and one number a row. Options it does not have (attention dropout, sliding
+windows, softmax offsets, given masks) go to Megatron-Core's own forward, or are refused under context parallelism.
+
+Under context parallelism the sequence is cut into 2*cp chunks and rank r holds chunks r and 2*cp-1-r ("zigzag", the
+order of get_batch_on_this_cp_rank), so that causal work is even. Keys and values are all-gathered over the CP group;
+their gradients are reduce-scattered. config.cp_comm_type names other ways to move the same data and is not read.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+
+class CoreAttention(DotProductAttention):
+    """softmax(q k^T * scale) v for Megatron-Core's SelfAttention; the constructor takes DotProductAttention's arguments.
+
+    Raises ValueError for attention dropout, sliding windows, softmax offsets or query-key layer scaling when
+    context_parallel_size > 1.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        local = copy.copy(config)
+        local.context_parallel_size = 1  # the parent asserts it; all that it prepares is per rank anyway
+        super().__init__(local, *args, **kwargs)
+        self.config = config
+        self._extra = _beyond_sdpa(self)
+        self.cp_group = self.pg_collection.cp if config.context_parallel_size > 1 else None
+        if self.cp_group is not None and self._extra:
+            raise ValueError(
+                f"{', '.join(self._extra)} cannot be combined with "
+                f"context_parallel_size={config.context_parallel_size}; switch off one of them"
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """query [sq, b, heads, d], key [sk, b, groups, d], value [sk, b, groups, dv] -> [sq, b, heads * dv].
+
+        Under context parallelism sq = sk is this rank's part and must be even. As in the parent, the mask type given
+        at construction counts and `attn_mask_type` is not read.
+        """
+        causal = self.attn_mask_type == AttnMaskType.causal
+        given = [attention_bias, packed_seq_params, attention_mask if not causal else None]
+        plain = causal or (self.attn_mask_type == AttnMaskType.no_mask and attention_mask is None)
+        if self.cp_group is not None:
+            if not plain or any(x is not None for x in given):
+                raise ValueError(
+                    "context parallelism takes causal or no_mask attention, without a given mask, bias or packed sequences"
+                )
+            context = _zigzag(query, key, value, self.cp_group, self.softmax_scale, causal)
+        elif self._extra or not plain or any(x is not None for x in given) or (causal and len(query) != len(key)):
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+            )
+        else:
+            context = _sdpa(query, key, value, self.softmax_scale, is_causal=causal)
+        return context.flatten(2)
+
+
+def _beyond_sdpa(attention: DotProductAttention) -> list[str]:
+    """The options in use that scaled_dot_product_attention does not have (or has with other random bits)."""
+    config, softmax = attention.config, attention.scale_mask_softmax
+    options = {
+        "attention_dropout": attention.attention_dropout.p > 0,
+        "window_size": softmax.window_size is not None,
+        f"softmax_type={config.softmax_type!r}": config.softmax_type != "vanilla",
+        "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
+    }
+    return [name for name, used in options.items() if used]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
+    """q [sq, b, heads, d], k and v [sk, b, groups, d]: attention as [sq, b, heads, dv], contiguous.
+
+    A group's queries become the heads of one batch entry and its single key and value head is broadcast over them
+    with stride 0: grouped queries copy nothing.
+    """
+    sq, b, heads, _ = q.shape
+    groups = k.shape[2]
+
+    def by_group(x: Tensor) -> Tensor:
+        """[s, b, groups * n, d] -> [b * groups, n, s, d]."""
+        return x.permute(1, 2, 0, 3).reshape(b * groups, x.shape[2] // groups, x.shape[0], x.shape[3])
+
+    size = (b * groups, heads // groups, -1, -1)
+    out = F.scaled_dot_product_attention(by_group(q), by_group(k).expand(size), by_group(v).expand(size), scale=scale, **mask)
+    return out.reshape(b, heads, sq, -1).permute(2, 0, 1, 3).contiguous()
+
+
+def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: float, causal: bool) -> Tensor:
+    """Attention of this rank's two chunks of queries to the keys of the whole sequence that they may see."""
+    if len(q) != len(k) or len(q) % 2:
+        raise ValueError(
+            f"context parallelism needs as many queries as keys, in two equal chunks; got {len(q)} and {len(k)}"
+        )
+    both = _GatherZigzag.apply(torch.cat([k, v], dim=-1), group)
+    k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
+    if not causal:
+        return _sdpa(q, k, v, scale)
+    rank, size, n = dist.get_rank(group), dist.get_world_size(group), len(q) // 2
+    parts = []
+    for queries, chunk in zip(q.split(n), (rank, 2 * size - 1 - rank)):
+        seen = (chunk + 1) * n
+        mask = torch.ones(n, seen, dtype=torch.bool, device=q.device).tril(chunk * n)
+        parts.append(_sdpa(queries, k[:seen], v[:seen], scale, attn_mask=mask))
+    return torch.cat(parts)
+
+
+def zigzag_positions(size: int) -> list[int]:
+    """Where chunk 0, 1, ... of the sequence lies among the 2 * size chunks gathered in rank order."""
+    return [2 * c if c < size else 2 * (2 * size - 1 - c) + 1 for c in range(2 * size)]
+
+
+class _GatherZigzag(torch.autograd.Function):
+    """[s/cp, ...] in zigzag order on each rank -> [s, ...] in sequence order on all; backward: reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        size = dist.get_world_size(group)
+        gathered = x.new_empty(size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        chunks = gathered.unflatten(0, (2 * size, -1))
+        order = torch.tensor(zigzag_positions(size), device=x.device)
+        return chunks.index_select(0, order).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        size = dist.get_world_size(ctx.group)
+        chunks = grads[0].unflatten(0, (2 * size, -1))
+        order = torch.tensor(zigzag_positions(size), device=chunks.device)
+        by_rank = torch.empty_like(chunks).index_copy_(0, order, chunks).flatten(0, 1)
+        out = by_rank.new_empty(len(by_rank) // size, *by_rank.shape[1:])
+        dist.reduce_scatter_tensor(out, by_rank, group=ctx.group)
+        return out, None
