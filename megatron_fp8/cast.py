@@ -161,8 +161,11 @@ def cast_stochastic(
     exponent = exponent.clamp_(min=1) - 127
     # Below the smallest normal exponent the grid no longer shrinks, so more bits fall off the end.
     grid = exponent.clamp(min=1 - fmt.bias)
-    dropped = (23 - fmt.mantissa_bits + grid - exponent).clamp_(max=62)
-    bits = philox_bits(index, key) & ((1 << dropped.clamp(max=32)) - 1)
+    dropped = 23 - fmt.mantissa_bits + grid - exponent
+    # A word has 32 bits: of a longer tail the lowest bits (below 2^-32 of a grid step) are cut off first.
+    mantissa = mantissa >> (dropped - 32).clamp_(0, 62)
+    dropped = dropped.clamp_(max=32)
+    bits = philox_bits(index, key) & ((1 << dropped) - 1)
     kept = (mantissa + bits) >> dropped
     rounded = torch.ldexp(kept.to(torch.float32), (grid - fmt.mantissa_bits).to(torch.int32))
     codes = torch.copysign(rounded.clamp_(max=fmt.max), product).to(fmt.dtype)

@@ -221,3 +221,23 @@ def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> t
         c0, c1, c2, c3 = (right >> 32) ^ c1 ^ k0, right & mask, (left >> 32) ^ c3 ^ k1, left & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
     return c0, c1, c2, c3
+
+
+def encode_stochastic_one(product: float, word: int, spec: Spec) -> int:
+    """Code of one finite float32 product, rounded with the 32 random bits `word`.
+
+    The bits that do not fit the format are a fraction of its grid step; as many low bits of `word` are added
+    to them, and a carry rounds up. Of more than 32 bits the first 32 count.
+    """
+    sign = 0x80 if np.signbit(product) else 0
+    size = min(abs(Fraction(float(product))), Fraction(spec.largest))
+    grid = [Fraction(v) for v in spec.magnitudes()]
+    below = max(code for code, value in enumerate(grid) if value <= size)
+    if grid[below] == size:
+        return sign | below
+    step = grid[below + 1] - grid[below]
+    fraction = (size - grid[below]) / step
+    exponent = int(np.frexp(float(size))[1]) - 1
+    dropped = min(int(np.log2(float(step))) - (exponent - 23), 32)
+    carry = int(fraction * 2**dropped) + word % 2**dropped >= 2**dropped
+    return sign | (below + carry)

@@ -272,7 +272,7 @@ def test_power_of_two_scales_against_torchao(name, axis):
 
 @pytest.mark.parametrize("role, block", [("input", (1, 128)), ("weight", (128, 128))])
 def test_blockwise_against_torchao(role, block):
-    """torchao's blocks: its scales but for a last bit (it divides by 448), its codes given the same scales."""
+    """torchao's blocks: its scales but for a last bit (it divides by 448), its codes for the same scales."""
     x = torch.randn(256, 384, generator=torch.Generator().manual_seed(5))
     theirs = _choose_scale_float8(x, list(block))
     in_full = quantize(x, RECIPES["blockwise-fp32"][0], role).rowwise
