@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from .backends import emulated
-from .backends.emulated import Direction, Region
+from .backends.emulated import AmaxReduction, Direction, Region
 from .cast import RandomKey
-from .recipe import Recipe
+from .recipe import Recipe, Rule
+from .state import Slot
 from .tensor import Float8Tensor
 
 
@@ -35,3 +38,35 @@ def quantize(
         raise ValueError(f"{recipe!r} rounds {role!r} stochastically: pass key=RandomKey(seed) to name the random bits")
     region = None if key is None else Region(key)
     return emulated.quantize(x, rule, direction, region=region).tensor
+
+
+class Quantizer:
+    """What one GEMM site keeps for one role: the recipe's rule, the slot that casts record in, and the backend."""
+
+    def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
+        self.rule, self.slot, self.backend = rule, slot, backend
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        direction: Direction,
+        *,
+        record: bool,
+        reduce_amax: AmaxReduction | None = None,
+        region: Region | None = None,
+    ) -> Float8Tensor:
+        """Quantise x [rows, cols] with the current scale (delayed, once warm) or x's own, and record amax and health.
+
+        Args:
+            record: False leaves the slot alone (evaluation, recomputed forwards).
+            reduce_amax, region: as in backends.emulated.quantize; a delayed scale that is warm is shared already and
+                needs no reduction.
+        """
+        scale = self.slot.scale if self.rule.delayed and self.slot.warm else None
+        quantized = self.backend.quantize(
+            x, self.rule, direction, scale=scale, reduce_amax=reduce_amax, region=region if self.rule.stochastic else None
+        )
+        self.slot.arena.counts.casts += 1
+        if record:
+            self.slot.record(quantized.amax, quantized.nonfinite)
+        return quantized.tensor

@@ -299,3 +299,12 @@ def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         finally:
             setting.fp32_precision = before
     return a.to(torch.float32) @ b.to(torch.float32).t()
+
+
+def matmul_high_precision(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """a [M, K] @ b [N, K]^T (+ bias [N]) of unquantised matrices, for GEMMs that a plan keeps out of FP8."""
+    if bias is None and out_dtype == a.dtype == b.dtype:
+        return a @ b.t()
+    return _finish(_matmul_fp32(a, b), None, bias, out_dtype)

@@ -1,0 +1,102 @@
+"""A GEMM site at run time: the plan entry made into quantizers, a weight cache and the three GEMMs by name."""
+
+from __future__ import annotations
+
+import zlib
+from types import ModuleType
+
+import torch
+
+from .backends import BACKENDS
+from .backends.emulated import Region, matmul_high_precision
+from .cast import RandomKey
+from .plan import SitePlan
+from .quantizer import Quantizer
+from .recipe import DelayedScaling
+from .state import Fp8State, Group
+from .tensor import Float8Tensor, QuantizedSide
+
+Operand = QuantizedSide | torch.Tensor
+"""One side of a GEMM: quantised, or the high-precision matrix in the same orientation (contraction last)."""
+
+
+class GemmSite:
+    """Quantises a linear layer's operands and multiplies them, as its plan says.
+
+    Args:
+        plan: the site's entry.
+        state: the model's FP8 state.
+        group: the amax reduction group of its slots (None: this process alone).
+        seed: of stochastic rounding.
+        stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
+    """
+
+    def __init__(self, plan: SitePlan, state: Fp8State, group: Group, *, seed: int = 0, stream: int = 0):
+        self.plan, self.state = plan, state
+        self.notes: set[str] = set()
+        self.backend: ModuleType | None = None if plan.backend is None else BACKENDS[plan.backend]
+        self.quantizers: dict[str, Quantizer | None] = dict.fromkeys(plan.rules)
+        if plan.precision == "fp8":
+            assert self.backend is not None and plan.recipe is not None
+            arena = state.arena(group)
+            delayed = plan.recipe if isinstance(plan.recipe, DelayedScaling) else None
+            for role, rule in plan.rules.items():
+                if rule is not None:
+                    slot = arena.add(delayed, rule.fmt)
+                    slot.name = f"{plan.name}.{role}"
+                    self.quantizers[role] = Quantizer(rule, slot, self.backend)
+        self._seed, self._stream = seed, stream
+        self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
+        self._weight: tuple[object, Float8Tensor] | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether any GEMM of this site runs in FP8."""
+        return self.plan.precision == "fp8"
+
+    def quantized_weight(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Float8Tensor | torch.Tensor:
+        """The weight [N, K] in both directions, quantised once per iteration; the weight itself if it stays as it is.
+
+        Args:
+            fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
+        """
+        quantizer = self.quantizers["weight"]
+        if quantizer is None:
+            return weight
+        # Optimizers that write through flat buffers leave no trace in _version; the epoch covers those.
+        key = (self.state.epoch, weight.data_ptr(), weight._version)
+        if fresh or self._weight is None or self._weight[0] != key:
+            self._weight = (key, quantizer(weight, "both", record=record))
+        return self._weight[1]
+
+    def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
+        """Place and random stream of this backward's grad_output; each backward of an iteration has its own stream."""
+        iteration, count = self._backwards
+        count = count + 1 if iteration == self.state.iteration else 0
+        self._backwards = (self.state.iteration, count)
+        key = RandomKey(
+            self._seed, zlib.crc32(self.plan.name.encode()), self.state.iteration, (self._stream << 16) + count
+        )
+        return Region(key, row_offset, col_offset, total_cols)
+
+    def multiply(
+        self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """a [M, K] @ b [N, K]^T (+ bias [N]) as the plan has it for 'fprop', 'dgrad' or 'wgrad'; counted."""
+        if self.plan.gemms[gemm] == "fp8":
+            assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide) and self.backend is not None
+            self.state.counts.fp8_gemms += 1
+            return self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias)
+        self.state.counts.hp_gemms += 1
+        dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
+        plain_a, plain_b = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
+        return matmul_high_precision(plain_a, plain_b, out_dtype, bias)
+
+
+def side_of(operand: Float8Tensor | torch.Tensor, direction: str) -> Operand:
+    """The rowwise side, or the columnwise one (of a plain matrix: its transpose)."""
+    if isinstance(operand, torch.Tensor):
+        return operand if direction == "rowwise" else operand.t()
+    side = operand.rowwise if direction == "rowwise" else operand.columnwise
+    assert side is not None, f"the operand was not quantised {direction}"
+    return side

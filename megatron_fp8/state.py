@@ -1,0 +1,244 @@
+"""FP8 state: the largest magnitudes and the health of every quantised tensor, settled once per iteration.
+
+Each (GEMM site, role) has a slot in one arena per reduction group. A cast writes its amax and its count of non-finite
+elements into the slot; ``Fp8State.finish_iteration`` then, for every arena,
+
+* reduces both rows over the group in one collective, whatever the number of slots;
+* for delayed scaling, recomputes scales and rolls histories, vectorised over all slots;
+* adds up the iteration's health, which the optimizer step consults, and clears the rows.
+
+Leaving a context does nothing. Transformer Engine updates when its autocast context is left, which is why delayed
+scaling there cannot be combined with BF16 layers, recompute or a module that is called twice. Rejected.
+
+The counts are max-reduced with the amaxes, since one collective has one operator: a count is the largest of any rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .formats import FloatFormat
+from .recipe import DelayedScaling
+from .scaling import compute_scale
+
+Group = Any
+"""A torch.distributed process group, or None for a single process."""
+
+
+class Slot:
+    """Where one tensor's casts record. Belongs to one arena; ``name`` is given when the model is named."""
+
+    def __init__(self, arena: Arena, index: int, delayed: DelayedScaling | None, fmt: FloatFormat):
+        self.arena, self.index, self.delayed, self.fmt = arena, index, delayed, fmt
+        self.name = f"slot{index}"
+        self.warm = False
+
+    def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
+        """Max amax (float32 [], may be Inf, never NaN) into the running row; add the non-finite count, if any."""
+        rows = self.arena.rows
+        running = rows[0, self.index]
+        torch.maximum(running, amax, out=running)
+        if nonfinite is not None:
+            rows[1, self.index] += nonfinite
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """float32 [], the delayed scale of the last update. A copy: a later update does not reach into saved tensors."""
+        return self.arena.scale[self.index].clone()
+
+
+@dataclass
+class IterationCounts:
+    """What one iteration did on this rank. ``nonfinite`` sums the slots' counts after the reduction."""
+
+    fp8_gemms: int = 0
+    hp_gemms: int = 0
+    casts: int = 0
+    amax_collectives: int = 0
+    scaling_collectives: int = 0
+    nonfinite: int = 0
+
+
+class Arena:
+    """The slots of one reduction group. Row 0 of ``rows`` holds running amaxes, row 1 non-finite counts."""
+
+    def __init__(self, group: Group, device: torch.device):
+        self.group, self.device = group, device
+        self.counts = IterationCounts()  # the state's own, shared
+        self.slots: list[Slot] = []
+        self.rows = torch.zeros(2, 0, device=device)
+        self.scale = torch.ones(0, device=device)
+        self.last_amax = torch.zeros(0, device=device)
+        self.last_nonfinite = torch.zeros(0, device=device)
+        self._histories: dict[tuple[DelayedScaling, str], _History] = {}
+        self._checked = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share this arena."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def add(self, delayed: DelayedScaling | None, fmt: FloatFormat) -> Slot:
+        """A new slot; ``delayed`` is the recipe that owns its history, None for the other recipes."""
+        slot = Slot(self, len(self.slots), delayed, fmt)
+        self.slots.append(slot)
+        if len(self.slots) > self.rows.shape[1]:
+            # Doubling keeps building a model of n slots linear in n.
+            extra = max(64, len(self.slots))
+            self.rows = torch.cat([self.rows, torch.zeros(2, extra, device=self.device)], 1)
+            self.scale = torch.cat([self.scale, torch.ones(extra, device=self.device)])
+        if delayed is not None:
+            self._histories.setdefault((delayed, fmt.name), _History(self.device)).add(slot)
+        self._checked = False
+        return slot
+
+    def history(self, delayed: DelayedScaling, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        """(int64 [k] slot indices, float32 [amax_history_len, k] rows) of the slots of one recipe and format.
+
+        Row 0 is the running one (zero between iterations); the last row is the latest iteration's.
+        """
+        return self._histories[delayed, fmt.name].tensors()
+
+    def _trim(self) -> None:
+        """Drop the spare capacity, so that collectives and updates touch slots only."""
+        if self.rows.shape[1] != len(self.slots):
+            self.rows = self.rows[:, : len(self.slots)].contiguous()
+            self.scale = self.scale[: len(self.slots)].contiguous()
+
+    def check_names(self) -> None:
+        """RuntimeError, on every rank, unless all ranks of the group hold the same slots in the same order."""
+        if self._checked or self.world_size == 1:
+            return
+        described = "\n".join(f"{s.name} {s.fmt.name} {s.delayed}" for s in self.slots)
+        digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
+        mine = torch.tensor([len(self.slots), digest], dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        if any(not torch.equal(mine, other) for other in everyone):
+            counts = [int(other[0]) for other in everyone]
+            raise RuntimeError(
+                f"ranks of one amax group hold different FP8 tensors (slots per rank: {counts}; mine are"
+                f" {', '.join(s.name for s in self.slots[:4])}, ...): build the same layers, with the same fp8 settings,"
+                " on every rank of a pipeline stage"
+            )
+        self._checked = True
+
+    def reduce(self) -> int:
+        """Max both rows over the group; the number of collectives that took (0 for a single rank)."""
+        if self.world_size == 1 or not self.slots:
+            return 0
+        self._trim()
+        self.check_names()
+        dist.all_reduce(self.rows, op=dist.ReduceOp.MAX, group=self.group)
+        return 1
+
+    def update(self, iteration: int) -> None:
+        """Scales and histories from the reduced rows (numerics: Delayed scaling), then clear the rows.
+
+        An Inf amax changes nothing; a slot that was not cast keeps scale and history; the scale is recomputed every
+        interval-th iteration, iteration 0 included.
+        """
+        self._trim()
+        self.last_amax, self.last_nonfinite = self.rows[0].clone(), self.rows[1].clone()
+        for (delayed, _), held in self._histories.items():
+            self._update_delayed(delayed, held, iteration % delayed.interval == 0)
+        self.rows.zero_()
+
+    def _update_delayed(self, delayed: DelayedScaling, held: _History, due: bool) -> None:
+        index, history = held.tensors()
+        value = self.rows[0, index]
+        value = torch.where(value.isinf(), torch.zeros_like(value), value)
+        seen = value != 0
+        history[0] = value
+        if due:
+            amax = value if delayed.amax_compute_algo == "most_recent" else history.amax(0)
+            fresh = compute_scale(amax, held.slots[0].fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon)
+            self.scale[index] = torch.where(seen, fresh, self.scale[index])
+            held.warm_up(seen)
+        if delayed.amax_history_len > 1:
+            history.copy_(torch.where(seen, history.roll(-1, 0), history))
+        history[0] = 0
+
+
+class _History:
+    """The histories of all slots that share a delayed recipe and a format: one matrix, so that updates are vectorised."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.slots: list[Slot] = []
+        self.cold = 0
+        self._index = torch.zeros(0, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(0, 0, device=device)
+
+    def add(self, slot: Slot) -> None:
+        self.slots.append(slot)
+        self.cold += 1
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(index, rows), grown to the slots that were added since."""
+        have, want = self._index.numel(), len(self.slots)
+        if have < want:
+            delayed = self.slots[0].delayed
+            assert delayed is not None
+            rows = torch.zeros(delayed.amax_history_len, want, device=self.device)
+            rows[:, :have] = self._rows if have else rows[:, :0]
+            self._rows = rows
+            self._index = torch.tensor([s.index for s in self.slots], device=self.device)
+        return self._index, self._rows
+
+    def warm_up(self, seen: torch.Tensor) -> None:
+        """Slots that just got their first scale leave the cold start; the mask is read back only while any is cold."""
+        if not self.cold:
+            return
+        for slot, was_seen in zip(self.slots, seen.tolist(), strict=True):
+            slot.warm |= was_seen
+        self.cold = sum(not slot.warm for slot in self.slots)
+
+
+@dataclass
+class Fp8State:
+    """All arenas of one model, and the iteration they are in. Deep copies of a config share it."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    iteration: int = 0
+    epoch: int = 0
+    counts: IterationCounts = field(default_factory=IterationCounts)
+    last: IterationCounts = field(default_factory=IterationCounts)
+    arenas: list[Arena] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
+        return self
+
+    def arena(self, group: Group) -> Arena:
+        """The arena of a group, made on first use. Ranks must ask for their groups in the same order."""
+        for arena in self.arenas:
+            if arena.group is group:
+                return arena
+        self.arenas.append(Arena(group, self.device))
+        self.arenas[-1].counts = self.counts
+        return self.arenas[-1]
+
+    def slots(self) -> list[Slot]:
+        """Every slot of every arena."""
+        return [slot for arena in self.arenas for slot in arena.slots]
+
+    def finish_iteration(self) -> IterationCounts:
+        """Reduce and update every arena, once, after the iteration's last backward. Returns what the iteration did.
+
+        Collective: every rank of every group must call it, each iteration.
+        """
+        for arena in self.arenas:
+            self.counts.amax_collectives += arena.reduce()
+            arena.update(self.iteration)
+            self.counts.nonfinite += int(arena.last_nonfinite.sum())
+        self.last, self.counts = self.counts, IterationCounts()
+        for arena in self.arenas:
+            arena.counts = self.counts
+        self.iteration += 1
+        self.epoch += 1
+        return self.last
