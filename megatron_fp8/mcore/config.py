@@ -177,8 +177,8 @@ def _merge_fp8_format(fp8_format: str, kwargs: dict[str, Any]) -> None:
 
 # Set after @dataclass so that the generated __init__ keeps Megatron's fields, defaults and order.
 TransformerConfig.__init__ = _accept_fp8_format(TransformerConfig.__init__)  # type: ignore[method-assign]
-TransformerConfig.fp8_format = property(_own_fp8_format, _assign_fp8_format)  # type: ignore[attr-defined]
-TransformerConfig.finalize_model_grads_func = property(_finalize, _assign_finalize)  # type: ignore[attr-defined]
+TransformerConfig.fp8_format = property(_own_fp8_format, _assign_fp8_format)
+TransformerConfig.finalize_model_grads_func = property(_finalize, _assign_finalize)
 
 _ALSO_FP8 = frozenset({"first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"})
 

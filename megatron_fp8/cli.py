@@ -1,0 +1,44 @@
+"""The command line: `megatron-fp8 COMMAND`, `python -m megatron_fp8 COMMAND`. Commands load on use."""
+
+from __future__ import annotations
+
+import sys
+
+USAGE = """\
+usage: megatron-fp8 COMMAND ...
+
+FP8 training for Megatron-Core models.
+
+  train    train a GPT on real text: megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml
+  report   show what a run ran, layer by layer, and how it went: megatron-fp8 report runs/tiny_gpt_cpu
+  doctor   say what this machine can run and what is missing, and run an FP8 GEMM on each backend
+
+`megatron-fp8 COMMAND --help` says more. Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns its exit code (0 done, 1 failed, 2 bad input)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    command, rest = arguments[0], arguments[1:]
+    if command == "train":
+        from megatron_fp8.train.app import main as train
+
+        return train(rest)
+    if command == "report":
+        from megatron_fp8.train.show import main as report
+
+        return report(rest)
+    if command == "doctor":
+        from megatron_fp8.doctor import main as doctor
+
+        return doctor(rest)
+    import difflib
+
+    near = difflib.get_close_matches(command, ("train", "report", "doctor"), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    print(f"error: {command!r} is not a command: they are train, report and doctor.{hint}", file=sys.stderr)
+    return 2

@@ -1,0 +1,95 @@
+"""`megatron-fp8 doctor`: what this machine can run, what is missing and how to get it.
+
+Every backend that can run here multiplies a small FP8 GEMM, which is compared with its exact product.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata, util
+
+USAGE = """\
+usage: megatron-fp8 doctor
+
+Lists the packages that matter, and runs an FP8 GEMM on each backend. Exit code 1 if a backend computes wrongly.
+"""
+
+# (package, module to find, what it is for, how to get it)
+_PACKAGES = (
+    ("torch", "torch", "everything", "pip install torch==2.13.0"),
+    ("megatron-core", "megatron.core", "training", "pip install megatron-core==0.16.1"),
+    ("triton", "triton", "FP8 kernels on GPUs", "pip install triton (needs a GPU)"),
+    (
+        "transformer-engine",
+        "transformer_engine",
+        "Transformer Engine's kernels",
+        "pip install megatron_fp8[te]",
+    ),
+    ("tokenizers", "tokenizers", "--data.tokenizer", "pip install tokenizers"),
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Print what is here; returns 0, 1 if a backend computes wrongly, 2 for unknown arguments."""
+    if "-h" in arguments or "--help" in arguments:
+        print(USAGE)
+        return 0
+    if arguments:
+        print(f"error: doctor takes no arguments, got {' '.join(arguments)!r}", file=sys.stderr)
+        return 2
+    from megatron_fp8.train.report import device_name
+
+    print(f"device      {device_name()}")
+    for package, module, purpose, how in _PACKAGES:
+        print(f"{package:<20} {_package(package, module) or f'missing, needed for {purpose}: {how}'}")
+    wrong = [name for name in _backend_names() if not _check_backend(name)]
+    if wrong:
+        print(f"error: {', '.join(wrong)} computed a wrong product; please report this", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _package(package: str, module: str) -> str | None:
+    """The installed version; None if the package is not there."""
+    try:
+        if util.find_spec(module) is None:
+            return None
+        return metadata.version(package)
+    except ModuleNotFoundError:  # from find_spec: the parent of a dotted module is absent
+        return None
+    except metadata.PackageNotFoundError:
+        return "installed, version unknown"
+
+
+def _backend_names() -> list[str]:
+    from megatron_fp8.backends import BACKENDS
+
+    return list(BACKENDS)
+
+
+def _check_backend(name: str) -> bool:
+    """Run one GEMM on backend `name` and say how it went. True unless the product is wrong."""
+    import torch
+
+    from megatron_fp8 import quantize, recipe
+    from megatron_fp8.backends import BACKENDS
+
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    backend = BACKENDS[name]
+    reason = backend.supports(device)
+    if reason is not None:
+        print(f"backend {name:<12} cannot run here: {reason}")
+        return True
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(128, 256, generator=generator).to(device) for _ in range(2))
+    scaling = recipe.Float8CurrentScaling()
+    a = quantize(x, scaling, "input").rowwise
+    b = quantize(w, scaling, "weight").rowwise
+    found = backend.gemm(a, b, out_dtype=torch.float32)
+    exact = backend.gemm(a, b, out_dtype=torch.float64, exact=True)
+    error = ((found.double() - exact).abs().max() / exact.abs().max()).item()
+    good = error < 1e-3
+    verdict = "good" if good else "WRONG"
+    print(
+        f"backend {name:<12} FP8 GEMM 128 x 256 x 128: {verdict}, largest error {error:.1e} of the largest value"
+    )
+    return good

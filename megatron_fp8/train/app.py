@@ -1,0 +1,209 @@
+"""`megatron-fp8 train`: from a command line to a finished run.
+
+Everything that can be wrong with the input is found before the first step and raised as ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+
+USAGE = """\
+usage: megatron-fp8 train --config FILE [--section.key=value ...] [--data FILE ...] [--dry-run] [--debug]
+
+Trains a GPT in FP8 (or BF16) with Megatron-Core: on CPU over gloo, on GPUs over nccl.
+
+  one process    megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml \\
+                     --model.tensor_model_parallel_size=1 --model.sequence_parallel=false
+  several        torchrun --nproc-per-node 2 -m megatron_fp8 train --config examples/configs/tiny_gpt_cpu.yaml
+  under SLURM    srun python -m megatron_fp8 train --config examples/configs/llama3_8b.yaml
+
+A config file has the sections model, train, optimizer, data and checkpoint; every key is also an option:
+
+  --model.fp8=hybrid               FP8: E4M3, and E5M2 for gradients ('e4m3': E4M3 everywhere; null: BF16)
+  --model.fp8_format=mxfp8         scaling recipe: delayed, tensorwise, rowwise, blockwise, mxfp8, custom
+  --model.first_last_layers_bf16=true          keep the first and the last layer in BF16
+  --model.tensor_model_parallel_size=2         also pipeline_model_parallel_size, sequence_parallel, ...
+  --model.NAME=...                 any field of Megatron-Core's TransformerConfig
+  --train.train_iters=300          also micro_batch_size, global_batch_size, seq_length, eval_interval, ...
+  --optimizer.lr=3e-3              also lr_warmup_iters, min_lr, weight_decay, clip_grad, ...
+  --data FILE ...                  text files, or prefixes of Megatron .bin/.idx pairs (else Python's)
+  --data.tokenizer=tokenizer.json  a Hugging Face tokenizers file (default: bytes)
+  --run_dir=runs/mine              where config.yaml, report.json, metrics.jsonl and tensorboard/ go
+  --dry-run                        build, report, check that the first loss is near ln(vocabulary)
+  --debug                          show tracebacks of bad input
+  --keys                           list every key with its default
+
+Exit codes: 0 done, 1 training failed, 2 bad input.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run `megatron-fp8 train` with `arguments`; returns the exit code."""
+    if "-h" in arguments or "--help" in arguments:
+        print(USAGE)
+        return EXIT_DONE
+    debug = "--debug" in arguments
+    from megatron_fp8.train import parallel
+
+    # One line per warning, in every rank's words only once: rank 0's.
+    warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
+    try:
+        launch = parallel.find_launch()
+        trainer = prepare(arguments, launch)
+    except (ValueError, RuntimeError, OSError) as error:
+        return _refuse(error, debug)
+    try:
+        return EXIT_DONE if trainer is None else _train(trainer)
+    except Exception:
+        traceback.print_exc()
+        return EXIT_FAILED
+    finally:
+        parallel.leave()
+
+
+def _refuse(error: Exception, debug: bool) -> int:
+    from megatron_fp8.train import parallel
+
+    if debug:
+        traceback.print_exc()
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    parallel.leave()
+    return EXIT_BAD_INPUT
+
+
+def prepare(arguments: list[str], launch: Any) -> Any:
+    """Everything before the first step: config, ranks, data, model, report. None after a dry run."""
+    from megatron_fp8 import mcore
+
+    mcore.install()
+    from megatron_fp8.train import config as run_config
+    from megatron_fp8.train import parallel
+    from megatron_fp8.train.model_section import padded_vocab_size, transformer_config
+    from megatron_fp8.train.tokenizers import load_tokenizer
+
+    if "--keys" in arguments:
+        print(_all_keys())
+        return None
+    run = run_config.parse(arguments)
+    parallel.check_layout(run.model, run.train, launch.world_size)
+    config = transformer_config(run.model)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
+    parallel.join(launch, run.model, run.train)
+    return build(run, config, tokenizer, vocab_size, launch)
+
+
+def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -> Any:
+    """Data, model, optimizer and report of a run whose ranks have met. None after a dry run."""
+    from megatron_fp8.train import data, model
+    from megatron_fp8.train.loop import Trainer
+    from megatron_fp8.train.metrics import Display, MetricsWriter, model_flops_per_token
+    from megatron_fp8.train.report import build_report, format_report, write_report
+
+    prefixes = data.find_data(run.data, tokenizer, vocab_size)
+    datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
+    chunks = model.build_chunks(config, run, vocab_size)
+    optimizer = model.build_optimizer(config, run, chunks)
+    scheduler = model.build_scheduler(run, optimizer)
+    parameters = model.count_parameters(chunks)
+    report = build_report(run, config, chunks, parameters, launch.launcher)
+    flops = model_flops_per_token(
+        parameters["non_embedding"], vocab_size, config.hidden_size, config.num_layers, run.train.seq_length
+    )
+    trainer = Trainer(run, chunks, optimizer, scheduler, datasets, flops)
+    first = launch.rank == 0
+    if first:
+        print(format_report(report), flush=True)
+    if run.dry_run:
+        _dry_run(trainer, chunks, vocab_size, first)
+        return None
+    if first:
+        entropy = data.corpus_bigram_entropy(prefixes)
+        print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
+        folder = parallel_safe_folder(Path(run.run_dir))
+        run.save(folder / "config.yaml")
+        write_report({**report, "bigram_entropy": entropy}, folder)
+        trainer.writer = MetricsWriter(folder)
+        trainer.display = Display(run.train.train_iters, run.train.log_interval)
+    return trainer
+
+
+def parallel_safe_folder(folder: Path) -> Path:
+    """Make `folder`; what an earlier run wrote there moves to `previous-1`, `previous-2`, ..."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = ("config.yaml", "report.json", "metrics.jsonl", "validation.jsonl", "tensorboard")
+        earlier = [folder / name for name in mine if (folder / name).exists()]
+        if earlier:
+            number = 1 + sum(1 for _ in folder.glob("previous-*"))
+            kept = folder / f"previous-{number}"
+            kept.mkdir()
+            for path in earlier:
+                path.rename(kept / path.name)
+    except OSError as error:
+        raise ValueError(
+            f"run_dir={str(folder)!r} cannot be written ({error}): give another folder."
+        ) from error
+    return folder
+
+
+def _dry_run(trainer: Any, chunks: list[Any], vocab_size: int, first: bool) -> None:
+    """Print this rank's shapes and check the first loss: an untrained model guesses evenly, ln V nats."""
+    if first:
+        print("shapes on this rank:")
+        for chunk in chunks:
+            for name, parameter in chunk.module.named_parameters():
+                print(f"  {name.removeprefix('module.'):<70} {list(parameter.shape)} {parameter.dtype}")
+    loss, even = trainer.first_loss(), math.log(vocab_size)
+    if first:
+        print(f"first loss {loss:.4f}, ln({vocab_size}) = {even:.4f}", flush=True)
+    if not abs(loss - even) < 0.1 * even:
+        raise RuntimeError(
+            f"the first loss {loss:.4f} is not near ln({vocab_size}) = {even:.4f}: an untrained model "
+            f"should guess "
+            "evenly. Look at model.init_method_std and at the data."
+        )
+
+
+def _train(trainer: Any) -> int:
+    import time
+
+    start = time.perf_counter()
+    try:
+        summary = trainer.train()
+    finally:
+        if trainer.display:
+            trainer.display.close()
+            trainer.writer.close()
+    if trainer.display:
+        print(_last_line(trainer.run, summary, time.perf_counter() - start), flush=True)
+    return EXIT_DONE
+
+
+def _last_line(run: Any, summary: dict[str, float], seconds: float) -> str:
+    parts = [f"done: {run.train.train_iters} iterations in {seconds:.0f} s"]
+    if "last_loss" in summary:
+        parts.append(f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}")
+    else:
+        parts.append("no finite loss")
+    if "validation_loss" in summary:
+        parts.append(f"validation loss {summary['validation_loss']:.4f}")
+    return ", ".join(parts) + f"; everything is in {run.run_dir}"
+
+
+def _all_keys() -> str:
+    from megatron_fp8.train.config import RunConfig, known_keys
+
+    values = RunConfig().to_dict()
+    lines = []
+    for key in known_keys():
+        section, _, name = key.rpartition(".")
+        lines.append(f"{key} = {(values[section] if section else values)[name]!r}")
+    return "\n".join(lines)

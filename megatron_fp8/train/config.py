@@ -1,0 +1,214 @@
+"""The typed config of a run: YAML files, then dotted options, every key checked before anything starts.
+
+    megatron-fp8 train --config FILE --model.fp8=hybrid --train.train_iters=300
+
+Names may be written with '-' for '_'. A later option wins over an earlier one, and options win over files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from megatron_fp8.train.model_section import ModelSection, transformer_config
+from megatron_fp8.train.sections import (
+    CheckpointSection,
+    DataSection,
+    OptimizerSection,
+    TrainSection,
+    check_sections,
+)
+
+_SECTIONS: dict[str, Any] = {
+    "model": ModelSection,
+    "train": TrainSection,
+    "optimizer": OptimizerSection,
+    "data": DataSection,
+    "checkpoint": CheckpointSection,
+}
+_FREE_FORM = frozenset({"model.fp8_overrides"})  # its keys are the user's
+_FLAGS = frozenset({"dry_run", "debug"})
+_NOT_IN_FILES = frozenset({"config", "print_config"})
+
+
+@dataclass
+class RunConfig:
+    """Everything that decides a run. Written whole to `<run_dir>/config.yaml`."""
+
+    model: Any = field(default_factory=ModelSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    data: DataSection = field(default_factory=DataSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    run_dir: str = "runs/train"
+    """Where the run writes; the config file's name replaces 'train' when it is not given."""
+    resume: str = "auto"
+    """'auto' or 'never'."""
+    dry_run: bool = False
+    """Build, report, check the first loss; do not train."""
+    debug: bool = False
+    """Show tracebacks of bad input."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested values, as config.yaml has them."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
+    def save(self, path: Path) -> None:
+        """Write every value to `path` (YAML); `--config path` runs the same again."""
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    return value.name if isinstance(value, enum.Enum) else value
+
+
+def parse(arguments: list[str]) -> RunConfig:
+    """The run config of a command line.
+
+    Raises ValueError with one line: an unknown key (with the nearest known one), a value of the wrong
+    type or out
+    of range, a file that is missing or not YAML.
+    """
+    arguments = list(_normalised(arguments))
+    files = [value for name, value in _named(arguments) if name == "config" and value]
+    for path in files:
+        for key in _keys(_read_yaml(path)):
+            _check_key(key, f"{path}: ")
+    for name, value in _named(arguments):
+        if name not in _NOT_IN_FILES:
+            _check_key(name, "--")
+        if value is None:
+            raise ValueError(f"--{name} has no value: write --{name}=VALUE.")
+    try:
+        parsed = _parser().parse_args(arguments)
+    except (argparse.ArgumentError, TypeError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    values = parsed.as_dict() if hasattr(parsed, "as_dict") else vars(parsed)
+    sections = {name: kind(**values[name]) for name, kind in _SECTIONS.items()}
+    run_dir = values["run_dir"] or f"runs/{Path(files[-1]).stem if files else 'train'}"
+    run = RunConfig(
+        **sections,
+        run_dir=run_dir,
+        resume=values["resume"],
+        dry_run=values["dry_run"],
+        debug=values["debug"],
+    )
+    check_sections(run.train, run.optimizer, run.checkpoint, run.resume)
+    return run
+
+
+def load(path: str | Path, *overrides: str) -> RunConfig:
+    """The run config of one file and dotted overrides."""
+    return parse([f"--config={path}", *overrides])
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="megatron-fp8 train", exit_on_error=False, add_help=False)
+    parser.add_argument("--config", action="config")
+    for name, kind in _SECTIONS.items():
+        parser.add_argument(f"--{name}", type=kind, default=kind())
+    defaults = RunConfig()
+    parser.add_argument("--run_dir", type=str | None, default=None)
+    parser.add_argument("--resume", type=str, default=defaults.resume)
+    parser.add_argument("--dry_run", type=bool, default=defaults.dry_run)
+    parser.add_argument("--debug", type=bool, default=defaults.debug)
+    return parser
+
+
+def _normalised(arguments: list[str]) -> Iterator[str]:
+    """Underscores in names, values of bare flags, and `--data FILE...` as `--data.paths+=FILE`."""
+    taking_paths = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            taking_paths = name == "data" and not equals
+            if name == "data" and equals:
+                yield f"--data.paths+={value}"
+            elif name in _FLAGS and not equals:
+                yield f"--{name}=true"
+            elif not taking_paths:
+                yield f"--{name}{equals}{value}"
+        elif taking_paths:
+            yield f"--data.paths+={argument}"
+        else:
+            yield argument
+
+
+def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
+    """(name, value or None) of every `--name=value` and `--name value`. A stray word is a ValueError."""
+    waiting: str | None = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            if waiting is not None:
+                yield waiting, None
+            name, equals, value = argument[2:].partition("=")
+            name = name.removesuffix("+")
+            waiting = None if equals else name
+            if equals:
+                yield name, value
+        elif waiting is not None:
+            yield waiting, argument
+            waiting = None
+        else:
+            raise ValueError(
+                f"{argument!r} is not an option: options are --config FILE and --section.key=value."
+            )
+    if waiting is not None:
+        yield waiting, None
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
+        raise ValueError(f"--config={path}: {reason}. Shipped ones are in examples/configs/.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config={path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
+    return content
+
+
+def _keys(content: dict[str, Any], before: str = "") -> Iterator[str]:
+    for name, value in content.items():
+        key = f"{before}{name}"
+        if isinstance(value, dict) and key not in _FREE_FORM:
+            yield from _keys(value, f"{key}.")
+        else:
+            yield key
+
+
+def known_keys() -> list[str]:
+    """Every key of a config file, dotted."""
+    top = [item.name for item in dataclasses.fields(RunConfig) if item.name not in _SECTIONS]
+    inner = [f"{name}.{item.name}" for name, kind in _SECTIONS.items() for item in dataclasses.fields(kind)]
+    return [*inner, *top]
+
+
+def _check_key(key: str, where: str) -> None:
+    known = known_keys()
+    if key in known or key in _SECTIONS or any(key.startswith(f"{free}.") for free in _FREE_FORM):
+        return
+    # 'model.fp8_recepi' is near 'model.fp8_recipe'; 'fp8' alone is near 'model.fp8'.
+    by_last_part = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = by_last_part or difflib.get_close_matches(key, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else " Sections are " + ", ".join(_SECTIONS) + "."
+    raise ValueError(f"{where}{key} is not a known key.{hint}")
+
+
+def check_model(run: RunConfig) -> None:
+    """Raise ValueError if no TransformerConfig can be made of the model section."""
+    transformer_config(run.model)

@@ -1,0 +1,130 @@
+"""From a data section to batches: Megatron-Core's GPTDataset, in an order that any layout shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron_fp8.train import corpus
+from megatron_fp8.train.bigram import bigram_entropy
+from megatron_fp8.train.parallel import on_first_rank
+from megatron_fp8.train.sections import DataSection, TrainSection
+from megatron_fp8.train.tokenizers import Tokenizer
+
+_SPLITS = ("training", "validation", "test")
+
+
+def cache_dir(section: DataSection) -> Path:
+    """Where prepared text and Megatron's sample indices are kept."""
+    return Path(section.cache_dir) if section.cache_dir else corpus.default_cache_dir()
+
+
+def find_data(section: DataSection, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Prefixes of the .bin/.idx pairs to train on; text is prepared by rank 0 while the others wait.
+
+    Raises ValueError on every rank: a path is missing, a pair is corrupt, an id is outside the vocabulary.
+    """
+    cache = cache_dir(section)
+
+    def prepare() -> list[str]:
+        prefixes = [corpus.prefix_of(path) for path in section.paths if corpus.is_prefix(path)]
+        texts = [Path(path) for path in section.paths if not corpus.is_prefix(path)]
+        for prefix in prefixes:
+            corpus.check_ids(prefix, corpus.check_indexed(prefix), vocab_size)
+        if texts or not prefixes:
+            prefixes.append(corpus.prepare(texts or corpus.standard_library_files(), tokenizer, cache))
+        return prefixes
+
+    return on_first_rank(prepare)
+
+
+def build_datasets(
+    prefixes: list[str], section: DataSection, train: TrainSection, tokenizer: Tokenizer
+) -> list[Any]:
+    """Training, validation and test `GPTDataset`s (None where the split gives none).
+
+    Raises ValueError if the split is not three weights, or leaves a data set that is needed without
+    documents.
+    """
+    evaluated = train.eval_iters * train.global_batch_size
+    sizes = [train.train_iters * train.global_batch_size, evaluated, 0]
+    _check_split(prefixes, section.split, sizes, train.seq_length)
+    config = GPTDatasetConfig(
+        random_seed=train.seed,
+        sequence_length=train.seq_length,
+        blend=(prefixes, None),
+        split=section.split,
+        path_to_cache=str(cache_dir(section) / "indices"),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,  # the attention is causal by itself
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+
+
+def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: int) -> None:
+    try:
+        weights = [float(part) for part in split.split(",")]
+        good = len(weights) == 3 and all(weight >= 0 for weight in weights) and weights[0] > 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(
+            f"data.split={split!r} must be three weights, of which the first is not 0, such as '96,4,0'."
+        )
+    ends = np.cumsum([0, *parse_and_normalize_split(split)])
+    for prefix in prefixes:
+        index = corpus.check_indexed(prefix)
+        lengths = corpus.sequence_lengths(prefix)
+        for part, (name, size) in enumerate(zip(_SPLITS, sizes, strict=True)):
+            first, last = (round(float(end) * index.sequences) for end in ends[part : part + 2])
+            tokens = int(lengths[first:last].sum())
+            if size and tokens <= seq_length:
+                raise ValueError(
+                    f"data.split={split!r} leaves {tokens} tokens in {last - first} of {index.sequences} "
+                    f"documents of "
+                    f"{prefix!r} for {name}, and a sequence takes {seq_length + 1}: give more data, "
+                    f"another split, "
+                    "or train.eval_iters=0 to train without validation."
+                )
+
+
+def corpus_bigram_entropy(prefixes: list[str]) -> float:
+    """The bigram entropy, in nats, of all data of `prefixes` put one after the other."""
+    parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
+    return bigram_entropy(np.concatenate(parts))
+
+
+def batches(
+    dataset: Any, train: TrainSection, consumed_samples: int = 0
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches of this rank, starting at `consumed_samples`; starts again from the first when all
+    are used.
+
+    Sample order depends on the position only: micro-batch k of data-parallel rank r holds the samples
+    that any
+    other layout gives to the same step. Tensors are [micro batch, this rank's part of the sequence].
+    """
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    position = consumed_samples
+    while True:
+        first = position + rank * train.micro_batch_size
+        samples = [dataset[index % len(dataset)] for index in range(first, first + train.micro_batch_size)]
+        batch = {
+            name: torch.stack([sample[name] for sample in samples]).to(device)
+            for name in ("tokens", "labels", "loss_mask", "position_ids")
+        }
+        position += ranks * train.micro_batch_size
+        yield get_batch_on_this_cp_rank(batch)

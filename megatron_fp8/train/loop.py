@@ -1,0 +1,199 @@
+"""Training: the order of one step, the validation, and the iterations around them.
+
+One step is: batches -> Megatron-Core's forward/backward schedule -> finalise gradients (inside the
+schedule; the FP8
+iteration ends there) -> agree on loss and health -> optimizer -> learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_fp8.mcore.iteration import iteration_counts
+from megatron_fp8.train.config import RunConfig
+from megatron_fp8.train.data import batches
+from megatron_fp8.train.metrics import (
+    Display,
+    IterationMetrics,
+    MetricsWriter,
+    bf16_peak,
+    finite,
+    peak_memory,
+)
+
+
+class Trainer:
+    """One rank's part of a training run.
+
+    Args:
+        chunks: model chunks in their DistributedDataParallel, one per virtual stage.
+        datasets: training and validation data sets (the second may be None).
+        writer, display: on rank 0; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        chunks: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        datasets: list[Any],
+        flops_per_token: float,
+        writer: MetricsWriter | None = None,
+        display: Display | None = None,
+    ) -> None:
+        self.run, self.chunks, self.optimizer, self.scheduler = run, chunks, optimizer, scheduler
+        self.datasets, self.writer, self.display = datasets, writer, display
+        self.tokens_per_step = run.train.global_batch_size * run.train.seq_length
+        self._flops_per_step = self.tokens_per_step * flops_per_token
+        self._schedule = get_forward_backward_func()
+        data_ranks = parallel_state.get_data_parallel_world_size()
+        self._microbatches = run.train.global_batch_size // (run.train.micro_batch_size * data_ranks)
+
+    def train(self) -> dict[str, float]:
+        """All iterations and validations. Returns the first and last loss and the last validation's."""
+        wanted = self.run.train
+        training = self._iterators(self.datasets[0])
+        summary: dict[str, float] = {}
+        for iteration in range(1, wanted.train_iters + 1):
+            metrics = self._timed_step(iteration, training)
+            if metrics.lm_loss is not None:
+                summary.setdefault("first_loss", metrics.lm_loss)
+                summary["last_loss"] = metrics.lm_loss
+            if self.writer and self.display:
+                self.writer.iteration(metrics)
+                self.display.iteration(metrics)
+            due = wanted.eval_interval and iteration % wanted.eval_interval == 0
+            if wanted.eval_iters and (due or iteration == wanted.train_iters):
+                loss = self.validate()
+                summary["validation_loss"] = loss
+                if self.writer and self.display:
+                    self.writer.validation(iteration, loss)
+                    self.display.say(
+                        f"iteration {iteration:>5}/{wanted.train_iters}  validation loss {loss:.4f}"
+                    )
+        return summary
+
+    def _timed_step(self, iteration: int, training: list[Iterator[Any]]) -> IterationMetrics:
+        start = time.perf_counter()
+        learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
+        loss, nonfinite, updated, grad_norm = self.step(training)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        counts, peak = iteration_counts(), bf16_peak()
+        return IterationMetrics(
+            iteration=iteration,
+            lm_loss=finite(loss),
+            grad_norm=finite(grad_norm),
+            learning_rate=learning_rate,
+            tokens=iteration * self.tokens_per_step,
+            tokens_per_s=self.tokens_per_step / seconds,
+            mfu=self._flops_per_step / seconds / (peak * dist.get_world_size()) if peak else None,
+            skipped=int(not updated),
+            nonfinite=nonfinite,
+            fp8_gemms=counts["fp8_gemms"],
+            hp_gemms=counts["hp_gemms"],
+            amax_collectives=counts["amax_collectives"],
+            peak_memory=peak_memory(),
+        )
+
+    def step(self, training: list[Iterator[Any]]) -> tuple[float, int, bool, float | None]:
+        """One optimizer step: loss, non-finite values met by casts, whether it was taken, gradient norm."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._forward_backward(training, self._microbatches, forward_only=False)
+        loss, nonfinite = self._agree(losses, iteration_counts()["nonfinite"])
+        updated, grad_norm = False, None
+        if not nonfinite:  # an FP8 cast saturates Inf, so the optimizer alone would not see it
+            updated, grad_norm, _ = self.optimizer.step()
+        if updated:
+            self.scheduler.step(1)
+        return loss, nonfinite, updated, grad_norm if self.run.optimizer.clip_grad else None
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the first `eval_iters` global batches of the validation data, the same each time."""
+        for chunk in self.chunks:
+            chunk.eval()
+        validation = self._iterators(self.datasets[1])
+        total: list[Tensor] = []
+        for _ in range(self.run.train.eval_iters):
+            total += self._forward_backward(validation, self._microbatches, forward_only=True)
+        return self._agree(total, 0)[0]
+
+    @torch.no_grad()
+    def first_loss(self) -> float:
+        """Loss of the first training batch, without a step."""
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._agree(
+            self._forward_backward(self._iterators(self.datasets[0]), 1, forward_only=True), 0
+        )[0]
+
+    def _iterators(self, dataset: Any) -> list[Iterator[Any]]:
+        """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""
+        return [batches(dataset, self.run.train) for _ in self.chunks]
+
+    def _forward_backward(
+        self, iterators: list[Iterator[Any]], microbatches: int, *, forward_only: bool
+    ) -> list[Tensor]:
+        """Megatron-Core's schedule over `microbatches`: [loss sum, tokens] of each, on the last stage."""
+        several = len(self.chunks) > 1
+        return self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=microbatches,
+            seq_length=self.run.train.seq_length,
+            micro_batch_size=self.run.train.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    def _agree(self, losses: list[Tensor], nonfinite: int) -> tuple[float, int]:
+        """Mean loss per token and non-finite count over all ranks, in one collective.
+
+        Only last stages have losses. Tensor-parallel ranks hold the same ones, which leaves the mean as
+        it is;
+        ranks of a pipeline stage agree on the count already, and the stages' counts add up.
+        """
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        for loss in losses:
+            sums[:2] += loss.double()
+        sums[2] = nonfinite
+        dist.all_reduce(sums)
+        loss, tokens, found = sums.tolist()
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        return loss / tokens, math.ceil(found * stages / dist.get_world_size())
+
+
+def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    """Megatron-Core's forward step: the model's output for the next batch, and how its loss is computed."""
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(mean_loss, batch["loss_mask"])
+
+
+def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of `losses` [batch, sequence] where `loss_mask` is 1, and [loss sum, tokens] for the record."""
+    mask = loss_mask.reshape(-1).float()
+    total = (losses.reshape(-1).float() * mask).sum()
+    sums = torch.stack([total.detach(), mask.sum()])
+    if parallel_state.get_context_parallel_world_size() > 1:  # the mean is over the whole sequence
+        shared = sums.clone()
+        dist.all_reduce(shared, group=parallel_state.get_context_parallel_group())
+        return total / shared[1], sums
+    return total / sums[1], sums

@@ -1,0 +1,165 @@
+"""What a run records of each iteration: metrics.jsonl, TensorBoard, and the line people watch.
+
+metrics.jsonl has one object per iteration:
+
+    iteration         1 for the first
+    lm_loss           mean loss of the iteration's tokens before the step, in nats; null if it is not finite
+    grad_norm         norm of the whole gradient before clipping; null when the step was skipped or
+    clipping is off
+    learning_rate     of the step
+    tokens            trained on so far, this iteration included
+    tokens_per_s      this iteration's
+    mfu               of the BF16 peak of all GPUs together; null on CPU and on GPUs whose peak is not known
+    skipped           1 if the optimizer step was skipped (something was not finite), else 0
+    nonfinite         NaN and Inf that FP8 casts met, over all ranks
+    fp8_gemms         GEMMs that ran in FP8 on this rank, hp_gemms: linear-layer GEMMs that did not
+    amax_collectives  collectives that reduced amax and health
+    peak_memory       bytes: allocated at most on this GPU, or this process's largest resident size on CPU
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Dense BF16 peaks of the vendors' data sheets, in FLOP/s; the first name found in the device's name counts.
+_BF16_PEAK = (
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("MI300X", 1307e12),
+)
+
+
+@dataclass
+class IterationMetrics:
+    """One line of metrics.jsonl; the fields are explained above."""
+
+    iteration: int
+    lm_loss: float | None
+    grad_norm: float | None
+    learning_rate: float
+    tokens: int
+    tokens_per_s: float
+    mfu: float | None
+    skipped: int
+    nonfinite: int
+    fp8_gemms: int
+    hp_gemms: int
+    amax_collectives: int
+    peak_memory: int
+
+
+def finite(value: float | None) -> float | None:
+    """`value`, or None (null in JSON, which knows no NaN) if it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def peak_memory() -> int:
+    """Bytes, as the field `peak_memory` says."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def bf16_peak() -> float | None:
+    """FLOP/s of one of this machine's GPUs in BF16; None on CPU or if the GPU is not known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in _BF16_PEAK if part in name), None)
+
+
+def model_flops_per_token(
+    non_embedding: int, vocab_rows: int, hidden: int, layers: int, sequence: int
+) -> float:
+    """Forward and backward FLOPs per token: 6 per weight that multiplies, and causal attention's 6 L h s."""
+    return 6.0 * (non_embedding + vocab_rows * hidden) + 6.0 * layers * hidden * sequence
+
+
+class MetricsWriter:
+    """Writes metrics.jsonl, validation.jsonl and TensorBoard under a run's folder. Only rank 0 has one."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
+        self._validation = (folder / "validation.jsonl").open("w", encoding="utf-8", buffering=1)
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Record one iteration."""
+        values = asdict(metrics)
+        self._metrics.write(json.dumps(values, allow_nan=False) + "\n")
+        for name, value in values.items():
+            if name != "iteration" and value is not None:
+                self._board.add_scalar(f"train/{name}", value, metrics.iteration)
+
+    def validation(self, iteration: int, loss: float) -> None:
+        """Record a validation: {"iteration", "validation_loss"}."""
+        record = {"iteration": iteration, "validation_loss": finite(loss)}
+        self._validation.write(json.dumps(record, allow_nan=False) + "\n")
+        if math.isfinite(loss):
+            self._board.add_scalar("validation/lm_loss", loss, iteration)
+
+    def close(self) -> None:
+        """Flush and close every file."""
+        self._metrics.close()
+        self._validation.close()
+        self._board.close()
+
+
+class Display:
+    """Progress for people: a bar on a terminal, else a line every `log_interval` iterations."""
+
+    def __init__(self, iterations: int, log_interval: int) -> None:
+        self._iterations, self._log_interval = iterations, log_interval
+        self._skipped = 0
+        self._bar: Any = None
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("{task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+            )
+            self._bar = Progress(*columns, TimeRemainingColumn())
+            self._task = self._bar.add_task("", total=iterations)
+            self._bar.start()
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Show one iteration."""
+        self._skipped += metrics.skipped
+        loss = "not finite" if metrics.lm_loss is None else f"{metrics.lm_loss:.4f}"
+        text = f"loss {loss}  {metrics.tokens_per_s:,.0f} tokens/s  {metrics.peak_memory / 2**20:,.0f} MiB"
+        if metrics.mfu is not None:
+            text += f"  MFU {metrics.mfu:.1%}"
+        text += f"  skipped {self._skipped}"
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=text)
+        elif metrics.iteration % self._log_interval == 0 or metrics.iteration in (1, self._iterations):
+            print(f"iteration {metrics.iteration:>5}/{self._iterations}  {text}", flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()

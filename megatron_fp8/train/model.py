@@ -1,0 +1,156 @@
+"""The model of a run: Megatron-Core's GPTModel on FP8 layers, in chunks, wrapped for data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+
+from megatron_fp8.mcore.config import TransformerConfig
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+from megatron_fp8.train.config import RunConfig
+
+
+def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> list[Any]:
+    """This rank's model chunks, one per virtual pipeline stage, each a DistributedDataParallel.
+
+    Raises ValueError if the model cannot be built in this layout.
+    """
+    stages = config.virtual_pipeline_model_parallel_size
+    try:
+        models = [
+            _build_stage(config, run, vocab_size, stage if stages else None) for stage in range(stages or 1)
+        ]
+    except AssertionError as error:
+        raise ValueError(f"the model does not fit this layout: {error}") from error
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=run.optimizer.overlap_grad_reduce,
+        overlap_param_gather=run.optimizer.overlap_param_gather,
+        use_distributed_optimizer=run.optimizer.use_distributed_optimizer,
+        check_for_nan_in_grad=False,  # the optimizer sees them and skips the step
+    )
+    chunks = [
+        DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
+        for index, model in enumerate(models)
+    ]
+    for chunk in chunks:
+        chunk.broadcast_params()
+    return chunks
+
+
+def _build_stage(config: TransformerConfig, run: RunConfig, vocab_size: int, stage: int | None) -> Any:
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_fp8_spec(config),
+        vocab_size=vocab_size,
+        max_sequence_length=run.train.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+        share_embeddings_and_output_weights=run.model.share_embeddings_and_output_weights,
+        position_embedding_type=run.model.position_embedding_type,
+        rotary_percent=run.model.rotary_percent,
+        rotary_base=run.model.rotary_base,
+        rope_scaling=run.model.rope_scaling,
+        rope_scaling_factor=run.model.rope_scaling_factor,
+        vp_stage=stage,
+    )
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())
+    return Float16Module(config, model) if config.bf16 or config.fp16 else model
+
+
+def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]) -> Any:
+    """Megatron-Core's optimizer; in BF16 also it finds gradients that are not finite and skips their step."""
+    wanted = run.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=wanted.lr,
+            min_lr=wanted.min_lr,
+            weight_decay=wanted.weight_decay,
+            adam_beta1=wanted.adam_beta1,
+            adam_beta2=wanted.adam_beta2,
+            adam_eps=wanted.adam_eps,
+            clip_grad=wanted.clip_grad,
+            bf16=config.bf16,
+            fp16=config.fp16,
+            params_dtype=config.params_dtype,
+            # A constant scale of 1 changes no gradient and makes Megatron look for Inf and NaN in them.
+            loss_scale=None if config.fp16 else 1.0,
+            use_distributed_optimizer=wanted.use_distributed_optimizer,
+            overlap_param_gather=wanted.overlap_param_gather,
+        ),
+        chunks,
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if wanted.overlap_grad_reduce:
+        functions = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    return optimizer
+
+
+def build_scheduler(run: RunConfig, optimizer: Any) -> OptimizerParamScheduler:
+    """Learning rate by iteration: linear warm-up, then decay."""
+    wanted = run.optimizer
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=wanted.lr,
+        min_lr=wanted.min_lr,
+        lr_warmup_steps=wanted.lr_warmup_iters,
+        lr_decay_steps=wanted.lr_decay_iters or run.train.train_iters,
+        lr_decay_style=wanted.lr_decay_style,
+        start_wd=wanted.weight_decay,
+        end_wd=wanted.weight_decay,
+        wd_incr_steps=run.train.train_iters,
+        wd_incr_style="constant",
+    )
+    scheduler.step(1)  # else the first step would have a learning rate of 0 and the last one miss the minimum
+    return scheduler
+
+
+def count_parameters(chunks: list[Any]) -> dict[str, int]:
+    """Parameters of the whole model over all its ranks: 'total', and 'non_embedding' (no token or
+    position table,
+    no output projection). Tied weights count once. Call it on every rank."""
+    counts = torch.zeros(2, dtype=torch.int64, device=_device())
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        for name, parameter in _named_parameters(chunks):
+            split = getattr(parameter, "tensor_model_parallel", False)
+            first = parallel_state.get_tensor_model_parallel_rank() == 0
+            if not (split or first) or (getattr(parameter, "shared", False) and _is_second_copy()):
+                continue
+            counts[0] += parameter.numel()
+            if not ("embedding." in name or "output_layer." in name):
+                counts[1] += parameter.numel()
+    dist.all_reduce(counts)
+    total, non_embedding = counts.tolist()
+    return {"total": total, "non_embedding": non_embedding}
+
+
+def _named_parameters(chunks: list[Any]) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    for chunk in chunks:
+        yield from chunk.named_parameters()
+
+
+def _is_second_copy() -> bool:
+    """A tied embedding has its copy on the last pipeline stage, when that is not the first one too."""
+    return parallel_state.get_pipeline_model_parallel_rank() > 0
+
+
+def _device() -> torch.device:
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,145 @@
+"""The config's `model` section: each field of `TransformerConfig` by its name, and what GPTModel takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+
+from megatron_fp8.mcore.config import TransformerConfig
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared_relu": squared_relu}
+
+# Objects that only a program can give.
+_NOT_IN_A_FILE = frozenset(
+    {
+        "timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func",
+        "param_sync_func", "_cpu_offloading_context", "init_method", "output_layer_init_method",
+        "embedding_init_method", "quant_recipe",
+    }
+)  # fmt: skip
+_DTYPE = Literal["bfloat16", "float16", "float32"]
+_TYPES: dict[str, Any] = {
+    "params_dtype": _DTYPE,
+    "pipeline_dtype": typing.Optional[_DTYPE],  # noqa: UP045 (a typing form, built at run time)
+    "autocast_dtype": typing.Optional[_DTYPE],  # noqa: UP045
+    "activation_func": Literal["gelu", "silu", "relu", "squared_relu"],
+    "pipeline_model_parallel_layout": typing.Optional[str],  # noqa: UP045
+    "cuda_graph_scope": str,
+    # TransformerConfig says what is wrong with these, and knows more than their types do.
+    "fp8": typing.Optional[str],  # noqa: UP045
+    "fp8_recipe": typing.Optional[str],  # noqa: UP045
+    "fp8_amax_compute_algo": str,
+}
+# The app trains in BF16 (and FP8 over it); for the rest Megatron-Core's defaults hold.
+_DEFAULTS: dict[str, Any] = {
+    "num_layers": 0,
+    "hidden_size": 0,
+    "num_attention_heads": 0,
+    "bf16": True,
+    "params_dtype": "bfloat16",
+    "activation_func": "gelu",
+    "fp8_recipe": None,
+    "cuda_graph_scope": "full",
+    "transformer_impl": "local",
+}
+
+
+@dataclasses.dataclass
+class GPTOptions:
+    """What the model takes beside its TransformerConfig."""
+
+    fp8_format: str | None = None
+    """Another name for fp8_recipe (a recipe's name) or for fp8 ('hybrid', 'e4m3')."""
+    vocab_size: int | None = None
+    """None: the tokenizer's. Padded to a multiple of make_vocab_size_divisible_by x tensor parallel size."""
+    make_vocab_size_divisible_by: int = 128
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    rotary_percent: float = 1.0
+    rotary_base: int = 10000
+    rope_scaling: bool = False
+    """Llama-3.1's scaling of low rotary frequencies."""
+    rope_scaling_factor: float = 8.0
+    share_embeddings_and_output_weights: bool = False
+    """Tie the output layer to the embedding."""
+
+
+def _model_fields() -> list[tuple[str, Any, dataclasses.Field]]:
+    hints = typing.get_type_hints(TransformerConfig)
+    found = []
+    for field in dataclasses.fields(TransformerConfig):
+        if field.name in _NOT_IN_A_FILE:
+            continue
+        default = _DEFAULTS.get(field.name, field.default)
+        if field.default_factory is not dataclasses.MISSING:
+            own = dataclasses.field(default_factory=field.default_factory)
+        else:
+            own = dataclasses.field(default=default)
+        found.append((field.name, _TYPES.get(field.name, hints[field.name]), own))
+    return found
+
+
+ModelSection: Any = dataclasses.make_dataclass("ModelSection", _model_fields(), bases=(GPTOptions,))
+ModelSection.__doc__ = (
+    "The model: every TransformerConfig field, and how GPTModel embeds tokens and positions."
+)
+
+
+def transformer_config(section: Any) -> TransformerConfig:
+    """The `TransformerConfig` that a model section describes.
+
+    Raises ValueError: a value is out of range, or Megatron-Core refuses the combination.
+    """
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(section, name) < 1:
+            raise ValueError(
+                f"model.{name}={getattr(section, name)} must be at least 1: give it, or a config file "
+                f"such as "
+                "--config examples/configs/tiny_gpt_cpu.yaml."
+            )
+    # Only what differs from Megatron's default is passed, so that two names for one thing can be told apart.
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    own = {field.name for field in dataclasses.fields(GPTOptions)} - {"fp8_format"}
+    given = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if field.name in own:
+            continue
+        if field.name.endswith("_dtype") and value in DTYPES:
+            value = DTYPES[value]
+        elif field.name == "activation_func":
+            value = ACTIVATIONS[value]
+        if field.name not in defaults or value != defaults[field.name]:
+            given[field.name] = value
+    given = {name: value for name, value in given.items() if value is not None}
+    given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
+    try:
+        return TransformerConfig(**given)
+    except (AssertionError, TypeError, NotImplementedError) as error:
+        raise ValueError(f"the model section does not fit together: {error}") from error
+
+
+def padded_vocab_size(section: Any, tokenizer_vocab_size: int) -> int:
+    """`model.vocab_size`, or the tokenizer's, rounded up so that every tensor-parallel rank has an equal
+    part.
+
+    Raises ValueError if the model's vocabulary is smaller than the tokenizer's.
+    """
+    size = tokenizer_vocab_size if section.vocab_size is None else section.vocab_size
+    if size < tokenizer_vocab_size:
+        raise ValueError(
+            f"model.vocab_size={size} is less than the tokenizer's {tokenizer_vocab_size} ids: raise it, "
+            f"or leave it "
+            "out."
+        )
+    if section.make_vocab_size_divisible_by < 1:
+        raise ValueError(
+            f"model.make_vocab_size_divisible_by={section.make_vocab_size_divisible_by} must be at least 1."
+        )
+    multiple = section.make_vocab_size_divisible_by * section.tensor_model_parallel_size
+    return -(-size // multiple) * multiple

@@ -1,0 +1,231 @@
+"""Processes: who this one is, how the ranks meet, and how the model's parallel groups are laid over them.
+
+The same command runs alone, under `torchrun`, and under SLURM's `srun`: the environment says which it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_fp8.train.sections import TrainSection
+
+Result = TypeVar("Result")
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all: how it was launched, its rank, and where rank 0 listens."""
+
+    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = _DEFAULT_PORT
+
+
+def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
+    """The `Launch` that the environment describes: torchrun's variables first, then SLURM's, else one
+    process.
+
+    Raises ValueError naming the variable that is missing or not a number.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        launch = Launch(
+            "torchrun",
+            rank=_number(environ, "RANK"),
+            world_size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK", 0),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_number(environ, "MASTER_PORT", _DEFAULT_PORT),
+        )
+    elif "SLURM_PROCID" in environ:
+        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        launch = Launch(
+            "SLURM",
+            rank=_number(environ, "SLURM_PROCID"),
+            world_size=_number(environ, size),
+            local_rank=_number(environ, "SLURM_LOCALID", 0),
+            local_world_size=_slurm_local_size(environ),
+            master_addr=environ.get("MASTER_ADDR") or _slurm_first_host(environ),
+            master_port=_number(environ, "MASTER_PORT", _slurm_port(environ)),
+        )
+    else:
+        return Launch("one process")
+    if not 0 <= launch.rank < launch.world_size:
+        raise ValueError(
+            f"{launch.launcher} gives rank {launch.rank} of {launch.world_size} processes: ranks go from "
+            f"0 to "
+            f"{launch.world_size - 1}. Check the launch line."
+        )
+    return launch
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = environ.get(name, default)
+    if value is None:
+        raise ValueError(f"the environment variable {name} is missing: launch with torchrun or srun.")
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"the environment variable {name}={value!r} is not a number.") from None
+
+
+def _slurm_local_size(environ: Mapping[str, str]) -> int:
+    """Tasks on this node; SLURM writes '2(x3),1' for three nodes of two and one of one."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    node = _number(environ, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else max(counts, default=1)
+
+
+def _slurm_first_host(environ: Mapping[str, str]) -> str:
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environ[name] for name in names if environ.get(name)), "")
+    if not nodes:
+        return "127.0.0.1"
+    if "[" not in nodes:
+        return nodes.split(",")[0]
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"the first host of SLURM's node list {nodes!r} is not known: `scontrol show hostnames` "
+            f"failed ({error}). "
+            "Set MASTER_ADDR."
+        ) from error
+    return shown.stdout.split()[0]
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    """A port that jobs on one machine do not share."""
+    return 10000 + int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0) % 20000
+
+
+# -------------------------------------------------------------------------------------------- joining
+
+
+def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
+    """The data-parallel size of `world_size` ranks. Raises ValueError if the layout does not fit them."""
+    sizes = {
+        "tensor": model.tensor_model_parallel_size,
+        "pipeline": model.pipeline_model_parallel_size,
+        "context": model.context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"the {name} parallel size is {size}: it must be at least 1.")
+    product = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+    if world_size % product:
+        parts = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"the world size {world_size} does not divide by {parts} = {product}: launch a multiple of "
+            f"{product} "
+            "processes, or change model.tensor_model_parallel_size, model.pipeline_model_parallel_size or "
+            "model.context_parallel_size."
+        )
+    data = world_size // product
+    step = data * train.micro_batch_size
+    if train.global_batch_size % step:
+        raise ValueError(
+            f"train.global_batch_size={train.global_batch_size} does not divide by train.micro_batch_size="
+            f"{train.micro_batch_size} x {data} data-parallel ranks = {step}: give a multiple of {step}."
+        )
+    tokens, cuts = train.seq_length, 2 * sizes["context"] if sizes["context"] > 1 else 1
+    if tokens % cuts or (model.sequence_parallel and (tokens // sizes["context"]) % sizes["tensor"]):
+        raise ValueError(
+            f"train.seq_length={tokens} does not divide among the ranks (context parallel "
+            f"{sizes['context']}, tensor "
+            f"parallel {sizes['tensor']} with sequence_parallel={model.sequence_parallel}): give a "
+            f"multiple of "
+            f"{cuts * sizes['tensor']}."
+        )
+    return data
+
+
+def join(launch: Launch, model: Any, train: TrainSection) -> None:
+    """Threads, device, process group (gloo without CUDA, nccl with), Megatron's groups and random streams.
+
+    Raises ValueError if the layout does not fit the world size.
+    """
+    check_layout(model, train, launch.world_size)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(launch.local_rank)
+    else:
+        torch.set_num_threads(train.threads or max(1, usable_cores() // launch.local_world_size))
+    if not dist.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", launch.master_addr)
+        os.environ.setdefault("MASTER_PORT", str(launch.master_port))
+        # One process needs no port, and so never meets another run on it.
+        store = dist.HashStore() if launch.world_size == 1 else None
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            rank=launch.rank,
+            world_size=launch.world_size,
+            store=store,
+            timeout=timedelta(minutes=train.distributed_timeout_minutes),
+        )
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        expert_model_parallel_size=model.expert_model_parallel_size,
+        expert_tensor_parallel_size=model.expert_tensor_parallel_size,
+        distributed_timeout_minutes=train.distributed_timeout_minutes,
+    )
+    seed = train.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    if train.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # It would also fill every new tensor, which costs time and changes no result here.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def leave() -> None:
+    """Give the groups back. Nothing happens when there are none."""
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def on_first_rank(work: Callable[[], Result]) -> Result:
+    """Run `work` on rank 0 while the others wait; every rank gets its result, or its ValueError."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except ValueError as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]

@@ -1,0 +1,158 @@
+"""The start-up report: what runs where, in which precision, and why. Printed, and written to report.json."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
+
+
+def build_report(
+    run: Any, config: Any, chunks: list[Any], parameters: dict[str, int], launcher: str
+) -> dict[str, Any]:
+    """Everything about a run that is known before its first step. Call it on every rank.
+
+    'sites' has one entry per linear-layer GEMM site of the whole model, all pipeline stages together.
+    """
+    from megatron_fp8.mcore.report import site_report
+
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, site_report(chunks))
+    sites = {site["name"]: site for stage in gathered for site in stage}
+    return {
+        "device": device_name(),
+        "versions": versions(),
+        "parallel": _parallel(config, launcher),
+        "parameters": parameters,
+        "precision": {
+            "bf16": config.bf16,
+            "fp8": config.fp8,
+            "fp8_recipe": config.fp8_recipe if config.fp8 else None,
+        },
+        "run_dir": run.run_dir,
+        "sites": sorted(sites.values(), key=_model_order),
+    }
+
+
+def _model_order(site: dict[str, Any]) -> tuple[Any, ...]:
+    """Sites of a layer together, layers by number; those outside the layers last."""
+    layer = site.get("layer")
+    return (layer is None, -1 if layer is None else layer, site["name"])
+
+
+def device_name() -> str:
+    """The GPU's name, or the processor's and its core count."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
+    from megatron_fp8.train.parallel import usable_cores
+
+    return f"CPU {platform.processor() or platform.machine()}, {usable_cores()} cores"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide results and speed; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _parallel(config: Any, launcher: str) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {
+        "launcher": launcher,
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "tensor": config.tensor_model_parallel_size,
+        "pipeline": config.pipeline_model_parallel_size,
+        "virtual_pipeline": config.virtual_pipeline_model_parallel_size,
+        "context": config.context_parallel_size,
+        "expert": config.expert_model_parallel_size,
+        "data": parallel_state.get_data_parallel_world_size(),
+        "sequence_parallel": config.sequence_parallel,
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Write `<folder>/report.json`."""
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report of a run. Raises ValueError if the folder has none, or it is not readable."""
+    path = folder / "report.json" if folder.is_dir() else folder
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read ({error}): give the folder of a run.") from error
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not a report ({error}): give the folder of a run.") from error
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """`report` as people read it: a few lines of facts, then the precision map by layer."""
+    precision, parallel = report["precision"], report["parallel"]
+    if precision["fp8"]:
+        what = f"FP8 {precision['fp8']}, recipe {precision['fp8_recipe']}"
+    else:
+        what = "BF16 (fp8 is off)" if precision["bf16"] else "float32 (fp8 is off)"
+    sizes = ", ".join(
+        f"{name} {parallel[name]}"
+        for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "data")
+        if (parallel[name] or 1) > 1
+    )
+    lines = [
+        f"device      {report['device']}",
+        f"versions    {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
+        f"ranks       {parallel['world_size']} ({parallel['launcher']}, {parallel['backend']}), "
+        f"{sizes or 'no model parallelism'}"
+        + (", sequence parallel" if parallel["sequence_parallel"] else "")
+        + f", {parallel['threads_per_rank']} CPU threads each",
+        f"parameters  {report['parameters']['total']:,} total, {report['parameters']['non_embedding']:,} "
+        "without embeddings and output projection",
+        f"precision   {what}",
+    ]
+    return "\n".join([*lines, *_precision_map(report["sites"])])
+
+
+def _precision_map(sites: list[dict[str, Any]]) -> list[str]:
+    """One line for each run of layers that are alike."""
+    by_layer: dict[Any, list[str]] = {}
+    for site in sites:
+        by_layer.setdefault(site.get("layer"), []).append(_one_site(site))
+    groups: list[tuple[Any, Any, list[str]]] = []
+    for layer, texts in by_layer.items():
+        if groups and layer is not None and groups[-1][2] == texts and groups[-1][1] == layer - 1:
+            groups[-1] = (groups[-1][0], layer, texts)
+        else:
+            groups.append((layer, layer, texts))
+    lines = []
+    for first, last, texts in groups:
+        title = (
+            "outside the layers"
+            if first is None
+            else f"layer {first}" + (f"-{last}" if last != first else "")
+        )
+        for text, count in Counter(texts).items():
+            lines.append(f"  {title:<18} {text}" + (f"  ({count} sites)" if count > 1 else ""))
+            title = ""
+    return lines
+
+
+def _one_site(site: dict[str, Any]) -> str:
+    """What one site runs, without its name."""
+    parts = [str(site[key]) for key in ("precision", "recipe", "backend") if site.get(key)]
+    return ", ".join(parts) + (f": {site['reason']}" if site.get("reason") else "")

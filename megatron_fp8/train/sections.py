@@ -1,0 +1,136 @@
+"""The sections of a run's config: every option of training but the model's, with its default and its rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class TrainSection:
+    """How long, on how much, and how to measure."""
+
+    train_iters: int = 100
+    """Iterations (optimizer steps) to run."""
+    micro_batch_size: int = 4
+    """Sequences per forward pass and data-parallel rank."""
+    global_batch_size: int = 8
+    """Sequences per optimizer step over all ranks; more than the micro-batches hold is accumulated."""
+    seq_length: int = 256
+    """Tokens per sequence."""
+    seed: int = 1234
+    """Seeds weights, data order and dropout. Same config and seed: same losses, to the bit."""
+    eval_interval: int = 50
+    """Iterations between validations; one more follows the last iteration. 0: only that one."""
+    eval_iters: int = 8
+    """Global batches per validation, always the same ones. 0: no validation."""
+    log_interval: int = 10
+    """Iterations between printed lines when the output is no terminal. metrics.jsonl has every iteration."""
+    deterministic: bool = True
+    """Ask torch for deterministic algorithms."""
+    threads: int = 0
+    """CPU threads per rank; 0 shares the machine's cores among its ranks."""
+    distributed_timeout_minutes: int = 30
+    """A collective that waits longer than this ends the run."""
+
+
+@dataclass
+class OptimizerSection:
+    """Adam with decoupled weight decay, linear warm-up, then decay; Megatron-Core's."""
+
+    lr: float = 1e-3
+    """Largest learning rate, reached after the warm-up."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_iters: int = 0
+    """Iterations over which the learning rate rises linearly from 0."""
+    lr_decay_iters: int | None = None
+    """Iteration at which min_lr is reached; None: the last one."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root"] = "cosine"
+    """Shape of the decay."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; biases and norms have none."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest norm of the whole gradient; 0 switches clipping (and the norm) off."""
+    use_distributed_optimizer: bool = False
+    """Shard the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather parameters during the forward pass (needs use_distributed_optimizer and overlap_grad_reduce)."""
+
+
+@dataclass
+class DataSection:
+    """What to train on. Without paths: the Python standard library's own source files, as bytes."""
+
+    paths: list[str] = field(default_factory=list)
+    """Text files, or prefixes of Megatron .bin/.idx pairs."""
+    tokenizer: str | None = None
+    """A Hugging Face tokenizers file (tokenizer.json); None: every byte is a token."""
+    split: str = "96,4,0"
+    """Weights of the training, validation and test documents."""
+    cache_dir: str | None = None
+    """Where prepared data is kept; None: ~/.cache/megatron_fp8/data."""
+
+
+@dataclass
+class CheckpointSection:
+    """Saving. Not available in this version: anything but the defaults is an error."""
+
+    save_interval: int = 0
+    """Iterations between checkpoints; 0: none."""
+
+
+def check_sections(
+    train: TrainSection, optimizer: OptimizerSection, checkpoint: CheckpointSection, resume: str
+) -> None:
+    """Raise ValueError naming the option, the rule and the remedy if a value is out of range."""
+    for name in ("train_iters", "micro_batch_size", "global_batch_size", "seq_length", "log_interval"):
+        _at_least(f"train.{name}", getattr(train, name), 1)
+    for name in ("eval_interval", "eval_iters", "threads", "seed"):
+        _at_least(f"train.{name}", getattr(train, name), 0)
+    _at_least("train.distributed_timeout_minutes", train.distributed_timeout_minutes, 1)
+    if not optimizer.lr > 0:
+        raise ValueError(f"optimizer.lr={optimizer.lr} must be greater than 0.")
+    if not 0 <= optimizer.min_lr <= optimizer.lr:
+        raise ValueError(
+            f"optimizer.min_lr={optimizer.min_lr} must be from 0 to optimizer.lr={optimizer.lr}."
+        )
+    decay = train.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+    _at_least("optimizer.lr_decay_iters", decay, 1)
+    if not 0 <= optimizer.lr_warmup_iters < decay:
+        raise ValueError(
+            f"optimizer.lr_warmup_iters={optimizer.lr_warmup_iters} must be at least 0 and less than the "
+            f"{decay} "
+            "iterations of the decay (optimizer.lr_decay_iters, by default train.train_iters)."
+        )
+    for name in ("weight_decay", "clip_grad", "adam_eps"):
+        _at_least(f"optimizer.{name}", getattr(optimizer, name), 0)
+    if optimizer.overlap_param_gather and not (
+        optimizer.use_distributed_optimizer and optimizer.overlap_grad_reduce
+    ):
+        raise ValueError(
+            "optimizer.overlap_param_gather=true needs optimizer.use_distributed_optimizer=true and "
+            "optimizer.overlap_grad_reduce=true: set them, or leave it false."
+        )
+    if checkpoint.save_interval:
+        raise ValueError(
+            f"checkpoint.save_interval={checkpoint.save_interval}: saving checkpoints is not available "
+            f"yet in this "
+            "version. Keep it 0."
+        )
+    if resume not in ("auto", "never"):
+        raise ValueError(
+            f"resume={resume!r}: resuming from a checkpoint is not available yet in this version. Use "
+            f"'auto' or "
+            "'never', which both start from the beginning."
+        )
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name}={value} must be at least {least}.")
