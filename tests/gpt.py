@@ -1,12 +1,11 @@
-"""A small GPT on Megatron-Core for tests: config, model, optimizer, data and the training step, for any layout.
+"""A small GPT on Megatron-Core for tests: config, model, optimizer, data and step, for any layout.
 
     with model_parallel(Layout(tp=2)) as layout:
-        config = gpt_config(layout)                       # any TransformerConfig class: cls=..., any field: name=...
-        run = train(config, layout, steps=3)
-        run.losses, run.grad_norms, run.chunks
+        config = gpt_config(layout)                       # any TransformerConfig class: cls=..., any field:
+        name=... run = train(config, steps=3) run.losses, run.grad_norms, run.chunks
 
-Initial weights depend on a parameter's global name and the seed alone, so every layout starts from the same model;
-batches depend on the iteration alone, so every layout sees the same tokens.
+Initial weights depend on a parameter's global name and the seed alone, so every layout starts from the same
+model; batches depend on the iteration alone, so every layout sees the same tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from tests.ranks import Layout
 VOCAB, SEQUENCE = 512, 64
 
 
-def gpt_config(layout: Layout = Layout(), *, cls: type | None = None, llama: bool = True, **fields: Any) -> Any:  # noqa: B008
+def gpt_config(
+    layout: Layout | None = None, *, cls: type | None = None, llama: bool = True, **fields: Any
+) -> Any:
     """A TransformerConfig of two small layers: Llama-like (GQA, SwiGLU, RMSNorm, no bias) or GPT-like.
 
     GEMM sizes are multiples of 128 on each of two tensor-parallel ranks.
@@ -36,9 +37,14 @@ def gpt_config(layout: Layout = Layout(), *, cls: type | None = None, llama: boo
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     kind: dict[str, Any] = (
-        dict(num_query_groups=2, gated_linear_unit=True, activation_func=F.silu, normalization="RMSNorm")
+        {
+            "num_query_groups": 2,
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "normalization": "RMSNorm",
+        }
         if llama
-        else dict(gated_linear_unit=False, activation_func=F.gelu, normalization="LayerNorm")
+        else {"gated_linear_unit": False, "activation_func": F.gelu, "normalization": "LayerNorm"}
     )
     defaults = dict(
         num_layers=2,
@@ -56,7 +62,7 @@ def gpt_config(layout: Layout = Layout(), *, cls: type | None = None, llama: boo
         bias_dropout_fusion=False,
         **kind,
     )
-    return (cls or TransformerConfig)(**{**defaults, **layout.config_fields(), **fields})
+    return (cls or TransformerConfig)(**{**defaults, **(layout or Layout()).config_fields(), **fields})
 
 
 def bf16_spec(config: Any) -> Any:
@@ -67,7 +73,9 @@ def bf16_spec(config: Any) -> Any:
     from megatron_fp8.mcore.norm import Norm
 
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        num_experts=config.num_moe_experts,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
     )
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -87,7 +95,6 @@ class Run:
 
 def train(
     config: Any,
-    layout: Layout = Layout(),  # noqa: B008 - frozen
     *,
     spec: Callable[[Any], Any] = bf16_spec,
     steps: int = 1,
@@ -101,7 +108,7 @@ def train(
     seed: int = 7,
     on_step: Callable[[int, Run], None] | None = None,
 ) -> Run:
-    """Builds the model and takes `steps` optimizer steps as Megatron-LM's training loop does. Call it on every rank.
+    """Builds the model and takes `steps` optimizer steps as Megatron-LM's loop does. Call it on every rank.
 
     spec      config -> layer spec (ModuleSpec or TransformerBlockSubmodules)
     ddp/optim fields of DistributedDataParallelConfig / OptimizerConfig over this file's defaults
@@ -112,7 +119,14 @@ def train(
     run = Run(chunks=chunks, optimizer=optimizer)
     for step in range(steps):
         loss, norm = train_step(
-            config, chunks, optimizer, step, micro_batch=micro_batch, global_batch=global_batch, sequence=sequence, vocab=vocab
+            config,
+            chunks,
+            optimizer,
+            step,
+            micro_batch=micro_batch,
+            global_batch=global_batch,
+            sequence=sequence,
+            vocab=vocab,
         )
         run.losses.append(loss)
         run.grad_norms.append(norm)
@@ -131,7 +145,7 @@ def build_chunks(
     ddp: dict[str, Any] | None = None,
     seed: int = 7,
 ) -> list[Any]:
-    """This rank's model chunks (one, or one per virtual stage), each Megatron DDP around Float16Module around GPTModel."""
+    """This rank's chunks (one per virtual stage): Megatron's DDP around Float16Module around GPTModel."""
     from megatron.core import parallel_state as ps
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
@@ -172,17 +186,17 @@ def build_optimizer(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     ddp_config = _ddp_config(ddp)
-    defaults = dict(
-        optimizer="adam",
-        lr=1e-3,
-        weight_decay=0.01,
-        clip_grad=1.0,
-        bf16=config.bf16,
-        fp16=config.fp16,
-        params_dtype=config.params_dtype,
-        use_distributed_optimizer=ddp_config.use_distributed_optimizer,
-        overlap_param_gather=ddp_config.overlap_param_gather,
-    )
+    defaults = {
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "weight_decay": 0.01,
+        "clip_grad": 1.0,
+        "bf16": config.bf16,
+        "fp16": config.fp16,
+        "params_dtype": config.params_dtype,
+        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+        "overlap_param_gather": ddp_config.overlap_param_gather,
+    }
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**defaults, **(optim or {})}), chunks)
     one = len(chunks) == 1
     config.grad_scale_func = optimizer.scale_loss
@@ -209,7 +223,7 @@ def train_step(
     vocab: int = VOCAB,
     forward_only: bool = False,
 ) -> tuple[float, float]:
-    """One iteration of the schedule that the layout asks for; returns (mean loss, gradient norm) on every rank."""
+    """One iteration of the layout's schedule; returns (mean loss, gradient norm) on every rank."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -246,7 +260,7 @@ def train_step(
 
 
 def initialise(model: torch.nn.Module, config: Any, seed: int) -> None:
-    """Gives every parameter values that depend on its global name and `seed` only: this rank's slice of the whole.
+    """Gives every parameter this rank's slice of values that depend on its global name and `seed` only.
 
     Matrices are normal with deviation 0.02; vectors (norms, biases) keep their value plus such noise.
     """
@@ -268,7 +282,7 @@ def _noise(name: str, parameter: Tensor, seed: int) -> Tensor:
 
 
 def _slice(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This tensor-parallel rank's part; stride 2 (fused gate and up projections) means a part of each half."""
+    """This tensor-parallel rank's part; stride 2 (fused gate and up projection) is a part of each half."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
     size, rank = _partitions(parameter)
@@ -287,7 +301,7 @@ def _partitions(parameter: Tensor) -> tuple[int, int]:
 
 
 def _global_name(model: Any, name: str) -> str:
-    """A parameter's name with the global numbers of its layer and expert; a tied copy has the embedding's name."""
+    """The name with global layer and expert numbers; a tied output layer has the embedding's name."""
     from megatron.core import parallel_state as ps
 
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
@@ -307,8 +321,10 @@ def _ddp_config(ddp: dict[str, Any] | None) -> Any:
     return DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **(ddp or {})})
 
 
-def _batches(iteration: int, count: int, micro_batch: int, sequence: int, vocab: int) -> Iterator[dict[str, Tensor]]:
-    """This data-parallel rank's microbatches: [micro_batch, sequence] tokens and labels, the CP rank's part of them."""
+def _batches(
+    iteration: int, count: int, micro_batch: int, sequence: int, vocab: int
+) -> Iterator[dict[str, Tensor]]:
+    """This rank's microbatches: [micro_batch, sequence] tokens and labels, or the CP rank's part of them."""
     from megatron.core import parallel_state as ps
     from megatron.core.utils import get_batch_on_this_cp_rank
 

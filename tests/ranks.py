@@ -8,9 +8,10 @@
     def test_it(ranks):
         first, second = ranks(2).run(case, 128, timeout=60)
 
-Importing torch and Megatron-Core takes seconds a rank, so ranks stay alive for the whole test session and are shared
-by all world sizes. Every case gets a process group of its own over a file, destroyed after it: a rank that raises
-cannot leave half a collective behind for the next case, and its peers see a closed connection instead of hanging.
+Importing torch and Megatron-Core takes seconds a rank, so ranks stay alive for the whole test session and are
+shared by all world sizes. Every case gets a process group of its own over a file, destroyed after it: a rank
+that raises cannot leave half a collective behind for the next case, and its peers see a closed connection
+instead of hanging.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 class RankError(RuntimeError):
-    """A case failed on some rank where the exception itself could not be sent; the message holds its traceback."""
+    """A case failed on a rank and the exception itself could not be sent; the message has its traceback."""
 
 
 class RankTimeout(RuntimeError):
@@ -76,19 +77,20 @@ class Layout:
             "expert_tensor_parallel_size": self.etp,
             "sequence_parallel": self.sp,
             "pipeline_dtype": torch.bfloat16 if self.pp > 1 else None,
-            # Two interleaved stages are each other's next and previous one: batched messages between them, matched
-            # by order alone, would swap activations and gradients without a word.
+            # Two interleaved stages are each other's next and previous one: batched messages between them,
+            # matched by order alone, would swap activations and gradients without a word.
             "overlap_p2p_comm": self.vpp is not None,
             "batch_p2p_comm": self.vpp is None,
         }
 
 
 @contextlib.contextmanager
-def model_parallel(layout: Layout = Layout(), seed: int = 1234) -> Iterator[Layout]:  # noqa: B008 - frozen
-    """Inside a case: Megatron-Core's groups and random streams for `layout`; installs megatron_fp8 if need be."""
+def model_parallel(layout: Layout | None = None, seed: int = 1234) -> Iterator[Layout]:
+    """Inside a case: Megatron-Core's groups and random streams for `layout`; installs megatron_fp8."""
     from megatron_fp8.mcore import install
 
     install()
+    layout = layout or Layout()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -110,7 +112,7 @@ def model_parallel(layout: Layout = Layout(), seed: int = 1234) -> Iterator[Layo
 
 
 def reset_megatron() -> None:
-    """Forgets Megatron-Core's global state, as if it had just been imported. Does nothing if it is not imported."""
+    """Forgets Megatron-Core's global state, as if it had just been imported (if it is imported at all)."""
     if "megatron.core" not in sys.modules:
         return
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
@@ -133,12 +135,15 @@ class Ranks:
     def __init__(self, pool: RankPool, world_size: int):
         self.pool, self.world_size = pool, world_size
 
-    def run(self, case: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT_S, **kwargs: Any) -> list[Any]:
+    def run(
+        self, case: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT_S, **kwargs: Any
+    ) -> list[Any]:
         """Calls `case(*args, **kwargs)` on every rank and returns the results in rank order.
 
-        `case` and whatever goes in or out must be picklable; the process group 'gloo' is initialised during the call.
-        An exception is raised here again (the earliest, if several ranks failed), its message followed by the rank's
-        traceback. After `timeout` seconds RankTimeout shows where every rank stood, and the ranks are replaced.
+        `case` and whatever goes in or out must be picklable; the process group 'gloo' is initialised during
+        the call. An exception is raised here again (the earliest, if several ranks failed), its message
+        followed by the rank's traceback. After `timeout` seconds RankTimeout shows where every rank stood,
+        and the ranks are replaced.
         """
         return self.pool.run(self.world_size, case, args, kwargs, timeout)
 
@@ -154,7 +159,9 @@ class RankPool:
     def __call__(self, world_size: int) -> Ranks:
         return Ranks(self, world_size)
 
-    def run(self, world_size: int, case: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> list[Any]:
+    def run(
+        self, world_size: int, case: Callable[..., Any], args: tuple, kwargs: dict, timeout: float
+    ) -> list[Any]:
         """See Ranks.run."""
         self._grow(world_size)
         self._cases += 1
@@ -238,9 +245,11 @@ class _Worker:
             return _Answer(0.0, trace=f"exit code {self._process.exitcode}\n{self._tail()}", died=True)
 
     def stacks(self) -> str:
-        """Makes the rank write its stacks to its log (a C signal handler: works while it hangs) and returns them."""
+        """Makes the rank write its stacks to its log (by a C signal handler, so even if it hangs)."""
         before = self._log.stat().st_size if self._log.exists() else 0
-        if self._process.is_alive() and self._process.pid and before:  # a log says that the handler is in place
+        if (
+            self._process.is_alive() and self._process.pid and before
+        ):  # a log says that the handler is in place
             os.kill(self._process.pid, signal.SIGUSR1)
             time.sleep(0.5)
         return f"--- {self._log.stem} ---\n{self._tail(before)}"
@@ -273,7 +282,9 @@ def _serve(connection: Connection, log: str) -> None:
         connection.send_bytes(_run_case(*pickle.loads(message)))
 
 
-def _run_case(path: list[str], payload: bytes, rank: int, world_size: int, rendezvous: str, timeout: float) -> bytes:
+def _run_case(
+    path: list[str], payload: bytes, rank: int, world_size: int, rendezvous: str, timeout: float
+) -> bytes:
     """Runs one case inside a process group of its own; returns the pickled _Answer."""
     sys.path.extend(entry for entry in path if entry not in sys.path)
     try:

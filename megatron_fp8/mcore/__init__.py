@@ -1,4 +1,4 @@
-"""megatron_fp8 inside Megatron-Core: `install()` makes the hooks, explicitly and reversibly. Nothing at import."""
+"""megatron_fp8 inside Megatron-Core: `install()` sets the hooks, reversibly. Importing this sets none."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _installed: PatchSet | None = None
 
 
 def install() -> None:
-    """Makes Megatron-Core run here (on a machine without CUDA: on the CPU, over gloo) and gives it the FP8 hooks.
+    """Makes Megatron-Core run here (without CUDA: on the CPU, over gloo) and gives it the FP8 hooks.
 
-    Call it once per process before building groups, models or optimizers; calling it again does nothing. Whether
-    Megatron-Core was imported before does not matter.
+    Call it once per process before building groups, models or optimizers; calling it again does nothing.
+    Whether Megatron-Core was imported before does not matter.
 
-    Raises RuntimeError if Megatron-Core is missing, of another series, or lacks a name that has to be patched; then
-    nothing is changed.
+    Raises RuntimeError if Megatron-Core is missing, of another series, or lacks a name that has to be
+    patched; then nothing is changed.
     """
     global _installed
     if _installed is not None:

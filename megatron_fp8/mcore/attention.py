@@ -1,13 +1,15 @@
-"""Core attention for layer specs without Transformer Engine: fast on CPUs, and able to split the sequence (CP).
+"""Core attention for layer specs without Transformer Engine: fast on CPUs, and able to split the sequence.
 
-Megatron-Core's DotProductAttention writes out the whole score matrix and refuses context parallelism. `CoreAttention`
-is that class with another forward where both mean the same: PyTorch's scaled_dot_product_attention, which keeps
-scores in float32 and saves q, k, v and one number a row. Options it does not have (attention dropout, sliding
-windows, softmax offsets, given masks) go to Megatron-Core's own forward, or are refused under context parallelism.
+Megatron-Core's DotProductAttention writes out the whole score matrix and refuses context parallelism.
+`CoreAttention` is that class with another forward where both mean the same: PyTorch's
+scaled_dot_product_attention, which keeps scores in float32 and saves q, k, v and one number a row. Options it
+does not have (attention dropout, sliding windows, softmax offsets, given masks) go to Megatron-Core's own
+forward, or are refused under context parallelism.
 
-Under context parallelism the sequence is cut into 2*cp chunks and rank r holds chunks r and 2*cp-1-r ("zigzag", the
-order of get_batch_on_this_cp_rank), so that causal work is even. Keys and values are all-gathered over the CP group;
-their gradients are reduce-scattered. config.cp_comm_type names other ways to move the same data and is not read.
+Under context parallelism the sequence is cut into 2*cp chunks and rank r holds chunks r and 2*cp-1-r
+("zigzag", the order of get_batch_on_this_cp_rank), so that causal work is even. Keys and values are
+all-gathered over the CP group; their gradients are reduce-scattered. config.cp_comm_type names other ways to
+move the same data and is not read.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor
 
 
 class CoreAttention(DotProductAttention):
-    """softmax(q k^T * scale) v for Megatron-Core's SelfAttention; the constructor takes DotProductAttention's arguments.
+    """softmax(q k^T * scale) v for Megatron-Core's SelfAttention, constructed as DotProductAttention is.
 
     Raises ValueError for attention dropout, sliding windows, softmax offsets or query-key layer scaling when
     context_parallel_size > 1.
@@ -55,8 +57,8 @@ class CoreAttention(DotProductAttention):
     ) -> Tensor:
         """query [sq, b, heads, d], key [sk, b, groups, d], value [sk, b, groups, dv] -> [sq, b, heads * dv].
 
-        Under context parallelism sq = sk is this rank's part and must be even. As in the parent, the mask type given
-        at construction counts and `attn_mask_type` is not read.
+        Under context parallelism sq = sk is this rank's part and must be even. As in the parent, the mask
+        type given at construction counts and `attn_mask_type` is not read.
         """
         causal = self.attn_mask_type == AttnMaskType.causal
         given = [attention_bias, packed_seq_params, attention_mask if not causal else None]
@@ -64,10 +66,16 @@ class CoreAttention(DotProductAttention):
         if self.cp_group is not None:
             if not plain or any(x is not None for x in given):
                 raise ValueError(
-                    "context parallelism takes causal or no_mask attention, without a given mask, bias or packed sequences"
+                    "context parallelism takes causal or no_mask attention, "
+                    "without a given mask, bias or packed sequences"
                 )
             context = _zigzag(query, key, value, self.cp_group, self.softmax_scale, causal)
-        elif self._extra or not plain or any(x is not None for x in given) or (causal and len(query) != len(key)):
+        elif (
+            self._extra
+            or not plain
+            or any(x is not None for x in given)
+            or (causal and len(query) != len(key))
+        ):
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             )
@@ -91,26 +99,18 @@ def _beyond_sdpa(attention: DotProductAttention) -> list[str]:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
     """q [sq, b, heads, d], k and v [sk, b, groups, d]: attention as [sq, b, heads, dv], contiguous.
 
-    A group's queries become the heads of one batch entry and its single key and value head is broadcast over them
-    with stride 0: grouped queries copy nothing.
+    Grouped queries share their key and value head inside the kernel; nothing is repeated.
     """
-    sq, b, heads, _ = q.shape
-    groups = k.shape[2]
-
-    def by_group(x: Tensor) -> Tensor:
-        """[s, b, groups * n, d] -> [b * groups, n, s, d]."""
-        return x.permute(1, 2, 0, 3).reshape(b * groups, x.shape[2] // groups, x.shape[0], x.shape[3])
-
-    size = (b * groups, heads // groups, -1, -1)
-    out = F.scaled_dot_product_attention(by_group(q), by_group(k).expand(size), by_group(v).expand(size), scale=scale, **mask)
-    return out.reshape(b, heads, sq, -1).permute(2, 0, 1, 3).contiguous()
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
+    return context.permute(2, 0, 1, 3).contiguous()
 
 
 def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: float, causal: bool) -> Tensor:
     """Attention of this rank's two chunks of queries to the keys of the whole sequence that they may see."""
     if len(q) != len(k) or len(q) % 2:
         raise ValueError(
-            f"context parallelism needs as many queries as keys, in two equal chunks; got {len(q)} and {len(k)}"
+            f"context parallelism needs as many queries as keys, an even number; got {len(q)} and {len(k)}"
         )
     both = _GatherZigzag.apply(torch.cat([k, v], dim=-1), group)
     k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -118,7 +118,7 @@ def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: fl
         return _sdpa(q, k, v, scale)
     rank, size, n = dist.get_rank(group), dist.get_world_size(group), len(q) // 2
     parts = []
-    for queries, chunk in zip(q.split(n), (rank, 2 * size - 1 - rank)):
+    for queries, chunk in zip(q.split(n), (rank, 2 * size - 1 - rank), strict=True):
         seen = (chunk + 1) * n
         mask = torch.ones(n, seen, dtype=torch.bool, device=q.device).tril(chunk * n)
         parts.append(_sdpa(queries, k[:seen], v[:seen], scale, attn_mask=mask))
@@ -131,7 +131,7 @@ def zigzag_positions(size: int) -> list[int]:
 
 
 class _GatherZigzag(torch.autograd.Function):
-    """[s/cp, ...] in zigzag order on each rank -> [s, ...] in sequence order on all; backward: reduce-scatter."""
+    """[s/cp, ...] in zigzag order -> [s, ...] in sequence order on all ranks; backward: reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

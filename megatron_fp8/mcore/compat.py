@@ -5,9 +5,11 @@ Nothing here imports Megatron or Transformer Engine: the probes look at package 
 
 from __future__ import annotations
 
-from functools import lru_cache
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata, util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_fp8.mcore.patching import Patch
@@ -28,17 +30,18 @@ def require_megatron() -> None:
     found = installed_megatron()
     if not found.startswith(f"megatron-core {SUPPORTED}."):
         raise RuntimeError(
-            f"megatron_fp8 needs megatron-core {SUPPORTED}.x, found: {found}. Run: pip install megatron-core=={SUPPORTED}.1"
+            f"megatron_fp8 needs megatron-core {SUPPORTED}.x, found: {found}. "
+            f"Run: pip install megatron-core=={SUPPORTED}.1"
         )
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def has_te() -> bool:
     """Whether Transformer Engine can be imported (found, not imported)."""
     return util.find_spec("transformer_engine") is not None
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def has_apex() -> bool:
     """Whether NVIDIA's apex can be imported (found, not imported)."""
     return util.find_spec("apex") is not None
@@ -52,9 +55,24 @@ def has_cuda() -> bool:
 
 
 def patches() -> list[Patch]:
-    """Patches that Megatron-Core 0.16 needs wherever Transformer Engine is absent, with or without a GPU."""
-    if has_te():
-        return []
+    """Patches that Megatron-Core 0.16 needs on every machine, with or without a GPU."""
+    from megatron_fp8.mcore.patching import Patch
+
+    found = [
+        Patch(
+            "megatron.core.tensor_parallel.random",
+            "checkpoint",
+            _returning_no_parameter,
+            "recompute_modules=['mlp'] with biases returns a bias from the region: endless recursion",
+            wrap=True,
+            everywhere=True,
+        )
+    ]
+    return found if has_te() else found + _without_te()
+
+
+def _without_te() -> list[Patch]:
+    """Names that Megatron-Core uses as if Transformer Engine were always there."""
     from packaging.version import Version
 
     from megatron_fp8.mcore.norm import Norm
@@ -65,14 +83,28 @@ def patches() -> list[Patch]:
             "megatron.core.utils",
             "_te_version",
             Version("0.0"),
-            "without Transformer Engine the version is None, and is_te_min_version() compares None: a TypeError",
+            "without Transformer Engine it is None, and is_te_min_version() compares None: a TypeError",
         ),
         Patch(
             "megatron.core.transformer.moe.moe_utils",
             "te_general_gemm",
             None,
-            "the router asks `te_general_gemm is not None`, a name defined only if Transformer Engine imports",
+            "the router asks `te_general_gemm is not None`, a name that only Transformer Engine defines",
             create=True,
+        ),
+        *(
+            Patch(
+                "megatron.core.tensor_parallel.random",
+                name,
+                stand_in,
+                "recompute_modules=['layernorm'] and ['moe_act'] use Transformer Engine's name, FP8 or not",
+                create=True,
+            )
+            for name, stand_in in {
+                "FP8GlobalStateManager": _NoFp8State,
+                "fp8_autocast": _null_context,
+                "activation_recompute_forward": _null_context,
+            }.items()
         ),
     ]
     if not has_apex():
@@ -85,3 +117,63 @@ def patches() -> list[Patch]:
             )
         )
     return found
+
+
+class _NoFp8State:
+    """Transformer Engine's global FP8 state, as far as recomputing a norm or an activation asks for it."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """False: no GEMM runs inside a norm or an activation function."""
+        return False
+
+
+def _null_context(**kwargs: Any) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _returning_no_parameter(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron-Core's activation checkpoint for functions that return a parameter too (an MLP: its bias).
+
+    An autograd function that returns a parameter itself makes the parameter its own output: recomputing the
+    region then differentiates through the region again, without end. An alias of it is an output like any
+    other.
+    """
+
+    @functools.wraps(checkpoint)
+    def safe(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+        def region(*inputs: Any) -> Any:
+            outputs = function(*inputs)
+            return tuple(map(_alias, outputs)) if isinstance(outputs, tuple) else _alias(outputs)
+
+        return checkpoint(region, distribute_saved_activations, *args)
+
+    return safe
+
+
+def _alias(value: Any) -> Any:
+    import torch
+
+    return value.view_as(value) if isinstance(value, torch.nn.Parameter) else value
+
+
+def amax_group(config: Any, *, expert: bool) -> Any:
+    """The ranks that share the amaxes of one GEMM site: TP x DP x CP within a pipeline stage (TP x CP with
+    tp_only_amax_red); for experts the data-parallel ranks that hold the same experts.
+
+    Megatron-Core has no getter for experts' groups. Raises ValueError for expert tensor parallelism, whose combined
+    group does not exist either.
+    """
+    from megatron.core import parallel_state
+
+    if not expert:
+        return parallel_state.get_amax_reduction_group(
+            with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red
+        )
+    size = parallel_state.get_expert_tensor_parallel_world_size()
+    if size > 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size={size} with FP8 is not available in this version: set it to 1 (experts are"
+            " split by expert_model_parallel_size)"
+        )
+    return parallel_state.get_expert_data_parallel_group()

@@ -55,8 +55,16 @@ def _device() -> list[Patch]:
             Patch("torch", name, cpu.cpu_factory, "Megatron-Core makes tensors with device='cuda'", wrap=True)
             for name in _FACTORIES
         ),
-        Patch("torch.Tensor", "cuda", cpu.tensor_cuda, "tied embeddings and checkpoints move tensors to the GPU"),
-        Patch("torch.Tensor", "type", cpu.tensor_type, "the optimizer sorts parameters by 'torch.cuda.*'", wrap=True),
+        Patch(
+            "torch.Tensor", "cuda", cpu.tensor_cuda, "tied embeddings and checkpoints move tensors to the GPU"
+        ),
+        Patch(
+            "torch.Tensor",
+            "type",
+            cpu.tensor_type,
+            "the optimizer sorts parameters by 'torch.cuda.*'",
+            wrap=True,
+        ),
     ]
 
 
@@ -67,8 +75,20 @@ def _rng() -> list[Patch]:
         Patch("torch.cuda", "get_rng_state", cpu.get_rng_state, why),
         Patch("torch.cuda", "set_rng_state", cpu.set_rng_state, why),
         Patch("torch.cuda", "manual_seed", cpu.manual_seed, why),
-        Patch("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", cpu.get_rng_state, why, everywhere=True),
-        Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", cpu.set_rng_state, why, everywhere=True),
+        Patch(
+            "megatron.core.tensor_parallel.random",
+            "_get_cuda_rng_state",
+            cpu.get_rng_state,
+            why,
+            everywhere=True,
+        ),
+        Patch(
+            "megatron.core.tensor_parallel.random",
+            "_set_cuda_rng_state",
+            cpu.set_rng_state,
+            why,
+            everywhere=True,
+        ),
         Patch("megatron.core.tensor_parallel.random.CudaRNGStatesTracker", "fork", cpu.fork, why),
     ]
 
@@ -101,8 +121,8 @@ def _eager() -> list[Patch]:
     """Megatron-Core's jit_fuser is torch.compile, which on a CPU needs a C++ compiler at run time.
 
     Setting TORCHDYNAMO_DISABLE works only before the first import; torch.compiler.set_stance would switch off
-    everybody's compilation. So the decorator becomes the identity, and functions it already compiled their own plain
-    selves: Megatron-Core alone is affected, whenever it was imported.
+    everybody's compilation. So the decorator becomes the identity, and functions it already compiled their
+    own plain selves: Megatron-Core alone is affected, whenever it was imported.
     """
     why = "torch.compile on a CPU needs a C++ compiler"
     found = [Patch("megatron.core.jit", "jit_fuser", _identity, why, everywhere=True)]

@@ -1,4 +1,4 @@
-"""CPU stand-ins for the parts of torch.cuda that Megatron-Core calls: streams, events, device names, RNG state.
+"""CPU stand-ins for what Megatron-Core calls in torch.cuda: streams, events, device names, RNG state.
 
 A CPU runs operations in program order, so a stream is a name and waiting for one is nothing.
 """
@@ -85,7 +85,7 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def names_cuda(device: Any) -> bool:
-    """Whether a `device=` argument means a CUDA device: 'cuda', 'cuda:1', torch.device('cuda'), or a bare index."""
+    """Whether a `device=` argument means CUDA: 'cuda', 'cuda:1', torch.device('cuda'), or a bare index."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -113,7 +113,7 @@ def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`tensor.type()` as Megatron-Core's optimizer compares it: 'torch.cuda.FloatTensor' for a CPU tensor too.
+    """`tensor.type()` as Megatron-Core's optimizer compares it: 'torch.cuda.FloatTensor' on a CPU too.
 
     Everybody else, and `tensor.type(dtype)`, sees PyTorch's own answer.
     """
@@ -150,8 +150,8 @@ def manual_seed(seed: int) -> None:
 def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """CudaRNGStatesTracker.fork on the CPU generator: runs the body on the stream of numbers called `name`.
 
-    Megatron-Core's own warns if the CPU generator moves inside the body; here that generator is the tracked one.
-    Nesting works as in the original: the outer stream continues where the body of the inner one left it.
+    Megatron-Core's own warns if the CPU generator moves inside the body; here that generator is the tracked
+    one. Nesting works as in the original: the outer stream continues where the body of the inner one left it.
     """
     if name not in self.states_:
         raise KeyError(f"RNG state {name!r} is not tracked; call model_parallel_cuda_manual_seed() first")
@@ -172,8 +172,9 @@ def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 def gather_as_bytes(gather: Callable[..., Any]) -> Callable[..., Any]:
     """An all-gather that hands both tensors over as uint8.
 
-    gloo coalesces the gathers of one bucket group and sends them all in the first one's dtype: a uint8 (FP8) buffer
-    followed by a BF16 buffer arrives with the BF16 values cast to bytes, and nothing says so. Bytes are only bytes.
+    gloo coalesces the gathers of one bucket group and sends them all in the first one's dtype: a uint8 (FP8)
+    buffer followed by a BF16 buffer arrives with the BF16 values cast to bytes, and nothing says so. Bytes
+    are only bytes.
     """
 
     @functools.wraps(gather)
@@ -184,5 +185,5 @@ def gather_as_bytes(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stay_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """moe_utils.maybe_move_tensor_to_cpu for a tensor that is there: only the conversion to numpy is left to do."""
+    """moe_utils.maybe_move_tensor_to_cpu for a tensor that is there: only numpy is left to do."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,8 +1,8 @@
 """Named, checked, reversible replacements of attributes in other packages.
 
-A `Patch` says which attribute of which module or class is replaced, by what, and why. A `PatchSet` applies a list of
-them all or nothing: every name is looked up before the first one is touched, so a Megatron-Core that moved a function
-is an error that names it, and never a hook that silently does nothing.
+A `Patch` says which attribute of which module or class is replaced, by what, and why. A `PatchSet` applies a
+list of them all or nothing: every name is looked up before the first one is touched, so a Megatron-Core that
+moved a function is an error that names it, and never a hook that silently does nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ABSENT = object()  # the owner inherits the attribute, or has none: reverting d
 class Patch:
     """One attribute to replace.
 
-    target       dotted path of a module ('torch.cuda') or of a class in one ('torch.Tensor'); imported when applied
+    target       dotted path of a module ('torch.cuda') or of a class in one ('torch.Tensor')
     name         the attribute; it must exist, unless `create` is set
     replacement  the new value; with `wrap`, a function that is given the old value and returns the new one
-    why          one line for people who meet the patch in a report or an error
-    everywhere   also rebind every attribute of a loaded Megatron-Core module that *is* the old value: it was imported
-                 by name there ('from x import f'), where a patch of x.f alone would not be seen
-    create       the attribute need not exist (a name that Megatron reads but defines only with an optional package)
+    why          one line for people who meet the patch in an error
+    everywhere   also rebind every attribute of a loaded Megatron-Core module that *is* the old value: modules
+                 that said 'from x import f' before the patch would not see a new x.f
+    create       the attribute need not exist (Megatron reads it, but only an optional package defines it)
     """
 
     target: str
@@ -45,7 +45,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class _Binding:
-    """An attribute that was replaced: what stood there in the owner's own dictionary, and what stands there now."""
+    """A replaced attribute: what stood in the owner's own dictionary, and what stands there now."""
 
     owner: Any
     name: str
@@ -69,7 +69,7 @@ class PatchSet:
         if self.applied:
             return
         owners = [resolve(patch) for patch in self.patches]
-        for patch, owner in zip(self.patches, owners):
+        for patch, owner in zip(self.patches, owners, strict=True):
             old = getattr(owner, patch.name, None)
             new = patch.replacement(old) if patch.wrap else patch.replacement
             self._bind(owner, patch.name, new)
@@ -81,8 +81,8 @@ class PatchSet:
     def revert(self) -> None:
         """Puts back, in reverse order, exactly what stood in each owner's own dictionary.
 
-        Raises RuntimeError, and reverts nothing, if somebody else replaced one of the names after us: undoing ours
-        would undo theirs.
+        Raises RuntimeError, and reverts nothing, if somebody else replaced one of the names after us: undoing
+        ours would undo theirs.
         """
         if not self.applied:
             return
@@ -111,26 +111,29 @@ class PatchSet:
 def resolve(patch: Patch) -> Any:
     """The module or class that `patch` changes, imported if need be.
 
-    Raises RuntimeError naming the attribute and the installed Megatron-Core version if it, or its owner, is missing.
+    Raises RuntimeError naming the attribute and the installed Megatron-Core version if it, or its owner, is
+    missing.
     """
     owner = _locate(patch.target)
     if owner is None or not (patch.create or hasattr(owner, patch.name)):
         raise RuntimeError(
-            f"cannot patch {patch}: no such name in the installed packages ({installed_megatron()}). It is needed "
-            f"because: {patch.why}. megatron_fp8 supports megatron-core 0.16.x: pip install megatron-core==0.16.1"
+            f"cannot patch {patch}: no such name in the installed packages ({installed_megatron()}). "
+            f"It is needed because: {patch.why}. "
+            "megatron_fp8 supports megatron-core 0.16.x: pip install megatron-core==0.16.1"
         )
     return owner
 
 
 def _locate(path: str) -> Any:
-    """Imports the longest prefix of `path` that is a module and follows the rest as attributes; None if absent."""
+    """Imports the longest prefix of `path` that is a module, follows the rest as attributes; or None."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
         try:
             owner: Any = importlib.import_module(prefix)
         except ModuleNotFoundError as error:
-            # Only "this prefix is no module" is an answer; a module that fails on an import of its own is a failure.
+            # Only "this prefix is no module" is an answer; a module that fails on an import of its own is a
+            # failure.
             if error.name is None or not (prefix == error.name or prefix.startswith(error.name + ".")):
                 raise
             continue
@@ -142,12 +145,21 @@ def _locate(path: str) -> Any:
 
 def _imported_by_name(value: Any) -> list[tuple[Any, str]]:
     """Every (module, attribute) of the loaded Megatron-Core modules that is `value` itself."""
-    return [(module, name) for module in loaded_megatron_modules() for name, v in vars(module).items() if v is value]
+    return [
+        (module, name)
+        for module in loaded_megatron_modules()
+        for name, v in vars(module).items()
+        if v is value
+    ]
 
 
 def loaded_megatron_modules() -> list[Any]:
     """The modules of Megatron-Core that are imported now."""
-    return [m for name, m in list(sys.modules.items()) if m is not None and name.split(".")[:2] == ["megatron", "core"]]
+    return [
+        m
+        for name, m in list(sys.modules.items())
+        if m is not None and name.split(".")[:2] == ["megatron", "core"]
+    ]
 
 
 def _path(owner: Any) -> str:

@@ -1,0 +1,121 @@
+"""Megatron-Core 0.16 on the CPU engine, without FP8: every parallel layout trains the same model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpt import gpt_config, train
+from tests.ranks import Layout, RankPool, model_parallel
+
+MOE = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 256,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+}
+SHARED = {"moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True}
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+FP32 = {"bf16": False, "params_dtype": torch.float32}
+
+# (loss, gradient norm), relative. FP32 leaves only the order of sums; BF16 rounds partial sums, once a rank.
+TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.bfloat16: (1e-4, 1e-3)}
+
+
+def run_case(
+    layout: Layout, fields: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[float], list[float]]:
+    if not fields.get("bf16", True) and layout.pp > 1:
+        fields = {**fields, "pipeline_dtype": torch.float32}
+    with model_parallel(layout):
+        run = train(gpt_config(layout, **fields), steps=3, **options)
+        return run.losses, run.grad_norms
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: RankPool) -> Any:
+    """(losses, norms) of a model on one rank, computed once for each set of fields."""
+    known: dict[str, Any] = {}
+
+    def get(fields: dict[str, Any], options: dict[str, Any]) -> Any:
+        model = {k: v for k, v in options.items() if k != "ddp"}
+        key = repr((sorted(fields.items(), key=str), sorted(model.items(), key=str)))
+        if key not in known:
+            known[key] = ranks(1).run(run_case, Layout(), fields, model)[0]
+        return known[key]
+
+    return get
+
+
+LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {
+    "tp2": (2, Layout(tp=2), {}, {}),
+    "tp2-sp": (2, Layout(tp=2, sp=True), {}, {}),
+    "pp2": (2, Layout(pp=2), {}, {}),
+    "pp2-vpp2": (2, Layout(pp=2, vpp=2), {"num_layers": 4}, {}),
+    "dp2": (2, Layout(), {}, {}),
+    "dp2-distributed-optimizer": (2, Layout(), {}, {"ddp": {"use_distributed_optimizer": True}}),
+    "dp2-overlap": (2, Layout(), {}, {"ddp": OVERLAP}),
+    "pp2-vpp2-overlap": (2, Layout(pp=2, vpp=2), {"num_layers": 4}, {"ddp": OVERLAP}),
+    "cp2": (2, Layout(cp=2), {}, {}),
+    "ep2-alltoall": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "alltoall"}, {}),
+    "ep2-allgather": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "allgather"}, {}),
+    "tp2-sp-ep2": (
+        2,
+        Layout(tp=2, sp=True, ep=2, etp=1),
+        {**MOE, "moe_token_dispatcher_type": "alltoall"},
+        {},
+    ),
+    "ep2-shared-expert-overlap": (
+        2,
+        Layout(ep=2),
+        {**MOE, **SHARED, "moe_token_dispatcher_type": "alltoall"},
+        {},
+    ),
+    "gpt-tp2-sp-tied": (2, Layout(tp=2, sp=True), {"llama": False}, {"tied": True}),
+    "gpt-pp2-tied": (2, Layout(pp=2), {"llama": False}, {"tied": True}),
+    "tp2-sp-pp2": (4, Layout(tp=2, sp=True, pp=2), {}, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_as_one_rank_does(
+    ranks: RankPool, one_rank: Any, name: str, dtype: torch.dtype
+) -> None:
+    world, layout, fields, options = LAYOUTS[name]
+    fields = {**fields, **(FP32 if dtype == torch.float32 else {})}
+    losses, norms = ranks(world).run(run_case, layout, fields, options)[-1]
+    want_losses, want_norms = one_rank(fields, options)
+    loss_tolerance, norm_tolerance = TOLERANCE[dtype]
+    assert losses[0] == pytest.approx(want_losses[0], rel=loss_tolerance)
+    assert norms[0] == pytest.approx(want_norms[0], rel=norm_tolerance)
+    # Two updates later: a gradient that is wrong by a factor on some parameter shows here at the latest.
+    assert losses[2] == pytest.approx(want_losses[2], rel=10 * loss_tolerance)
+    assert losses[2] < losses[0]
+
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full-uniform": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "full-block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize("llama", [True, False], ids=["llama", "gpt"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True)], ids=["one", "tp2-sp"])
+def test_recompute_is_bit_identical_with_dropout(ranks: RankPool, layout: Layout, llama: bool) -> None:
+    """Dropout draws from Megatron-Core's tracked streams; recomputation must draw the same numbers again."""
+    pool, model = ranks(layout.model_ranks), {"llama": llama}
+    want = pool.run(run_case, layout, {**model, **DROPOUT}, {})
+    assert want != pool.run(run_case, layout, model, {})
+    for name, fields in RECOMPUTE.items():
+        assert pool.run(run_case, layout, {**model, **DROPOUT, **fields}, {}) == want, name
