@@ -47,6 +47,7 @@ def fp8_linear(
     *,
     training: bool = True,
     fresh_weight: bool = False,
+    save_original_input: bool = False,
 ) -> torch.Tensor:
     """y = x @ weight^T + bias with the GEMMs of ``site``.
 
@@ -58,6 +59,7 @@ def fp8_linear(
         site, tp: the GEMMs and the communication.
         training: amaxes and health are recorded (a recomputed forward records nothing).
         fresh_weight: quantise the weight again even if this iteration has done so.
+        save_original_input: keep x itself for wgrad and quantise it again there, for callers that recompute x anyway.
 
     Returns:
         [..., N] in x's dtype. NaN in x or weight gives NaN where it is multiplied; Inf saturates and is counted.
@@ -70,7 +72,8 @@ def fp8_linear(
             f"{site.plan.name}: input {tuple(x.shape)} does not fit weight {tuple(weight.shape)};"
             f" its last dimension must be {weight.shape[1]}"
         )
-    call = _Call(site, tp, training and not in_recompute(), fresh_weight, torch.is_grad_enabled())
+    record = training and not in_recompute()
+    call = _Call(site, tp, record, fresh_weight, save_original_input, torch.is_grad_enabled())
     return _LinearFunction.apply(x, weight, bias, call)
 
 
@@ -82,6 +85,7 @@ class _Call:
     tp: TensorParallel
     record: bool
     fresh_weight: bool
+    save_original_input: bool
     grad_enabled: bool
 
 
@@ -123,6 +127,8 @@ class _LinearFunction(torch.autograd.Function):
         rowwise, pending_columnwise = _quantize_grad_output(dy, call, needs_dgrad, needs_wgrad)
 
         gathers = tp.kind == "column" and tp.sequence_parallel
+        if needs_wgrad and isinstance(saved_x, torch.Tensor):
+            saved_x = _requantize_input(saved_x, call, gathers)
         pending_x = _gather_input(saved_x, call) if needs_wgrad and gathers else None
         dx, pending_dx = None, None
         if needs_dgrad:
@@ -155,8 +161,7 @@ def _quantize_input(tokens: torch.Tensor, call: _Call, gathers: bool, needs_wgra
     if quantizer is None:
         operand = tp.all_gather(tokens).wait() if gathers else tokens
         return operand, tokens.t()
-    fp8_wgrad = site.plan.gemms["wgrad"] == "fp8" or site.quantizers["grad_output"] is None
-    direction = "both" if needs_wgrad and fp8_wgrad else "rowwise"
+    direction = "both" if needs_wgrad and _wgrad_takes_codes(call) and not call.save_original_input else "rowwise"
     if not gathers:
         quantized = quantizer(tokens, direction, record=call.record)  # type: ignore[arg-type]
         return side_of(quantized, "rowwise"), side_of(quantized, "columnwise") if direction == "both" else tokens.t()
@@ -183,6 +188,22 @@ def _misaligned_note(role: str, tokens: int, granularity: Granularity) -> str:
     )
 
 
+def _requantize_input(saved: torch.Tensor, call: _Call, gathers: bool) -> Operand:
+    """A saved plain input [K, M], quantised now if wgrad is FP8 and shards' codes are those of the whole."""
+    quantizer = call.site.quantizers["input"]
+    if quantizer is None or not _wgrad_takes_codes(call):
+        return saved
+    if gathers and not _shards_aligned(saved.shape[1], quantizer.rule.granularity):
+        return saved
+    reduce_amax = call.tp.amax_reduction(call.site.state.counts) if gathers else None
+    return side_of(quantizer(saved.t(), "columnwise", record=False, reduce_amax=reduce_amax), "columnwise")
+
+
+def _wgrad_takes_codes(call: _Call) -> bool:
+    """Whether wgrad reads the quantised input (also where only grad_output stays in high precision)."""
+    return call.site.plan.gemms["wgrad"] == "fp8" or call.site.quantizers["grad_output"] is None
+
+
 def _gather_input(saved: Operand | None, call: _Call) -> Pending:
     """Start collecting all tokens of the saved columnwise input."""
     assert saved is not None
@@ -196,7 +217,7 @@ def _columnwise_input(gathered: Operand, call: _Call) -> Operand:
     if isinstance(gathered, QuantizedSide):
         return gathered
     quantizer = call.site.quantizers["input"]
-    if quantizer is None or call.site.plan.gemms["wgrad"] != "fp8":
+    if quantizer is None or not _wgrad_takes_codes(call):
         return gathered.t()
     return side_of(quantizer(gathered, "columnwise", record=False), "columnwise")
 

@@ -202,11 +202,15 @@ class _History:
 
 @dataclass
 class Fp8State:
-    """All arenas of one model, and the iteration they are in. Deep copies of a config share it."""
+    """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
+
+    ``epoch`` marks kept quantised weights as stale; ``seed`` is stochastic rounding's.
+    """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     iteration: int = 0
     epoch: int = 0
+    seed: int = 0
     counts: IterationCounts = field(default_factory=IterationCounts)
     last: IterationCounts = field(default_factory=IterationCounts)
     arenas: list[Arena] = field(default_factory=list)

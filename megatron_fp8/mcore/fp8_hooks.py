@@ -1,10 +1,126 @@
-"""The patches by which Megatron-Core finds our FP8 context, recompute and iteration boundary."""
+"""The patches by which Megatron-Core finds our FP8 context, layers, recompute and iteration boundary."""
 
 from __future__ import annotations
 
-from megatron_fp8.mcore.patching import Patch
+from collections.abc import Callable
+from typing import Any
+
+from .. import fp8_utils
+from ..context import disabled_reason, fp8_disabled
+from .patching import Patch
 
 
 def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
-    return []
+    from .activation import store_swiglu_input_in_fp8
+    from .iteration import skip_on_nonfinite
+    from .spec import Fp8SpecProvider
+
+    core = "megatron.core"
+    optimizer = f"{core}.optimizer.optimizer"
+    checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
+    return [
+        Patch(
+            f"{core}.fp8_utils",
+            "get_fp8_context",
+            fp8_utils.get_fp8_context,
+            "without Transformer Engine it is a nullcontext: FP8 asked for, BF16 run, nothing said",
+            everywhere=True,
+        ),
+        Patch(
+            f"{core}.fp8_utils",
+            "get_fp8_recipe",
+            fp8_utils.get_fp8_recipe,
+            "without Transformer Engine it returns None",
+            everywhere=True,
+        ),
+        Patch(
+            f"{core}.models.gpt.gpt_layer_specs",
+            "LocalSpecProvider",
+            Fp8SpecProvider,
+            "layer specs without Transformer Engine are made of LocalSpecProvider's modules",
+        ),
+        Patch(f"{core}.transformer.transformer_block", "te_checkpoint", fp8_checkpoint, checkpoint_why),
+        Patch(f"{core}.transformer.moe.moe_layer", "te_checkpoint", fp8_checkpoint, checkpoint_why, create=True),
+        Patch(f"{core}.extensions.transformer_engine", "te_checkpoint", fp8_checkpoint, checkpoint_why, create=True),
+        Patch(
+            f"{core}.transformer.module.MegatronModule",
+            "set_is_first_microbatch",
+            prepare_at_first_microbatch,
+            "called by every schedule before an iteration's first forward: sites get their names then",
+            wrap=True,
+        ),
+        Patch(
+            f"{core}.pipeline_parallel.schedules",
+            "get_model_config",
+            end_iterations_of_plain_configs,
+            "a plain Megatron config does not wrap finalize_model_grads_func by itself",
+            wrap=True,
+        ),
+        Patch(
+            f"{optimizer}.MixedPrecisionOptimizer",
+            "prepare_grads",
+            skip_on_nonfinite,
+            "a step whose casts saw NaN or Inf is skipped",
+            wrap=True,
+        ),
+        Patch(
+            f"{optimizer}.FP32Optimizer",
+            "prepare_grads",
+            skip_on_nonfinite,
+            "a step whose casts saw NaN or Inf is skipped",
+            wrap=True,
+        ),
+        Patch(
+            f"{core}.fusions.fused_bias_swiglu",
+            "bias_swiglu_impl",
+            store_swiglu_input_in_fp8,
+            "activation_func_fp8_input_store stores codes without a scale",
+            wrap=True,
+            everywhere=True,
+        ),
+    ]
+
+
+def fp8_checkpoint(
+    forward: Callable[..., Any], distribute_saved_activations: bool, _rng: Any, _group: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation meets the same ambient FP8."""
+    from megatron.core import tensor_parallel
+
+    reason = disabled_reason()
+
+    def run(*inputs: Any) -> Any:
+        with fp8_disabled(reason):
+            return forward(*inputs, **kwargs)
+
+    return tensor_parallel.checkpoint(run, distribute_saved_activations, *args)
+
+
+def prepare_at_first_microbatch(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """MegatronModule.set_is_first_microbatch, which first prepares the FP8 sites of the model."""
+
+    def set_is_first_microbatch(self: Any) -> None:
+        from .sites import prepare
+
+        prepare([self])
+        original(self)
+
+    return set_is_first_microbatch
+
+
+def end_iterations_of_plain_configs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """get_model_config, which makes a Megatron config (not this package's) end FP8 iterations too."""
+
+    def get_model_config(model: Any) -> Any:
+        from .config import IterationEnd
+
+        config = original(model)
+        if getattr(config, "fp8", None) and not isinstance(config.finalize_model_grads_func, IterationEnd):
+            config.finalize_model_grads_func = IterationEnd(config.finalize_model_grads_func)
+        return config
+
+    return get_model_config
+
+
+__all__ = ["fp8_checkpoint", "patches"]

@@ -1,0 +1,150 @@
+"""The door for Megatron users: Megatron's names and signatures, without Transformer Engine.
+
+``config`` is any object with Megatron's FP8 fields; this package's own fields are read where they exist.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from .context import building_layer, fp8_disabled
+from .formats import parse_format
+from .recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    check_recipe_name,
+)
+from .tensor import Float8Tensor
+
+__all__ = [
+    "dequantize_fp8_tensor",
+    "get_fp8_align_size",
+    "get_fp8_context",
+    "get_fp8_recipe",
+    "is_first_last_bf16_layer",
+    "is_float8tensor",
+]
+
+
+def get_fp8_recipe(config: Any, name: str | None = None) -> Recipe:
+    """The recipe that the config describes.
+
+    Args:
+        config: fp8, fp8_recipe, fp8_margin, fp8_interval, fp8_amax_history_len, fp8_amax_compute_algo,
+            fp8_quantizer_factory, and fp8_amax_epsilon, fp8_pow2_scales, fp8_stochastic_rounding if present.
+        name: another recipe than config.fp8_recipe, with the config's options.
+
+    Raises:
+        ValueError: fp8 is off, a name is unknown, or an option does not exist for the recipe.
+    """
+    if not config.fp8:
+        raise ValueError("config.fp8 is None: set fp8='hybrid' or fp8='e4m3' to train in FP8")
+    name = check_recipe_name(name or _text(config.fp8_recipe))
+    fmt = parse_format(_text(config.fp8))
+    epsilon = getattr(config, "fp8_amax_epsilon", 0.0)
+    pow2 = getattr(config, "fp8_pow2_scales", None)
+    stochastic = getattr(config, "fp8_stochastic_rounding", False)
+    if config.fp8_margin and name not in ("delayed", "tensorwise"):
+        raise ValueError(
+            f"fp8_margin={config.fp8_margin} does not exist for fp8_recipe={name!r}: only per-tensor scales (delayed,"
+            " tensorwise) keep headroom; set fp8_margin=0"
+        )
+    if name == "delayed":
+        return DelayedScaling(
+            margin=config.fp8_margin,
+            fp8_format=fmt,
+            amax_history_len=config.fp8_amax_history_len,
+            amax_compute_algo=config.fp8_amax_compute_algo,
+            interval=config.fp8_interval,
+            amax_epsilon=epsilon,
+            stochastic_rounding=stochastic,
+        )
+    if name == "tensorwise":
+        return Float8CurrentScaling(
+            use_power_2_scales=bool(pow2),
+            fp8_format=fmt,
+            margin=config.fp8_margin,
+            amax_epsilon=epsilon,
+            stochastic_rounding=stochastic,
+        )
+    if name == "rowwise":
+        return Float8RowwiseScaling(fp8_format=fmt, amax_epsilon=epsilon, stochastic_rounding=stochastic)
+    if name == "blockwise":
+        return Float8BlockScaling(
+            fp8_format=fmt, use_f32_scales=pow2 is False, amax_epsilon=epsilon, stochastic_rounding=stochastic
+        )
+    if name == "mxfp8":
+        return MXFP8BlockScaling(fp8_format=fmt, stochastic_rounding=stochastic)
+    return CustomRecipe(_import_factory(config.fp8_quantizer_factory))
+
+
+def _text(value: Any) -> str:
+    """The value of a string-valued enum, or the string itself."""
+    return str(getattr(value, "value", value))
+
+
+def _import_factory(path: str | None) -> Any:
+    module_name, _, attribute = (path or "").rpartition(".")
+    remedy = "give fp8_quantizer_factory as 'package.module.function'"
+    if not module_name:
+        raise ValueError(f"fp8_quantizer_factory {path!r} is not an import path: {remedy}")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"fp8_quantizer_factory {path!r} cannot be imported ({error}): {remedy}") from error
+
+
+def is_first_last_bf16_layer(config: Any, layer_no: int) -> bool:
+    """Whether layer layer_no (global, from 0; negative: no layer in particular) is to stay in BF16."""
+    if layer_no < 0 or not config.first_last_layers_bf16:
+        return False
+    return (
+        layer_no < config.num_layers_at_start_in_bf16
+        or layer_no >= config.num_layers - config.num_layers_at_end_in_bf16
+    )
+
+
+def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
+    """The context Megatron-Core builds (is_init=True) and runs a layer in.
+
+    Args:
+        config: a TransformerConfig.
+        layer_no: global layer index from 0, the same on every pipeline stage; -1 for all layers at once, as Megatron
+            does with delayed scaling.
+        is_init: building: linears made inside learn their layer, and whether it stays in BF16. Running: first and last
+            BF16 layers are switched off inside; other layers run as their plan says, which knows the BF16 layers too,
+            so delayed scaling composes with them. Leaving either context does nothing.
+    """
+    if not config.fp8:
+        return nullcontext()
+    reason = None
+    if is_first_last_bf16_layer(config, layer_no):
+        start, end = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
+        reason = f"first_last_layers_bf16: layer {layer_no} is one of the first {start} or last {end}"
+    if is_init:
+        return building_layer(layer_no, reason)
+    return fp8_disabled(reason)
+
+
+def get_fp8_align_size(fp8_recipe: Any) -> int:
+    """Tokens that Megatron-Core pads experts to: 32 for MXFP8, else 16. No GEMM here needs it, kernels like it."""
+    return 32 if _text(fp8_recipe) == "mxfp8" else 16
+
+
+def is_float8tensor(tensor: Any) -> bool:
+    """Whether this is a quantised tensor of this package."""
+    return isinstance(tensor, Float8Tensor)
+
+
+def dequantize_fp8_tensor(fp8_tensor: Float8Tensor) -> torch.Tensor:
+    """The matrix back, in the dtype that was quantised."""
+    return fp8_tensor.dequantize()

@@ -1,0 +1,77 @@
+"""The end of an FP8 iteration under Megatron-Core: one amax collective per group, then one shared verdict on health.
+
+It runs after ``finalize_model_grads_func`` and before the optimizer step, which asks ``found_nonfinite`` and skips on all
+ranks together: saturating casts hide an Inf from the gradients, so a loss scaler downstream would see nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ..state import IterationCounts
+from . import is_installed
+from .sites import check_overrides, prepare, state_of, unwrap
+
+_last = IterationCounts()
+_last_is_fp8 = False
+
+
+def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
+    """Reduce and update all FP8 state of these chunks' config. Collective over all ranks; once per iteration.
+
+    Raises:
+        RuntimeError: FP8 was asked for and install() was not called; or ranks of a group hold different FP8 tensors.
+    """
+    global _last, _last_is_fp8
+    config = unwrap(model_chunks[0]).config
+    if config.fp8 and not is_installed():
+        raise RuntimeError(
+            f"fp8={config.fp8!r} was asked for, but Megatron-Core runs in BF16: call megatron_fp8.mcore.install() before"
+            " building the model"
+        )
+    state = state_of(config)
+    if config.fp8 and state.iteration == 0:
+        prepare(model_chunks)
+        check_overrides(model_chunks)
+    _last = state.finish_iteration()
+    _last_is_fp8 = bool(config.fp8)
+    if _last_is_fp8 and _groups_are_partial(config):
+        # A pipeline stage, or an expert's ranks, saw only its own tensors: share the verdict with everybody.
+        worst = torch.tensor(_last.nonfinite, dtype=torch.int64, device=state.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        _last.nonfinite = int(worst)
+    return _last
+
+
+def _groups_are_partial(config: Any) -> bool:
+    if not parallel_state.model_parallel_is_initialized() or dist.get_world_size() == 1:
+        return False
+    return (
+        parallel_state.get_pipeline_model_parallel_world_size() > 1
+        or parallel_state.get_expert_model_parallel_world_size() > 1
+        or config.tp_only_amax_red
+    )
+
+
+def found_nonfinite() -> bool:
+    """Whether the last finished iteration quantised a NaN or an Inf, on any rank."""
+    return _last_is_fp8 and _last.nonfinite > 0
+
+
+def iteration_counts() -> dict[str, int]:
+    """What the last finished iteration did on this rank: fp8_gemms, hp_gemms, casts, amax_collectives, ..."""
+    return asdict(_last)
+
+
+def skip_on_nonfinite(prepare_grads: Any) -> Any:
+    """Megatron's prepare_grads, which tells whether to skip the step, with FP8's health added."""
+
+    def prepare_grads_with_health(self: Any) -> bool:
+        return bool(prepare_grads(self)) or found_nonfinite()
+
+    return prepare_grads_with_health

@@ -1,0 +1,112 @@
+"""Megatron-Core's column- and row-parallel linears with their GEMMs in FP8, where the plan says so.
+
+Everything but the GEMMs is Megatron's: parameters, initialisation, bias handling, checkpoints. A site planned in BF16
+runs Megatron's own code, so its numbers are Megatron's. ``linear_qkv`` and ``linear_fc1`` hold fused projections
+(query, key and value; gate and up): one GEMM each, as Megatron lays them out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from ..context import disabled_reason, layer_being_built
+from ..linear import fp8_linear
+from ..site import GemmSite
+from ..tp import TensorParallel
+from .sites import count_high_precision, make_site, state_of
+
+
+class _Fp8Site:
+    """What both linears add to Megatron's: their layer's number and their GEMM site."""
+
+    config: Any
+    training: bool
+    is_expert: bool
+    weight: torch.Tensor
+
+    def _init_site(self) -> None:
+        self.fp8_layer = layer_being_built()
+        self.is_first_microbatch = True  # Megatron sets it at the start of every iteration
+        self.save_original_input = False  # Megatron sets it where the input is recomputed anyway
+        self._site: GemmSite | None = None
+
+    def bind_fp8_site(self, site: GemmSite) -> None:
+        """Take the site that the model's plan has for this layer."""
+        self._site = site
+
+    @property
+    def fp8_site(self) -> GemmSite:
+        """This layer's site; a layer outside any prepared model resolves its own."""
+        if self._site is None:
+            self._site = make_site(self, type(self).__name__)
+        return self._site
+
+    def runs_fp8(self) -> bool:
+        """Whether the next forward uses FP8: planned so, and not switched off around this call."""
+        return self.fp8_site.is_fp8 and disabled_reason() is None
+
+    def _fp8_forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
+    ) -> torch.Tensor:
+        fresh, self.is_first_microbatch = self.is_first_microbatch, False
+        return fp8_linear(
+            x,
+            weight,
+            bias,
+            self.fp8_site,
+            tp,
+            training=self.training,
+            fresh_weight=fresh,
+            save_original_input=self.save_original_input,
+        )
+
+    def _count(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        count_high_precision(state_of(self.config), x, weight, y)
+        return y
+
+
+class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
+    """Y = X A^T with A split by output features; arguments as Megatron-Core's ColumnParallelLinear."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._init_site()
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.runs_fp8():
+            return self._count(input, weight, super()._forward_impl(input, weight, *args, **kwargs))
+        assert not args, "Megatron-Core 0.16 passes everything but input and weight by keyword"
+        assert kwargs.get("grad_output_buffer") is None, "deferred wgrad is the output layer's, which is not FP8"
+        sequence_parallel, reduce_dgrad = kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]
+        tp = TensorParallel()
+        if sequence_parallel or reduce_dgrad:
+            tp = TensorParallel.of(
+                "column", kwargs["tp_group"], sequence_parallel=sequence_parallel, reduce_dgrad=reduce_dgrad
+            )
+        return self._fp8_forward(input, weight, kwargs["bias"], tp)
+
+
+class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
+    """Y = X A^T with A split by input features; arguments as Megatron-Core's RowParallelLinear."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._init_site()
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.runs_fp8():
+            return self._count(input, weight, super()._forward_impl(input, weight, *args, **kwargs))
+        return self._fp8_forward(input, weight, kwargs["bias"], TensorParallel())
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron's; with sequence parallelism the reduce-scatter is inside, so that its backward gathers codes."""
+        if not (self.sequence_parallel and self.runs_fp8()) or self.explicit_expert_comm:
+            return super().forward(input_)
+        tp = TensorParallel.of("row", self.tp_group, sequence_parallel=True)
+        output = self._fp8_forward(input_, self.weight, None, tp)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias, None

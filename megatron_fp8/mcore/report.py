@@ -1,0 +1,42 @@
+"""What runs in which precision, one entry per GEMM site, over the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from ..plan import bf16_site
+from .sites import prepare, unwrap
+
+
+def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[str, Any]]:
+    """One entry per GEMM site: SitePlan.as_dict() and what was noted at run time.
+
+    Args:
+        model_chunks: this rank's chunks.
+        gather: join the sites of all ranks (collective, needs torch.distributed); tensor-, data- and expert-parallel
+            copies of a site are one entry. Entries come in layer order.
+    """
+    prepare(model_chunks)
+    entries: list[dict[str, Any]] = []
+    for chunk in model_chunks:
+        model = unwrap(chunk)
+        for name, module in model.named_modules():
+            if hasattr(module, "bind_fp8_site"):
+                site = module.fp8_site
+                entries.append({**site.plan.as_dict(), "notes": sorted(site.notes)})
+            elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                plain = bf16_site(name, None, "not inside a transformer layer: stays in the model's dtype")
+                entries.append({**plain.as_dict(), "notes": []})
+    if gather and dist.is_initialized():
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, entries)
+        entries = [entry for part in everyone for entry in part]
+    merged: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        known = merged.setdefault(entry["name"], entry)
+        known["notes"] = sorted({*known["notes"], *entry["notes"]})
+    last = len(merged)
+    return sorted(merged.values(), key=lambda e: last if e["layer"] is None else e["layer"])

@@ -1,0 +1,158 @@
+"""From a Megatron-Core config and a module's place in the model to its GEMM site.
+
+``prepare`` names every FP8 linear of the model chunks by its fully qualified name, with global layer numbers, resolves
+its plan and gives it its slots. Megatron's schedules reach it through ``set_is_first_microbatch``, before the first
+forward; a training loop of one's own may call it itself. A linear that runs before anything was prepared (a lone layer in
+a notebook) is resolved on its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from ..backends import choose_backend
+from ..context import LayerBeingBuilt
+from ..fp8_utils import get_fp8_recipe
+from ..plan import SitePlan, bf16_site, check_overrides_match, fp8_site, matching_override
+from ..site import GemmSite
+from ..state import Fp8State
+from . import compat
+
+
+def state_of(config: Any) -> Fp8State:
+    """The FP8 state of all models built from this config object, made on first use."""
+    state = config.__dict__.get("_fp8_state")
+    if state is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if compat.has_cuda() else torch.device("cpu")
+        state = config.__dict__["_fp8_state"] = Fp8State(device)
+    return state
+
+
+def resolve(config: Any, name: str, layer: LayerBeingBuilt | None, device: torch.device) -> SitePlan:
+    """The plan of one linear. ValueError if FP8 was asked for and cannot run (fp8_fallback='warn' prints and goes BF16).
+
+    Order: FP8 off; first and last layers in BF16; overrides by name (which therefore can put such a layer back); recipe.
+    """
+    number = None if layer is None or layer.number < 0 else layer.number
+    if not config.fp8:
+        return bf16_site(name, number, "fp8 is off")
+    override = matching_override(name, getattr(config, "fp8_overrides", None) or {})
+    if override is None and layer is not None and layer.bf16_reason is not None:
+        return bf16_site(name, number, layer.bf16_reason)
+    if override is not None and override[1] == "bf16":
+        return bf16_site(name, number, f"fp8_overrides {override[0]!r}")
+    reason = "fp8 recipe of the config" if override is None else f"fp8_overrides {override[0]!r}"
+    try:
+        recipe = get_fp8_recipe(config, None if override is None else override[1])
+        backend, why = choose_backend(getattr(config, "fp8_backend", None), device)
+    except ValueError as error:
+        if getattr(config, "fp8_fallback", "error") != "warn":
+            raise
+        print(f"megatron_fp8: {name} runs in BF16: {error}", file=sys.stderr)
+        return bf16_site(name, number, f"fp8_fallback: {error}")
+    return fp8_site(name, number, recipe, backend.name, f"{reason}; backend {why}", fp8_wgrad=config.fp8_wgrad)
+
+
+def make_site(linear: Any, name: str) -> GemmSite:
+    """The site of an FP8 linear under this name."""
+    config = linear.config
+    plan = resolve(config, name, linear.fp8_layer, linear.weight.device)
+    state = state_of(config)
+    group, stream = None, 0
+    if parallel_state.model_parallel_is_initialized():
+        group = compat.amax_group(config, expert=linear.is_expert)
+        stream = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return GemmSite(plan, state, group, seed=state.seed, stream=stream)
+
+
+def prepare(model_chunks: list[Any]) -> None:
+    """Name, plan and allocate every site of this rank's model chunks; chunks that were prepared are left alone.
+
+    Raises:
+        ValueError: FP8 was asked for and cannot run as asked, or layers are not this package's.
+    """
+    for chunk in model_chunks:
+        model = unwrap(chunk)
+        if model.__dict__.get("_fp8_prepared"):
+            continue
+        for name, module in model.named_modules():
+            if hasattr(module, "bind_fp8_site"):
+                module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer)))
+            elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                _refuse_foreign_layers(model.config, name)
+                count_plain_linear(module, state_of(model.config))
+        if hasattr(model.config, "freeze"):
+            model.config.freeze()
+        model.__dict__["_fp8_prepared"] = True
+
+
+def unwrap(chunk: Any) -> Any:
+    """The model inside DistributedDataParallel and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def global_name(name: str, layer: LayerBeingBuilt | None) -> str:
+    """The name with the pipeline stage's layer number replaced by the global one (from 0)."""
+    if layer is None or layer.number < 0:
+        return name
+    return re.sub(r"(^|\.)layers\.\d+\.", rf"\g<1>layers.{layer.number}.", name, count=1)
+
+
+def fp8_linears(model_chunks: list[Any]) -> list[Any]:
+    """This rank's FP8-capable linears, in module order."""
+    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if hasattr(m, "bind_fp8_site")]
+
+
+def check_overrides(model_chunks: list[Any]) -> None:
+    """ValueError, on all ranks, for an fp8_overrides glob that matches no site of any pipeline stage. Collective."""
+    config = unwrap(model_chunks[0]).config
+    overrides = getattr(config, "fp8_overrides", None) or {}
+    if not (config.fp8 and overrides):
+        return
+    names = [linear.fp8_site.plan.name for linear in fp8_linears(model_chunks)]
+    if dist.is_initialized():
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, names)
+        names = [name for part in everyone for name in part]
+    check_overrides_match(overrides, names)
+
+
+def _refuse_foreign_layers(config: Any, name: str) -> None:
+    """FP8 asked for, and a transformer layer is built from Megatron's plain linears: that would be BF16 in silence."""
+    if config.fp8 and re.search(r"(^|\.)layers\.\d+\.", name):
+        raise ValueError(
+            f"fp8={config.fp8!r} was asked for, but {name} is Megatron-Core's plain linear, which runs in BF16: build the"
+            " model from megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config), or call megatron_fp8.mcore.install()"
+            " before making Megatron's local spec"
+        )
+
+
+def count_plain_linear(module: Any, state: Fp8State) -> None:
+    """Count the GEMMs of a linear that is no FP8 site (the output projection) as high-precision ones."""
+
+    def count(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        out = output[0] if isinstance(output, tuple) else output
+        count_high_precision(state, args[0] if args else kwargs["input_"], kwargs.get("weight", module.weight), out)
+
+    module.register_forward_hook(count, with_kwargs=True)
+
+
+def count_high_precision(state: Fp8State, x: torch.Tensor, weight: torch.Tensor | None, y: torch.Tensor) -> None:
+    """Count a high-precision linear: one GEMM now, and dgrad and wgrad when (and if) its backward runs."""
+    state.counts.hp_gemms += 1
+    gradients = int(x.requires_grad) + int(weight is not None and weight.requires_grad)
+    if y.requires_grad:
+
+        def count(_: torch.Tensor) -> None:
+            state.counts.hp_gemms += gradients
+
+        y.register_hook(count)
