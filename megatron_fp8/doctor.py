@@ -11,7 +11,7 @@ from importlib import metadata, util
 USAGE = """\
 usage: megatron-fp8 doctor
 
-Lists the packages that matter, and runs an FP8 GEMM on each backend. Exit code 1 if a backend computes wrongly.
+Lists the packages that matter, and runs an FP8 GEMM on each backend. Exit code 1: one computes wrongly.
 """
 
 # (package, module to find, what it is for, how to get it)
@@ -37,12 +37,16 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print(f"error: doctor takes no arguments, got {' '.join(arguments)!r}", file=sys.stderr)
         return 2
+    from megatron_fp8.backends import BACKENDS
     from megatron_fp8.train.report import device_name
 
-    print(f"device      {device_name()}")
+    print(f"{'device':<27} {device_name()}")
     for package, module, purpose, how in _PACKAGES:
-        print(f"{package:<20} {_package(package, module) or f'missing, needed for {purpose}: {how}'}")
-    wrong = [name for name in _backend_names() if not _check_backend(name)]
+        print(f"{package:<27} {_package(package, module) or f'missing, needed for {purpose}: {how}'}")
+    for name in ("native", "transformer_engine"):
+        if name not in BACKENDS:
+            print(f"{'backend ' + name:<27} not in this release")
+    wrong = [name for name in BACKENDS if not _check_backend(name)]
     if wrong:
         print(f"error: {', '.join(wrong)} computed a wrong product; please report this", file=sys.stderr)
     return 1 if wrong else 0
@@ -60,12 +64,6 @@ def _package(package: str, module: str) -> str | None:
         return "installed, version unknown"
 
 
-def _backend_names() -> list[str]:
-    from megatron_fp8.backends import BACKENDS
-
-    return list(BACKENDS)
-
-
 def _check_backend(name: str) -> bool:
     """Run one GEMM on backend `name` and say how it went. True unless the product is wrong."""
     import torch
@@ -75,9 +73,10 @@ def _check_backend(name: str) -> bool:
 
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     backend = BACKENDS[name]
+    label = f"{'backend ' + name:<27}"
     reason = backend.supports(device)
     if reason is not None:
-        print(f"backend {name:<12} cannot run here: {reason}")
+        print(f"{label} cannot run here: {reason}")
         return True
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(128, 256, generator=generator).to(device) for _ in range(2))
@@ -89,7 +88,5 @@ def _check_backend(name: str) -> bool:
     error = ((found.double() - exact).abs().max() / exact.abs().max()).item()
     good = error < 1e-3
     verdict = "good" if good else "WRONG"
-    print(
-        f"backend {name:<12} FP8 GEMM 128 x 256 x 128: {verdict}, largest error {error:.1e} of the largest value"
-    )
+    print(f"{label} FP8 GEMM 128 x 256 x 128: {verdict}, error {error:.1e} of the largest value")
     return good

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_fp8.train.tokenizers import Tokenizer
@@ -120,7 +119,7 @@ def _write(files: Iterable[Path], tokenizer: Tokenizer, prefix: str) -> tuple[in
     for path in files:
         for piece in _pieces(_read(path)):
             ids = np.append(tokenizer.encode(piece), tokenizer.eod).astype(np.int64)
-            builder.add_document(torch.from_numpy(ids), [len(ids)])
+            builder.add_document(ids, [len(ids)])
             tokens, documents = tokens + len(ids), documents + 1
     builder.finalize(prefix + ".idx")
     if not documents:

@@ -7,7 +7,6 @@ iteration ends there) -> agree on loss and health -> optimizer -> learning rate.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -87,7 +86,7 @@ class Trainer:
     def _timed_step(self, iteration: int, training: list[Iterator[Any]]) -> IterationMetrics:
         start = time.perf_counter()
         learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
-        loss, nonfinite, updated, grad_norm = self.step(training)
+        loss, updated, grad_norm = self.step(training)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -101,27 +100,28 @@ class Trainer:
             tokens_per_s=self.tokens_per_step / seconds,
             mfu=self._flops_per_step / seconds / (peak * dist.get_world_size()) if peak else None,
             skipped=int(not updated),
-            nonfinite=nonfinite,
+            nonfinite=counts["nonfinite"],
             fp8_gemms=counts["fp8_gemms"],
             hp_gemms=counts["hp_gemms"],
             amax_collectives=counts["amax_collectives"],
             peak_memory=peak_memory(),
         )
 
-    def step(self, training: list[Iterator[Any]]) -> tuple[float, int, bool, float | None]:
-        """One optimizer step: loss, non-finite values met by casts, whether it was taken, gradient norm."""
+    def step(self, training: list[Iterator[Any]]) -> tuple[float, bool, float | None]:
+        """One optimizer step: loss, whether the step was taken (on all ranks or on none), gradient norm.
+
+        A NaN or an Inf in a gradient, or met by an FP8 cast (which saturates it), makes the optimizer skip.
+        """
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self._forward_backward(training, self._microbatches, forward_only=False)
-        loss, nonfinite = self._agree(losses, iteration_counts()["nonfinite"])
-        updated, grad_norm = False, None
-        if not nonfinite:  # an FP8 cast saturates Inf, so the optimizer alone would not see it
-            updated, grad_norm, _ = self.optimizer.step()
+        loss = self._mean(losses)
+        updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(1)
-        return loss, nonfinite, updated, grad_norm if self.run.optimizer.clip_grad else None
+        return loss, updated, grad_norm if self.run.optimizer.clip_grad else None
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -132,16 +132,14 @@ class Trainer:
         total: list[Tensor] = []
         for _ in range(self.run.train.eval_iters):
             total += self._forward_backward(validation, self._microbatches, forward_only=True)
-        return self._agree(total, 0)[0]
+        return self._mean(total)
 
     @torch.no_grad()
     def first_loss(self) -> float:
         """Loss of the first training batch, without a step."""
         for chunk in self.chunks:
             chunk.eval()
-        return self._agree(
-            self._forward_backward(self._iterators(self.datasets[0]), 1, forward_only=True), 0
-        )[0]
+        return self._mean(self._forward_backward(self._iterators(self.datasets[0]), 1, forward_only=True))
 
     def _iterators(self, dataset: Any) -> list[Iterator[Any]]:
         """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""
@@ -162,22 +160,18 @@ class Trainer:
             forward_only=forward_only,
         )
 
-    def _agree(self, losses: list[Tensor], nonfinite: int) -> tuple[float, int]:
-        """Mean loss per token and non-finite count over all ranks, in one collective.
+    def _mean(self, losses: list[Tensor]) -> float:
+        """Mean loss per token over all ranks. Only the ranks of last stages have losses.
 
-        Only last stages have losses. Tensor-parallel ranks hold the same ones, which leaves the mean as
-        it is;
-        ranks of a pipeline stage agree on the count already, and the stages' counts add up.
+        Tensor-parallel ranks hold the same ones, which leaves the mean as it is.
         """
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
         for loss in losses:
-            sums[:2] += loss.double()
-        sums[2] = nonfinite
+            sums += loss.double()
         dist.all_reduce(sums)
-        loss, tokens, found = sums.tolist()
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        return loss / tokens, math.ceil(found * stages / dist.get_world_size())
+        total, tokens = sums.tolist()
+        return total / tokens
 
 
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:

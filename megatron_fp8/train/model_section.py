@@ -102,8 +102,10 @@ def transformer_config(section: Any) -> TransformerConfig:
                 f"such as "
                 "--config examples/configs/tiny_gpt_cpu.yaml."
             )
-    # Only what differs from Megatron's default is passed, so that two names for one thing can be told apart.
-    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    # What is at Megatron's default is left out, and what this section defaults itself (a recipe: None) is not, so
+    # that two names for one thing can be told apart.
+    fields = dataclasses.fields(TransformerConfig)
+    megatrons = {field.name: field.default for field in fields if field.name not in _DEFAULTS}
     own = {field.name for field in dataclasses.fields(GPTOptions)} - {"fp8_format"}
     given = {}
     for field in dataclasses.fields(section):
@@ -114,7 +116,7 @@ def transformer_config(section: Any) -> TransformerConfig:
             value = DTYPES[value]
         elif field.name == "activation_func":
             value = ACTIVATIONS[value]
-        if field.name not in defaults or value != defaults[field.name]:
+        if field.name not in megatrons or value != megatrons[field.name]:
             given[field.name] = value
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])

@@ -24,9 +24,6 @@ def build_report(
     """
     from megatron_fp8.mcore.report import site_report
 
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, site_report(chunks))
-    sites = {site["name"]: site for stage in gathered for site in stage}
     return {
         "device": device_name(),
         "versions": versions(),
@@ -38,14 +35,8 @@ def build_report(
             "fp8_recipe": config.fp8_recipe if config.fp8 else None,
         },
         "run_dir": run.run_dir,
-        "sites": sorted(sites.values(), key=_model_order),
+        "sites": site_report(chunks),
     }
-
-
-def _model_order(site: dict[str, Any]) -> tuple[Any, ...]:
-    """Sites of a layer together, layers by number; those outside the layers last."""
-    layer = site.get("layer")
-    return (layer is None, -1 if layer is None else layer, site["name"])
 
 
 def device_name() -> str:
