@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
@@ -38,7 +39,10 @@ class CoreAttention(DotProductAttention):
         super().__init__(local, *args, **kwargs)
         self.config = config
         self._extra = _beyond_sdpa(self)
-        self.cp_group = self.pg_collection.cp if config.context_parallel_size > 1 else None
+        self.cp_group = None
+        if config.context_parallel_size > 1:
+            groups = self.pg_collection  # the parent's default has no CP group
+            self.cp_group = groups.cp if hasattr(groups, "cp") else get_context_parallel_group()
         if self.cp_group is not None and self._extra:
             raise ValueError(
                 f"{', '.join(self._extra)} cannot be combined with "
