@@ -76,7 +76,7 @@ class Arena:
         self.last_amax = torch.zeros(0, device=device)
         self.last_nonfinite = torch.zeros(0, device=device)
         self._histories: dict[tuple[DelayedScaling, str], _History] = {}
-        self._checked = False
+        self._agreed: int | None = None  # slots that all ranks are known to share
 
     @property
     def world_size(self) -> int:
@@ -94,7 +94,6 @@ class Arena:
             self.scale = torch.cat([self.scale, torch.ones(extra, device=self.device)])
         if delayed is not None:
             self._histories.setdefault((delayed, fmt.name), _History(self.device)).add(slot)
-        self._checked = False
         return slot
 
     def history(self, delayed: DelayedScaling, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,9 +110,10 @@ class Arena:
             self.scale = self.scale[: len(self.slots)].contiguous()
 
     def check_names(self) -> None:
-        """RuntimeError, on every rank, unless all ranks of the group hold the same slots in the same order."""
-        if self._checked or self.world_size == 1:
-            return
+        """RuntimeError, on every rank, unless all ranks of the group hold the same slots in the same order.
+
+        Collective. ``reduce`` calls it on all ranks together: the first time, and when slots were added on any rank.
+        """
         described = "\n".join(f"{s.name} {s.fmt.name} {s.delayed}" for s in self.slots)
         digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
         mine = torch.tensor([len(self.slots), digest], dtype=torch.int64, device=self.device)
@@ -126,16 +126,32 @@ class Arena:
                 f" {', '.join(s.name for s in self.slots[:4])}, ...): build the same layers, with the same fp8 settings,"
                 " on every rank of a pipeline stage"
             )
-        self._checked = True
+        self._agreed = len(self.slots)
 
     def reduce(self) -> int:
-        """Max both rows over the group; the number of collectives that took (0 for a single rank)."""
-        if self.world_size == 1 or not self.slots:
+        """Max both rows over the group; the number of collectives that took.
+
+        None for a single rank, else one, plus one in an iteration that brought new slots.
+        """
+        if self.world_size == 1:
             return 0
         self._trim()
+        if self._agreed is None:
+            self.check_names()
+        agreed = self._agreed
+        assert agreed is not None
+        # Ranks send as much as they agreed on, and one number that tells whether somebody has more: sizes cannot differ.
+        more = float(len(self.slots) > agreed)
+        wire = torch.cat([self.rows[:, :agreed].reshape(-1), self.rows.new_tensor([more])])
+        dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
+        self.rows[:, :agreed] = wire[:-1].view(2, agreed)
+        if not wire[-1]:
+            return 1
         self.check_names()
-        dist.all_reduce(self.rows, op=dist.ReduceOp.MAX, group=self.group)
-        return 1
+        late = self.rows[:, agreed:].contiguous()
+        dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.group)
+        self.rows[:, agreed:] = late
+        return 2
 
     def update(self, iteration: int) -> None:
         """Scales and histories from the reduced rows (numerics: Delayed scaling), then clear the rows.
