@@ -84,6 +84,8 @@ def prepare(model_chunks: list[Any]) -> None:
             continue
         for name, module in model.named_modules():
             if hasattr(module, "bind_fp8_site"):
+                # Megatron's experts hold copies of the config: they are part of the same iteration all the same.
+                module.config.__dict__["_fp8_state"] = state_of(model.config)
                 module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer)))
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 _refuse_foreign_layers(model.config, name)
@@ -141,7 +143,9 @@ def count_plain_linear(module: Any, state: Fp8State) -> None:
 
     def count(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output
-        count_high_precision(state, args[0] if args else kwargs["input_"], kwargs.get("weight", module.weight), out)
+        weight = kwargs.get("weight")  # the embedding's where they are tied, else None
+        weight = module.weight if weight is None else weight
+        count_high_precision(state, args[0] if args else kwargs["input_"], weight, out)
 
     module.register_forward_hook(count, with_kwargs=True)
 
