@@ -16,7 +16,7 @@ from ..context import disabled_reason, layer_being_built
 from ..linear import fp8_linear
 from ..site import GemmSite
 from ..tp import TensorParallel
-from .sites import count_high_precision, make_site, state_of
+from .sites import count_high_precision, make_site
 
 
 class _Fp8Site:
@@ -64,7 +64,7 @@ class _Fp8Site:
         )
 
     def _count(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        count_high_precision(state_of(self.config), x, weight, y)
+        count_high_precision(self.fp8_site.state, x, weight, y)
         return y
 
 

@@ -60,11 +60,11 @@ def resolve(config: Any, name: str, layer: LayerBeingBuilt | None, device: torch
     return fp8_site(name, number, recipe, backend.name, f"{reason}; backend {why}", fp8_wgrad=config.fp8_wgrad)
 
 
-def make_site(linear: Any, name: str) -> GemmSite:
-    """The site of an FP8 linear under this name."""
+def make_site(linear: Any, name: str, state: Fp8State | None = None) -> GemmSite:
+    """The site of an FP8 linear under this name; ``state`` is its model's (some modules hold a copy of the config)."""
     config = linear.config
     plan = resolve(config, name, linear.fp8_layer, linear.weight.device)
-    state = state_of(config)
+    state = state or state_of(config)
     group, stream = None, 0
     if parallel_state.model_parallel_is_initialized():
         group = compat.amax_group(config, expert=linear.is_expert)
@@ -86,7 +86,7 @@ def prepare(model_chunks: list[Any]) -> None:
             if hasattr(module, "bind_fp8_site"):
                 # Megatron's experts hold copies of the config: they are part of the same iteration all the same.
                 module.config.__dict__["_fp8_state"] = state_of(model.config)
-                module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer)))
+                module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer), state_of(model.config)))
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 _refuse_foreign_layers(model.config, name)
                 count_plain_linear(module, state_of(model.config))
