@@ -82,14 +82,13 @@ def prepare(model_chunks: list[Any]) -> None:
         model = unwrap(chunk)
         if model.__dict__.get("_fp8_prepared"):
             continue
+        state = state_of(model.config)
         for name, module in model.named_modules():
             if hasattr(module, "bind_fp8_site"):
-                # Megatron's experts hold copies of the config: they are part of the same iteration all the same.
-                module.config.__dict__["_fp8_state"] = state_of(model.config)
-                module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer), state_of(model.config)))
+                module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer), state))
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 _refuse_foreign_layers(model.config, name)
-                count_plain_linear(module, state_of(model.config))
+                count_plain_linear(module, state)
         if hasattr(model.config, "freeze"):
             model.config.freeze()
         model.__dict__["_fp8_prepared"] = True
