@@ -62,7 +62,10 @@ class SitePlan:
 def fp8_site(
     name: str, layer: int | None, recipe: Recipe, backend: str, reason: str, *, fp8_wgrad: bool = True
 ) -> SitePlan:
-    """The plan of a site that runs in FP8 as ``recipe`` says; GEMMs with an unquantised operand run in bf16."""
+    """The plan of a site that runs in FP8 as ``recipe`` says; GEMMs with an unquantised operand run in bf16.
+
+    If that leaves no GEMM in FP8 it is a bf16 site, and nothing is quantised.
+    """
     rules = {role: recipe.rule(role) for role in ("input", "weight", "grad_output")}
     gemms: dict[str, Precision] = {
         gemm: "fp8" if rules[a] and rules[b] else "bf16" for gemm, (a, b) in GEMM_OPERANDS.items()
@@ -73,8 +76,9 @@ def fp8_site(
     if not fp8_wgrad and gemms["wgrad"] == "fp8":
         gemms["wgrad"] = "bf16"
         reason += "; fp8_wgrad=False: wgrad in high precision, which saves the input unquantised"
-    precision: Precision = "fp8" if "fp8" in gemms.values() else "bf16"
-    return SitePlan(name, layer, precision, recipe, backend, reason, rules, gemms)
+    if "fp8" not in gemms.values():
+        return bf16_site(name, layer, reason)
+    return SitePlan(name, layer, "fp8", recipe, backend, reason, rules, gemms)
 
 
 def bf16_site(name: str, layer: int | None, reason: str) -> SitePlan:
