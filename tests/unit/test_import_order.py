@@ -1,0 +1,147 @@
+"""Import order is the architecture: a file imports only what stands to its left, and the package loads torch only."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
+
+STREAM: list[tuple[str, ...]] = [
+    ("formats",),
+    ("cast",),
+    ("scaling",),
+    ("recipe",),
+    ("tensor",),
+    ("backends.emulated", "backends"),
+    ("state",),
+    ("quantizer",),
+    ("plan",),
+    ("context",),
+    ("tp", "site"),
+    ("linear",),
+    ("fp8_utils",),
+    ("mcore",),
+    ("train",),
+    ("doctor",),
+    ("cli",),
+    ("__main__",),
+]
+"""From left to right. Names in one group do not import each other; the files inside a package may."""
+
+PACKAGES = {"backends", "backends.emulated", "mcore", "train"}
+POSITION = {name: i for i, group in enumerate(STREAM) for name in group}
+
+
+def part_of(module: str) -> str | None:
+    """The name in STREAM that a module, relative to the package, belongs to; None for the package itself."""
+    for name in (module, module.partition(".")[0]):
+        if name in POSITION:
+            return name
+    assert module == "", f"{module} has no place in the stream: give it one"
+    return None
+
+
+def module_name(path: Path) -> str:
+    """'mcore.config' for mcore/config.py, 'mcore' for mcore/__init__.py, '' for the package's own."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, module relative to the package) of every import of our own, wherever in the file it stands."""
+    found = []
+    package = ["megatron_fp8", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets: list[str] = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            targets = [_submodule(module, alias.name) for alias in node.names]
+        found += [
+            (node.lineno, target.partition(".")[2])
+            for target in targets
+            if target.partition(".")[0] == "megatron_fp8"
+        ]
+    return found
+
+
+def _submodule(module: str, name: str) -> str:
+    """`from a import b` names module a.b if that is a file, else something inside a."""
+    path = PACKAGE.parent.joinpath(*module.split("."), name)
+    return f"{module}.{name}" if path.is_dir() or path.with_suffix(".py").exists() else module
+
+
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_point_left(path):
+    mine = part_of(module_name(path))
+    assert mine is not None
+    for line, target in imports(path):
+        theirs = part_of(target)
+        if theirs is None:
+            continue  # the package's public names, which mcore and train may use; they are to the left of both
+        inside = theirs in PACKAGES and mine in PACKAGES and POSITION[theirs] == POSITION[mine]
+        assert POSITION[theirs] < POSITION[mine] or inside, f"{path.name}:{line}: {mine} imports {theirs}"
+
+
+def test_public_names_are_used_only_from_the_right():
+    """`from megatron_fp8 import ...` inside the package loads __init__, so it must stand right of all it holds."""
+    for path in SOURCES:
+        if any(target == "" for _, target in imports(path)):
+            assert part_of(module_name(path)) in {"mcore", "train", "doctor", "cli", "__main__"}, path.name
+
+
+def test_no_cycles_at_import():
+    """Inside mcore, train and backends too: modules whose top-level imports lead back to themselves."""
+    graph = {}
+    for path in SOURCES:
+        top = {
+            n.lineno for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))
+        }
+        name = module_name(path)
+        graph[name] = {target for line, target in imports(path) if line in top and target not in ("", name)}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
+        if name in done:
+            return
+        for target in graph.get(name, ()):
+            visit(target, (*trail, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_only_mcore_and_train_import_megatron():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            roots = {name.partition(".")[0] for name in names}
+            if roots & {"megatron", "triton", "transformer_engine"}:
+                assert part_of(module_name(path)) in ("mcore", "train"), f"{path.name}:{node.lineno}"
+
+
+def test_importing_the_package_loads_torch_and_nothing_heavy():
+    loaded = "sorted({m.partition('.')[0] for m in sys.modules})"
+    code = f"import json, sys, torch; before = {loaded}; import megatron_fp8; print(json.dumps([before, {loaded}]))"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    before, after = (set(names) for names in json.loads(out.stdout))
+    heavy = {"megatron", "triton", "transformer_engine", "torchao", "numpy", "jsonargparse", "tensorboard"}
+    assert "megatron_fp8" in after
+    assert not (after - before) & heavy and not after & {"megatron", "triton", "transformer_engine"}
