@@ -13,6 +13,7 @@ one exact multiplication, since torch's own float8 -> bfloat16 conversion is not
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ import torch
 from .formats import E4M3, E5M2, FloatFormat, format_of
 
 NAN_CODE = 0x7F
+CHUNK = 1 << 20
+"""Elements taken through all passes together: intermediates stay in cache, and small enough for malloc to reuse."""
 _INF_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
@@ -45,14 +48,22 @@ def count_nonfinite(x: torch.Tensor) -> torch.Tensor:
     return (bits >= inf).sum()
 
 
-def cast(x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, finite: bool = False) -> torch.Tensor:
+def chunks(rows: int, elements: int) -> Iterator[slice]:
+    """Slices of a first dimension of ``rows`` that split ``elements`` into runs of about CHUNK."""
+    step = max(1, CHUNK * rows // max(elements, 1))
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False) -> torch.Tensor:
     """Codes of ``x * scale``: saturating round-to-nearest-even (OFP8 section 5; the saturating mode).
 
     Args:
         x: any shape; float32, bfloat16 or float16.
         scale: float32, broadcastable to x, finite and positive; None means 1.
         fmt: E4M3 or E5M2.
-        finite: the caller knows that x has no NaN (skips the NaN pass; Inf and overflow still saturate).
+        bounded: the caller knows that x is finite and that scale is fmt.max / amax or less, so that no product lies
+            above fmt.max by more than its own rounding: nothing saturates, and the clamp is left out.
 
     Returns:
         A tensor of fmt.dtype with x's shape. NaN -> 0x7F, +-Inf -> +-max, +-0 keeps its sign.
@@ -61,10 +72,26 @@ def cast(x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, finit
         ValueError: x is not a floating dtype that can be quantised.
     """
     check_float(x)
-    product = x.to(torch.float32, copy=scale is None) if scale is None else x.to(torch.float32) * scale
-    codes = product.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-    if not finite:
-        codes.view(torch.uint8).masked_fill_(product.isnan(), NAN_CODE)
+    if x.ndim == 0:
+        return cast(x[None], scale, fmt, bounded=bounded)[0]
+    if x.ndim > 1 and x.shape[0] == 1:  # the first dimension is the one that is cut into chunks
+        inner = scale[0] if scale is not None and scale.ndim == x.ndim else scale
+        return cast(x[0], inner, fmt, bounded=bounded)[None]
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    scale_by_row = scale is not None and scale.ndim == x.ndim and scale.shape[0] > 1
+    for part in chunks(x.shape[0], x.numel()):
+        product = x[part].to(torch.float32, copy=True)
+        if scale is not None:
+            product.mul_(scale[part] if scale_by_row else scale)
+        codes[part].copy_(product if bounded else product.clamp_(-fmt.max, fmt.max))
+    return codes if bounded else _one_nan(codes)
+
+
+def _one_nan(codes: torch.Tensor) -> torch.Tensor:
+    """Gives NaN its one code, in place: conversion keeps the sign, so the other one is 0xFF."""
+    byte = codes.view(torch.uint8)
+    if codes.numel() and bool(byte.max() == 0xFF):
+        byte.masked_fill_(byte == 0xFF, NAN_CODE)
     return codes
 
 
@@ -72,19 +99,28 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
     """The real numbers that codes stand for, exactly. NaN codes give NaN, E5M2's Inf codes give Inf, 0x80 gives -0.
 
     Args:
-        codes: float8_e4m3fn or float8_e5m2, any shape.
+        codes: float8_e4m3fn or float8_e5m2, any shape; the result has its strides.
         dtype: bfloat16, float16 (E5M2: exact; E4M3: exact), float32 or float64.
     """
     fmt = format_of(codes.dtype)
     assert fmt.signed, "E8M0 is a scale format: see scaling.e8m0_to_scale_inv"
     if codes.numel() == 0 or _has_specials(codes, fmt):
         return codes.to(torch.float32).to(dtype)
-    # Sign-extended, the code's magnitude is moved up to where bfloat16 keeps its low exponent bits.
-    shift = 7 - fmt.mantissa_bits
-    keep = (0x7F << shift) - 0x8000
-    bits = (codes.view(torch.int8).to(torch.int16) << shift).bitwise_and_(keep)
-    values = bits.view(torch.bfloat16).mul_(2.0 ** (127 - fmt.bias))
-    return values if dtype == torch.bfloat16 else values.to(dtype)
+    if codes.ndim == 0:
+        return decode(codes[None], dtype)[0]
+    if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
+        return decode(codes.t(), dtype).t()
+    # Sign-extended, the code's magnitude is moved up to where the wider float keeps its low exponent bits.
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    values = torch.empty(codes.shape, dtype=wide, device=codes.device)
+    bits = values.view(_INT_VIEW[wide])
+    shift = (7 if wide == torch.bfloat16 else 23) - fmt.mantissa_bits
+    keep = (0x7F << shift) - (0x80 << (8 * wide.itemsize - 8))
+    rebias = 2.0 ** (127 - fmt.bias)
+    for part in chunks(codes.shape[0], codes.numel()):
+        bits[part].copy_(codes[part].view(torch.int8)).bitwise_left_shift_(shift).bitwise_and_(keep)
+        values[part].mul_(rebias)
+    return values.to(dtype)
 
 
 def _has_specials(codes: torch.Tensor, fmt: FloatFormat) -> bool:

@@ -10,41 +10,74 @@ wrong one ulp below a power of two.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
-from .cast import magnitude_bits
+from .cast import chunks, magnitude_bits
 from .formats import FloatFormat
 
 FLT_MAX = torch.finfo(torch.float32).max
 _EXPONENT_MASK = 0x7F800000
 
 
-def finite_magnitudes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What every amax of x is made from, after one look at x.
+def blocked(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """A matrix as [row blocks, rows in one, column blocks, columns in one], zero-padded to whole blocks of rows x cols.
+
+    0 rows or cols mean the whole extent of that dimension. A view where nothing need be padded.
+    """
+    (n_rows, rows), (n_cols, cols) = _cover(x.shape[0], rows), _cover(x.shape[1], cols)
+    if (n_rows * rows, n_cols * cols) != tuple(x.shape):
+        x = torch.nn.functional.pad(x, (0, n_cols * cols - x.shape[1], 0, n_rows * rows - x.shape[0]))
+    return x.view(n_rows, rows, n_cols, cols)
+
+
+def _cover(size: int, block: int) -> tuple[int, int]:
+    """(number of blocks, block length) that cover size; block 0 is the whole."""
+    return (1, size) if block == 0 else (-(-size // block), block)
+
+
+def block_amaxes(
+    x: torch.Tensor, blocks: Sequence[tuple[int, int]]
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The amax of every block of a contiguous matrix, for one or more ways to cut it, in one pass over memory.
+
+    Args:
+        x: [rows, cols], float32, bfloat16 or float16; may be empty.
+        blocks: block sizes (rows, cols), 0 meaning the whole extent.
 
     Returns:
-        bits: integers, x's shape, that sort like |x|; a NaN has become 0.
-        amax: float32 [], of all of x: NaN ignored, Inf kept, 0 if empty.
-        nonfinite: int64 [], how many elements are NaN or Inf; None if none is.
+        For each entry of blocks float32 [row blocks, column blocks]: NaN ignored, Inf kept, 0 where nothing is left; and
+        how many elements are NaN or Inf (int64 []), None if none is.
     """
-    bits, inf = magnitude_bits(x)
+    rows, cols = x.shape
     if x.numel() == 0:
-        return bits, torch.zeros((), device=x.device), None
-    largest = bits.amax()
+        shapes = [(_cover(rows, r)[0], _cover(cols, c)[0]) for r, c in blocks]
+        return [torch.zeros(shape, device=x.device) for shape in shapes], None
+    found: list[list[torch.Tensor]] = [[] for _ in blocks]
     nonfinite = None
-    if bool(largest >= inf):
-        nonfinite = (bits >= inf).sum()
-        bits = bits.masked_fill(bits > inf, 0)
-        largest = bits.amax()
-    return bits, largest.view(x.dtype).to(torch.float32), nonfinite
+    unit = math.lcm(*(r for r, _ in blocks if r))  # chunks hold whole blocks
+    for part in chunks(-(-rows // unit), x.numel()):
+        bits, inf = magnitude_bits(x[unit * part.start : unit * part.stop])
+        if bool(bits.max() >= inf):
+            count = (bits >= inf).sum()
+            nonfinite = count if nonfinite is None else nonfinite + count
+            bits.masked_fill_(bits > inf, 0)
+        for block, amaxes in zip(blocks, found, strict=True):
+            amaxes.append(_largest(blocked(bits, *block), (1, 3)))
+    results = []
+    for (block_rows, _), amaxes in zip(blocks, found, strict=True):
+        amax = torch.cat(amaxes)
+        results.append((amax.amax(0, keepdim=True) if block_rows == 0 else amax).view(x.dtype).to(torch.float32))
+    return results, nonfinite
 
 
-def reduce_magnitudes(bits: torch.Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """float32 amax over dims (dropped) of finite_magnitudes' bits of a tensor of this dtype; 0 where dims are empty."""
-    if any(bits.shape[d] == 0 for d in dims):
-        shape = [n for d, n in enumerate(bits.shape) if d not in dims]
-        return torch.zeros(shape, device=bits.device)
-    return bits.amax(dims).view(dtype).to(torch.float32)
+def _largest(bits: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """bits.amax(dims). On CPU torch reduces short int32 rows six times as fast as int16 ones."""
+    if bits.dtype == torch.int16 and bits.shape[-1] in range(2, 65):
+        return bits.to(torch.int32).amax(dims).to(torch.int16)
+    return bits.amax(dims)
 
 
 def compute_amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
@@ -57,11 +90,13 @@ def compute_amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> t
     Returns:
         float32. Inf if an Inf is there; 0 where every element is NaN or none is left to reduce.
     """
-    bits, amax, _ = finite_magnitudes(x)
-    if dim is None:
-        return amax
-    dims = (dim,) if isinstance(dim, int) else dim
-    return reduce_magnitudes(bits, tuple(d % x.ndim for d in dims), x.dtype)
+    bits, inf = magnitude_bits(x)
+    bits = bits.masked_fill_(bits > inf, 0)
+    dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
+    dims = tuple(d % x.ndim for d in dims)
+    if any(x.shape[d] == 0 for d in dims):
+        return torch.zeros([n for d, n in enumerate(x.shape) if d not in dims], device=x.device)
+    return (_largest(bits, dims) if dims else bits).view(x.dtype).to(torch.float32)
 
 
 def round_down_to_power_of_two(x: torch.Tensor) -> torch.Tensor:

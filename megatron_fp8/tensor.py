@@ -60,7 +60,10 @@ class QuantizedSide:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """codes * scale_inv in float32, rounded once to dtype; NaN codes stay NaN."""
-        return (decode(self.codes) * self.expanded_scale_inv()).to(dtype)
+        # A code times a power of two is a bfloat16 number, or is rounded to one once, as from float32.
+        work = torch.bfloat16 if self.pow2 and dtype == torch.bfloat16 else torch.float32
+        values = decode(self.codes, work)
+        return scale_blocks_(values, self.float_scale_inv().to(work), self.granularity).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -95,3 +98,15 @@ def expand_scale(scale: torch.Tensor, granularity: Granularity, shape: torch.Siz
     rows, cols = shape
     scale = scale.repeat_interleave(granularity.cols, 1)[:, :cols]
     return scale if granularity.rows == 1 else scale.repeat_interleave(granularity.rows, 0)[:rows]
+
+
+def scale_blocks_(values: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """values [rows, cols] *= the scale of its block, in place; no scale per element is made where blocks are whole."""
+    if granularity.is_tensor or granularity.cols == 0:
+        return values.mul_(scale)
+    height, width = granularity.rows, granularity.cols
+    if values.shape[0] % height or values.shape[1] % width or not values.numel():
+        return values.mul_(expand_scale(scale, granularity, values.shape))
+    blocks = values.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+    blocks.mul_(scale[:, None, :, None])
+    return values

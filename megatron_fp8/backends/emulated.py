@@ -27,14 +27,14 @@ from ..cast import RandomKey, cast, cast_stochastic, check_float, decode
 from ..formats import E4M3
 from ..recipe import Granularity, Rule
 from ..scaling import (
+    block_amaxes,
+    blocked,
     compute_e8m0,
     compute_scale,
     compute_scale_inv,
     e8m0_to_scale,
-    finite_magnitudes,
-    reduce_magnitudes,
 )
-from ..tensor import Float8Tensor, QuantizedSide, expand_scale
+from ..tensor import Float8Tensor, QuantizedSide, expand_scale, scale_blocks_
 
 Direction = Literal["rowwise", "columnwise", "both"]
 AmaxReduction = Callable[[torch.Tensor], None]
@@ -103,32 +103,35 @@ def quantize(
     if direction not in ("rowwise", "columnwise", "both"):
         raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
     x = x.detach().contiguous()
-    bits, amax, nonfinite = finite_magnitudes(x)
+    wants_row, wants_column = direction != "columnwise", direction != "rowwise"
+    granularity = rule.granularity
+    along_cols = [granularity] if wants_row or granularity.symmetric else []
+    along_rows = [Granularity(granularity.cols, granularity.rows)] if wants_column and not granularity.symmetric else []
+    amaxes, nonfinite = block_amaxes(x, [(g.rows, g.cols) for g in along_cols + along_rows])
+    amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device)
 
-    def side(granularity: Granularity, by_column: bool) -> QuantizedSide:
+    def side(granularity: Granularity, block_amax: torch.Tensor, by_column: bool) -> QuantizedSide:
         if granularity.is_tensor:
             block_amax = amax
             if scale is None and reduce_amax is not None:
                 block_amax = amax.clone()
                 reduce_amax(block_amax)
-        else:
-            block_amax = _block_amax(bits, granularity, x.dtype)
-            if by_column and granularity.rows == 0 and reduce_amax is not None:
-                reduce_amax(block_amax)
+        elif by_column and granularity.rows == 0 and reduce_amax is not None:
+            reduce_amax(block_amax)
         block_scale, scale_inv = _scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
-        codes = _cast_blocks(x, block_scale, granularity, rule, nonfinite is None, region)
+        # A scale made from x's own amax, or from a greater one, lets nothing saturate but an Inf.
+        bounded = scale is None and nonfinite is None
+        codes = _cast_blocks(x, block_scale, granularity, rule, bounded, region)
         return QuantizedSide(codes, scale_inv, granularity, rule.scale != "fp32")
 
-    wants_row, wants_column = direction != "columnwise", direction != "rowwise"
-    granularity = rule.granularity
-    rowwise = side(granularity, False) if wants_row or granularity.symmetric else None
+    rowwise = side(along_cols[0], amaxes[0], False) if along_cols else None
     columnwise = None
     if wants_column and granularity.symmetric:
         assert rowwise is not None
         columnwise = rowwise.transposed()
     elif wants_column:
-        along_rows = side(Granularity(granularity.cols, granularity.rows), True)
-        columnwise = QuantizedSide(along_rows.codes.t(), along_rows.scale_inv.t(), granularity, along_rows.pow2)
+        turned = side(along_rows[0], amaxes[-1], True)
+        columnwise = QuantizedSide(turned.codes.t(), turned.scale_inv.t(), granularity, turned.pow2)
     return Quantized(Float8Tensor(rowwise if wants_row else None, columnwise, x.dtype), amax, nonfinite)
 
 
@@ -141,30 +144,12 @@ def _scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]
     return scale, compute_scale_inv(scale)
 
 
-def _extent(size: int, block: int) -> tuple[int, int]:
-    """(number of blocks, block length) that cover size; block 0 is the whole."""
-    return (1, size) if block == 0 else (-(-size // block), block)
-
-
-def _blocked(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """x as [row blocks, rows in one, column blocks, columns in one], zero-padded to whole blocks."""
-    (nr, br), (nc, bc) = _extent(x.shape[0], granularity.rows), _extent(x.shape[1], granularity.cols)
-    if (nr * br, nc * bc) != tuple(x.shape):
-        x = torch.nn.functional.pad(x, (0, nc * bc - x.shape[1], 0, nr * br - x.shape[0]))
-    return x.view(nr, br, nc, bc)
-
-
-def _block_amax(bits: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
-    """float32 [row blocks, column blocks]."""
-    return reduce_magnitudes(_blocked(bits, granularity), (1, 3), dtype)
-
-
 def _cast_blocks(
     x: torch.Tensor,
     scale: torch.Tensor,
     granularity: Granularity,
     rule: Rule,
-    finite: bool,
+    bounded: bool,
     region: Region | None,
 ) -> torch.Tensor:
     """Codes [rows, cols] of x under one scale per block."""
@@ -174,9 +159,9 @@ def _cast_blocks(
         per_element = scale if granularity.is_tensor else _expand_any(scale, granularity, x.shape)
         return cast_stochastic(x, per_element, rule.fmt, region.key, index=region.index(rows, cols, x.device))
     if granularity.is_tensor:
-        return cast(x, scale, rule.fmt, finite=finite)
-    blocks = _blocked(x, granularity)
-    codes = cast(blocks, scale[:, None, :, None], rule.fmt, finite=finite)
+        return cast(x, scale, rule.fmt, bounded=bounded)
+    blocks = blocked(x, granularity.rows, granularity.cols)
+    codes = cast(blocks, scale[:, None, :, None], rule.fmt, bounded=bounded)
     padded_rows, padded_cols = blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]
     return codes.view(padded_rows, padded_cols)[:rows, :cols].contiguous()
 
@@ -270,22 +255,10 @@ def _operand(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
     values = decode(side.codes, torch.bfloat16)
     scale_inv = side.float_scale_inv()
     if side.pow2:
-        return _scale_in_place(values, scale_inv.to(torch.bfloat16), side.granularity), None
+        return scale_blocks_(values, scale_inv.to(torch.bfloat16), side.granularity), None
     if side.granularity.cols == 0:
         return values, scale_inv
     return values.to(torch.float32) * side.expanded_scale_inv(), None
-
-
-def _scale_in_place(values: torch.Tensor, scale_inv: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """values *= its block's scale, without making a scale per element where whole blocks can be viewed."""
-    if granularity.cols == 0:
-        return values.mul_(scale_inv)
-    (nr, br), (nc, bc) = (_extent(n, g) for n, g in zip(values.shape, (granularity.rows, granularity.cols), strict=True))
-    if (nr * br, nc * bc) != tuple(values.shape):
-        return values.mul_(expand_scale(scale_inv, granularity, values.shape))
-    blocks = values.unflatten(1, (nc, bc)).unflatten(0, (nr, br))
-    blocks.mul_(scale_inv[:, None, :, None])
-    return values
 
 
 def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

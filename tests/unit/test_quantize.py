@@ -173,6 +173,22 @@ def test_input_is_left_alone_and_results_own_their_memory(name):
     assert_same_bytes(x, before)
 
 
+@pytest.mark.parametrize("size", [1000, 40_000])
+@pytest.mark.parametrize("name", RECIPES)
+def test_chunks_do_not_matter(name, size, monkeypatch):
+    """Large tensors are worked through in pieces; so are these small ones, with ragged last pieces."""
+    monkeypatch.setattr("megatron_fp8.cast.CHUNK", size)
+    x = data((300, 200), torch.bfloat16).clone()
+    x[277, 13], x[5, 6] = math.nan, -math.inf
+    for role in ROLES:
+        rule = rule_for(name, role)
+        exact = reference.dequantize(*reference.quantize(x.float().numpy(), rule), rule)
+        back = check(x, name, role).dequantize()
+        assert back.isnan().nonzero().tolist() == [[277, 13]]
+        back[277, 13] = exact[277, 13] = 0.0
+        assert_same_bytes(back, torch.from_numpy(exact).float().bfloat16())
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     x=hnp.arrays(
