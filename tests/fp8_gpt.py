@@ -171,7 +171,9 @@ def training(
 ) -> list[Watched]:
     """watched_training on every rank, once per session for the same arguments."""
     fields, options = fields or {}, options or {}
-    key = repr((world, layout, recipe, sorted(fields.items(), key=str), sorted(options.items(), key=str), steps))
+    key = repr(
+        (world, layout, recipe, sorted(fields.items(), key=str), sorted(options.items(), key=str), steps)
+    )
     if key not in _known:
         _known[key] = ranks(world).run(watched_training, layout, recipe, fields, options, steps)
     return _known[key]
