@@ -161,8 +161,8 @@ def amax_group(config: Any, *, expert: bool) -> Any:
     """The ranks that share the amaxes of one GEMM site: TP x DP x CP within a pipeline stage (TP x CP with
     tp_only_amax_red); for experts the data-parallel ranks that hold the same experts.
 
-    Megatron-Core has no getter for experts' groups. Raises ValueError for expert tensor parallelism, whose combined
-    group does not exist either.
+    Megatron-Core has no getter for experts' groups. Raises ValueError for expert tensor parallelism, whose
+    combined group does not exist either.
     """
     from megatron.core import parallel_state
 
