@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -18,6 +20,20 @@ from .tensor import Float8Tensor, QuantizedSide
 
 Operand = QuantizedSide | torch.Tensor
 """One side of a GEMM: quantised, or the high-precision matrix in the same orientation (contraction last)."""
+
+
+@dataclass(frozen=True)
+class _KeptWeight:
+    """A quantised weight, and of which tensor in which state it is."""
+
+    weight: weakref.ref[torch.Tensor]
+    version: tuple[int, int, int]
+    recorded: bool
+    quantized: Float8Tensor
+
+    def serves(self, weight: torch.Tensor, version: tuple[int, int, int], record: bool) -> bool:
+        """Whether it is this weight's, as it is. What evaluation quantised misses the slot, so training does it again."""
+        return self.weight() is weight and self.version == version and (self.recorded or not record)
 
 
 class GemmSite:
@@ -47,7 +63,7 @@ class GemmSite:
                     self.quantizers[role] = Quantizer(rule, slot, self.backend)
         self._seed, self._stream = seed, stream
         self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
-        self._weight: tuple[object, Float8Tensor] | None = None
+        self._weight: _KeptWeight | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -64,10 +80,12 @@ class GemmSite:
         if quantizer is None:
             return weight
         # Optimizers that write through flat buffers leave no trace in _version; the epoch covers those.
-        key = (self.state.epoch, weight.data_ptr(), weight._version)
-        if fresh or self._weight is None or self._weight[0] != key:
-            self._weight = (key, quantizer(weight, "both", record=record))
-        return self._weight[1]
+        version = (self.state.epoch, weight.data_ptr(), weight._version)
+        kept = self._weight
+        if fresh or kept is None or not kept.serves(weight, version, record):
+            kept = _KeptWeight(weakref.ref(weight), version, record, quantizer(weight, "both", record=record))
+            self._weight = kept
+        return kept.quantized
 
     def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
         """Place and random stream of this backward's grad_output; each backward of an iteration has its own stream."""
