@@ -102,6 +102,7 @@ def prepare(arguments: list[str], launch: Any) -> Any:
 
 def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -> Any:
     """Data, model, optimizer and report of a run whose ranks have met. None after a dry run."""
+    from megatron_fp8.mcore.sites import check_overrides
     from megatron_fp8.train import data, model
     from megatron_fp8.train.loop import Trainer
     from megatron_fp8.train.metrics import Display, MetricsWriter, model_flops_per_token
@@ -112,6 +113,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     chunks = model.build_chunks(config, run, vocab_size)
     optimizer = model.build_optimizer(config, run, chunks)
     scheduler = model.build_scheduler(run, optimizer)
+    check_overrides(chunks)
     parameters = model.count_parameters(chunks)
     report = build_report(run, config, chunks, parameters, launch.launcher)
     flops = model_flops_per_token(
@@ -127,7 +129,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     if first:
         entropy = data.corpus_bigram_entropy(prefixes)
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
-        folder = parallel_safe_folder(Path(run.run_dir))
+        folder = run_folder(Path(run.run_dir))
         run.save(folder / "config.yaml")
         write_report({**report, "bigram_entropy": entropy}, folder)
         trainer.writer = MetricsWriter(folder)
@@ -135,7 +137,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     return trainer
 
 
-def parallel_safe_folder(folder: Path) -> Path:
+def run_folder(folder: Path) -> Path:
     """Make `folder`; what an earlier run wrote there moves to `previous-1`, `previous-2`, ..."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ def transformer_config(section: Any) -> TransformerConfig:
                 f"such as "
                 "--config examples/configs/tiny_gpt_cpu.yaml."
             )
-    # What is at Megatron's default is left out, and what this section defaults itself (a recipe: None) is not, so
+    # What is at Megatron's default is left out; what this section defaults itself (a recipe: None) is not, so
     # that two names for one thing can be told apart.
     fields = dataclasses.fields(TransformerConfig)
     megatrons = {field.name: field.default for field in fields if field.name not in _DEFAULTS}

@@ -1,0 +1,82 @@
+"""Runs `megatron-fp8` with its arguments as the command does, watched or disturbed: a child process of the tests.
+
+python tests/functional/app.py watch COUNTS.json train ...     count calls into Megatron-Core
+python tests/functional/app.py poison 2 train ...              the second step's loss is infinite
+python tests/functional/app.py many CASES.json                 several commands; prints [code, stderr] of each
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+from megatron_fp8.cli import main
+
+
+def watch(path, arguments):
+    """Count calls of what the step must consist of; rank 0 writes the counts."""
+    from megatron_fp8.mcore import install
+
+    install()
+    from megatron_fp8.train import data, loop, model
+
+    counts = {}
+
+    def counted(owner, name):
+        original = getattr(owner, name)
+        counts[name] = 0
+
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    counted(model, "DistributedDataParallel")
+    counted(model, "get_megatron_optimizer")
+    counted(data.GPTDataset, "__getitem__")
+    counted(loop, "get_forward_backward_func")
+    code = main(arguments)
+    if os.environ.get("RANK", "0") == "0":
+        Path(path).write_text(json.dumps(counts))
+    return code
+
+
+def poison(step, arguments):
+    """Make one batch's loss infinite."""
+    from megatron_fp8.mcore import install
+
+    install()
+    from megatron_fp8.train import loop
+
+    original = loop.batches
+
+    def batches(*args, **kwargs):
+        for number, batch in enumerate(original(*args, **kwargs), start=1):
+            yield {**batch, "loss_mask": batch["loss_mask"] * float("inf")} if number == step else batch
+
+    loop.batches = batches
+    return main(arguments)
+
+
+def many(path):
+    """Run each command of a file; print their exit codes and what they said."""
+    results = []
+    for arguments in json.loads(Path(path).read_text()):
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            code = main(arguments)
+        results.append([code, said.getvalue()])
+    print(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    kind, first, rest = sys.argv[1], sys.argv[2], sys.argv[3:]
+    sys.exit(
+        {"watch": watch, "poison": lambda n, a: poison(int(n), a), "many": lambda p, _: many(p)}[kind](
+            first, rest
+        )
+    )

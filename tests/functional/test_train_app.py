@@ -1,0 +1,287 @@
+"""The training app as people run it: subprocesses, torchrun, SLURM's variables, files, exit codes."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_fp8.train.config import known_keys
+
+ROOT = Path(__file__).parents[2]
+APP = str(Path(__file__).with_name("app.py"))
+FIELDS = [
+    "iteration", "lm_loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "mfu", "skipped",
+    "nonfinite", "fp8_gemms", "hp_gemms", "amax_collectives", "peak_memory",
+]  # fmt: skip
+MEASURED = {"tokens_per_s", "peak_memory"}  # not a function of config and seed
+
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 128,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.0,
+    "fp8": "hybrid",
+    "fp8_format": "delayed",
+    "first_last_layers_bf16": True,
+    "num_layers_at_start_in_bf16": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("app")
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    """A run of four iterations with accumulation of two micro-batches, on text of a few words."""
+    words = random.Random(0).choices(["spam", "eggs", "ham", "toast", "tea", "\n"], k=60_000)
+    (folder / "text.txt").write_text(" ".join(words))
+    content = {
+        "model": MODEL,
+        "train": {
+            "train_iters": 4, "micro_batch_size": 2, "global_batch_size": 4, "seq_length": 64,
+            "eval_interval": 2, "eval_iters": 1, "log_interval": 2,
+        },
+        "optimizer": {"lr": 0.01, "lr_warmup_iters": 1},
+        "data": {"paths": [str(folder / "text.txt")], "split": "80,20,0", "cache_dir": str(folder / "cache")},
+    }  # fmt: skip
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+TWO_RANKS = ["--model.tensor_model_parallel_size=2", "--model.sequence_parallel=true"]
+
+
+def environment(**more):
+    """This environment without anything of a launcher; one thread."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def run(*command, timeout=150, **variables):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True, text=True, timeout=timeout, env=environment(**variables), check=False,
+    )  # fmt: skip
+
+
+def torchrun(*command):
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(folder, config):
+    """A watched run under torchrun, TP=2 with sequence parallelism, delayed scaling."""
+    out = folder / "runs" / "first"
+    done = torchrun(
+        APP, "watch", folder / "calls.json", "train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out, done.stdout
+
+
+def test_the_step_is_megatrons(trained, folder):
+    counts = json.loads((folder / "calls.json").read_text())
+    assert counts["DistributedDataParallel"] == 1
+    assert counts["get_megatron_optimizer"] == 1
+    assert counts["get_forward_backward_func"] == 1
+    samples = 4 * 4 + 2 * 4  # four steps and two validations of four sequences
+    assert counts["__getitem__"] == samples
+
+
+def test_metrics_have_one_object_per_iteration_with_the_promised_fields(trained):
+    out, _ = trained
+    metrics = lines(out / "metrics.jsonl")
+    assert [list(line) for line in metrics] == [FIELDS] * 4
+    assert [line["iteration"] for line in metrics] == [1, 2, 3, 4]
+    assert [line["tokens"] for line in metrics] == [256, 512, 768, 1024]
+    for line in metrics:
+        assert line["skipped"] == line["nonfinite"] == 0 and line["mfu"] is None
+        assert line["grad_norm"] > 0 and line["tokens_per_s"] > 0 and line["peak_memory"] > 1 << 20
+        # one FP8 layer: 4 linears x 3 GEMMs x 2 micro-batches; the other three, and the output projection
+        assert (line["fp8_gemms"], line["hp_gemms"], line["amax_collectives"]) == (24, 78, 1)
+    assert metrics[-1]["lm_loss"] < metrics[0]["lm_loss"] - 0.5
+    assert metrics[0]["learning_rate"] == 0.01 > metrics[-1]["learning_rate"]
+    validations = lines(out / "validation.jsonl")
+    assert [line["iteration"] for line in validations] == [2, 4]
+    assert validations[1]["validation_loss"] < validations[0]["validation_loss"]
+    assert list((out / "tensorboard").glob("events*"))
+
+
+def test_the_report_lists_every_gemm_site(trained):
+    out, said = trained
+    report = json.loads((out / "report.json").read_text())
+    sites = report["sites"]
+    precisions = [(site["layer"], site["precision"]) for site in sites if site["layer"] is not None]
+    assert [layer for layer, _ in precisions] == [layer for layer in range(4) for _ in range(4)]
+    assert {layer for layer, precision in precisions if precision == "fp8"} == {2}
+    assert all(site["reason"] for site in sites)
+    assert {site["backend"] for site in sites if site["precision"] == "fp8"} == {"emulated"}
+    assert report["parallel"]["tensor"] == report["parallel"]["world_size"] == 2
+    h, ffn, vocab = 64, 128, 512
+    layer = h * (h + 2 * 32) + h * h + 3 * h * ffn + 2 * h
+    assert report["parameters"] == {"total": 4 * layer + h + 2 * vocab * h, "non_embedding": 4 * layer + h}
+    for fact in ("CPU", "megatron-core", "gloo", f"{4 * layer + h + 2 * vocab * h:,}", "delayed", "bigram"):
+        assert fact in said
+
+
+def test_the_whole_config_is_written_and_an_earlier_run_is_kept(trained, folder, config):
+    out, _ = trained
+    saved = yaml.safe_load((out / "config.yaml").read_text())
+    assert {f"model.{key}" for key in saved["model"]} <= set(known_keys())
+    assert saved["model"]["fp8_format"] == "delayed" and saved["train"]["seed"] == 1234
+    from megatron_fp8.train.app import run_folder
+
+    other = folder / "runs" / "kept"
+    for number in range(2):
+        run_folder(other)
+        (other / "metrics.jsonl").write_text(str(number))
+    assert (other / "previous-1" / "metrics.jsonl").read_text() == "0"
+    assert not (run_folder(other) / "metrics.jsonl").exists()
+    assert (other / "previous-2" / "metrics.jsonl").read_text() == "1"
+
+
+def test_report_prints_a_run(trained):
+    out, _ = trained
+    shown = run("-m", "megatron_fp8", "report", out)
+    assert shown.returncode == 0, shown.stderr
+    for fact in ("layer 2", "fp8", "delayed", "4 iterations", "0 steps skipped", "validation"):
+        assert fact in shown.stdout
+    nothing = run("-m", "megatron_fp8", "report", out / "nothing")
+    assert nothing.returncode == 2 and "nothing" in nothing.stderr and "Traceback" not in nothing.stderr
+
+
+def test_the_same_config_gives_the_same_losses_to_the_bit_under_slurm(trained, folder, config):
+    """The same run again, launched as srun does it, from the first run's own config.yaml."""
+    first, _ = trained
+    second = folder / "runs" / "second"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "megatron_fp8", "train", f"--config={first / 'config.yaml'}"]
+    ranks = [
+        subprocess.Popen(
+            [*command, f"--run_dir={second}"],
+            env=environment(
+                SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_LOCALID=str(rank), SLURM_NODELIST="127.0.0.1",
+                SLURM_TASKS_PER_NODE="2", MASTER_PORT=str(port),
+            ),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [rank.wait(timeout=150) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    again = lines(second / "metrics.jsonl")
+    for one, other in zip(lines(first / "metrics.jsonl"), again, strict=True):
+        for name in set(FIELDS) - MEASURED:
+            assert one[name] == other[name], (name, one, other)
+    assert lines(first / "validation.jsonl") == lines(second / "validation.jsonl")
+
+
+def test_a_step_that_is_not_finite_is_skipped_counted_and_survived(folder, config):
+    out = folder / "runs" / "poisoned"
+    done = run(APP, "poison", 3, "train", f"--config={config}", f"--run_dir={out}")
+    assert done.returncode == 0, done.stderr
+    metrics = lines(out / "metrics.jsonl")
+    assert [line["skipped"] for line in metrics] == [0, 1, 0, 0]
+    assert metrics[1]["lm_loss"] is None and metrics[1]["grad_norm"] is None
+    assert [line["nonfinite"] > 0 for line in metrics] == [False, True, False, False]
+    assert metrics[1]["learning_rate"] == metrics[2]["learning_rate"]  # the schedule waits
+    assert lines(out / "validation.jsonl")[1]["validation_loss"] < metrics[0]["lm_loss"] - 0.5
+    assert "skipped 1" in done.stdout
+
+
+def test_dry_run_builds_and_checks_but_trains_nothing(folder, config):
+    out = folder / "runs" / "dry"
+    done = run("-m", "megatron_fp8", "train", f"--config={config}", f"--run_dir={out}", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "ln(384) = 5.9506" in done.stdout and "[192, 64]" not in done.stdout.split("shapes")[0]
+    assert "linear_qkv.weight" in done.stdout and "precision" in done.stdout
+    assert not out.exists()
+
+
+# ------------------------------------------------------------------------------------------ bad input
+
+
+def test_the_command_ends_with_2_and_one_line(config):
+    said = run("-m", "megatron_fp8", "train", f"--config={config}", "--model.fp8=hybird")
+    assert said.returncode == 2 and said.stdout == ""
+    assert said.stderr.splitlines() == [
+        "error: fp8='hybird' is unknown: it must be one of 'e4m3', 'hybrid' or None (FP8 off). Did you mean 'hybrid'?"
+    ]
+    assert run("-m", "megatron_fp8", "trian").returncode == 2
+
+
+def test_every_bad_input_is_named_before_training(folder, config):
+    text = folder / "text.txt"
+    short = folder / "short.txt"
+    short.write_text("few words")
+    data, index = folder / "broken.bin", folder / "broken.idx"
+    pair = next((folder / "cache").glob("*/corpus.bin"), None)
+    if pair is None:
+        pytest.fail("run this test after one that prepared the text")
+    data.write_bytes(pair.read_bytes()[:-2])
+    index.write_bytes(pair.with_suffix(".idx").read_bytes())
+    (folder / "good.bin").write_bytes(pair.read_bytes())
+    (folder / "good.idx").write_bytes(index.read_bytes())
+    cases = {
+        "--model.fp8=int8": "fp8='int8'",
+        "--model.fp8_format=mxfp9": "Did you mean 'mxfp8'",
+        "--model.fp8_recipe=mxfp8": "fp8_format='delayed' conflicts with fp8_recipe='mxfp8'",
+        "--model.num_layers_at_start_in_bf16=5": "num_layers_at_start_in_bf16=5",
+        "--model.fp8_format=custom --model.fp8_quantizer_factory=no_such.factory": "no_such.factory",
+        "--model.fp8_backend=native": "native",
+        "--model.fp8_param=true": "fp8_param=True",
+        "--model.fp8_overrides={'*.no_such_layer': bf16}": "no_such_layer",
+        "--model.tensor_model_parallel_size=2": "world size 1 does not divide by tensor 2",
+        "--train.global_batch_size=3": "train.global_batch_size=3",
+        "--train.seq_length=65 --model.context_parallel_size=1 --data.split=1": "data.split='1'",
+        "--checkpoint.save_interval=5": "checkpoint.save_interval=5",
+        "--resume=runs/other": "resume='runs/other'",
+        "--data.paths=['nowhere.txt']": "nowhere.txt",
+        f"--data.paths=['{short}']": "leaves 10 tokens",
+        f"--data.paths=['{data.with_suffix('')}']": "its index says",
+        f"--data.paths=['{folder / 'good'}'] --model.vocab_size=300 --data.tokenizer={text}": "tokenizers file",
+        "--run_dir=/proc/nowhere": "/proc/nowhere",
+        "--config=nowhere.yaml": "nowhere.yaml",
+        "--model.fp8_fromat=mxfp8": "Did you mean model.fp8_format",
+    }
+    base = ["train", f"--config={config}", f"--run_dir={folder / 'runs' / 'bad'}"]
+    (folder / "cases.json").write_text(json.dumps([[*base, *_split(case)] for case in cases]))
+    done = run(APP, "many", folder / "cases.json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    for (case, words), (code, said) in zip(cases.items(), results, strict=True):
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert code == 2 and len(errors) == 1 and words in errors[0], (case, code, said)
+        assert "Traceback" not in said, case
+    assert not (folder / "runs" / "bad").exists()
+
+
+def _split(case):
+    """Options of one case; a value may hold spaces inside braces."""
+    return ["--" + part.strip() for part in case.split("--") if part]
