@@ -17,7 +17,15 @@ from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_dtyp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import argument_parser, describe, environment, interleave, table, write_results
+from benchmarks.common import (
+    argument_parser,
+    describe,
+    environment,
+    interleave,
+    keep_memory,
+    table,
+    write_results,
+)
 from megatron_fp8 import quantize
 from megatron_fp8.cast import cast, decode
 from megatron_fp8.formats import E4M3, E5M2, FloatFormat
@@ -70,6 +78,7 @@ def main() -> int:
     parser = argument_parser(__doc__.splitlines()[0], repetitions=15)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_memory()
     record = environment(["torchao", "ml_dtypes", "numpy"])
     print(describe(record), flush=True)
     rows, data = [], []

@@ -79,11 +79,20 @@ def cast(x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bound
         return cast(x[0], inner, fmt, bounded=bounded)[None]
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scale_by_row = scale is not None and scale.ndim == x.ndim and scale.shape[0] > 1
-    for part in chunks(x.shape[0], x.numel()):
-        product = x[part].to(torch.float32, copy=True)
+    parts = list(chunks(x.shape[0], x.numel()))
+    if not parts:
+        return codes
+    scratch = torch.empty(x[parts[0]].shape, dtype=torch.float32, device=x.device)
+    for part in parts:
+        product = x[part]
+        out = scratch[: product.shape[0]]
+        if x.dtype != torch.float32:
+            product = out.copy_(product)
         if scale is not None:
-            product.mul_(scale[part] if scale_by_row else scale)
-        codes[part].copy_(product if bounded else product.clamp_(-fmt.max, fmt.max))
+            product = torch.mul(product, scale[part] if scale_by_row else scale, out=out)
+        if not bounded:
+            product = torch.clamp(product, -fmt.max, fmt.max, out=out)
+        codes[part].copy_(product)
     return codes if bounded else _one_nan(codes)
 
 
