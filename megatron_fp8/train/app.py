@@ -169,8 +169,7 @@ def _dry_run(trainer: Any, chunks: list[Any], vocab_size: int, first: bool) -> N
     if not abs(loss - even) < 0.1 * even:
         raise RuntimeError(
             f"the first loss {loss:.4f} is not near ln({vocab_size}) = {even:.4f}: an untrained model "
-            f"should guess "
-            "evenly. Look at model.init_method_std and at the data."
+            "should guess evenly. Look at model.init_method_std and at the data."
         )
 
 

@@ -185,9 +185,8 @@ def check_indexed(prefix: str) -> IndexedInfo:
     if data.stat().st_size != tokens * dtype.itemsize:
         raise _corrupt(
             data,
-            f"its index says {tokens} tokens of {dtype.itemsize} bytes, {tokens * dtype.itemsize} bytes "
-            f"in all, and it "
-            f"has {data.stat().st_size}",
+            f"its index says {tokens} tokens of {dtype.itemsize} bytes, {tokens * dtype.itemsize} bytes in "
+            f"all, and it has {data.stat().st_size}",
         )
     return IndexedInfo(dtype, tokens, sequences)
 

@@ -93,10 +93,8 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
             if size and tokens <= seq_length:
                 raise ValueError(
                     f"data.split={split!r} leaves {tokens} tokens in {last - first} of {index.sequences} "
-                    f"documents of "
-                    f"{prefix!r} for {name}, and a sequence takes {seq_length + 1}: give more data, "
-                    f"another split, "
-                    "or train.eval_iters=0 to train without validation."
+                    f"documents of {prefix!r} for {name}, and a sequence takes {seq_length + 1}: give more "
+                    "data, another split, or train.eval_iters=0 to train without validation."
                 )
 
 

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_fp8.mcore.config import TransformerConfig
 from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from megatron_fp8.train.config import RunConfig
+from megatron_fp8.train.initial import draw_weights
 
 
 def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> list[Any]:
@@ -67,6 +68,10 @@ def _build_stage(config: TransformerConfig, run: RunConfig, vocab_size: int, sta
         rope_scaling_factor=run.model.rope_scaling_factor,
         vp_stage=stage,
     )
+    # On CPU the weights are drawn by name; experts have names of their own on each rank, and stay as Megatron
+    # drew them.
+    if config.use_cpu_initialization and not config.num_moe_experts:
+        draw_weights(model, config, run.train.seed)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     return Float16Module(config, model) if config.bf16 or config.fp16 else model
@@ -98,8 +103,12 @@ def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if wanted.overlap_grad_reduce:
-        functions = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = functions if len(functions) > 1 else functions[0]
+        one = len(chunks) == 1
+        config.no_sync_func = chunks[0].no_sync if one else [chunk.no_sync for chunk in chunks]
+        if not one:  # interleaved stages say themselves when a chunk's gradients are complete
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+            if wanted.overlap_param_gather:
+                config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     return optimizer
 
 

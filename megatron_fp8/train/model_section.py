@@ -98,9 +98,8 @@ def transformer_config(section: Any) -> TransformerConfig:
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if getattr(section, name) < 1:
             raise ValueError(
-                f"model.{name}={getattr(section, name)} must be at least 1: give it, or a config file "
-                f"such as "
-                "--config examples/configs/tiny_gpt_cpu.yaml."
+                f"model.{name}={getattr(section, name)} must be at least 1: give it, or a config file such "
+                "as --config examples/configs/tiny_gpt_cpu.yaml."
             )
     # What is at Megatron's default is left out; what this section defaults itself (a recipe: None) is not, so
     # that two names for one thing can be told apart.
@@ -135,9 +134,8 @@ def padded_vocab_size(section: Any, tokenizer_vocab_size: int) -> int:
     size = tokenizer_vocab_size if section.vocab_size is None else section.vocab_size
     if size < tokenizer_vocab_size:
         raise ValueError(
-            f"model.vocab_size={size} is less than the tokenizer's {tokenizer_vocab_size} ids: raise it, "
-            f"or leave it "
-            "out."
+            f"model.vocab_size={size} is less than the tokenizer's {tokenizer_vocab_size} ids: raise it, or "
+            "leave it out."
         )
     if section.make_vocab_size_divisible_by < 1:
         raise ValueError(

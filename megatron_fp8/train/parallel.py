@@ -66,9 +66,8 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         return Launch("one process")
     if not 0 <= launch.rank < launch.world_size:
         raise ValueError(
-            f"{launch.launcher} gives rank {launch.rank} of {launch.world_size} processes: ranks go from "
-            f"0 to "
-            f"{launch.world_size - 1}. Check the launch line."
+            f"{launch.launcher} gives rank {launch.rank} of {launch.world_size} processes: ranks go from 0 "
+            f"to {launch.world_size - 1}. Check the launch line."
         )
     return launch
 
@@ -106,9 +105,8 @@ def _slurm_first_host(environ: Mapping[str, str]) -> str:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(
-            f"the first host of SLURM's node list {nodes!r} is not known: `scontrol show hostnames` "
-            f"failed ({error}). "
-            "Set MASTER_ADDR."
+            f"the first host of SLURM's node list {nodes!r} is not known: `scontrol show hostnames` failed "
+            f"({error}). Set MASTER_ADDR."
         ) from error
     return shown.stdout.split()[0]
 
@@ -136,9 +134,8 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
         parts = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(
             f"the world size {world_size} does not divide by {parts} = {product}: launch a multiple of "
-            f"{product} "
-            "processes, or change model.tensor_model_parallel_size, model.pipeline_model_parallel_size or "
-            "model.context_parallel_size."
+            f"{product} processes, or change model.tensor_model_parallel_size, "
+            "model.pipeline_model_parallel_size or model.context_parallel_size."
         )
     data = world_size // product
     step = data * train.micro_batch_size
@@ -151,10 +148,8 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
     if tokens % cuts or (model.sequence_parallel and (tokens // sizes["context"]) % sizes["tensor"]):
         raise ValueError(
             f"train.seq_length={tokens} does not divide among the ranks (context parallel "
-            f"{sizes['context']}, tensor "
-            f"parallel {sizes['tensor']} with sequence_parallel={model.sequence_parallel}): give a "
-            f"multiple of "
-            f"{cuts * sizes['tensor']}."
+            f"{sizes['context']}, tensor parallel {sizes['tensor']} with "
+            f"sequence_parallel={model.sequence_parallel}): give a multiple of {cuts * sizes['tensor']}."
         )
     return data
 

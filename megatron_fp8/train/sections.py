@@ -105,8 +105,7 @@ def check_sections(
     if not 0 <= optimizer.lr_warmup_iters < decay:
         raise ValueError(
             f"optimizer.lr_warmup_iters={optimizer.lr_warmup_iters} must be at least 0 and less than the "
-            f"{decay} "
-            "iterations of the decay (optimizer.lr_decay_iters, by default train.train_iters)."
+            f"{decay} iterations of the decay (optimizer.lr_decay_iters, by default train.train_iters)."
         )
     for name in ("weight_decay", "clip_grad", "adam_eps"):
         _at_least(f"optimizer.{name}", getattr(optimizer, name), 0)
@@ -119,15 +118,13 @@ def check_sections(
         )
     if checkpoint.save_interval:
         raise ValueError(
-            f"checkpoint.save_interval={checkpoint.save_interval}: saving checkpoints is not available "
-            f"yet in this "
-            "version. Keep it 0."
+            f"checkpoint.save_interval={checkpoint.save_interval}: saving checkpoints is not available yet "
+            "in this version. Keep it 0."
         )
     if resume not in ("auto", "never"):
         raise ValueError(
             f"resume={resume!r}: resuming from a checkpoint is not available yet in this version. Use "
-            f"'auto' or "
-            "'never', which both start from the beginning."
+            "'auto' or 'never', which both start from the beginning."
         )
 
 

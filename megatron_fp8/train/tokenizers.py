@@ -53,9 +53,8 @@ class JsonTokenizer:
             from tokenizers import Tokenizer as HuggingFaceTokenizer
         except ImportError as error:
             raise ValueError(
-                f"data.tokenizer={str(path)!r} needs the package 'tokenizers': run pip install "
-                f"tokenizers, or leave "
-                "data.tokenizer out to train on bytes."
+                f"data.tokenizer={str(path)!r} needs the package 'tokenizers': run pip install tokenizers, "
+                "or leave data.tokenizer out to train on bytes."
             ) from error
         if not Path(path).is_file():
             raise ValueError(

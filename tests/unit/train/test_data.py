@@ -1,0 +1,100 @@
+"""Batches: the order of samples in any layout, resuming at a position, splits that have documents."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron_fp8.train import data
+from megatron_fp8.train.corpus import prepare
+from megatron_fp8.train.data import batches
+from megatron_fp8.train.sections import DataSection, TrainSection
+from megatron_fp8.train.tokenizers import ByteTokenizer
+
+
+class Numbered:
+    """A data set whose sample n holds n."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        sample = torch.full((4,), index)
+        return dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), sample)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Be data-parallel rank `rank` of `size`, without a process group."""
+
+    def be(rank, size):
+        monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: rank)
+        monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: size)
+        monkeypatch.setattr(data, "get_batch_on_this_cp_rank", lambda batch: batch)
+
+    return be
+
+
+def taken(train, count, consumed=0):
+    iterator = batches(Numbered(), train, consumed)
+    return [next(iterator)["tokens"][:, 0].tolist() for _ in range(count)]
+
+
+def test_any_layout_gives_a_step_the_same_samples(ranks):
+    ranks(0, 1)
+    alone = taken(TrainSection(micro_batch_size=2, global_batch_size=4), 2)
+    assert alone == [[0, 1], [2, 3]]
+    for rank in range(2):
+        ranks(rank, 2)
+        assert taken(TrainSection(micro_batch_size=2, global_batch_size=4), 1) == [alone[rank]]
+
+
+def test_a_position_continues_where_it_was(ranks):
+    ranks(1, 2)
+    train = TrainSection(micro_batch_size=1, global_batch_size=2)
+    assert taken(train, 4) == [[1], [3], [5], [7]]
+    assert taken(train, 2, consumed=4) == [[5], [7]]
+
+
+def test_all_samples_used_start_again(ranks):
+    ranks(0, 1)
+    assert taken(TrainSection(micro_batch_size=4), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+@pytest.mark.parametrize("split", ["", "1", "1,2", "0,1,1", "-1,1,1", "a,b,c", "1,1,1,1"])
+def test_splits_that_are_none(split):
+    with pytest.raises(ValueError, match=r"data\.split"):
+        data._check_split([], split, [1, 1, 0], 8)
+
+
+def test_a_split_must_leave_documents_for_what_is_used(tmp_path):
+    files = []
+    for number in range(4):
+        files.append(tmp_path / f"{number}.txt")
+        files[-1].write_bytes(b"x" * 20)
+    prefix = prepare(files, ByteTokenizer(), tmp_path / "cache")
+    data._check_split([prefix], "75,25,0", [8, 8, 0], 16)
+    data._check_split([prefix], "100,0,0", [8, 0, 0], 16)
+    with pytest.raises(ValueError, match=r"leaves 0 tokens in 0 of 4 documents of .* for validation"):
+        data._check_split([prefix], "100,0,0", [8, 8, 0], 16)
+    with pytest.raises(ValueError, match="a sequence takes 65"):
+        data._check_split([prefix], "75,25,0", [8, 8, 0], 64)
+
+
+def test_rank_0_prepares_and_every_rank_gets_its_error(monkeypatch, tmp_path):
+    sent = []
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr(
+        "torch.distributed.broadcast_object_list", lambda outcome, src: sent.append(list(outcome))
+    )
+    section = DataSection(paths=[str(tmp_path / "gone.txt")], cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"gone\.txt"):
+        data.find_data(section, ByteTokenizer(), 257)
+    assert sent[0][0] is None and "gone.txt" in sent[0][1]  # what the other ranks raise
+
+
+def test_the_default_cache_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(data.cache_dir(DataSection())) == "/somewhere/megatron_fp8/data"
+    assert str(data.cache_dir(SimpleNamespace(cache_dir="/mine"))) == "/mine"

@@ -1,0 +1,100 @@
+"""Who a process is: torchrun's and SLURM's variables, the layouts that fit, and what a layout must divide."""
+
+import stat
+
+import pytest
+
+from megatron_fp8.train.config import parse
+from megatron_fp8.train.parallel import Launch, check_layout, find_launch
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node7", "MASTER_PORT": "1234",
+}  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_TASKS_PER_NODE": "2(x3)", "SLURM_NODELIST": "one", "SLURM_JOB_ID": "20007",
+}  # fmt: skip
+
+
+def test_torchrun():
+    assert find_launch(TORCHRUN) == Launch("torchrun", 3, 4, 1, 2, "node7", 1234)
+
+
+def test_torchrun_inside_a_slurm_job_is_torchrun():
+    assert find_launch({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_slurm():
+    assert find_launch(SLURM) == Launch("SLURM", 5, 6, 1, 2, "one", 10007)
+    given = find_launch({**SLURM, "MASTER_ADDR": "here", "MASTER_PORT": "77"})
+    assert (given.master_addr, given.master_port) == ("here", 77)
+
+
+def test_slurm_step_counts_go_before_the_jobs():
+    assert find_launch({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}).world_size == 8
+    mixed = {**SLURM, "SLURM_TASKS_PER_NODE": "4(x2),1"}
+    assert [find_launch({**mixed, "SLURM_NODEID": str(n)}).local_world_size for n in range(3)] == [4, 4, 1]
+
+
+def test_the_first_host_of_a_node_list_comes_from_scontrol(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames gpu[3-5,9]" ] && printf "gpu3\\ngpu4\\ngpu5\\ngpu9\\n"\n'
+    )
+    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert find_launch({**SLURM, "SLURM_JOB_NODELIST": "gpu[3-5,9]"}).master_addr == "gpu3"
+    scontrol.unlink()
+    with pytest.raises(ValueError, match=r"gpu\[3-5,9\].*Set MASTER_ADDR"):
+        find_launch({**SLURM, "SLURM_JOB_NODELIST": "gpu[3-5,9]"})
+    assert find_launch({**SLURM, "SLURM_JOB_NODELIST": "a1,a2"}).master_addr == "a1"
+
+
+def test_alone():
+    assert find_launch({"PATH": "/bin"}) == Launch("one process")
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not a number"),
+        ({**TORCHRUN, "RANK": "4"}, "rank 4 of 4"),
+        ({"SLURM_PROCID": "0"}, "SLURM_NTASKS is missing"),
+    ],
+)
+def test_environments_that_cannot_be(environ, words):
+    with pytest.raises(ValueError, match=words):
+        find_launch(environ)
+
+
+def layout(world_size, *options):
+    run = parse([f"--{option}" for option in options])
+    return check_layout(run.model, run.train, world_size)
+
+
+def test_the_data_parallel_size_is_what_is_left():
+    tp2_pp2 = ("model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2")
+    assert layout(1) == 1
+    assert layout(8, *tp2_pp2) == 2
+    assert layout(8, *tp2_pp2, "model.context_parallel_size=2") == 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "words"),
+    [
+        (3, ["model.tensor_model_parallel_size=2"], "world size 3 does not divide by tensor 2"),
+        (4, ["model.pipeline_model_parallel_size=3"], "launch a multiple of 3"),
+        (2, ["model.tensor_model_parallel_size=0"], "tensor parallel size is 0"),
+        (4, ["train.global_batch_size=6", "train.micro_batch_size=2"], "give a multiple of 8"),
+        (2, ["model.context_parallel_size=2", "train.seq_length=6"], "train.seq_length=6"),
+        (
+            4,
+            ["model.tensor_model_parallel_size=4", "model.sequence_parallel=true", "train.seq_length=30"],
+            "give a multiple of 4",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit(world_size, options, words):
+    with pytest.raises(ValueError, match=words):
+        layout(world_size, *options)
