@@ -55,7 +55,8 @@ def fp8_linear(
         x: [..., K]; leading dimensions are tokens. With column and sequence parallelism: this rank's tokens.
         weight: [N, K], this rank's part. If it has ``main_grad``, wgrad (float32) is added to it and the autograd
             gradient is an uninitialised dummy, as Megatron-Core's DistributedDataParallel expects of a fused wgrad.
-        bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantised.
+        bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantised. None
+            with row parallelism, where it belongs after the sum over ranks.
         site, tp: the GEMMs and the communication.
         training: amaxes and health are recorded (a recomputed forward records nothing).
         fresh_weight: quantise the weight again even if this iteration has done so.
@@ -72,6 +73,7 @@ def fp8_linear(
             f"{site.plan.name}: input {tuple(x.shape)} does not fit weight {tuple(weight.shape)};"
             f" its last dimension must be {weight.shape[1]}"
         )
+    assert bias is None or tp.kind != "row", "each rank would add a row-parallel bias, and their sum would count it again"
     record = training and not in_recompute()
     call = _Call(site, tp, record, fresh_weight, save_original_input, torch.is_grad_enabled())
     return _LinearFunction.apply(x, weight, bias, call)
@@ -295,18 +297,18 @@ class _Kept:
     """An operand taken apart into tensors for save_for_backward and the facts that put it together again."""
 
     tensors: tuple[torch.Tensor, ...]
-    spec: tuple[Granularity, bool] | str | None
+    spec: tuple[Granularity, bool, bool] | str | None
 
     @staticmethod
     def of(operand: Operand | None) -> _Kept:
         if operand is None:
             return _Kept((), None)
         if isinstance(operand, QuantizedSide):
-            return _Kept((operand.codes, operand.scale_inv), (operand.granularity, operand.pow2))
+            return _Kept((operand.codes, operand.scale_inv), (operand.granularity, operand.pow2, operand.finite))
         return _Kept((operand,), "plain")
 
     @staticmethod
-    def restore(spec: tuple[Granularity, bool] | str | None, tensors: list[torch.Tensor]) -> Operand | None:
+    def restore(spec: tuple[Granularity, bool, bool] | str | None, tensors: list[torch.Tensor]) -> Operand | None:
         """The operand again; takes its tensors off the front of the list."""
         if spec is None:
             return None

@@ -79,14 +79,8 @@ class TensorParallel:
         work = dist.all_gather_into_tensor(gathered, wire, group=self.group, async_op=async_op)
         return Pending([work], lambda: gathered.view(x.dtype))
 
-    def aligned(self, side: QuantizedSide, by_column: bool) -> bool:
-        """Whether token shards hold whole blocks, so that shards' codes and scales are those of the whole."""
-        block = side.granularity.cols if by_column else side.granularity.rows
-        tokens = side.codes.shape[1] if by_column else side.codes.shape[0]
-        return side.granularity.is_tensor or block == 0 or tokens % block == 0
-
     def gather_side(self, side: QuantizedSide, by_column: bool, *, async_op: bool = False) -> Pending:
-        """All ranks' tokens of a side that is ``aligned``: codes at one byte a value, and scales where they differ.
+        """All ranks' tokens of a side whose shards hold whole blocks: codes at a byte a value, scales where they differ.
 
         Per-tensor scales, and per-row scales along the tokens' own direction, were shared before the cast and do not
         travel.
