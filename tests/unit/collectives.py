@@ -32,7 +32,7 @@ class Sent:
 
 @dataclass
 class Log:
-    """`sent` in order of issue; `events` as strings: 'issue all_reduce', 'wait all_reduce', ..."""
+    """`sent` in order; `events`: 'issue all_reduce', later 'wait all_reduce', or 'do all_reduce' if synchronous."""
 
     sent: list[Sent] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ def recorded() -> Iterator[Log]:
             tensor = args[SENT[name]]
             asynchronous = bool(kwargs.get("async_op"))
             log.sent.append(Sent(name, tensor.dtype, tensor.numel() * tensor.element_size(), asynchronous))
-            log.events.append(f"issue {name}")
+            log.events.append(f"{'issue' if asynchronous else 'do'} {name}")
             work = original(*args, **kwargs)
             return _Work(work, log, name) if asynchronous else work
 

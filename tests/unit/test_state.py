@@ -323,7 +323,7 @@ def collectives_of_an_iteration(
         counts.amax_collectives,
         arena.last_amax.tolist(),
         scales,
-        [counts.nonfinite, state.iteration],
+        counts.nonfinite,
     )
 
 
