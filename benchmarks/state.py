@@ -1,0 +1,85 @@
+"""Delayed scaling's update of 10,000 tensors, once an iteration, on one thread: `python benchmarks/state.py`.
+
+Goal: <= 1 ms with a history of 16 and of 1. Scales are checked against plain Python before any time is taken.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.common import argument_parser, describe, environment, interleave, table, write_results
+from megatron_fp8.formats import E4M3, E5M2
+from megatron_fp8.recipe import DelayedScaling
+from megatron_fp8.state import Fp8State
+
+SLOTS = 10_000
+GOAL_MS = 1.0
+CASES = [(1, "most_recent"), (1, "max"), (16, "most_recent"), (16, "max")]
+
+
+def update_of(length: int, algo: Any) -> Callable[[], None]:
+    """One iteration's amaxes put into place, and the update; all slots are warm (two in three E4M3)."""
+    arena = Fp8State().arena(None)
+    recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algo)
+    for i in range(SLOTS):
+        arena.add(recipe, E5M2 if i % 3 == 2 else E4M3)
+    amaxes = torch.rand(SLOTS, generator=torch.Generator().manual_seed(0)) + 0.5
+    arena.update(0)
+    iteration = 0
+
+    def update() -> None:
+        nonlocal iteration
+        iteration += 1
+        arena.rows[0].copy_(amaxes)
+        arena.update(iteration)
+
+    update()
+    for i in range(0, SLOTS, 97):
+        largest = torch.tensor(57344.0 if i % 3 == 2 else 448.0)
+        assert arena.scale[i] == largest / amaxes[i], (
+            f"slot {i}: wrong scale; no time is printed for a wrong result"
+        )
+    return update
+
+
+def main() -> int:
+    """Gate, time, print; exit code 1 where the goal is missed."""
+    parser = argument_parser(__doc__.splitlines()[0], repetitions=200)
+    parser.set_defaults(threads=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    record = environment([])
+    print(describe(record), flush=True)
+    updates = {f"history {length}, {algo}": update_of(length, algo) for length, algo in CASES}
+    times = interleave(updates, args.repetitions)
+    rows, data = [], []
+    for name, timing in times.items():
+        ms = timing.median * 1e3
+        met = "met" if ms <= GOAL_MS else "MISSED"
+        rows.append([name, f"{SLOTS:,}", f"{ms:.3f}", f"{timing.spread:.0%}", f"<= {GOAL_MS:g} ms {met}"])
+        data.append(
+            {
+                "case": name,
+                "slots": SLOTS,
+                "seconds": timing.seconds,
+                "goal_ms": GOAL_MS,
+                "met": ms <= GOAL_MS,
+            }
+        )
+    body = table(["update", "tensors", "median ms", "spread", "goal"], rows)
+    print(body)
+    if args.write:
+        title = "Delayed scaling: one update of all tensors"
+        write_results("state", title, "python benchmarks/state.py --write", record, body, data)
+    return int(not all(entry["met"] for entry in data))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
