@@ -1,0 +1,228 @@
+"""Megatron's names: recipes from a config, contexts, first and last layers."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp8 import Format, fp8_utils, quantize
+from megatron_fp8.context import LayerBeingBuilt, disabled_reason, layer_being_built
+from megatron_fp8.fp8_utils import (
+    dequantize_fp8_tensor,
+    get_fp8_align_size,
+    get_fp8_context,
+    get_fp8_recipe,
+    is_first_last_bf16_layer,
+    is_float8tensor,
+)
+from megatron_fp8.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+)
+from tests.unit.compare import assert_same_bytes
+
+
+def config(**fields: Any) -> SimpleNamespace:
+    """Megatron-Core's fields with its defaults, and nothing of this package's own."""
+    defaults = {
+        "fp8": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_margin": 0,
+        "fp8_interval": 1,
+        "fp8_amax_history_len": 1,
+        "fp8_amax_compute_algo": "most_recent",
+        "fp8_quantizer_factory": None,
+        "num_layers": 6,
+        "first_last_layers_bf16": False,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+    }
+    return SimpleNamespace(**{**defaults, **fields})
+
+
+H, E = Format.HYBRID, Format.E4M3
+STOCHASTIC = {"fp8_stochastic_rounding": True}
+RECIPES = [
+    ({}, DelayedScaling(0, H, 1, "most_recent", 1)),
+    (
+        {"fp8_margin": 2, "fp8_interval": 3, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
+        DelayedScaling(2, H, 16, "max", 3),
+    ),
+    ({"fp8": "e4m3", "fp8_amax_epsilon": 0.25}, DelayedScaling(0, E, 1, "most_recent", 1, 0.25)),
+    (STOCHASTIC, DelayedScaling(0, H, 1, "most_recent", stochastic_rounding=True)),
+    ({"fp8_recipe": "tensorwise"}, Float8CurrentScaling(fp8_format=H)),
+    (
+        {"fp8_recipe": "tensorwise", "fp8_pow2_scales": True, "fp8_margin": 1},
+        Float8CurrentScaling(True, H, 1),
+    ),
+    (
+        {"fp8_recipe": "tensorwise", "fp8_pow2_scales": False, "fp8_amax_epsilon": 1e-4, **STOCHASTIC},
+        Float8CurrentScaling(False, H, amax_epsilon=1e-4, stochastic_rounding=True),
+    ),
+    ({"fp8_recipe": "rowwise"}, Float8RowwiseScaling(H)),
+    ({"fp8_recipe": "rowwise", "fp8": "e4m3", "fp8_amax_epsilon": 1e-4}, Float8RowwiseScaling(E, 1e-4)),
+    ({"fp8_recipe": "rowwise", **STOCHASTIC}, Float8RowwiseScaling(H, stochastic_rounding=True)),
+    ({"fp8_recipe": "blockwise"}, Float8BlockScaling(H)),
+    ({"fp8_recipe": "blockwise", "fp8_pow2_scales": True}, Float8BlockScaling(H)),
+    ({"fp8_recipe": "blockwise", "fp8_pow2_scales": False, "fp8": "e4m3"}, Float8BlockScaling(E, True)),
+    (
+        {"fp8_recipe": "blockwise", "fp8_amax_epsilon": 1e-4, **STOCHASTIC},
+        Float8BlockScaling(H, amax_epsilon=1e-4, stochastic_rounding=True),
+    ),
+    ({"fp8_recipe": "mxfp8"}, MXFP8BlockScaling(H)),
+    ({"fp8_recipe": "mxfp8", "fp8": "e4m3", **STOCHASTIC}, MXFP8BlockScaling(E, True)),
+    (
+        {"fp8_recipe": SimpleNamespace(value="mxfp8"), "fp8": SimpleNamespace(value="e4m3")},
+        MXFP8BlockScaling(E),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "fields, expected", RECIPES, ids=lambda v: type(v).__name__ if not isinstance(v, dict) else ""
+)
+def test_recipe_of_a_config(fields, expected):
+    recipe = get_fp8_recipe(config(**fields))
+    assert recipe == expected and type(recipe) is type(expected)
+
+
+def test_another_recipe_with_the_configs_options():
+    assert get_fp8_recipe(config(fp8="e4m3"), "mxfp8") == MXFP8BlockScaling(E)
+    assert get_fp8_recipe(config(fp8_recipe="mxfp8", fp8_margin=1), "tensorwise") == Float8CurrentScaling(
+        margin=1
+    )
+
+
+def test_custom_recipe_is_imported(monkeypatch):
+    module = ModuleType("somebodys_quantizers")
+    module.factory = lambda role: MXFP8BlockScaling() if role != "weight" else None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somebodys_quantizers", module)
+    fields = {"fp8_recipe": "custom", "fp8_quantizer_factory": "somebodys_quantizers.factory"}
+    recipe = get_fp8_recipe(config(**fields))
+    assert recipe == CustomRecipe(module.factory)
+    assert recipe.rule("weight") is None and recipe.rule("input") == MXFP8BlockScaling().rule("input")
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"fp8": None}, "set fp8='hybrid' or fp8='e4m3'"),
+        ({"fp8_recipe": "nvfp4"}, r"'nvfp4' is unknown: use one of delayed, tensorwise, rowwise"),
+        ({"fp8": "e5m2"}, "e5m2"),
+        ({"fp8_recipe": "mxfp8", "fp8_margin": 1}, r"fp8_margin=1 does not exist for fp8_recipe='mxfp8'"),
+        ({"fp8_recipe": "rowwise", "fp8_margin": 2}, "fp8_margin=2"),
+        ({"fp8_recipe": "blockwise", "fp8_margin": 2}, "fp8_margin=2"),
+        ({"fp8_margin": -1}, "margin -1"),
+        ({"fp8_interval": 0}, "interval 0"),
+        ({"fp8_amax_history_len": 0}, "amax_history_len 0"),
+        ({"fp8_amax_compute_algo": "mean"}, "'mean'"),
+        ({"fp8_amax_epsilon": -1.0}, "amax_epsilon -1.0"),
+        ({"fp8_recipe": "custom"}, "give fp8_quantizer_factory as 'package.module.function'"),
+        ({"fp8_recipe": "custom", "fp8_quantizer_factory": "factory"}, "'factory' is not an import path"),
+        (
+            {"fp8_recipe": "custom", "fp8_quantizer_factory": "no.such.thing"},
+            "'no.such.thing' cannot be imported",
+        ),
+        (
+            {"fp8_recipe": "custom", "fp8_quantizer_factory": "math.nothing"},
+            "'math.nothing' cannot be imported",
+        ),
+        ({"fp8_recipe": "custom", "fp8_quantizer_factory": "math.pi"}, "not callable"),
+    ],
+)
+def test_what_a_config_cannot_ask_for(fields, message):
+    with pytest.raises(ValueError, match=message):
+        get_fp8_recipe(config(**fields))
+
+
+def test_first_and_last_layers_against_counting():
+    for layers in (1, 2, 5):
+        for start in range(layers + 2):
+            for end in range(layers + 2):
+                for on in (True, False):
+                    asked = config(
+                        num_layers=layers,
+                        first_last_layers_bf16=on,
+                        num_layers_at_start_in_bf16=start,
+                        num_layers_at_end_in_bf16=end,
+                    )
+                    numbers = list(range(layers))
+                    kept = (
+                        set(numbers[:start]) | set(numbers[layers - end if end < layers else 0 :])
+                        if on
+                        else set()
+                    )
+                    found = {n for n in range(-2, layers) if is_first_last_bf16_layer(asked, n)}
+                    assert found == kept, (layers, start, end, on)
+
+
+BF16_LAYERS = {
+    "first_last_layers_bf16": True,
+    "num_layers_at_start_in_bf16": 2,
+    "num_layers_at_end_in_bf16": 1,
+}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_context_while_building(recipe):
+    asked = config(fp8_recipe=recipe, **BF16_LAYERS)
+    for layer in range(6):
+        with get_fp8_context(asked, layer, is_init=True):
+            built = layer_being_built()
+            assert built is not None and built.number == layer
+            assert (built.bf16_reason is not None) == (layer in (0, 1, 5))
+        assert layer_being_built() is None and disabled_reason() is None
+    with get_fp8_context(asked, 5, is_init=True):
+        assert layer_being_built() == LayerBeingBuilt(
+            5, "first_last_layers_bf16: layer 5 is one of the first 2 or last 1"
+        )
+    with get_fp8_context(asked, is_init=True):
+        assert layer_being_built() == LayerBeingBuilt(-1, None)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_context_while_running(recipe):
+    """Megatron asks for a context for every layer of every forward, delayed scaling once around all of them."""
+    asked = config(fp8_recipe=recipe, **BF16_LAYERS)
+    for _ in range(2):
+        with get_fp8_context(asked):
+            assert disabled_reason() is None
+            for layer in range(6):
+                with get_fp8_context(asked, layer):
+                    assert (disabled_reason() is not None) == (layer in (0, 1, 5))
+                    assert layer_being_built() is None
+            assert disabled_reason() is None
+
+
+def test_context_without_fp8_does_nothing():
+    for is_init in (True, False):
+        context = get_fp8_context(config(fp8=None, **BF16_LAYERS), 0, is_init)
+        for _ in range(2):
+            with context:
+                assert layer_being_built() is None and disabled_reason() is None
+
+
+def test_align_size():
+    assert get_fp8_align_size("mxfp8") == get_fp8_align_size(SimpleNamespace(value="mxfp8")) == 32
+    assert {
+        get_fp8_align_size(name) for name in ("delayed", "tensorwise", "rowwise", "blockwise", "custom")
+    } == {16}
+
+
+def test_tensors():
+    x = torch.tensor([[1.0, -3.0]], dtype=torch.bfloat16)
+    quantized = quantize(x, MXFP8BlockScaling(), "input")
+    assert is_float8tensor(quantized) and not is_float8tensor(x) and not is_float8tensor(None)
+    assert_same_bytes(dequantize_fp8_tensor(quantized), x)
+
+
+def test_all_names_exist():
+    assert all(hasattr(fp8_utils, name) for name in fp8_utils.__all__)
