@@ -173,6 +173,7 @@ def _quantize_input(tokens: torch.Tensor, call: _Call, gathers: bool, needs_wgra
         return side_of(quantizer(gathered, "rowwise", record=call.record), "rowwise"), tokens.t()
     reduce_amax = tp.amax_reduction(site.state.counts)
     quantized = quantizer(tokens, direction, record=call.record, reduce_amax=reduce_amax)  # type: ignore[arg-type]
+    assert quantized.rowwise is not None
     operand = tp.gather_side(quantized.rowwise, by_column=False).wait()
     return operand, side_of(quantized, "columnwise") if direction == "both" else tokens.t()
 
@@ -324,7 +325,7 @@ def _accumulate(weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
     if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
         return dw.to(weight.dtype)
     main_grad.add_(dw)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True
     # Not None: with overlapped reduction DDP needs the gradient hook to run, and looks at a gradient's presence.
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
