@@ -107,9 +107,11 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
         seen.records += 1
         record(self, *args)
 
-    with mock.patch.object(GemmSite, "multiply", counting_multiply):
-        with mock.patch.object(Slot, "record", counting_record):
-            yield
+    with (
+        mock.patch.object(GemmSite, "multiply", counting_multiply),
+        mock.patch.object(Slot, "record", counting_record),
+    ):
+        yield
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def test_block_recipes_agree_as_bf16_does(ranks: RankPool, recipe: str, layout: 
     assert 1e-6 < loss_difference < 1e-4 and 1e-6 < norm_difference < 1e-3, "BF16 is no yardstick"
     one = training(ranks, 1, ONE, recipe, FP32)[0]
     two = training(ranks, 2, layout, recipe, FP32)[1]
-    assert one.gemms.total() == 48 and set(p for _, _, p in one.gemms) == {"fp8"}
+    assert one.gemms.total() == 48 and {p for _, _, p in one.gemms} == {"fp8"}
     assert relative(two.losses[0], one.losses[0]) <= loss_difference
     assert relative(two.norms[0], one.norms[0]) <= norm_difference
 
@@ -87,7 +87,10 @@ PARTS = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_tensor_parallel_differs_less_than_fp8_from_bf16(ranks: RankPool, name: str) -> None:
-    """BF16 activations, RMS over tokens of the difference of losses. Measured: 1.04 for the two, 0.55 for delayed, 0.40 for the others."""
+    """BF16 activations, RMS over tokens of the difference of losses.
+
+    Measured: 1.04 where a shard has its own scale, 0.55 with delayed scaling, 0.40 elsewhere.
+    """
     recipe, fields, warm, allowed = PARTS[name]
     bf16 = ranks(1).run(token_losses, ONE, None, {}, False)[0]
     one = ranks(1).run(token_losses, ONE, recipe, fields, warm)[0]

@@ -1,0 +1,190 @@
+"""Recompute, gradient accumulation and the weight cache: the same numbers, with FP8 in every GEMM that had it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fp8_gpt import MOE, RECIPES, Watched, fp8_config, training, watched_gemms, watched_training
+from tests.gpt import build_chunks, build_optimizer, train_step
+from tests.ranks import Layout, RankPool, model_parallel
+
+ONE, TP_SP = Layout(), Layout(tp=2, sp=True)
+SMALL = {"sequence": 64, "micro_batch": 2, "global_batch": 4}
+MICROBATCHES = 2
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+# fields, and how many linears of a layer run their fprop again (None: all four, in the layers that FULL recomputes).
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "full-uniform": ({**FULL, "recompute_method": "uniform"}, 4),
+    "full-block": ({**FULL, "recompute_method": "block"}, 4),
+    "core_attn": (selective("core_attn"), 0),
+    "mlp": (selective("mlp"), 2),
+    "layernorm": (selective("layernorm"), 0),
+}
+BF16_ENDS = {
+    "first_last_layers_bf16": True,
+    "num_layers_at_start_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1,
+}
+
+
+def trainings(
+    layout: Layout, recipe: str, fields: dict[str, Any], variants: dict[str, dict[str, Any]]
+) -> dict[str, Watched]:
+    """A rank case: three steps of each variant."""
+    return {
+        name: watched_training(layout, recipe, {**fields, **variant}, SMALL, 3)
+        for name, variant in variants.items()
+    }
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["all-fp8", "bf16-ends"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recompute_is_bit_identical(ranks: RankPool, recipe: str, ends: bool) -> None:
+    """Losses, and every byte of parameters and gradients, over three steps; what runs again runs in FP8 again."""
+    layers = 3
+    fields = {"num_layers": layers, "hidden_size": 128, "ffn_hidden_size": 256, **(BF16_ENDS if ends else {})}
+    variants = {"none": {}, **{name: variant for name, (variant, _) in WAYS.items()}}
+    for layout in (ONE, TP_SP) if recipe in ("delayed", "mxfp8") and not ends else (ONE,):
+        everyone = ranks(layout.tp).run(trainings, layout, recipe, fields, variants)
+        for seen in everyone:
+            plain = seen.pop("none")
+            fp8_layers = len(plain.layers_in_fp8())
+            assert fp8_layers == (1 if ends else layers)
+            for name, got in seen.items():
+                assert got.losses == plain.losses and got.digests == plain.digests, name
+                assert got.records == plain.records, f"{name}: an amax was recorded twice"
+                # 'block' recomputes the first layer only, which is in BF16 where the ends are.
+                again = WAYS[name][1] * (fp8_layers if name != "full-block" else 0 if ends else 1)
+                before, after = plain.counts[-1], got.counts[-1]
+                assert after["fp8_gemms"] == before["fp8_gemms"] + again * MICROBATCHES, name
+                # The weight's codes are kept; a norm that is recomputed leaves its output to be cast again for wgrad.
+                casts = 2 * fp8_layers if name == "layernorm" else again
+                assert after["casts"] == before["casts"] + casts * MICROBATCHES, name
+
+
+# Megatron-Core has 'moe_act' for grouped GEMM only.
+MOE_WAYS = {
+    "none": {},
+    "moe": selective("moe"),
+    "shared_experts": selective("shared_experts"),
+    "layernorm": selective("layernorm"),
+    "full": {**FULL, "recompute_method": "uniform"},
+}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_recompute_of_experts_is_bit_identical(ranks: RankPool, recipe: str) -> None:
+    fields = {**MOE, "moe_shared_expert_intermediate_size": 256}
+    seen = ranks(1).run(trainings, ONE, recipe, fields, MOE_WAYS)[0]
+    plain = seen.pop("none")
+    again = {"moe": 2 * 5, "shared_experts": 2, "layernorm": 0, "full": 2 * 5 + 2}
+    for name, got in seen.items():
+        assert got.losses == plain.losses and got.digests == plain.digests, name
+        assert got.records == plain.records, name
+        more = got.counts[-1]["fp8_gemms"] - plain.counts[-1]["fp8_gemms"]
+        assert more == again[name] * 2 * MICROBATCHES, name
+
+
+def disabled_by_user(fields: dict[str, Any]) -> Watched:
+    """A rank case: one step, the forwards of which run inside a user's fp8_disabled."""
+    from unittest import mock
+
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_fp8.context import fp8_disabled
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    seen, forward = Watched(), GPTModel.forward
+
+    def forward_without_fp8(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with fp8_disabled("a test says so"):
+            return forward(self, *args, **kwargs)
+
+    with model_parallel(), watched_gemms(seen), mock.patch.object(GPTModel, "forward", forward_without_fp8):
+        config = fp8_config(ONE, "delayed", **fields)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=64)
+        train_step(config, chunks, build_optimizer(config, chunks), 0, **SMALL)
+        seen.counts.append(iteration_counts())
+    return seen
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_disabled_region_is_disabled_in_recompute_too(ranks: RankPool, name: str) -> None:
+    """The recomputation runs in the backward, where the user's context has long been left."""
+    seen = ranks(1).run(disabled_by_user, WAYS[name][0])[0]
+    assert seen.gemms.total() == 0 and seen.counts[0]["fp8_gemms"] == 0
+    recomputed = {"full-uniform": 8, "full-block": 4, "mlp": 4}.get(name, 0)
+    assert seen.counts[0]["hp_gemms"] == ((2 * 4 + 1) * 3 + recomputed) * MICROBATCHES
+
+
+# ------------------------------------------------------------------------------------------------ gradient accumulation
+
+
+def gradients(recipe: str | None, micro_batch: int, clip: float = 0.0) -> tuple[torch.Tensor, int, float]:
+    """A rank case: (all float32 gradients, casts, gradient norm) of a step after one that changed no weight.
+
+    That first step is the same for every ``micro_batch``: delayed scaling has its scales from there.
+    """
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    with model_parallel():
+        config = fp8_config(ONE, recipe)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128)
+        optimizer = build_optimizer(config, chunks, optim={"lr": 0.0, "clip_grad": clip})
+        for rows in (4, micro_batch):
+            _, norm = train_step(config, chunks, optimizer, 0, micro_batch=rows, global_batch=4, sequence=128)
+        linears = [p for name, p in chunks[0].named_parameters() if "linear" in name]
+        assert len(linears) == 8
+        for parameter in linears:
+            assert parameter.main_grad.dtype == torch.float32 and parameter.grad is None
+        return torch.cat([p.main_grad.flatten() for p in linears]).clone(), iteration_counts()["casts"], norm
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_accumulation_equals_one_big_microbatch(ranks: RankPool, recipe: str) -> None:
+    """Four microbatches of one sequence against one of four.
+
+    With delayed scaling, once warm, every code is the same. A power of two moves no code but the smallest, so it does not
+    matter either that blocks hold other tokens. Only the order of float32 sums differs: 1e-7. 'tensorwise' scales by
+    the amax of the microbatch: two independent roundings, which differ by at most sqrt(2) of FP8 from BF16.
+    """
+    many, many_casts, _ = ranks(1).run(gradients, recipe, 1)[0]
+    once, once_casts, _ = ranks(1).run(gradients, recipe, 4)[0]
+    bf16, _, _ = ranks(1).run(gradients, None, 4)[0]
+    allowed = 2**0.5 * (once - bf16).norm() if recipe == "tensorwise" else 1e-5 * bf16.norm()
+    assert 0 < (many - once).norm() <= allowed
+    # A linear casts its input and its grad_output in every microbatch, its weight once in an iteration.
+    assert many_casts == 8 * (2 * 4 + 1) and once_casts == 8 * (2 * 1 + 1)
+
+
+def test_wgrad_accumulates_in_float32(ranks: RankPool) -> None:
+    """Without apex: the sum of four microbatches has bits that bfloat16 does not."""
+    many, _, _ = ranks(1).run(gradients, "mxfp8", 1)[0]
+    assert float((many != many.bfloat16().float()).float().mean()) > 0.9
+
+
+def test_clipping_scales_fp8_gradients(ranks: RankPool) -> None:
+    whole, _, norm = ranks(1).run(gradients, "mxfp8", 2)[0]
+    clipped, _, same_norm = ranks(1).run(gradients, "mxfp8", 2, clip=norm / 4)[0]
+    assert same_norm == norm
+    assert torch.allclose(clipped, whole / 4, rtol=1e-4, atol=0)
+
+
+def test_weight_cache_follows_the_weights(ranks: RankPool) -> None:
+    """Two steps with a learning rate: the second iteration multiplies the new weights, also with overlap."""
+    overlap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    plain = training(ranks, 1, ONE, "mxfp8", {}, {}, steps=3)[0]
+    overlapped = training(ranks, 1, ONE, "mxfp8", {}, {"ddp": overlap}, steps=3)[0]
+    assert plain.losses[2] < plain.losses[1] < plain.losses[0]
+    assert overlapped.losses == pytest.approx(plain.losses, rel=1e-5)
