@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer import transformer_config as megatron_config
 
@@ -67,6 +67,10 @@ class TransformerConfig(megatron_config.TransformerConfig):
 
     fp8_guard: bool = False
     """Return to BF16 when FP8 training loses health."""
+
+    if TYPE_CHECKING:  # at run time the dataclass makes it, with Megatron's fields too
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __post_init__(self) -> None:
         check_fp8_settings(self)

@@ -48,14 +48,14 @@ def _global_name(model: Any, name: str) -> str:
     return f"decoder.layers.{number}.{name[layer.end() :]}"
 
 
-def _whole_shape(parameter: Tensor) -> list[int]:
+def _whole_shape(parameter: Any) -> list[int]:
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()
     return shape
 
 
-def _own_part(whole: Tensor, parameter: Tensor) -> Tensor:
+def _own_part(whole: Tensor, parameter: Any) -> Tensor:
     """This tensor-parallel rank's part; of a fused gate and up projection (stride 2) a part of each."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
