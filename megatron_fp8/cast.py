@@ -104,21 +104,22 @@ def _one_nan(codes: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: bool = False) -> torch.Tensor:
     """The real numbers that codes stand for, exactly. NaN codes give NaN, E5M2's Inf codes give Inf, 0x80 gives -0.
 
     Args:
         codes: float8_e4m3fn or float8_e5m2, any shape; the result has its strides.
         dtype: bfloat16, float16 (E5M2: exact; E4M3: exact), float32 or float64.
+        finite: the caller knows that no code is NaN or Inf, which then need not be looked for.
     """
     fmt = format_of(codes.dtype)
     assert fmt.signed, "E8M0 is a scale format: see scaling.e8m0_to_scale_inv"
-    if codes.numel() == 0 or _has_specials(codes, fmt):
-        return codes.to(torch.float32).to(dtype)
     if codes.ndim == 0:
-        return decode(codes[None], dtype)[0]
+        return decode(codes[None], dtype, finite=finite)[0]
     if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
-        return decode(codes.t(), dtype).t()
+        return decode(codes.t(), dtype, finite=finite).t()
+    if codes.numel() == 0 or not (finite or _all_finite(codes, fmt)):
+        return codes.to(torch.float32).to(dtype)
     # Sign-extended, the code's magnitude is moved up to where the wider float keeps its low exponent bits.
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     values = torch.empty(codes.shape, dtype=wide, device=codes.device)
@@ -132,10 +133,10 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
     return values.to(dtype)
 
 
-def _has_specials(codes: torch.Tensor, fmt: FloatFormat) -> bool:
-    """Whether any code is NaN or Inf: the magnitude byte is at or above the first special's."""
+def _all_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
+    """Whether no code is NaN or Inf: every magnitude byte is below the first special's."""
     first = 0x7C if fmt.has_inf else 0x7F
-    return bool(codes.view(torch.int8).max() >= first) or bool(codes.view(torch.uint8).max() >= 0x80 + first)
+    return bool(codes.view(torch.int8).max() < first) and bool(codes.view(torch.uint8).max() < 0x80 + first)
 
 
 @dataclass(frozen=True)

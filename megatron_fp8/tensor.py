@@ -10,7 +10,7 @@ configuration, and data depends on what computes with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,12 +30,14 @@ class QuantizedSide:
             [ceil(rows / R), ceil(cols / C)] for R x C blocks: the logical layout.
         granularity: elements that share a scale, in this side's orientation.
         pow2: every scale is a power of two, so that codes times scales are exact in bfloat16.
+        finite: known to hold no NaN or Inf code (False: not known), which decoding then need not look for.
     """
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
     granularity: Granularity
     pow2: bool
+    finite: bool = False
 
     @property
     def fmt(self) -> FloatFormat:
@@ -56,13 +58,13 @@ class QuantizedSide:
         """The other direction, where it is the same codes and scales (views): per tensor and square blocks only."""
         assert self.granularity.symmetric, "a 1-wide block has other scales along the other direction"
         scale_inv = self.scale_inv if self.granularity.is_tensor else self.scale_inv.t()
-        return QuantizedSide(self.codes.t(), scale_inv, self.granularity, self.pow2)
+        return replace(self, codes=self.codes.t(), scale_inv=scale_inv)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """codes * scale_inv in float32, rounded once to dtype; NaN codes stay NaN."""
         # A code times a power of two is a bfloat16 number, or is rounded to one once, as from float32.
         work = torch.bfloat16 if self.pow2 and dtype == torch.bfloat16 else torch.float32
-        values = decode(self.codes, work)
+        values = decode(self.codes, work, finite=self.finite)
         return scale_blocks_(values, self.float_scale_inv().to(work), self.granularity).to(dtype)
 
 

@@ -18,7 +18,7 @@ transpose, and shards gathered along the rows need no permutation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -122,7 +122,7 @@ def quantize(
         # A scale made from x's own amax, or from a greater one, lets nothing saturate but an Inf.
         bounded = scale is None and nonfinite is None
         codes = _cast_blocks(x, block_scale, granularity, rule, bounded, region)
-        return QuantizedSide(codes, scale_inv, granularity, rule.scale != "fp32")
+        return QuantizedSide(codes, scale_inv, granularity, rule.scale != "fp32", finite=nonfinite is None)
 
     rowwise = side(along_cols[0], amaxes[0], False) if along_cols else None
     columnwise = None
@@ -131,7 +131,9 @@ def quantize(
         columnwise = rowwise.transposed()
     elif wants_column:
         turned = side(along_rows[0], amaxes[-1], True)
-        columnwise = QuantizedSide(turned.codes.t(), turned.scale_inv.t(), granularity, turned.pow2)
+        columnwise = replace(
+            turned, codes=turned.codes.t(), scale_inv=turned.scale_inv.t(), granularity=granularity
+        )
     return Quantized(Float8Tensor(rowwise if wants_row else None, columnwise, x.dtype), amax, nonfinite)
 
 
@@ -175,8 +177,9 @@ def _expand_any(scale: torch.Tensor, granularity: Granularity, shape: torch.Size
 
 # ---------------------------------------------------------------------------------------------------------------- GEMM
 
-# Operand values in [2^-50, 2^8] x codes keep every product a normal float32 and every operand a normal bfloat16.
-_SMALLEST_FOLDED, _LARGEST_FOLDED = 2.0**-50, 2.0**50
+# A code times its scale must be a normal bfloat16, and a product of two of them, like the sum of all, a normal float32.
+# The smallest code is 2^-16, the largest sum of products of codes about 2^42: see _foldable.
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**80
 
 
 def gemm(
@@ -207,7 +210,7 @@ def gemm(
         )
     if a.fmt is not E4M3 and b.fmt is not E4M3:
         raise ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")
-    if exact or not (_foldable(a) and _foldable(b)):
+    if exact or not _foldable(a, b):
         return _finish(_values64(a) @ _values64(b).t(), None, bias, out_dtype)
     values_a, scale_a = _operand(a)
     values_b, scale_b = _operand(b)
@@ -231,28 +234,36 @@ def _finish(
 
 
 def _values64(side: QuantizedSide) -> torch.Tensor:
-    return decode(side.codes, torch.float64) * side.expanded_scale_inv().to(torch.float64)
+    return decode(side.codes, torch.float64, finite=side.finite) * side.expanded_scale_inv().to(torch.float64)
 
 
-def _foldable(side: QuantizedSide) -> bool:
-    """Whether the scales are far from the ends of bfloat16's range. A zero block's E8M0 scale, 2^-127, does not count."""
+def _foldable(a: QuantizedSide, b: QuantizedSide) -> bool:
+    """Whether scaled operands, their products and sums stay clear of subnormals (which BF16 units flush) and overflow."""
+    (smallest_a, largest_a), (smallest_b, largest_b) = _scale_range(a), _scale_range(b)
+    return (
+        min(smallest_a, smallest_b, smallest_a * smallest_b) >= _SMALLEST_SCALE
+        and max(largest_a, largest_b, largest_a * largest_b) <= _LARGEST_SCALE
+    )
+
+
+def _scale_range(side: QuantizedSide) -> tuple[float, float]:
+    """Smallest and largest scale_inv. A block of zeros under MX's smallest scale, 2^-127, does not count."""
     scale_inv = side.float_scale_inv()
     if scale_inv.numel() == 0:
-        return True
+        return 1.0, 1.0
     smallest, largest = (float(v) for v in torch.aminmax(scale_inv))
-    if smallest >= _SMALLEST_FOLDED and largest <= _LARGEST_FOLDED:
-        return True
-    if largest > _LARGEST_FOLDED or side.scale_inv.dtype == torch.float32:
-        return False
-    tiny = scale_inv < _SMALLEST_FOLDED
-    tiny_elements = expand_scale(tiny, side.granularity, side.codes.shape)
-    return not bool(((side.codes.view(torch.uint8) & 0x7F) != 0).logical_and_(tiny_elements).any())
+    if side.scale_inv.dtype != torch.float32 and smallest == 2.0**-127:
+        least = scale_inv == smallest
+        of_element = expand_scale(least, side.granularity, side.codes.shape)
+        if not bool(((side.codes.view(torch.uint8) & 0x7F) != 0).logical_and_(of_element).any()):
+            smallest = float(torch.where(least, torch.ones_like(scale_inv), scale_inv).amin())
+    return smallest, largest
 
 
 def _operand(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(values, scale to multiply the result by): powers of two go into bfloat16 values, other scales stay outside the
     contraction where they are constant along it, or make float32 values where they are not."""
-    values = decode(side.codes, torch.bfloat16)
+    values = decode(side.codes, torch.bfloat16, finite=side.finite)
     scale_inv = side.float_scale_inv()
     if side.pow2:
         return scale_blocks_(values, scale_inv.to(torch.bfloat16), side.granularity), None
