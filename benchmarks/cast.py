@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import (
     argument_parser,
+    clock_of,
+    command_line,
     describe,
     environment,
     interleave,
@@ -79,7 +81,9 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_memory()
+    clock, measured = clock_of(args)
     record = environment(["torchao", "ml_dtypes", "numpy"])
+    record["measured"] = measured
     print(describe(record), flush=True)
     rows, data = [], []
     for shape in SHAPES:
@@ -90,7 +94,7 @@ def main() -> int:
             ("MXFP8 quantise + dequantise, float32", "torchao", GOAL_MX, mx_pair(torch.float32, shape)),
         ]
         for name, peer, goal, (ours, theirs) in cases:
-            times = interleave({"ours": ours, peer: theirs}, args.repetitions)
+            times = interleave({"ours": ours, peer: theirs}, args.repetitions, clock=clock)
             ratio, spread = times[peer].ratio_to(times["ours"])
             gelem = shape[0] * shape[1] / times["ours"].median / 1e9
             rows.append(
@@ -120,7 +124,7 @@ def main() -> int:
     body = table(header, rows)
     print(body)
     if args.write:
-        write_results("cast", "Casts on CPU", "python benchmarks/cast.py --write", record, body, data)
+        write_results("cast", "Casts on CPU", command_line(), record, body, data)
     return int(any(d["ratio"] < d["goal"] for d in data))
 
 

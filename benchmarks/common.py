@@ -56,16 +56,20 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], Any]], repetitions: int, warmup: int = 2
+    contenders: Mapping[str, Callable[[], Any]],
+    repetitions: int,
+    *,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Run all contenders in turn, `repetitions` times over, after `warmup` untimed rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for repetition in range(-warmup, repetitions):
         for name, run in contenders.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if repetition >= 0:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
@@ -108,7 +112,7 @@ def describe(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return (
         f"{record['processor']}, {record['cores']} cores, {record['threads']} threads ({record['capability']}), "
-        f"Python {record['python']}, {versions}, {record['date']}"
+        f"Python {record['python']}, {versions}, {record['date']}; {record['measured']}"
     )
 
 
@@ -138,6 +142,11 @@ def write_results(
     print(f"wrote {RESULTS / name}.json and .md")
 
 
+def command_line() -> str:
+    """This benchmark's command, as it was given."""
+    return " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
 def argument_parser(description: str, repetitions: int) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description)
@@ -148,6 +157,18 @@ def argument_parser(description: str, repetitions: int) -> argparse.ArgumentPars
         "--threads", type=int, default=torch.get_num_threads(), help="threads (default %(default)s)"
     )
     parser.add_argument(
+        "--cpu-time", action="store_true", help="time CPU, not the wall: for a machine that others use"
+    )
+    parser.add_argument(
         "--write", action="store_true", help="write the result files under benchmarks/results"
     )
     return parser
+
+
+def clock_of(args: argparse.Namespace) -> tuple[Callable[[], float], str]:
+    """(the clock asked for, what it measures). CPU time adds up over threads, so it asks for one."""
+    if not args.cpu_time:
+        return time.perf_counter, "wall time"
+    if args.threads != 1:
+        raise SystemExit("--cpu-time adds up over threads: give --threads 1 too")
+    return time.process_time, "CPU time of one thread"
