@@ -135,8 +135,8 @@ def kept(recipe: str | None, fields: dict[str, Any]) -> tuple[Saved, int]:
 def test_bytes_saved_for_backward(ranks: RankPool, recipe: str, ffn: int) -> None:
     """Linears at most 0.55 of BF16's; the layer without core attention 0.62 with SwiGLU's input stored in FP8 too.
 
-    Measured at ffn 1376 = 2.7 hidden: linears 0.500 (per tensor), 0.503 (rowwise), 0.516 (blockwise, mxfp8); layer 0.591 to
-    0.598; with core attention, which is not FP8, 0.724 to 0.729.
+    Measured at ffn 1376 = 2.7 hidden: linears 0.500 (per tensor), 0.503 (rowwise), 0.516 (blockwise, mxfp8); layer 0.591
+    to 0.598; with core attention, which is not FP8, 0.724 to 0.729.
     """
     fused = {"ffn_hidden_size": ffn, "bias_activation_fusion": True}
     bf16, weights = ranks(1).run(kept, None, fused)[0]

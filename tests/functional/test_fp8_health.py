@@ -1,0 +1,193 @@
+"""NaN and Inf on one rank: counted, the step skipped on all ranks together, nothing poisoned, the next step trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fp8_gpt import OPTIONS, fp8_config
+from tests.gpt import build_chunks, build_optimizer, train_step
+from tests.ranks import Layout, RankPool, model_parallel
+
+SICK_RANK = 1
+STEPS = 7
+# Step -> where, and what is put there.
+SICK = {1: ("weights", math.nan), 3: ("inputs", math.inf), 5: ("gradients", math.nan)}
+SICK_OTHERWISE = {1: ("weights", -math.inf), 3: ("inputs", math.nan), 5: ("gradients", math.inf)}
+
+
+@dataclass
+class Health:
+    """What one rank saw, a list entry for each step."""
+
+    losses: list[float]
+    stepped: list[bool]
+    nonfinite: list[int]
+    changed: list[bool]
+    scales_finite: list[bool]
+    collectives: list[int]
+    learned_scales: list[int]
+
+
+def sick_training(
+    layout: Layout,
+    recipe: str,
+    sick: dict[int, tuple[str, float]],
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+) -> Health:
+    """A rank case: seven steps, three of them with NaN or Inf in weights, inputs or gradients of one rank."""
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    seen = Health([], [], [], [], [], [], [])
+    with model_parallel(layout):
+        config = fp8_config(layout, recipe, **fields)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, ddp=ddp)
+        optimizer = build_optimizer(config, chunks, ddp=ddp)
+        step = optimizer.step
+
+        def recorded_step() -> tuple[bool, float, Any]:
+            stepped, norm, zeros = step()
+            seen.stepped.append(stepped)
+            return True, norm or 0.0, zeros  # train_step takes a skipped step for a failure
+
+        optimizer.step = recorded_step
+        for index in range(STEPS):
+            before = masters(optimizer)
+            ill = index in sick and dist.get_rank() == SICK_RANK
+            with made_sick(chunks[0], *sick[index]) if ill else nullcontext():
+                loss, _ = train_step(config, chunks, optimizer, index, **OPTIONS)
+            seen.losses.append(loss)
+            seen.nonfinite.append(iteration_counts()["nonfinite"])
+            seen.collectives.append(iteration_counts()["amax_collectives"])
+            seen.changed.append(masters(optimizer) != before)
+            state = state_of(config)
+            scales = torch.cat([arena.scale[: len(arena.slots)] for arena in state.arenas])
+            seen.scales_finite.append(bool(scales.isfinite().all()) and bool((scales > 0).all()))
+            seen.learned_scales.append(int((scales != 1).sum()))
+    return seen
+
+
+def masters(optimizer: Any) -> list[bytes]:
+    """The float32 weights that this rank's optimizer holds; the model's own are gathered from them, perhaps later."""
+    return [p.detach().numpy().tobytes() for group in optimizer.param_groups for p in group["params"]]
+
+
+@contextmanager
+def made_sick(chunk: Any, where: str, value: float) -> Iterator[None]:
+    """`value` in one element of a weight, of the first layer's input or of the last layer's gradient; undone after."""
+    from megatron_fp8.mcore.sites import unwrap
+
+    layers = unwrap(chunk).decoder.layers
+    if where == "weights":
+        weight = next(p.data for name, p in layers[0].named_parameters() if "linear_fc1" in name)
+        kept = weight[3, 5].clone()
+        weight[3, 5] = value
+        yield
+        weight[3, 5] = kept
+        return
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros_like(tensor)
+        mask.view(-1)[7] = value
+        return tensor + mask
+
+    if where == "inputs":
+        hook = layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "hidden_states": poison(kwargs["hidden_states"])}),
+            with_kwargs=True,
+        )
+    else:
+        hook = layers[-1].register_forward_hook(
+            lambda _, args, output: output[0].register_hook(poison) and None
+        )
+    yield
+    hook.remove()
+
+
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+MOE = {"num_moe_experts": 2, "moe_ffn_hidden_size": 256, "moe_router_load_balancing_type": "none"}
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
+    "tp2": (Layout(tp=2), {}, {}),
+    "tp2-sp": (Layout(tp=2, sp=True), {}, {}),
+    "pp2": (Layout(pp=2), {}, {}),
+    "dp2": (Layout(), {}, {}),
+    "dp2-overlap": (Layout(), {}, OVERLAP),
+    "dp2-tp-only-amax": (Layout(), {"tp_only_amax_red": True}, {}),
+}
+
+
+def check(everyone: list[Health], sick: dict[int, tuple[str, float]]) -> None:
+    clean = [step not in sick for step in range(STEPS)]
+    for seen in everyone:
+        assert seen.stepped == clean
+        assert [n == 0 for n in seen.nonfinite] == clean
+        assert seen.changed == clean
+        assert all(seen.scales_finite)
+        losses = [loss for loss, is_clean in zip(seen.losses, clean, strict=True) if is_clean]
+        assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+    assert len({tuple(seen.nonfinite) for seen in everyone}) == 1, "ranks disagree on what was found"
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_step_is_skipped_together_and_nothing_is_poisoned(ranks: RankPool, name: str, recipe: str) -> None:
+    layout, fields, ddp = LAYOUTS[name]
+    everyone = ranks(2).run(sick_training, layout, recipe, SICK, fields, ddp)
+    check(everyone, SICK)
+    for seen in everyone:
+        # Every tensor has its delayed scale after the first iteration, and keeps one through the sick ones.
+        assert (min(seen.learned_scales) > 0) == (recipe == "delayed")
+        assert len(set(seen.learned_scales)) == 1
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_every_recipe_counts(ranks: RankPool, recipe: str) -> None:
+    check(ranks(2).run(sick_training, Layout(tp=2), recipe, SICK_OTHERWISE, {}, {}), SICK_OTHERWISE)
+
+
+def test_one_ranks_expert(ranks: RankPool) -> None:
+    """Expert ranks share no amax group with each other; the verdict reaches all of them."""
+    fields = {**MOE, "moe_token_dispatcher_type": "alltoall"}
+    check(ranks(2).run(sick_training, Layout(ep=2), "delayed", SICK, fields, {}), SICK)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_history_is_that_of_a_healthy_run(ranks: RankPool, recipe: str) -> None:
+    """An Inf in one gradient leaves no trace: once the step is skipped, scales are those the finite values gave."""
+    sick = ranks(2).run(histories, recipe, True)
+    well = ranks(2).run(histories, recipe, False)
+    for a, b in zip(sick, well, strict=True):
+        assert a.keys() == b.keys() and len(a) == 2 * 4 * 3 * (recipe == "delayed")
+        inputs = [name for name in a if not name.endswith("grad_output")]
+        assert all(a[name] == b[name] for name in inputs), "forward amaxes were finite and are the same"
+        # Gradients downstream of the Inf have no finite amax: their scale stays as the iteration before left it.
+        assert all(0 < a[name] < math.inf for name in a)
+
+
+def histories(recipe: str, sick: bool) -> dict[str, float]:
+    """A rank case: scales by slot name after two steps without learning, the second with an Inf gradient or not."""
+    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    layout = Layout(tp=2)
+    with model_parallel(layout):
+        config = fp8_config(layout, recipe, fp8_amax_history_len=4, fp8_amax_compute_algo="max")
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128)
+        optimizer = build_optimizer(config, chunks, optim={"lr": 0.0})
+        step = optimizer.step
+        optimizer.step = lambda: (True, 0.0, step()[2])
+        for index in range(2):
+            poisoned = sick and index == 1 and dist.get_rank() == SICK_RANK
+            with made_sick(chunks[0], "gradients", math.inf) if poisoned else nullcontext():
+                train_step(config, chunks, optimizer, 0, **OPTIONS)
+        return {slot.name: float(slot.scale) for slot in state_of(config).slots() if slot.delayed}
