@@ -85,7 +85,8 @@ def main() -> int:
     record = environment(["torchao", "ml_dtypes", "numpy"])
     record["measured"] = measured
     print(describe(record), flush=True)
-    rows, data = [], []
+    rows: list[list[str]] = []
+    data: list[dict[str, Any]] = []
     for shape in SHAPES:
         cases: list[tuple[str, str, float, Pair]] = [
             ("E4M3 encode + decode, float32", "ml_dtypes", GOAL_CAST, element_pair(E4M3, shape)),
