@@ -38,7 +38,9 @@ class Result:
 
 def main() -> int:
     """Run, tabulate, and judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default="examples/configs/tiny_gpt_cpu.yaml")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
@@ -48,9 +50,13 @@ def main() -> int:
     wanted = parser.parse_args()
     results = [train(name, wanted) for name in ("bf16", *wanted.recipes)]
     rows, verdict = judge(results)
-    text = table(("run", "validation loss", "from BF16", "last loss", "FP8 GEMMs an iteration and rank"), rows)
+    text = table(
+        ("run", "validation loss", "from BF16", "last loss", "FP8 GEMMs an iteration and rank"), rows
+    )
     entropy = results[0].report["bigram_entropy"]
-    print(f"{text}\nbigram entropy of the data: {entropy:.4f} nats\n{verdict or 'every run is as it should be'}")
+    print(
+        f"{text}\nbigram entropy of the data: {entropy:.4f} nats\n{verdict or 'every run is as it should be'}"
+    )
     if wanted.write:
         write(results, text, entropy, wanted)
     return 1 if verdict else 0
@@ -59,12 +65,31 @@ def main() -> int:
 def train(name: str, wanted: argparse.Namespace) -> Result:
     """The result of one run, made unless it is there."""
     folder = wanted.runs / name
-    fp8 = ["--model.fp8=null", "--model.first_last_layers_bf16=false"] if name == "bf16" else [f"--model.fp8_format={name}"]
+    fp8 = (
+        ["--model.fp8=null", "--model.first_last_layers_bf16=false"]
+        if name == "bf16"
+        else [f"--model.fp8_format={name}"]
+    )
     if not (folder / "done").exists():
         print(f"training {name} ...", flush=True)
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={wanted.ranks}"),
-            *("-m", "megatron_fp8", "train", "--config", wanted.config, f"--run_dir={folder}", *fp8, *wanted.overrides),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={wanted.ranks}",
+            ),
+            *(
+                "-m",
+                "megatron_fp8",
+                "train",
+                "--config",
+                wanted.config,
+                f"--run_dir={folder}",
+                *fp8,
+                *wanted.overrides,
+            ),
         ]
         subprocess.run(command, cwd=ROOT, check=True)
         (folder / "done").touch()
@@ -77,7 +102,9 @@ def train(name: str, wanted: argparse.Namespace) -> Result:
 
 def judge(results: list[Result]) -> tuple[list[tuple[str, ...]], str]:
     """Table rows, and what is wrong ('' if nothing is)."""
-    bf16, wrong, rows = results[0], [], []
+    bf16 = results[0]
+    wrong: list[str] = []
+    rows: list[tuple[str, ...]] = []
     if bf16.validation >= bf16.report["bigram_entropy"]:
         wrong.append("BF16 did not learn more than bigrams")
     for result in results:

@@ -36,7 +36,7 @@ def choose_backend(request: str | None, device: torch.device) -> tuple[ModuleTyp
         if reason is not None:
             raise ValueError(f"fp8_backend {request!r} cannot run on {device}: {reason}; use fp8_backend='auto'")
         return BACKENDS[request], "asked for"
-    reasons = []
+    reasons: list[str] = []
     for backend_name, backend in BACKENDS.items():
         reason = backend.supports(device)
         if reason is None:
