@@ -7,6 +7,7 @@ runs Megatron's own code, so its numbers are Megatron's. ``linear_qkv`` and ``li
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class _Fp8Site:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
     ) -> torch.Tensor:
         fresh, self.is_first_microbatch = self.is_first_microbatch, False
-        return fp8_linear(
+        counts = self.fp8_site.state.counts
+        before = asdict(counts)
+        y = fp8_linear(
             x,
             weight,
             bias,
@@ -62,9 +65,13 @@ class _Fp8Site:
             fresh_weight=fresh,
             save_original_input=self.save_original_input,
         )
+        if not self.training:
+            vars(counts).update(before)  # evaluation is no part of the iteration that comes after it
+        return y
 
     def _count(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        count_high_precision(self.fp8_site.state, x, weight, y)
+        if self.training:
+            count_high_precision(self.fp8_site.state, x, weight, y)
         return y
 
 

@@ -144,6 +144,8 @@ def count_plain_linear(module: Any, state: Fp8State) -> None:
         out = output[0] if isinstance(output, tuple) else output
         weight = kwargs.get("weight")  # the embedding's where they are tied, else None
         weight = module.weight if weight is None else weight
+        if not module.training:
+            return
         count_high_precision(state, args[0] if args else kwargs["input_"], weight, out)
 
     module.register_forward_hook(count, with_kwargs=True)

@@ -65,7 +65,7 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
 
 def _require_installed() -> None:
     if not is_installed():
-        raise RuntimeError("call megatron_fp8.mcore.install() before building a model: it makes Megatron-Core's FP8 hooks")
+        raise RuntimeError("call megatron_fp8.mcore.install() before building a model: it sets Megatron-Core's FP8 hooks")
 
 
 def __getattr__(name: str) -> ModuleSpec:

@@ -1,0 +1,383 @@
+"""What was asked for is what runs and what is reported; what cannot run is an error that says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fp8_gpt import (
+    MOE,
+    OPTIONS,
+    RECIPES,
+    SITES,
+    Watched,
+    fp8_config,
+    watched_collectives,
+    watched_gemms,
+)
+from tests.gpt import build_chunks, build_optimizer, gpt_config, train, train_step
+from tests.ranks import Layout, RankPool, model_parallel
+
+ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
+TINY = {"hidden_size": 64, "ffn_hidden_size": 128}
+SHORT = {"sequence": 32, "micro_batch": 1, "global_batch": 2, "vocab": 128}
+DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+
+
+# ---------------------------------------------------------------------------------------------------------- collectives
+
+
+def collectives(
+    layout: Layout, recipe: str, fields: dict[str, Any]
+) -> tuple[list[int], list[int], dict[str, int]]:
+    """A rank case, of the second iteration: slots that each amax collective settled; sizes of other maxima; counts."""
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    with model_parallel(layout):
+        config = fp8_config(layout, recipe, **{**TINY, **fields})
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=32, vocab=128)
+        optimizer = build_optimizer(config, chunks)
+        train_step(config, chunks, optimizer, 0, **SHORT)
+        with watched_collectives("all_reduce") as calls:
+            train_step(config, chunks, optimizer, 1, **SHORT)
+        maxima = [
+            tensor.shape for _, tensor, op in calls if op == dist.ReduceOp.MAX and tensor.is_floating_point()
+        ]
+        # Amaxes and non-finite counts of all slots, and a word between the ranks. The softmax over the vocabulary's
+        # shards is a maximum too, one a token: [32, 1].
+        wires = {2 * len(arena.slots) + 1: len(arena.slots) for arena in state_of(config).arenas}
+        settled = [wires[shape.numel()] for shape in maxima if shape.numel() in wires]
+        others = [shape.numel() for shape in maxima if shape.numel() not in wires and shape != (32, 1)]
+        return settled, others, iteration_counts()
+
+
+@pytest.mark.parametrize("layers", [2, 32])
+@pytest.mark.parametrize("layout", [TP_SP, ONE], ids=["tp2-sp", "dp2"])
+def test_one_amax_collective_an_iteration(ranks: RankPool, layout: Layout, layers: int) -> None:
+    for recipe in RECIPES if layers == 2 else ("delayed", "tensorwise"):
+        fields = {"num_layers": layers, "num_attention_heads": 2}
+        for settled, others, counts in ranks(2).run(collectives, layout, recipe, fields):
+            assert settled == [layers * 4 * 3], recipe
+            assert counts["amax_collectives"] == 1
+            # Sequence parallelism shares what a shard's rows are cut through: the inputs of the column-parallel linears,
+            # the gradients of the row-parallel ones; one amax of the tensor, or one a column. Delayed scales are warm.
+            shared = 4 * layers * (2 if layout.sp and recipe in ("tensorwise", "rowwise") else 0)
+            assert len(others) == shared and counts["scaling_collectives"] == shared, recipe
+            assert set(others) <= {1} if recipe == "tensorwise" else set(others) <= {64}
+
+
+def test_experts_are_a_group_of_their_own(ranks: RankPool) -> None:
+    fields = {**MOE, "num_attention_heads": 2}
+    for settled, _, counts in ranks(2).run(collectives, ONE, "delayed", fields):
+        assert sorted(settled) == [2 * 2 * 3, 2 * 2 * 4 * 3]
+        assert counts["amax_collectives"] == 2
+
+
+# -------------------------------------------------------------------------------------------------- no silent fallback
+
+
+def failure(layout: Layout, fields: dict[str, Any], foreign: str | None = None) -> str:
+    """A rank case: the error of the first iteration, '' if there is none."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    def spec(config: Any) -> Any:
+        made = get_gpt_layer_fp8_spec(config)
+        if foreign:
+            made.submodules.mlp.submodules.linear_fc1 = ColumnParallelLinear
+        return made
+
+    with model_parallel(layout):
+        try:
+            train(fp8_config(layout, "delayed", **fields), spec=spec, **OPTIONS)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+def test_plain_linears_are_refused(ranks: RankPool) -> None:
+    assert ranks(1).run(failure, ONE, {})[0] == ""
+    message = ranks(1).run(failure, ONE, {}, foreign="linear_fc1")[0]
+    assert "layers.0.mlp.linear_fc1 is Megatron-Core's plain linear" in message
+    assert "get_gpt_layer_fp8_spec" in message and "install()" in message
+
+
+def test_a_backend_that_cannot_run_is_refused(ranks: RankPool) -> None:
+    message = ranks(1).run(failure, ONE, {"fp8_backend": "native"})[0]
+    assert "fp8_backend 'native'" in message and "'emulated' runs on every device" in message
+
+
+@pytest.mark.parametrize("glob", ["*.linear_pojr", "decoder.layers.2.*"])
+def test_a_glob_without_match_is_an_error_on_all_ranks(ranks: RankPool, glob: str) -> None:
+    for message in ranks(2).run(
+        failure, PP, {"fp8_overrides": {"*.layers.1.*": "bf16", glob: "mxfp8"}}, timeout=60
+    ):
+        assert f"{glob!r} matches no GEMM site" in message
+
+
+def test_a_glob_of_another_stage_is_none(ranks: RankPool) -> None:
+    assert ranks(2).run(failure, PP, {"fp8_overrides": {"*.layers.1.*": "bf16"}}, timeout=60) == ["", ""]
+
+
+def fallback(fields: dict[str, Any]) -> tuple[str, list[dict[str, Any]], dict[str, int]]:
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    said = io.StringIO()
+    with model_parallel(), contextlib.redirect_stderr(said):
+        run = train(fp8_config(ONE, "mxfp8", **fields), spec=get_gpt_layer_fp8_spec, **OPTIONS)
+        return said.getvalue(), site_report(run.chunks), iteration_counts()
+
+
+def test_a_fallback_that_was_opted_into_is_printed_and_recorded(ranks: RankPool) -> None:
+    fields = {"fp8_backend": "native", "fp8_fallback": "warn"}
+    said, report, counts = ranks(1).run(fallback, fields)[0]
+    sites = [entry for entry in report if entry["layer"] is not None]
+    assert len(sites) == 8
+    for entry in sites:
+        assert entry["precision"] == "bf16" and entry["reason"].startswith(
+            "fp8_fallback: fp8_backend 'native'"
+        )
+        assert f"{entry['name']} runs in BF16" in said
+    assert (counts["fp8_gemms"], counts["hp_gemms"]) == (0, 9 * 3 * 2)
+
+
+def without_install() -> list[str]:
+    from megatron_fp8 import mcore
+    from megatron_fp8.mcore import spec
+    from megatron_fp8.mcore.iteration import finish_iteration
+
+    messages = []
+    with model_parallel():
+        config = fp8_config(ONE, "delayed")
+        chunks = build_chunks(config, spec=spec.get_gpt_layer_fp8_spec, sequence=128)
+        mcore.uninstall()
+        try:
+            for call in (
+                lambda: spec.get_gpt_layer_fp8_spec(config),
+                lambda: spec.gpt_layer_fp8_spec,
+                lambda: finish_iteration(chunks),
+                lambda: config.finalize_model_grads_func(chunks),
+            ):
+                with pytest.raises(RuntimeError) as caught:
+                    call()
+                messages.append(str(caught.value))
+        finally:
+            mcore.install()
+    return messages
+
+
+def test_without_install_is_an_error(ranks: RankPool) -> None:
+    messages = ranks(1).run(without_install)[0]
+    assert len(messages) == 4 and all("call megatron_fp8.mcore.install() before" in m for m in messages)
+
+
+def frozen(name: str, value: Any) -> str:
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    with model_parallel():
+        config = fp8_config(ONE, "delayed")
+        config.fp8_format = "mxfp8"  # before the model takes it over
+        chunks = train(config, spec=get_gpt_layer_fp8_spec, **OPTIONS).chunks
+        assert {m.fp8_site.plan.recipe.__class__.__name__ for m in linears(chunks)} == {"MXFP8BlockScaling"}
+        with pytest.raises(ValueError) as caught:
+            setattr(config, name, value)
+        return str(caught.value)
+
+
+def linears(chunks: list[Any]) -> list[Any]:
+    from megatron_fp8.mcore.sites import fp8_linears
+
+    return fp8_linears(chunks)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("fp8_format", "tensorwise"), ("fp8", None), ("first_last_layers_bf16", True)]
+)
+def test_settings_are_frozen_once_built(ranks: RankPool, name: str, value: Any) -> None:
+    assert "comes after the model was built" in ranks(1).run(frozen, name, value)[0]
+
+
+# ------------------------------------------------------------------------------------------- overrides, interval, plain
+
+
+def overridden() -> tuple[Watched, dict[str, str]]:
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    overrides = {
+        "linear_proj": "bf16",
+        "decoder.layers.1.mlp.*": "blockwise",
+        "*.layers.0.mlp.linear_fc2": "tensorwise",
+    }
+    seen = Watched()
+    with model_parallel(), watched_gemms(seen):
+        config = fp8_config(ONE, "mxfp8", fp8_overrides=overrides)
+        chunks = train(config, spec=get_gpt_layer_fp8_spec, **OPTIONS).chunks
+        seen.report = site_report(chunks)
+        scales = {m.fp8_site.plan.name: m.fp8_site for m in linears(chunks)}
+        kinds = {
+            name: str(site.quantizers["input"] and site.quantizers["input"].rule)
+            for name, site in scales.items()
+        }
+    return seen, kinds
+
+
+def test_overrides_by_glob(ranks: RankPool) -> None:
+    seen, kinds = ranks(1).run(overridden)[0]
+    want = {f"decoder.layers.{layer}.{site}": "mxfp8" for layer in (0, 1) for site in SITES}
+    want |= {name: "bf16" for name in want if name.endswith("linear_proj")}
+    want |= {"decoder.layers.1.mlp.linear_fc1": "blockwise", "decoder.layers.1.mlp.linear_fc2": "blockwise"}
+    want["decoder.layers.0.mlp.linear_fc2"] = "tensorwise"
+    entries = {entry["name"]: entry for entry in seen.report if entry["layer"] is not None}
+    assert {name: entry["recipe"] or entry["precision"] for name, entry in entries.items()} == want
+    assert {name for name, _, _ in seen.gemms} == {name for name, what in want.items() if what != "bf16"}
+    ran = {"mxfp8": "1x32 e8m0", "blockwise": "1x128 pow2", "tensorwise": "tensor fp32", "bf16": "None"}
+    assert {name: kind.removeprefix("e4m3 ") for name, kind in kinds.items()} == {
+        name: ran[what] for name, what in want.items()
+    }
+    for name, entry in entries.items():
+        assert ("fp8_overrides" in entry["reason"]) == (want[name] != "mxfp8")
+
+
+def scales_over_time(interval: int) -> list[list[float]]:
+    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    found: list[list[float]] = []
+    with model_parallel():
+        config = fp8_config(ONE, "delayed", fp8_interval=interval)
+
+        def on_step(step: int, run: Any) -> None:
+            found.append([float(slot.scale) for slot in state_of(config).slots()])
+
+        train(config, spec=get_gpt_layer_fp8_spec, steps=5, optim={"lr": 1e-2}, on_step=on_step, **OPTIONS)
+    return found
+
+
+def test_interval_is_honoured(ranks: RankPool) -> None:
+    """Scales of iterations 0, 2 and 4 with fp8_interval=2; Megatron-Core ignores the setting."""
+    every, second = (ranks(1).run(scales_over_time, n)[0] for n in (1, 2))
+    assert [a != b for a, b in pairwise(every)] == [True] * 4
+    assert [a != b for a, b in pairwise(second)] == [False, True, False, True]
+
+
+def plain_config(layout: Layout) -> tuple[list[dict[str, int]], list[bool], int, list[float], list[float]]:
+    """Megatron-Core's own config and spec, after install()."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.sites import state_of
+
+    counts, moved, losses = [], [], []
+    for fp8 in (DELAYED, {}):
+        with model_parallel(layout):
+            config = gpt_config(layout, **fp8)
+            assert type(config).__module__.startswith("megatron.core")
+
+            def on_step(step: int, run: Any, config: Any = config) -> None:
+                if config.fp8:
+                    counts.append(iteration_counts())
+                    state = state_of(config)
+                    assert state.iteration == step + 1
+                    moved.append(any(float(slot.scale) != 1 for slot in state.slots()))
+
+            def spec(config: Any) -> Any:
+                return get_gpt_layer_local_spec(normalization=config.normalization)
+
+            losses.append(train(config, spec=spec, steps=3, on_step=on_step, **OPTIONS).losses)
+    return counts, moved, len(counts), *losses
+
+
+def test_a_plain_megatron_config_trains_in_fp8(ranks: RankPool) -> None:
+    for counts, moved, steps, fp8, bf16 in ranks(2).run(plain_config, TP):
+        assert steps == 3 and moved == [True] * 3
+        assert [c["fp8_gemms"] for c in counts] == [2 * 4 * 3 * 2] * 3
+        assert [c["amax_collectives"] for c in counts] == [1] * 3
+        assert fp8 != bf16 and fp8 == pytest.approx(bf16, rel=5e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------ evaluation
+
+
+def with_evaluation(recipe: str, evaluate: bool) -> tuple[list[float], list[dict[str, int]]]:
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    losses, counts = [], []
+    with model_parallel():
+        config = fp8_config(ONE, recipe)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128)
+        optimizer = build_optimizer(config, chunks)
+        for step in range(3):
+            if evaluate:
+                train_step(config, chunks, optimizer, 100 + step, forward_only=True, **OPTIONS)
+            losses.append(train_step(config, chunks, optimizer, step, **OPTIONS)[0])
+            counts.append(iteration_counts())
+    return losses, counts
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_evaluation_leaves_no_trace(ranks: RankPool, recipe: str) -> None:
+    """Neither in the numbers nor in the counts of the iteration that comes after it."""
+    assert ranks(1).run(with_evaluation, recipe, True)[0] == ranks(1).run(with_evaluation, recipe, False)[0]
+
+
+# ------------------------------------------------------------------------------------------------------------------ specs
+
+
+def spec_case(name: str) -> tuple[Counter[tuple[str, str, str]], list[dict[str, Any]], list[float], str]:
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    fields, options = SPECS[name]
+    seen = Watched()
+    with model_parallel(), watched_gemms(seen):
+        if name == "object":
+            from megatron_fp8.mcore.spec import gpt_layer_fp8_spec
+
+            def spec(config: Any) -> Any:
+                return gpt_layer_fp8_spec
+        else:
+            spec = get_gpt_layer_fp8_spec
+        config = fp8_config(ONE, "mxfp8", num_layers=1, **fields)
+        run = train(config, spec=spec, **{**OPTIONS, "global_batch": 2, **options})
+        return seen.gemms, site_report(run.chunks), run.losses, str(run.chunks[0])
+
+
+SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "object": ({"normalization": "LayerNorm"}, {}),
+    "llama-gqa": ({}, {}),
+    "qk-layernorm": ({"qk_layernorm": True}, {}),
+    "gpt-biases": ({"llama": False}, {"tied": True}),
+    "moe": (MOE, {}),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_specs(ranks: RankPool, name: str) -> None:
+    """Query, key and value are one GEMM, and so are gate and up: every linear multiplies once, each way."""
+    gemms, report, losses, model = ranks(1).run(spec_case, name)[0]
+    experts = [f"mlp.experts.local_experts.{n}.linear_fc{i}" for n in range(4) for i in (1, 2)]
+    sites = [*SITES[:2], *experts] if name == "moe" else SITES
+    names = [f"decoder.layers.0.{site}" for site in sites]
+    assert gemms == Counter({(n, gemm, "fp8"): 1 for n in names for gemm in ("fprop", "dgrad", "wgrad")})
+    assert sorted(entry["name"] for entry in report if entry["layer"] == 0) == sorted(names)
+    assert all(
+        entry["backend"] == "emulated" and entry["recipe"] == "mxfp8" for entry in report[: len(names)]
+    )
+    assert losses[0] < 6.6
+    assert bool(re.search(r"\(q_layernorm\): Norm", model)) == (name == "qk-layernorm")
+    assert torch.tensor(losses).isfinite().all()
