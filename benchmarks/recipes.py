@@ -1,8 +1,8 @@
 """Does FP8 learn what BF16 learns? Trains one config in BF16 and in every recipe, and tabulates the end.
 
-    python benchmarks/recipes.py                      # examples/configs/tiny_gpt_cpu.yaml, two CPU ranks, all recipes
-    python benchmarks/recipes.py --write              # also docs/recipes.md and docs/recipes.png
-    python benchmarks/recipes.py --recipes mxfp8 -- --train.train_iters=50 --optimizer.lr_warmup_iters=5
+    python -m benchmarks.recipes                      # examples/configs/tiny_gpt_cpu.yaml, two CPU ranks, all recipes
+    python -m benchmarks.recipes --write              # also docs/recipes.md and docs/recipes.png
+    python -m benchmarks.recipes --recipes mxfp8 -- --train.train_iters=50 --optimizer.lr_warmup_iters=5
 
 Every run has the same seed and data. Runs that are complete in --runs are read, not repeated. The exit code is 1 if a
 recipe's validation loss is more than 1 % from BF16's, equals it in all bits, or BF16 did not beat the bigram entropy.
@@ -132,12 +132,13 @@ def write(results: list[Result], text: str, entropy: float, wanted: argparse.Nam
     iterations = len(results[0].losses)
     (ROOT / "docs" / "recipes.md").write_text(
         f"# FP8 against BF16 on the small model, by recipe\n\n"
-        f"`{wanted.config}`, {iterations} iterations, {wanted.ranks} CPU ranks (tensor and sequence parallel), the same seed"
-        f" and data for every run. Validation loss in nats a byte; the bigram entropy of the data is {entropy:.4f}, which a"
-        f" model must beat to have learned more than pairs of bytes. First and last layer in BF16, as in the config.\n\n"
+        f"`{wanted.config}`, {iterations} iterations, {wanted.ranks} CPU ranks (tensor and sequence parallel), the same"
+        f" seed and data for every run. Validation loss in nats a byte; the bigram entropy of the data is"
+        f" {entropy:.4f}, which a model must beat to have learned more than pairs of bytes. First and last layer in"
+        f" BF16, as in the config.\n\n"
         f"{text}\n\n![loss by iteration](recipes.png)\n\n"
-        f"Made by `python -m benchmarks.recipes --write` on {report['device']}, {versions}. Another run of the same command"
-        f" on the same machine gives the same losses to the last bit.\n"
+        f"Made by `python -m benchmarks.recipes --write` on {report['device']}, {versions}. Another run of the same"
+        f" command on the same machine gives the same losses to the last bit.\n"
     )
     plot(results, entropy, ROOT / "docs" / "recipes.png")
 

@@ -1,6 +1,6 @@
 """FP8 training for Megatron-Core, and the numbers it is made of.
 
-Importing this package loads torch only; Megatron-Core is imported when ``TransformerConfig`` or ``megatron_fp8.mcore`` is.
+Importing this package loads torch only; Megatron-Core comes with ``TransformerConfig`` or ``megatron_fp8.mcore``.
 """
 
 from typing import TYPE_CHECKING, Any

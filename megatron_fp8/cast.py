@@ -55,7 +55,9 @@ def chunks(rows: int, elements: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def cast(x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False) -> torch.Tensor:
+def cast(
+    x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False
+) -> torch.Tensor:
     """Codes of ``x * scale``: saturating round-to-nearest-even (OFP8 section 5; the saturating mode).
 
     Args:
@@ -201,7 +203,9 @@ def cast_stochastic(
     product = x.to(torch.float32) if scale is None else x.to(torch.float32) * scale
     if index is None:
         index = torch.arange(x.numel(), device=x.device).view(x.shape)
-    magnitude = product.abs().clamp_(max=fmt.max).nan_to_num_(nan=0.0).contiguous().view(torch.int32).to(torch.int64)
+    magnitude = (
+        product.abs().clamp_(max=fmt.max).nan_to_num_(nan=0.0).contiguous().view(torch.int32).to(torch.int64)
+    )
     exponent = magnitude >> 23
     mantissa = (magnitude & 0x7FFFFF) | ((exponent > 0).to(torch.int64) << 23)
     exponent = exponent.clamp_(min=1) - 127

@@ -73,7 +73,9 @@ def fp8_linear(
             f"{site.plan.name}: input {tuple(x.shape)} does not fit weight {tuple(weight.shape)};"
             f" its last dimension must be {weight.shape[1]}"
         )
-    assert bias is None or tp.kind != "row", "each rank would add a row-parallel bias, and their sum would count it again"
+    assert bias is None or tp.kind != "row", (
+        "each rank would add a row-parallel bias, and their sum would count it again"
+    )
     record = training and not in_recompute()
     call = _Call(site, tp, record, fresh_weight, save_original_input, torch.is_grad_enabled())
     return _LinearFunction.apply(x, weight, bias, call)
@@ -93,7 +95,9 @@ class _Call:
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
+    ) -> torch.Tensor:
         site, tp = call.site, call.tp
         needs_dgrad, needs_wgrad, _, _ = (need and call.grad_enabled for need in ctx.needs_input_grad)
         tokens = x.reshape(-1, x.shape[-1])
@@ -138,7 +142,9 @@ class _LinearFunction(torch.autograd.Function):
             dx = site.multiply("dgrad", rowwise, saved_w, grad_output.dtype)
         columnwise = None
         if needs_wgrad:
-            columnwise = pending_columnwise.wait() if isinstance(pending_columnwise, Pending) else pending_columnwise
+            columnwise = (
+                pending_columnwise.wait() if isinstance(pending_columnwise, Pending) else pending_columnwise
+            )
             x_side = _columnwise_input(pending_x.wait(), call) if pending_x is not None else saved_x
         if dx is not None and gathers:
             pending_dx = tp.reduce_scatter(dx, async_op=True)
@@ -156,17 +162,23 @@ class _LinearFunction(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------- input, forward
 
 
-def _quantize_input(tokens: torch.Tensor, call: _Call, gathers: bool, needs_wgrad: bool) -> tuple[Operand, Operand]:
+def _quantize_input(
+    tokens: torch.Tensor, call: _Call, gathers: bool, needs_wgrad: bool
+) -> tuple[Operand, Operand]:
     """(operand of fprop, what wgrad will need: this rank's tokens, columnwise)."""
     site, tp = call.site, call.tp
     quantizer = site.quantizers["input"]
     if quantizer is None:
         operand = tp.all_gather(tokens).wait() if gathers else tokens
         return operand, tokens.t()
-    direction = "both" if needs_wgrad and _wgrad_takes_codes(call) and not call.save_original_input else "rowwise"
+    direction = (
+        "both" if needs_wgrad and _wgrad_takes_codes(call) and not call.save_original_input else "rowwise"
+    )
     if not gathers:
         quantized = quantizer(tokens, direction, record=call.record)  # type: ignore[arg-type]
-        return side_of(quantized, "rowwise"), side_of(quantized, "columnwise") if direction == "both" else tokens.t()
+        return side_of(quantized, "rowwise"), side_of(
+            quantized, "columnwise"
+        ) if direction == "both" else tokens.t()
     if not _shards_aligned(tokens.shape[0], quantizer.rule.granularity):
         site.notes.add(_misaligned_note("input", tokens.shape[0], quantizer.rule.granularity))
         gathered = tp.all_gather(tokens).wait()
@@ -286,7 +298,9 @@ def _region(dy: torch.Tensor, call: _Call, shards: bool) -> Any:
     tp, (rows, cols) = call.tp, dy.shape
     by_column = tp.kind == "column"
     return call.site.next_region(
-        tp.rank * rows if shards else 0, tp.rank * cols if by_column else 0, cols * (tp.size if by_column else 1)
+        tp.rank * rows if shards else 0,
+        tp.rank * cols if by_column else 0,
+        cols * (tp.size if by_column else 1),
     )
 
 
@@ -305,11 +319,15 @@ class _Kept:
         if operand is None:
             return _Kept((), None)
         if isinstance(operand, QuantizedSide):
-            return _Kept((operand.codes, operand.scale_inv), (operand.granularity, operand.pow2, operand.finite))
+            return _Kept(
+                (operand.codes, operand.scale_inv), (operand.granularity, operand.pow2, operand.finite)
+            )
         return _Kept((operand,), "plain")
 
     @staticmethod
-    def restore(spec: tuple[Granularity, bool, bool] | str | None, tensors: list[torch.Tensor]) -> Operand | None:
+    def restore(
+        spec: tuple[Granularity, bool, bool] | str | None, tensors: list[torch.Tensor]
+    ) -> Operand | None:
         """The operand again; takes its tensors off the front of the list."""
         if spec is None:
             return None

@@ -84,7 +84,9 @@ def fp8_site(
 def bf16_site(name: str, layer: int | None, reason: str) -> SitePlan:
     """The plan of a site that runs in the model's own dtype."""
     gemms: dict[str, Precision] = dict.fromkeys(GEMM_OPERANDS, "bf16")
-    return SitePlan(name, layer, "bf16", None, None, reason, dict.fromkeys(("input", "weight", "grad_output")), gemms)
+    return SitePlan(
+        name, layer, "bf16", None, None, reason, dict.fromkeys(("input", "weight", "grad_output")), gemms
+    )
 
 
 def matching_override(name: str, overrides: Mapping[str, str]) -> tuple[str, str] | None:

@@ -15,7 +15,12 @@ from .tensor import Float8Tensor
 
 
 def quantize(
-    x: torch.Tensor, recipe: Recipe, role: str, direction: Direction = "rowwise", *, key: RandomKey | None = None
+    x: torch.Tensor,
+    recipe: Recipe,
+    role: str,
+    direction: Direction = "rowwise",
+    *,
+    key: RandomKey | None = None,
 ) -> Float8Tensor:
     """Quantise a matrix as ``recipe`` quantises the operand ``role``.
 
@@ -35,7 +40,9 @@ def quantize(
     if rule is None:
         raise ValueError(f"{recipe!r} leaves {role!r} in high precision: there is nothing to quantise")
     if rule.stochastic and key is None:
-        raise ValueError(f"{recipe!r} rounds {role!r} stochastically: pass key=RandomKey(seed) to name the random bits")
+        raise ValueError(
+            f"{recipe!r} rounds {role!r} stochastically: pass key=RandomKey(seed) to name the random bits"
+        )
     region = None if key is None else Region(key)
     return emulated.quantize(x, rule, direction, region=region).tensor
 
@@ -64,7 +71,12 @@ class Quantizer:
         """
         scale = self.slot.scale if self.rule.delayed and self.slot.warm else None
         quantized = self.backend.quantize(
-            x, self.rule, direction, scale=scale, reduce_amax=reduce_amax, region=region if self.rule.stochastic else None
+            x,
+            self.rule,
+            direction,
+            scale=scale,
+            reduce_amax=reduce_amax,
+            region=region if self.rule.stochastic else None,
         )
         self.slot.arena.counts.casts += 1
         if record:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Union
+from typing import Literal
 
 from .formats import ROLES, FloatFormat, Format, parse_format
 
@@ -72,7 +72,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.delayed and not self.granularity.is_tensor:
-            raise ValueError(f"delayed scaling keeps one scale per tensor, not one per {self.granularity} block")
+            raise ValueError(
+                f"delayed scaling keeps one scale per tensor, not one per {self.granularity} block"
+            )
         _check_margin(self.margin)
         _check_epsilon(self.epsilon)
 
@@ -82,7 +84,9 @@ class Rule:
 
 def _check_margin(margin: int) -> None:
     if not isinstance(margin, int) or isinstance(margin, bool) or not 0 <= margin <= 64:
-        raise ValueError(f"margin {margin!r}: a whole number from 0 to 64 (powers of two of headroom) is needed")
+        raise ValueError(
+            f"margin {margin!r}: a whole number from 0 to 64 (powers of two of headroom) is needed"
+        )
 
 
 def _check_epsilon(epsilon: float) -> None:
@@ -136,7 +140,9 @@ class DelayedScaling(_Recipe):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"DelayedScaling {name} {value!r}: a whole number >= 1 is needed")
         if self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(f"amax_compute_algo {self.amax_compute_algo!r} is unknown: use 'max' or 'most_recent'")
+            raise ValueError(
+                f"amax_compute_algo {self.amax_compute_algo!r} is unknown: use 'max' or 'most_recent'"
+            )
         super().__post_init__()
 
     def rule(self, role: str) -> Rule:
@@ -230,7 +236,7 @@ class MXFP8BlockScaling(_Recipe):
         return Rule(self.fp8_format.for_role(role), BLOCK_1X32, "e8m0", stochastic=self._stochastic(role))
 
 
-RoleFactory = Callable[[str], Union[Rule, "_Recipe", None]]
+RoleFactory = Callable[[str], Rule | _Recipe | None]
 
 
 @dataclass(frozen=True)
@@ -246,7 +252,9 @@ class CustomRecipe:
 
     def __post_init__(self) -> None:
         if not callable(self.qfactory):
-            raise ValueError(f"CustomRecipe qfactory {self.qfactory!r} is not callable: give a function of the role")
+            raise ValueError(
+                f"CustomRecipe qfactory {self.qfactory!r} is not callable: give a function of the role"
+            )
         rules = {role: self.rule(role) for role in ROLES}
         for gemm, (a, b) in GEMM_OPERANDS.items():
             first, second = rules[a], rules[b]
@@ -268,13 +276,20 @@ class CustomRecipe:
                 f"CustomRecipe qfactory({role!r}) returned {type(answer).__name__}: a Rule, a recipe or None is needed"
             )
         if answer is not None and answer.delayed:
-            raise ValueError(f"CustomRecipe qfactory({role!r}): delayed scaling needs the DelayedScaling recipe's state")
+            raise ValueError(
+                f"CustomRecipe qfactory({role!r}): delayed scaling needs the DelayedScaling recipe's state"
+            )
         return answer
 
 
-Recipe = Union[
-    DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling, MXFP8BlockScaling, CustomRecipe
-]
+Recipe = (
+    DelayedScaling
+    | Float8CurrentScaling
+    | Float8RowwiseScaling
+    | Float8BlockScaling
+    | MXFP8BlockScaling
+    | CustomRecipe
+)
 
 GEMM_OPERANDS = {
     "fprop": ("input", "weight"),
@@ -299,7 +314,9 @@ def recipe_name(recipe: Recipe) -> str:
     for name, cls in RECIPES.items():
         if type(recipe) is cls:
             return name
-    raise ValueError(f"{recipe!r} is not a recipe: use one of {', '.join(c.__name__ for c in RECIPES.values())}")
+    raise ValueError(
+        f"{recipe!r} is not a recipe: use one of {', '.join(c.__name__ for c in RECIPES.values())}"
+    )
 
 
 def check_recipe_name(name: str) -> str:

@@ -69,7 +69,9 @@ def block_amaxes(
     results = []
     for (block_rows, _), amaxes in zip(blocks, found, strict=True):
         amax = torch.cat(amaxes)
-        results.append((amax.amax(0, keepdim=True) if block_rows == 0 else amax).view(x.dtype).to(torch.float32))
+        results.append(
+            (amax.amax(0, keepdim=True) if block_rows == 0 else amax).view(x.dtype).to(torch.float32)
+        )
     return results, nonfinite
 
 

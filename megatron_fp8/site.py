@@ -70,7 +70,9 @@ class GemmSite:
         """Whether any GEMM of this site runs in FP8."""
         return self.plan.precision == "fp8"
 
-    def quantized_weight(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Float8Tensor | torch.Tensor:
+    def quantized_weight(
+        self, weight: torch.Tensor, *, fresh: bool, record: bool
+    ) -> Float8Tensor | torch.Tensor:
         """The weight [N, K] in both directions, quantised once per iteration; the weight itself if it stays as it is.
 
         Args:
@@ -93,7 +95,10 @@ class GemmSite:
         count = count + 1 if iteration == self.state.iteration else 0
         self._backwards = (self.state.iteration, count)
         key = RandomKey(
-            self._seed, zlib.crc32(self.plan.name.encode()), self.state.iteration, (self._stream << 16) + count
+            self._seed,
+            zlib.crc32(self.plan.name.encode()),
+            self.state.iteration,
+            (self._stream << 16) + count,
         )
         return Region(key, row_offset, col_offset, total_cols)
 

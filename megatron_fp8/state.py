@@ -173,7 +173,9 @@ class Arena:
         history[0] = value
         if due:
             amax = value if delayed.amax_compute_algo == "most_recent" else history.amax(0)
-            fresh = compute_scale(amax, held.slots[0].fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon)
+            fresh = compute_scale(
+                amax, held.slots[0].fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon
+            )
             self.scale[index] = torch.where(seen, fresh, self.scale[index])
             held.warm_up(seen)
         if delayed.amax_history_len > 1:

@@ -93,7 +93,9 @@ class Float8Tensor:
         return self.columnwise.dequantize(dtype).t()
 
 
-def expand_scale(scale: torch.Tensor, granularity: Granularity, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+def expand_scale(
+    scale: torch.Tensor, granularity: Granularity, shape: torch.Size | tuple[int, ...]
+) -> torch.Tensor:
     """One scale per element [rows, cols] (or broadcastable to it), from one per block."""
     if granularity.is_tensor or granularity.cols == 0:
         return scale

@@ -54,7 +54,11 @@ class TensorParallel:
 
     @staticmethod
     def of(
-        kind: Literal["column", "row"], group: Any, *, sequence_parallel: bool = False, reduce_dgrad: bool = False
+        kind: Literal["column", "row"],
+        group: Any,
+        *,
+        sequence_parallel: bool = False,
+        reduce_dgrad: bool = False,
     ) -> TensorParallel:
         """The communication over a group; that of a group of one is none."""
         size = dist.get_world_size(group)

@@ -34,7 +34,9 @@ def choose_backend(request: str | None, device: torch.device) -> tuple[ModuleTyp
             )
         reason = BACKENDS[request].supports(device)
         if reason is not None:
-            raise ValueError(f"fp8_backend {request!r} cannot run on {device}: {reason}; use fp8_backend='auto'")
+            raise ValueError(
+                f"fp8_backend {request!r} cannot run on {device}: {reason}; use fp8_backend='auto'"
+            )
         return BACKENDS[request], "asked for"
     reasons: list[str] = []
     for backend_name, backend in BACKENDS.items():

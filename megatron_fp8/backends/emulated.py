@@ -164,8 +164,10 @@ def _cast_blocks(
         return cast(x, scale, rule.fmt, bounded=bounded)
     blocks = blocked(x, granularity.rows, granularity.cols)
     codes = cast(blocks, scale[:, None, :, None], rule.fmt, bounded=bounded)
-    padded_rows, padded_cols = blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]
-    return codes.view(padded_rows, padded_cols)[:rows, :cols].contiguous()
+    padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
+    codes = codes.view(padded)[:rows, :cols]
+    # A copy even of whole rows: a view of them would keep the padding alive for as long as the codes.
+    return codes if padded == (rows, cols) else codes.clone(memory_format=torch.contiguous_format)
 
 
 def _expand_any(scale: torch.Tensor, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
@@ -275,7 +277,7 @@ def _operand(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """float32 a @ b^T. Where both came as bfloat16 the CPU library may multiply in BF16: inputs are exact in it."""
     if a.dtype == b.dtype == torch.bfloat16 and a.device.type == "cpu":
-        setting = torch.backends.mkldnn.matmul
+        setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         before = setting.fp32_precision
         setting.fp32_precision = "bf16"
         try:

@@ -12,7 +12,7 @@ from .patching import Patch
 
 def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
-    from .activation import store_swiglu_input_in_fp8
+    from .activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from .iteration import skip_on_nonfinite
     from .spec import Fp8SpecProvider
 
@@ -41,8 +41,16 @@ def patches() -> list[Patch]:
             "layer specs without Transformer Engine are made of LocalSpecProvider's modules",
         ),
         Patch(f"{core}.transformer.transformer_block", "te_checkpoint", fp8_checkpoint, checkpoint_why),
-        Patch(f"{core}.transformer.moe.moe_layer", "te_checkpoint", fp8_checkpoint, checkpoint_why, create=True),
-        Patch(f"{core}.extensions.transformer_engine", "te_checkpoint", fp8_checkpoint, checkpoint_why, create=True),
+        Patch(
+            f"{core}.transformer.moe.moe_layer", "te_checkpoint", fp8_checkpoint, checkpoint_why, create=True
+        ),
+        Patch(
+            f"{core}.extensions.transformer_engine",
+            "te_checkpoint",
+            fp8_checkpoint,
+            checkpoint_why,
+            create=True,
+        ),
         Patch(
             f"{core}.transformer.module.MegatronModule",
             "set_is_first_microbatch",
@@ -79,11 +87,24 @@ def patches() -> list[Patch]:
             wrap=True,
             everywhere=True,
         ),
+        Patch(
+            f"{core}.fusions.fused_bias_swiglu",
+            "weighted_bias_swiglu_impl",
+            store_expert_swiglu_input_in_fp8,
+            "activation_func_fp8_input_store stores codes without a scale",
+            wrap=True,
+            everywhere=True,
+        ),
     ]
 
 
 def fp8_checkpoint(
-    forward: Callable[..., Any], distribute_saved_activations: bool, _rng: Any, _group: Any, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    distribute_saved_activations: bool,
+    _rng: Any,
+    _group: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Transformer Engine's checkpoint signature over Megatron's own: the recomputation meets the same ambient FP8."""
     from megatron.core import tensor_parallel

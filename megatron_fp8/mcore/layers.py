@@ -82,11 +82,15 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
         super().__init__(*args, **kwargs)
         self._init_site()
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if not self.runs_fp8():
             return self._count(input, weight, super()._forward_impl(input, weight, *args, **kwargs))
         assert not args, "Megatron-Core 0.16 passes everything but input and weight by keyword"
-        assert kwargs.get("grad_output_buffer") is None, "deferred wgrad is the output layer's, which is not FP8"
+        assert kwargs.get("grad_output_buffer") is None, (
+            "deferred wgrad is the output layer's, which is not FP8"
+        )
         sequence_parallel, reduce_dgrad = kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]
         tp = TensorParallel()
         if sequence_parallel or reduce_dgrad:
@@ -103,7 +107,9 @@ class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
         super().__init__(*args, **kwargs)
         self._init_site()
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if not self.runs_fp8():
             return self._count(input, weight, super()._forward_impl(input, weight, *args, **kwargs))
         return self._fp8_forward(input, weight, kwargs["bias"], TensorParallel())

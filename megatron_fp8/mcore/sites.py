@@ -30,7 +30,9 @@ def state_of(config: Any) -> Fp8State:
     """The FP8 state of all models built from this config object, made on first use."""
     state = config.__dict__.get("_fp8_state")
     if state is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if compat.has_cuda() else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if compat.has_cuda() else torch.device("cpu")
+        )
         state = config.__dict__["_fp8_state"] = Fp8State(device)
     return state
 
@@ -57,7 +59,9 @@ def resolve(config: Any, name: str, layer: LayerBeingBuilt | None, device: torch
             raise
         print(f"megatron_fp8: {name} runs in BF16: {error}", file=sys.stderr)
         return bf16_site(name, number, f"fp8_fallback: {error}")
-    return fp8_site(name, number, recipe, backend.name, f"{reason}; backend {why}", fp8_wgrad=config.fp8_wgrad)
+    return fp8_site(
+        name, number, recipe, backend.name, f"{reason}; backend {why}", fp8_wgrad=config.fp8_wgrad
+    )
 
 
 def make_site(linear: Any, name: str, state: Fp8State | None = None) -> GemmSite:
@@ -151,7 +155,9 @@ def count_plain_linear(module: Any, state: Fp8State) -> None:
     module.register_forward_hook(count, with_kwargs=True)
 
 
-def count_high_precision(state: Fp8State, x: torch.Tensor, weight: torch.Tensor | None, y: torch.Tensor) -> None:
+def count_high_precision(
+    state: Fp8State, x: torch.Tensor, weight: torch.Tensor | None, y: torch.Tensor
+) -> None:
     """Count a high-precision linear: one GEMM now, and dgrad and wgrad when (and if) its backward runs."""
     state.counts.hp_gemms += 1
     gradients = int(x.requires_grad) + int(weight is not None and weight.requires_grad)

@@ -41,7 +41,9 @@ class Fp8SpecProvider(LocalSpecProvider):
         """Experts one after another; ValueError for grouped GEMM."""
         if moe_use_grouped_gemm:
             raise ValueError("moe_grouped_gemm=True is not available in FP8 in this version: set it to False")
-        return SequentialMLP, MLPSubmodules(linear_fc1=Fp8ColumnParallelLinear, linear_fc2=Fp8RowParallelLinear)
+        return SequentialMLP, MLPSubmodules(
+            linear_fc1=Fp8ColumnParallelLinear, linear_fc2=Fp8RowParallelLinear
+        )
 
 
 def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
@@ -65,7 +67,9 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
 
 def _require_installed() -> None:
     if not is_installed():
-        raise RuntimeError("call megatron_fp8.mcore.install() before building a model: it sets Megatron-Core's FP8 hooks")
+        raise RuntimeError(
+            "call megatron_fp8.mcore.install() before building a model: it sets Megatron-Core's FP8 hooks"
+        )
 
 
 def __getattr__(name: str) -> ModuleSpec:

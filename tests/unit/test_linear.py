@@ -250,7 +250,7 @@ def saved_bytes(forward: Any) -> int:
     return total
 
 
-@pytest.mark.parametrize("tokens, name", [(m, name) for m in (256, 1024) for name in RECIPES])
+@pytest.mark.parametrize("tokens, name", [(m, name) for m in (129, 1024) for name in RECIPES])
 def test_saves_about_half_the_bytes_of_a_bf16_linear(name, tokens):
     x = randn(tokens, 512, seed=1).requires_grad_()
     linear = torch.nn.Linear(512, 384, bias=True, dtype=torch.bfloat16)
