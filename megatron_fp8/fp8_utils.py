@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .context import building_layer, fp8_disabled
+from .context import building_layer, disabled_reason, fp8_disabled
 from .formats import parse_format
 from .recipe import (
     CustomRecipe,
@@ -132,7 +132,7 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
         reason = f"first_last_layers_bf16: layer {layer_no} is one of the first {start} or last {end}"
     if is_init:
         return building_layer(layer_no, reason)
-    return fp8_disabled(reason)
+    return fp8_disabled(disabled_reason() or reason)  # a user's own reason outside stays the reason
 
 
 def get_fp8_align_size(fp8_recipe: Any) -> int:

@@ -46,8 +46,12 @@ class _Fp8Site:
         return self._site
 
     def runs_fp8(self) -> bool:
-        """Whether the next forward uses FP8: planned so, and not switched off around this call."""
-        return self.fp8_site.is_fp8 and disabled_reason() is None
+        """Whether the next forward uses FP8: planned so, and not switched off around this call.
+
+        A first or last layer's reason to be in BF16 was weighed when the plan was made: an override may have won.
+        """
+        weighed = None if self.fp8_layer is None else self.fp8_layer.bf16_reason
+        return self.fp8_site.is_fp8 and disabled_reason() in (None, weighed)
 
     def _fp8_forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel

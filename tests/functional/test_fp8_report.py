@@ -20,6 +20,7 @@ from tests.fp8_gpt import (
     SITES,
     Watched,
     fp8_config,
+    training,
     watched_collectives,
     watched_gemms,
 )
@@ -250,6 +251,19 @@ def test_overrides_by_glob(ranks: RankPool) -> None:
     }
     for name, entry in entries.items():
         assert ("fp8_overrides" in entry["reason"]) == (want[name] != "mxfp8")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
+def test_an_override_puts_a_bf16_layer_back(ranks: RankPool, recipe: str) -> None:
+    """It wins over first_last_layers_bf16, in the report and in what runs."""
+    fields = {
+        "num_layers": 3,
+        "first_last_layers_bf16": True,
+        "fp8_overrides": {"*.layers.0.mlp.*": "blockwise"},
+    }
+    seen = training(ranks, 1, ONE, recipe, fields)[0]
+    assert seen.layers_in_fp8() == {0: {"mlp.linear_fc1", "mlp.linear_fc2"}, 1: set(SITES)}
+    assert {e["name"] for e in seen.report if e["precision"] == "fp8"} == {name for name, _, _ in seen.gemms}
 
 
 def scales_over_time(interval: int) -> list[list[float]]:
