@@ -42,6 +42,11 @@ def check_fp8_settings(config: TransformerConfig) -> None:
     _check_overrides(config)
     _check_bf16_layers(config)
     _check_factory(config)
+    if config.activation_func_fp8_input_store and not config.bias_activation_fusion:
+        raise ValueError(
+            "activation_func_fp8_input_store=True has no effect with bias_activation_fusion=False, Megatron-Core then "
+            "stores the input as it is. Set bias_activation_fusion=True, or drop it."
+        )
     if config.fp8_param and not config.fp8:
         raise ValueError(
             "fp8_param=True needs FP8 training, and fp8 is None. Set fp8='hybrid' or 'e4m3', or drop it."
