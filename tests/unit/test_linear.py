@@ -154,16 +154,16 @@ def test_leading_dimensions_are_tokens(name):
     assert_same_bytes(vector, fp8_linear(x[:1], w, None, make_site(name)[0])[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ALL_RECIPES)
-def test_bias_and_its_gradient(name, dtype):
-    x, w, dy = data(70, 48, 40, dtype)
-    bias = randn(40, seed=9, dtype=dtype) * 10
+def test_bias_and_its_gradient(name, bias_dtype):
+    x, w, dy = data(70, 48, 40)
+    bias = randn(40, seed=9, dtype=bias_dtype) * 10
     site, backend = make_site(name)
     outcome = run(site, x, w, dy, bias)
     assert_gemms_are_exact(ALL_RECIPES[name], backend, x, w, dy, outcome, bias)
     assert outcome.dbias is not None
-    assert_same_bytes(outcome.dbias, dy.float().sum(0).to(dtype), "float32 sum of the unquantised dy")
+    assert_same_bytes(outcome.dbias, dy.float().sum(0).to(bias_dtype), "float32 sum of the unquantised dy")
 
 
 def test_input_that_does_not_fit_is_an_error_with_the_sites_name():
@@ -305,6 +305,7 @@ def test_only_what_is_needed_is_computed(name, needs, gemms, x_direction, dy_dir
 @pytest.mark.parametrize("name", RECIPES)
 def test_save_original_input_gives_the_same_bits(name):
     x, w, dy = data(64, 96, 80)
+    x[1, 2] = torch.inf  # counted once, not again when it is quantised for wgrad
     site, other = make_site(name)[0], make_site(name)[0]
     for _ in range(2):  # delayed: cold, then warm
         base, original = run(site, x, w, dy), run(other, x, w, dy, save_original_input=True)
