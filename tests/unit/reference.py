@@ -8,8 +8,10 @@ comparison are exact in float64.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 
@@ -131,10 +133,13 @@ def e8m0_one(amax: float, largest: float) -> int:
     """ceil(log2(amax / largest)) + 127 in rational arithmetic, clamped to [0, 254]."""
     if amax == float("inf"):
         return 254
-    for code in range(255):
-        if Fraction(amax) <= Fraction(largest) * Fraction(2) ** (code - 127):
-            return code
-    return 254
+    return min(bisect_left(_reach(largest), Fraction(amax)), 254)
+
+
+@cache
+def _reach(largest: float) -> list[Fraction]:
+    """The largest amax that each E8M0 code serves, exactly."""
+    return [Fraction(largest) * Fraction(2) ** (code - 127) for code in range(255)]
 
 
 def e8m0(amax: np.ndarray, largest: float) -> np.ndarray:
