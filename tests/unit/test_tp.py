@@ -185,6 +185,26 @@ def test_each_rank_records_its_own_shard_and_the_iteration_shares_it(ranks: Rank
             assert reduced == whole
 
 
+def nan_on_one_rank(layout: str, names: list[str]) -> None:
+    """Rank 1's token 5 holds one NaN; the shards of rank 0 are finite."""
+    rank = dist.get_rank()
+    for name in names:
+        shards = Shards.make(layout)
+        (shards.x if layout == "column+SP" else shards.dy)[M // 2 + 5, 7] = torch.nan
+        site = make_site(name, group=dist.group.WORLD)
+        outcome = parallel(site, shards)
+        assert outcome.dx is not None and outcome.dw is not None
+        through = outcome.y if layout == "column+SP" else outcome.dx
+        assert through.flatten(0, 1).isnan().all(1).nonzero().tolist() == [[M // 2 + 5]], name
+        assert outcome.dw.isnan().all(0 if layout == "column+SP" else 1).nonzero().tolist() == [[7]], name
+        assert site[0].state.finish_iteration().nonfinite == 1, f"{name}: rank {rank} does not know"
+
+
+@pytest.mark.parametrize("layout", ["column+SP", "row+SP"])
+def test_nan_on_one_rank_is_seen_by_all(ranks: RankPool, layout: str):
+    ranks(2).run(nan_on_one_rank, layout, list(RECIPES))
+
+
 def saves_original_input(names: list[str]) -> None:
     for name in names:
         for m in (M, 14 * BATCH):
