@@ -16,7 +16,9 @@ The counts are max-reduced with the amaxes, since one collective has one operato
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -248,6 +250,15 @@ class Fp8State:
     def slots(self) -> list[Slot]:
         """Every slot of every arena."""
         return [slot for arena in self.arenas for slot in arena.slots]
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is counted inside does not stay counted: evaluation is no part of the iteration that comes after it."""
+        before = replace(self.counts)
+        try:
+            yield
+        finally:
+            vars(self.counts).update(vars(before))
 
     def finish_iteration(self) -> IterationCounts:
         """Reduce and update every arena, once, after the iteration's last backward. Returns what the iteration did.

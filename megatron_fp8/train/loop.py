@@ -19,7 +19,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_fp8.mcore.iteration import iteration_counts
-from megatron_fp8.mcore.sites import state_of, unwrap
 from megatron_fp8.train.config import RunConfig
 from megatron_fp8.train.data import batches
 from megatron_fp8.train.metrics import (
@@ -130,12 +129,9 @@ class Trainer:
         for chunk in self.chunks:
             chunk.eval()
         validation = self._iterators(self.datasets[1])
-        counts = state_of(unwrap(self.chunks[0]).config).counts
-        before = dict(vars(counts))
         total: list[Tensor] = []
         for _ in range(self.run.train.eval_iters):
             total += self._forward_backward(validation, self._microbatches, forward_only=True)
-        vars(counts).update(before)  # these GEMMs are not the next iteration's
         return self._mean(total)
 
     @torch.no_grad()
