@@ -42,6 +42,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
     _check_overrides(config)
     _check_bf16_layers(config)
     _check_factory(config)
+    _check_interleaving(config)
     if config.activation_func_fp8_input_store and not config.bias_activation_fusion:
         raise ValueError(
             "activation_func_fp8_input_store=True has no effect with bias_activation_fusion=False, Megatron-Core then "
@@ -124,6 +125,18 @@ def _check_bf16_layers(config: TransformerConfig) -> None:
         )
     if config.fp8 and start + end == config.num_layers:
         _warn(f"all {config.num_layers} layers stay in BF16 ({start} first, {end} last): none runs in FP8")
+
+
+def _check_interleaving(config: TransformerConfig) -> None:
+    """With two interleaved stages, batched messages between them are matched by order alone and get swapped."""
+    if not config.virtual_pipeline_model_parallel_size or config.pipeline_model_parallel_size != 2:
+        return
+    if config.batch_p2p_comm or not config.overlap_p2p_comm:
+        raise ValueError(
+            "virtual_pipeline_model_parallel_size with pipeline_model_parallel_size=2 needs overlap_p2p_comm=True "
+            f"and batch_p2p_comm=False, not {config.overlap_p2p_comm!r} and {config.batch_p2p_comm!r}: Megatron-Core "
+            "would swap activations and gradients between the two stages without a word."
+        )
 
 
 def _check_factory(config: TransformerConfig) -> None:

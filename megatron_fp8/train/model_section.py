@@ -119,6 +119,9 @@ def transformer_config(section: Any) -> TransformerConfig:
             given[field.name] = value
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
+    if section.virtual_pipeline_model_parallel_size and section.pipeline_model_parallel_size == 2:
+        # The only right setting: two stages are each other's next and previous one (see config_checks).
+        given.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     try:
         return TransformerConfig(**given)
     except (AssertionError, TypeError, NotImplementedError) as error:

@@ -9,6 +9,7 @@ import types
 import warnings
 
 import pytest
+import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer import transformer_config as megatron_config
 
@@ -292,3 +293,14 @@ def test_a_plain_config_warns_of_nothing_of_ours():
         make(fp8="hybrid", fp8_format="mxfp8")
         make()
     assert not [w for w in seen if "no effect" in str(w.message) or "BF16" in str(w.message)]
+
+
+def test_two_interleaved_stages_need_overlapped_messages() -> None:
+    interleaved = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "pipeline_dtype": torch.bfloat16,
+    }
+    with pytest.raises(ValueError, match="overlap_p2p_comm=True and batch_p2p_comm=False"):
+        make(num_layers=4, **interleaved)
+    make(num_layers=4, **interleaved, overlap_p2p_comm=True, batch_p2p_comm=False)
