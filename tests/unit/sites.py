@@ -10,6 +10,7 @@ import torch
 
 from megatron_fp8 import Format
 from megatron_fp8.backends import emulated
+from megatron_fp8.linear import fp8_linear
 from megatron_fp8.plan import fp8_site
 from megatron_fp8.recipe import (
     CustomRecipe,
@@ -106,3 +107,31 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.
     g = torch.Generator().manual_seed(seed)
     rows = torch.exp2(torch.randint(-4, 5, (*shape[:-1], 1), generator=g).float())
     return (torch.randn(shape, generator=g) * rows).to(dtype)
+
+
+@dataclass
+class Outcome:
+    y: torch.Tensor
+    dx: torch.Tensor
+    dw: torch.Tensor
+    dbias: torch.Tensor | None
+
+
+def run(
+    site: GemmSite, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, bias: Any = None, **options
+) -> Outcome:
+    """One forward and backward of fresh leaves."""
+    x, w, bias = (None if t is None else t.detach().clone().requires_grad_() for t in (x, w, bias))
+    y = fp8_linear(x, w, bias, site, **options)
+    y.backward(dy)
+    assert x is not None and w is not None and x.grad is not None and w.grad is not None
+    return Outcome(y.detach(), x.grad, w.grad, None if bias is None else bias.grad)
+
+
+def data(
+    m: int, k: int, n: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """x [m, k], w [n, k], dy [m, n]."""
+    sizes = [(m, k), (n, k), (m, n)]
+    x, w, dy = (randn(*size, seed=seed + i, dtype=dtype) for i, size in enumerate(sizes))
+    return x, w, dy
