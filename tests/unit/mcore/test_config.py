@@ -302,5 +302,5 @@ def test_two_interleaved_stages_need_overlapped_messages() -> None:
         "pipeline_dtype": torch.bfloat16,
     }
     with pytest.raises(ValueError, match="overlap_p2p_comm=True and batch_p2p_comm=False"):
-        make(num_layers=4, **interleaved)
-    make(num_layers=4, **interleaved, overlap_p2p_comm=True, batch_p2p_comm=False)
+        make(**interleaved)
+    make(**interleaved, overlap_p2p_comm=True, batch_p2p_comm=False)
