@@ -87,6 +87,9 @@ def prepare(model_chunks: list[Any]) -> None:
         if model.__dict__.get("_fp8_prepared"):
             continue
         state = state_of(model.config)
+        if model.config.fp8 and parallel_state.model_parallel_is_initialized():
+            # Made on every rank, so that one without FP8 sites where another has some is an error and not a hang.
+            state.arena(compat.amax_group(model.config, expert=False))
         for name, module in model.named_modules():
             if hasattr(module, "bind_fp8_site"):
                 module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer), state))
