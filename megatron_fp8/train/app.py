@@ -92,8 +92,8 @@ def prepare(arguments: list[str], launch: Any) -> Any:
         print(_all_keys())
         return None
     run = run_config.parse(arguments)
-    parallel.check_layout(run.model, run.train, launch.world_size)
     config = transformer_config(run.model)
+    parallel.check_layout(run.model, run.train, launch.world_size)
     tokenizer = load_tokenizer(run.data.tokenizer)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     parallel.join(launch, run.model, run.train)
