@@ -38,9 +38,14 @@ def main(arguments: list[str]) -> int:
         print(f"error: doctor takes no arguments, got {' '.join(arguments)!r}", file=sys.stderr)
         return 2
     from megatron_fp8.backends import BACKENDS
+    from megatron_fp8.kernels import cpu
     from megatron_fp8.train.report import device_name
 
     print(f"{'device':<27} {device_name()}")
+    why = cpu.reason()
+    print(
+        f"{'compiled CPU kernels':<27} {'in use' if why is None else f'not in use, torch does their work: {why}'}"
+    )
     for package, module, purpose, how in _PACKAGES:
         print(f"{package:<27} {_package(package, module) or f'missing, needed for {purpose}: {how}'}")
     for name in ("native", "transformer_engine"):

@@ -17,8 +17,10 @@ import torch
 
 from .cast import chunks, magnitude_bits
 from .formats import FloatFormat
+from .kernels import cpu
 
 FLT_MAX = torch.finfo(torch.float32).max
+FLT_MIN = torch.finfo(torch.float32).smallest_normal
 _EXPONENT_MASK = 0x7F800000
 
 
@@ -55,6 +57,9 @@ def block_amaxes(
     if x.numel() == 0:
         shapes = [(_cover(rows, r)[0], _cover(cols, c)[0]) for r, c in blocks]
         return [torch.zeros(shape, device=x.device) for shape in shapes], None
+    if cpu.usable(x):
+        amaxes, total = cpu.block_amaxes(x, blocks)
+        return amaxes, torch.tensor(total) if total else None
     found: list[list[torch.Tensor]] = [[] for _ in blocks]
     nonfinite = None
     unit = math.lcm(*(r for r, _ in blocks if r))  # chunks hold whole blocks
@@ -64,11 +69,11 @@ def block_amaxes(
             count = (bits >= inf).sum()
             nonfinite = count if nonfinite is None else nonfinite + count
             bits.masked_fill_(bits > inf, 0)
-        for block, amaxes in zip(blocks, found, strict=True):
-            amaxes.append(_largest(blocked(bits, *block), (1, 3)))
+        for block, parts in zip(blocks, found, strict=True):
+            parts.append(_largest(blocked(bits, *block), (1, 3)))
     results = []
-    for (block_rows, _), amaxes in zip(blocks, found, strict=True):
-        amax = torch.cat(amaxes)
+    for (block_rows, _), parts in zip(blocks, found, strict=True):
+        amax = torch.cat(parts)
         results.append(
             (amax.amax(0, keepdim=True) if block_rows == 0 else amax).view(x.dtype).to(torch.float32)
         )
@@ -119,14 +124,16 @@ def compute_scale(
         pow2: round the scale down to a power of two.
 
     Returns:
-        float32, amax's shape. 1 where amax is 0 or Inf; FLT_MAX (2^127 with pow2) where the quotient overflows.
+        float32, amax's shape, a normal number. 1 where amax is 0 or Inf; FLT_MAX (2^127 with pow2) where the quotient
+        overflows, 2^-126 where a large margin would make it subnormal.
     """
     if epsilon:
         amax = amax.clamp(min=epsilon)
     scale = torch.full_like(amax, fmt.max) / amax
     if margin:
         scale = scale * 2.0**-margin
-    scale = scale.clamp(max=FLT_MAX)
+    # A subnormal scale, or 0, would have an infinite inverse, and no mantissa to round down.
+    scale = scale.clamp(FLT_MIN, FLT_MAX)
     if pow2:
         scale = round_down_to_power_of_two(scale)
     return torch.where((amax == 0) | amax.isinf(), torch.ones_like(scale), scale)
@@ -147,23 +154,22 @@ def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     Returns:
         uint8, amax's shape: ceil(log2(amax / fmt.max)) + 127, clamped to [0, 254]; 0 for amax 0.
     """
+    # Mantissas above fmt.max's own, 1.75 in both formats, carry into the exponent.
     bits = amax.view(torch.int32)
-    exponent = (bits >> 23) - fmt.max_exponent + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
-    exponent = torch.where(amax.isinf(), torch.full_like(exponent, 254), exponent)
-    return exponent.clamp_(0, 254).to(torch.uint8)
+    exponent = ((bits + 0x1FFFFF) >> 23).sub_(fmt.max_exponent)
+    return exponent.clamp_(0, 254).masked_fill_(bits == 0x7F800000, 254).to(torch.uint8)
 
 
 def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(e8m0 - 127) of uint8 exponents, exactly (2^-127 is subnormal)."""
-    return _power_of_two(e8m0.to(torch.int32) - 127)
+    return _power_of_two(e8m0.to(torch.int32))
 
 
 def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(127 - e8m0) of uint8 exponents, exactly (2^-127 is subnormal)."""
-    return _power_of_two(127 - e8m0.to(torch.int32))
+    return _power_of_two(254 - e8m0.to(torch.int32))
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    # Built from bits: exp2 may be off by an ulp; -127 is float32's subnormal 0x00400000.
-    bits = torch.where(exponent > -127, (exponent + 127) << 23, torch.full_like(exponent, 0x00400000))
-    return bits.view(torch.float32)
+def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
+    # Built from bits: exp2 may be off by an ulp; 2^-127, of biased exponent 0, is float32's subnormal 0x00400000.
+    return (biased << 23).clamp_(min=0x00400000).view(torch.float32)

@@ -16,6 +16,7 @@ import torch
 
 from .cast import decode
 from .formats import FloatFormat, format_of
+from .kernels import cpu
 from .recipe import Granularity
 from .scaling import e8m0_to_scale_inv
 
@@ -62,6 +63,13 @@ class QuantizedSide:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """codes * scale_inv in float32, rounded once to dtype; NaN codes stay NaN."""
+        turned = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
+        codes = self.codes.t() if turned else self.codes
+        if cpu.usable(codes) and dtype in (torch.bfloat16, torch.float32):
+            block, scale_inv = (self.granularity.rows, self.granularity.cols), self.float_scale_inv()
+            if turned:
+                return cpu.decode(codes, scale_inv.t(), block[::-1], dtype).t()
+            return cpu.decode(codes, scale_inv, block, dtype)
         # A code times a power of two is a bfloat16 number, or is rounded to one once, as from float32.
         work = torch.bfloat16 if self.pow2 and dtype == torch.bfloat16 else torch.float32
         values = decode(self.codes, work, finite=self.finite)

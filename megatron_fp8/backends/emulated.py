@@ -25,6 +25,7 @@ import torch
 
 from ..cast import RandomKey, cast, cast_stochastic, check_float, decode
 from ..formats import E4M3
+from ..kernels import cpu
 from ..recipe import Granularity, Rule
 from ..scaling import (
     block_amaxes,
@@ -34,7 +35,7 @@ from ..scaling import (
     compute_scale_inv,
     e8m0_to_scale,
 )
-from ..tensor import Float8Tensor, QuantizedSide, expand_scale, scale_blocks_
+from ..tensor import Float8Tensor, QuantizedSide, expand_scale
 
 Direction = Literal["rowwise", "columnwise", "both"]
 AmaxReduction = Callable[[torch.Tensor], None]
@@ -99,14 +100,20 @@ def quantize(
     """
     check_float(x)
     if x.ndim != 2:
-        raise ValueError(f"quantize needs a matrix [rows, cols], got shape {tuple(x.shape)}: flatten it first")
+        raise ValueError(
+            f"quantize needs a matrix [rows, cols], got shape {tuple(x.shape)}: flatten it first"
+        )
     if direction not in ("rowwise", "columnwise", "both"):
         raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
     x = x.detach().contiguous()
     wants_row, wants_column = direction != "columnwise", direction != "rowwise"
     granularity = rule.granularity
     along_cols = [granularity] if wants_row or granularity.symmetric else []
-    along_rows = [Granularity(granularity.cols, granularity.rows)] if wants_column and not granularity.symmetric else []
+    along_rows = (
+        [Granularity(granularity.cols, granularity.rows)]
+        if wants_column and not granularity.symmetric
+        else []
+    )
     amaxes, nonfinite = block_amaxes(x, [(g.rows, g.cols) for g in along_cols + along_rows])
     amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device)
 
@@ -118,7 +125,9 @@ def quantize(
                 reduce_amax(block_amax)
         elif by_column and granularity.rows == 0 and reduce_amax is not None:
             reduce_amax(block_amax)
-        block_scale, scale_inv = _scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
+        block_scale, scale_inv = (
+            _scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
+        )
         # A scale made from x's own amax, or from a greater one, lets nothing saturate but an Inf.
         bounded = scale is None and nonfinite is None
         codes = _cast_blocks(x, block_scale, granularity, rule, bounded, region)
@@ -162,6 +171,8 @@ def _cast_blocks(
         return cast_stochastic(x, per_element, rule.fmt, region.key, index=region.index(rows, cols, x.device))
     if granularity.is_tensor:
         return cast(x, scale, rule.fmt, bounded=bounded)
+    if cpu.usable(x):
+        return cpu.cast(x, scale, (granularity.rows, granularity.cols), rule.fmt.dtype)
     blocks = blocked(x, granularity.rows, granularity.cols)
     codes = cast(blocks, scale[:, None, :, None], rule.fmt, bounded=bounded)
     padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
@@ -214,15 +225,14 @@ def gemm(
         raise ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")
     if exact or not _foldable(a, b):
         return _finish(_values64(a) @ _values64(b).t(), None, bias, out_dtype)
-    values_a, scale_a = _operand(a)
-    values_b, scale_b = _operand(b)
-    if scale_a is None and scale_b is None and bias is None and out_dtype == torch.bfloat16:
-        if values_a.dtype == values_b.dtype == torch.bfloat16:
-            return values_a @ values_b.t()
+    if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16:
+        return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
+    values_a, scale_a, short_a = _operand(a)
+    values_b, scale_b, short_b = _operand(b)
     if scale_b is not None:
         scale_b = scale_b.t() if scale_b.ndim else scale_b
     scale = scale_b if scale_a is None else scale_a if scale_b is None else scale_a * scale_b
-    return _finish(_matmul_fp32(values_a, values_b), scale, bias, out_dtype)
+    return _finish(_matmul_fp32(values_a, values_b, short_a and short_b), scale, bias, out_dtype)
 
 
 def _finish(
@@ -250,33 +260,35 @@ def _foldable(a: QuantizedSide, b: QuantizedSide) -> bool:
 
 def _scale_range(side: QuantizedSide) -> tuple[float, float]:
     """Smallest and largest scale_inv. A block of zeros under MX's smallest scale, 2^-127, does not count."""
-    scale_inv = side.float_scale_inv()
-    if scale_inv.numel() == 0:
+    if side.scale_inv.numel() == 0:
         return 1.0, 1.0
-    smallest, largest = (float(v) for v in torch.aminmax(scale_inv))
-    if side.scale_inv.dtype != torch.float32 and smallest == 2.0**-127:
-        least = scale_inv == smallest
-        of_element = expand_scale(least, side.granularity, side.codes.shape)
+    if side.scale_inv.dtype == torch.float32:
+        smallest, largest = torch.aminmax(side.scale_inv)
+        return float(smallest), float(largest)
+    exponents = side.scale_inv.view(torch.uint8)
+    low, high = (int(v) for v in torch.aminmax(exponents))
+    if low == 0:
+        of_element = expand_scale(exponents == 0, side.granularity, side.codes.shape)
         if not bool(((side.codes.view(torch.uint8) & 0x7F) != 0).logical_and_(of_element).any()):
-            smallest = float(torch.where(least, torch.ones_like(scale_inv), scale_inv).amin())
-    return smallest, largest
+            low = int(torch.where(exponents == 0, 127, exponents).amin())
+    return 2.0 ** (low - 127), 2.0 ** (high - 127)
 
 
-def _operand(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values, scale to multiply the result by): powers of two go into bfloat16 values, other scales stay outside the
-    contraction where they are constant along it, or make float32 values where they are not."""
-    values = decode(side.codes, torch.bfloat16, finite=side.finite)
-    scale_inv = side.float_scale_inv()
+def _operand(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    """(float32 values, scale to multiply the result by, whether the values are bfloat16 numbers too).
+
+    Powers of two go into the values; other scales stay outside the contraction where they are constant along it.
+    """
     if side.pow2:
-        return scale_blocks_(values, scale_inv.to(torch.bfloat16), side.granularity), None
+        return side.dequantize(torch.float32), None, True
     if side.granularity.cols == 0:
-        return values, scale_inv
-    return values.to(torch.float32) * side.expanded_scale_inv(), None
+        return decode(side.codes, finite=side.finite), side.float_scale_inv(), True
+    return side.dequantize(torch.float32), None, False
 
 
-def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """float32 a @ b^T. Where both came as bfloat16 the CPU library may multiply in BF16: inputs are exact in it."""
-    if a.dtype == b.dtype == torch.bfloat16 and a.device.type == "cpu":
+def _matmul_fp32(a: torch.Tensor, b: torch.Tensor, short: bool) -> torch.Tensor:
+    """float32 a @ b^T. If all values are bfloat16 numbers (``short``) the CPU library may multiply in BF16: no loss."""
+    if short and a.device.type == "cpu":
         setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         before = setting.fp32_precision
         setting.fp32_precision = "bf16"
@@ -293,4 +305,4 @@ def matmul_high_precision(
     """a [M, K] @ b [N, K]^T (+ bias [N]) of unquantised matrices, for GEMMs that a plan keeps out of FP8."""
     if bias is None and out_dtype == a.dtype == b.dtype:
         return a @ b.t()
-    return _finish(_matmul_fp32(a, b), None, bias, out_dtype)
+    return _finish(_matmul_fp32(a, b, a.dtype == b.dtype == torch.bfloat16), None, bias, out_dtype)

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 
 STREAM: list[tuple[str, ...]] = [
     ("formats",),
+    ("kernels",),
     ("cast",),
     ("scaling",),
     ("recipe",),
@@ -34,7 +35,7 @@ STREAM: list[tuple[str, ...]] = [
 ]
 """From left to right. Names in one group do not import each other; the files inside a package may."""
 
-PACKAGES = {"backends", "backends.emulated", "mcore", "train"}
+PACKAGES = {"kernels", "backends", "backends.emulated", "mcore", "train"}
 POSITION = {name: i for i, group in enumerate(STREAM) for name in group}
 
 

@@ -1,0 +1,202 @@
+/* The three passes of emulated FP8 that touch every element, for CPUs: cast, block amax, decode.
+
+   Matrices are row-major and contiguous, [rows, cols]. One float32 scale serves each block of block_rows x block_cols
+   elements; the last block of a row or column may be partial. Loops are free of branches, so that the compiler turns
+   them into vector code; no intrinsics. Every result equals the torch operations of cast.py and scaling.py in all bits:
+   the product is formed in float32, rounding is to nearest even, nothing is flushed, contracted or reordered. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define PIECE 16384 /* elements of a uniformly scaled matrix that one thread takes at a time */
+
+INLINE uint32_t bits_of(float v) { uint32_t u; memcpy(&u, &v, 4); return u; }
+INLINE float float_of(uint32_t u) { float v; memcpy(&v, &u, 4); return v; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ------------------------------------------------------------------------------------------ 16 and 32 bit floats */
+
+INLINE float load_float32(float v) { return v; }
+INLINE float load_bfloat16(uint16_t h) { return float_of((uint32_t)h << 16); }
+
+INLINE float load_float16(uint16_t h) {
+    uint32_t magnitude = h & 0x7FFF;
+    uint32_t normal = (magnitude << 13) + (magnitude >= 0x7C00 ? 224u << 23 : 112u << 23);
+    uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
+    return float_of((magnitude < 0x400 ? subnormal : normal) | (uint32_t)(h & 0x8000) << 16);
+}
+
+INLINE float store_float32(float v) { return v; }
+
+INLINE uint16_t store_bfloat16(float v) {
+    uint32_t u = bits_of(v), nan = (u & 0x7FFFFFFF) > 0x7F800000;
+    uint32_t rounded = (u + 0x7FFF + (u >> 16 & 1)) >> 16;
+    return (uint16_t)(nan ? 0x7FC0 : rounded);
+}
+
+/* ------------------------------------------------------------------------------------------------- 8 bit formats */
+
+/* Saturating round-to-nearest-even. Adding 2^(exponent + 23 - kept) leaves a sum whose last bit weighs one step of the
+   format's grid at v, so the float unit rounds; below the smallest normal (exponent field `low`) the grid is fixed. */
+INLINE uint8_t encode(float v, uint32_t kept, uint32_t low, uint32_t top) {
+    uint32_t u = bits_of(v), magnitude = u & 0x7FFFFFFF;
+    uint32_t inside = magnitude < top ? magnitude : top;
+    uint32_t exponent = inside & 0x7F800000;
+    exponent = exponent > low ? exponent : low;
+    uint32_t magic = exponent + ((23 - kept) << 23);
+    uint32_t steps = bits_of(float_of(inside) + float_of(magic)) - magic;
+    uint32_t code = steps + ((exponent - low) >> (23 - kept)) + (u >> 24 & 0x80);
+    return (uint8_t)(magnitude > 0x7F800000 ? 0x7F : code);
+}
+
+INLINE uint8_t encode_e4m3(float v) { return encode(v, 3, 121u << 23, 0x43E00000 /* 448 */); }
+INLINE uint8_t encode_e5m2(float v) { return encode(v, 2, 113u << 23, 0x47600000 /* 57344 */); }
+
+INLINE float decode_e4m3(uint8_t code) {
+    uint32_t magnitude = code & 0x7F;
+    uint32_t normal = magnitude == 0x7F ? 0x7FC00000 : (magnitude << 20) + (120u << 23);
+    uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-9f);
+    return float_of((magnitude < 8 ? subnormal : normal) | (uint32_t)(code & 0x80) << 24);
+}
+
+INLINE float decode_e5m2(uint8_t code) {
+    uint32_t magnitude = code & 0x7F;
+    uint32_t normal = (magnitude << 21) + (magnitude >= 0x7C ? 224u << 23 : 112u << 23);
+    uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-16f);
+    return float_of((magnitude < 4 ? subnormal : normal) | (uint32_t)(code & 0x80) << 24);
+}
+
+/* ------------------------------------------------------------------------------------- elementwise under a scale */
+
+/* NAME(from, to, rows, cols, scale, block_rows, block_cols, threads): to = OUT(from, scale of its block).
+   Loops over whole blocks of 32 and 128 have constant lengths: those are worth unrolling. */
+#define ELEMENTWISE(NAME, FROM, TO, OUT)                                                                             \
+    INLINE void NAME##_run(const FROM *restrict from, TO *restrict to, int64_t n, float s) {                         \
+        for (int64_t i = 0; i < n; i++) to[i] = OUT(from[i], s);                                                     \
+    }                                                                                                                \
+    static void NAME##_each(const FROM *restrict from, TO *restrict to, int64_t n, const float *restrict s) {        \
+        for (int64_t i = 0; i < n; i++) to[i] = OUT(from[i], s[i]);                                                  \
+    }                                                                                                                \
+    INLINE void NAME##_blocks(const FROM *from, TO *to, int64_t cols, const float *s, int64_t width) {               \
+        int64_t whole = cols / width, left = cols % width;                                                           \
+        for (int64_t b = 0; b < whole; b++) NAME##_run(from + b * width, to + b * width, width, s[b]);               \
+        if (left) NAME##_run(from + whole * width, to + whole * width, left, s[whole]);                              \
+    }                                                                                                                \
+    void NAME(const FROM *from, TO *to, int64_t rows, int64_t cols, const float *scale, int64_t block_rows,          \
+              int64_t block_cols, int32_t threads) {                                                                 \
+        int64_t total = rows * cols, across = (cols + block_cols - 1) / block_cols;                                  \
+        if (block_rows >= rows && block_cols >= cols) {                                                              \
+            _Pragma("omp parallel for num_threads(threads) if (threads > 1)")                                        \
+            for (int64_t i = 0; i < total; i += PIECE)                                                               \
+                NAME##_run(from + i, to + i, least(PIECE, total - i), *scale);                                       \
+            return;                                                                                                  \
+        }                                                                                                            \
+        _Pragma("omp parallel for num_threads(threads) if (threads > 1)")                                            \
+        for (int64_t row = 0; row < rows; row++) {                                                                   \
+            const float *s = scale + row / block_rows * across;                                                      \
+            const FROM *f = from + row * cols;                                                                       \
+            TO *t = to + row * cols;                                                                                 \
+            if (block_cols == 1) NAME##_each(f, t, cols, s);                                                         \
+            else if (block_cols == 32) NAME##_blocks(f, t, cols, s, 32);                                             \
+            else if (block_cols == 128) NAME##_blocks(f, t, cols, s, 128);                                           \
+            else NAME##_blocks(f, t, cols, s, block_cols);                                                           \
+        }                                                                                                            \
+    }
+
+#define CAST(FMT, DTYPE, FROM)                                                                                       \
+    INLINE uint8_t FMT##_of_##DTYPE(FROM x, float s) { return encode_##FMT(load_##DTYPE(x) * s); }                   \
+    ELEMENTWISE(cast_##FMT##_##DTYPE, FROM, uint8_t, FMT##_of_##DTYPE)
+
+#define DECODE(FMT, DTYPE, TO)                                                                                       \
+    INLINE TO DTYPE##_of_##FMT(uint8_t code, float s) { return store_##DTYPE(decode_##FMT(code) * s); }              \
+    ELEMENTWISE(decode_##FMT##_##DTYPE, uint8_t, TO, DTYPE##_of_##FMT)
+
+CAST(e4m3, float32, float)
+CAST(e4m3, bfloat16, uint16_t)
+CAST(e4m3, float16, uint16_t)
+CAST(e5m2, float32, float)
+CAST(e5m2, bfloat16, uint16_t)
+CAST(e5m2, float16, uint16_t)
+DECODE(e4m3, float32, float)
+DECODE(e4m3, bfloat16, uint16_t)
+DECODE(e5m2, float32, float)
+DECODE(e5m2, bfloat16, uint16_t)
+
+/* ---------------------------------------------------------------------------------------------------------- amax */
+
+/* One way to cut a matrix into blocks. rows == 0 means all rows: then each thread has a row of `largest` of its own. */
+typedef struct {
+    int64_t rows, cols;
+    void *largest; /* magnitudes, [row blocks or threads, column blocks], zeroed by the caller */
+} Cut;
+
+/* NAME(x, rows, cols, inf, cuts, n_cuts, unit, threads): the largest magnitude that is no NaN of every block of every
+   cut, in one pass over memory; returns how many elements are NaN or Inf, -1 without memory for a row. Magnitudes are
+   integers, which sort like the numbers; those above `inf` are NaN. Threads take whole multiples of `unit` rows. */
+#define AMAX(NAME, BITS)                                                                                             \
+    INLINE BITS NAME##_run(const BITS *x, int64_t n) {                                                               \
+        BITS found = 0;                                                                                              \
+        for (int64_t i = 0; i < n; i++) {                                                                            \
+            BITS m = x[i] & (BITS)((BITS)~(BITS)0 >> 1);                                                             \
+            found = m > found ? m : found;                                                                           \
+        }                                                                                                            \
+        return found;                                                                                                \
+    }                                                                                                                \
+    static void NAME##_each(const BITS *restrict x, BITS *restrict largest, int64_t n) {                             \
+        for (int64_t i = 0; i < n; i++) {                                                                            \
+            BITS m = x[i] & (BITS)((BITS)~(BITS)0 >> 1);                                                             \
+            largest[i] = m > largest[i] ? m : largest[i];                                                            \
+        }                                                                                                            \
+    }                                                                                                                \
+    INLINE void NAME##_blocks(const BITS *x, BITS *largest, int64_t cols, int64_t width) {                           \
+        for (int64_t b = 0; b * width < cols; b++) {                                                                 \
+            int64_t n = cols - b * width;                                                                            \
+            BITS m = n >= width ? NAME##_run(x + b * width, width) : NAME##_run(x + b * width, n);                   \
+            largest[b] = m > largest[b] ? m : largest[b];                                                            \
+        }                                                                                                            \
+    }                                                                                                                \
+    static int64_t NAME##_no_nan(const BITS *restrict x, BITS *restrict clean, int64_t n, BITS inf) {                \
+        int64_t count = 0;                                                                                           \
+        for (int64_t i = 0; i < n; i++) {                                                                            \
+            BITS m = x[i] & (BITS)((BITS)~(BITS)0 >> 1);                                                             \
+            count += m >= inf;                                                                                       \
+            clean[i] = m > inf ? 0 : m;                                                                              \
+        }                                                                                                            \
+        return count;                                                                                                \
+    }                                                                                                                \
+    int64_t NAME(const BITS *x, int64_t rows, int64_t cols, BITS inf, const Cut *cuts, int32_t n_cuts, int64_t unit, \
+                 int32_t threads) {                                                                                  \
+        int64_t nonfinite = 0, units = (rows + unit - 1) / unit, share = (units + threads - 1) / threads * unit;     \
+        int32_t failed = 0;                                                                                          \
+        _Pragma("omp parallel for num_threads(threads) if (threads > 1) reduction(+ : nonfinite, failed)")           \
+        for (int32_t thread = 0; thread < threads; thread++) {                                                       \
+            BITS *clean = malloc((size_t)cols * sizeof(BITS));                                                       \
+            failed += clean == NULL;                                                                                 \
+            for (int64_t row = thread * share; clean && row < least(rows, (thread + 1) * share); row++) {            \
+                const BITS *from = x + row * cols;                                                                   \
+                BITS top = NAME##_run(from, cols);                                                                   \
+                if (top >= inf) {                                                                                    \
+                    nonfinite += NAME##_no_nan(from, clean, cols, inf);                                              \
+                    from = clean;                                                                                    \
+                    top = NAME##_run(from, cols);                                                                    \
+                }                                                                                                    \
+                for (int32_t c = 0; c < n_cuts; c++) {                                                               \
+                    int64_t width = cuts[c].cols, across = (cols + width - 1) / width;                               \
+                    int64_t at = cuts[c].rows ? row / cuts[c].rows : thread;                                         \
+                    BITS *largest = (BITS *)cuts[c].largest + at * across;                                           \
+                    if (across == 1) *largest = top > *largest ? top : *largest;                                     \
+                    else if (width == 1) NAME##_each(from, largest, cols);                                           \
+                    else if (width == 32) NAME##_blocks(from, largest, cols, 32);                                    \
+                    else if (width == 128) NAME##_blocks(from, largest, cols, 128);                                  \
+                    else NAME##_blocks(from, largest, cols, width);                                                  \
+                }                                                                                                    \
+            }                                                                                                        \
+            free(clean);                                                                                             \
+        }                                                                                                            \
+        return failed ? -1 : nonfinite;                                                                              \
+    }
+
+AMAX(amax16, uint16_t)
+AMAX(amax32, uint32_t)
