@@ -154,6 +154,8 @@ def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     Returns:
         uint8, amax's shape: ceil(log2(amax / fmt.max)) + 127, clamped to [0, 254]; 0 for amax 0.
     """
+    if cpu.usable(amax):
+        return cpu.e8m0_of_amax(amax, fmt.max_exponent)
     # Mantissas above fmt.max's own, 1.75 in both formats, carry into the exponent.
     bits = amax.view(torch.int32)
     exponent = ((bits + 0x1FFFFF) >> 23).sub_(fmt.max_exponent)
@@ -162,12 +164,12 @@ def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
 
 def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(e8m0 - 127) of uint8 exponents, exactly (2^-127 is subnormal)."""
-    return _power_of_two(e8m0.to(torch.int32))
+    return cpu.power_of_e8m0(e8m0, False) if cpu.usable(e8m0) else _power_of_two(e8m0.to(torch.int32))
 
 
 def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(127 - e8m0) of uint8 exponents, exactly (2^-127 is subnormal)."""
-    return _power_of_two(254 - e8m0.to(torch.int32))
+    return cpu.power_of_e8m0(e8m0, True) if cpu.usable(e8m0) else _power_of_two(254 - e8m0.to(torch.int32))
 
 
 def _power_of_two(biased: torch.Tensor) -> torch.Tensor:

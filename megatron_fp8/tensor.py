@@ -47,9 +47,7 @@ class QuantizedSide:
 
     def float_scale_inv(self) -> torch.Tensor:
         """scale_inv as float32, its own shape."""
-        if self.scale_inv.dtype == torch.float32:
-            return self.scale_inv
-        return e8m0_to_scale_inv(self.scale_inv.view(torch.uint8))
+        return _float_scale(self.scale_inv)
 
     def expanded_scale_inv(self) -> torch.Tensor:
         """float32, broadcastable to codes: one scale for every element (a copy only where blocks are real)."""
@@ -66,10 +64,10 @@ class QuantizedSide:
         turned = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
         codes = self.codes.t() if turned else self.codes
         if cpu.usable(codes) and dtype in (torch.bfloat16, torch.float32):
-            block, scale_inv = (self.granularity.rows, self.granularity.cols), self.float_scale_inv()
+            block = (self.granularity.rows, self.granularity.cols)
             if turned:
-                return cpu.decode(codes, scale_inv.t(), block[::-1], dtype).t()
-            return cpu.decode(codes, scale_inv, block, dtype)
+                return cpu.decode(codes, _float_scale(self.scale_inv.t()), block[::-1], dtype).t()
+            return cpu.decode(codes, _float_scale(self.scale_inv), block, dtype)
         # A code times a power of two is a bfloat16 number, or is rounded to one once, as from float32.
         work = torch.bfloat16 if self.pow2 and dtype == torch.bfloat16 else torch.float32
         values = decode(self.codes, work, finite=self.finite)
@@ -99,6 +97,11 @@ class Float8Tensor:
             return self.rowwise.dequantize(dtype)
         assert self.columnwise is not None, "a Float8Tensor holds at least one direction"
         return self.columnwise.dequantize(dtype).t()
+
+
+def _float_scale(scale_inv: torch.Tensor) -> torch.Tensor:
+    """float32 or float8_e8m0fnu as float32."""
+    return scale_inv if scale_inv.dtype == torch.float32 else e8m0_to_scale_inv(scale_inv.view(torch.uint8))
 
 
 def expand_scale(

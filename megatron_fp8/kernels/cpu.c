@@ -30,10 +30,10 @@ INLINE float load_float16(uint16_t h) {
 
 INLINE float store_float32(float v) { return v; }
 
+/* NaN needs no care: those of codes have only their upper payload bits set, so no carry reaches the sign. */
 INLINE uint16_t store_bfloat16(float v) {
-    uint32_t u = bits_of(v), nan = (u & 0x7FFFFFFF) > 0x7F800000;
-    uint32_t rounded = (u + 0x7FFF + (u >> 16 & 1)) >> 16;
-    return (uint16_t)(nan ? 0x7FC0 : rounded);
+    uint32_t u = bits_of(v);
+    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
 }
 
 /* ------------------------------------------------------------------------------------------------- 8 bit formats */
@@ -200,3 +200,22 @@ typedef struct {
 
 AMAX(amax16, uint16_t)
 AMAX(amax32, uint32_t)
+
+/* --------------------------------------------------------------------------------------------------- MX's scales */
+
+/* Mantissas above that of both formats' maxima, 1.75, carry into the exponent; Inf takes the largest scale. */
+void e8m0_of_amax(const uint32_t *restrict amax, uint8_t *restrict e8m0, int64_t n, int32_t max_exponent) {
+    for (int64_t i = 0; i < n; i++) {
+        int32_t exponent = (int32_t)((amax[i] + 0x1FFFFF) >> 23) - max_exponent;
+        exponent = exponent < 0 ? 0 : exponent;
+        e8m0[i] = (uint8_t)(amax[i] == 0x7F800000 ? 254 : exponent);
+    }
+}
+
+/* 2^(e8m0 - 127), or its inverse; 2^-127 is float32's subnormal 0x00400000. */
+void power_of_e8m0(const uint8_t *restrict e8m0, uint32_t *restrict power, int64_t n, int32_t inverse) {
+    for (int64_t i = 0; i < n; i++) {
+        int32_t biased = inverse ? 254 - e8m0[i] : e8m0[i];
+        power[i] = biased > 0 ? (uint32_t)biased << 23 : 0x00400000;
+    }
+}

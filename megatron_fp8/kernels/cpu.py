@@ -149,6 +149,26 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
     return [found.view(x.dtype).to(torch.float32) for found in largest], nonfinite
 
 
+def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
+    """As ``megatron_fp8.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
+    e8m0 = torch.empty(amax.shape, dtype=torch.uint8)
+    size = ctypes.c_int64(amax.numel())
+    _library().e8m0_of_amax(
+        ctypes.c_void_p(amax.data_ptr()), ctypes.c_void_p(e8m0.data_ptr()), size, max_exponent
+    )
+    return e8m0
+
+
+def power_of_e8m0(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:
+    """float32 2^(e8m0 - 127) of uint8 exponents, or 2^(127 - e8m0)."""
+    power = torch.empty(e8m0.shape)
+    size = ctypes.c_int64(e8m0.numel())
+    _library().power_of_e8m0(
+        ctypes.c_void_p(e8m0.data_ptr()), ctypes.c_void_p(power.data_ptr()), size, int(inverse)
+    )
+    return power
+
+
 def _threads(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // _THREAD_ELEMENTS))
 

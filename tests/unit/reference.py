@@ -118,6 +118,7 @@ def scale(
         result = np.float32(largest) / floor
         result = result * np.float32(2.0**-margin)
     result = np.where(np.isinf(result), np.float32(2.0**127) if pow2 else F32_MAX, result)
+    result = np.maximum(result, np.float32(2.0**-126))  # a subnormal scale would have an infinite inverse
     useless = (floor == 0) | np.isinf(floor)
     result = np.where(useless, np.float32(1), result).astype(np.float32)
     return power_of_two_below(result) if pow2 else result

@@ -21,7 +21,7 @@ from megatron_fp8.recipe import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
 )
-from megatron_fp8.scaling import block_amaxes
+from megatron_fp8.scaling import block_amaxes, compute_e8m0, e8m0_to_scale, e8m0_to_scale_inv
 from tests.unit.compare import assert_same_bytes
 
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
@@ -171,6 +171,17 @@ def test_blocks_of_any_size(fmt):
             assert_same_bytes(codes, cast(x, each, fmt), f"blocks of {height} x {width}")
             values = cpu.decode(codes, scale, (height, width), torch.float32)
             assert_same_bytes(no_payload(values), no_payload(codes.float() * each), f"{height} x {width}")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_e8m0_scales(fmt, both):
+    """Every exponent with the mantissas around 1.75, zero, subnormals, Inf; then every E8M0 code, both ways."""
+    mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF], dtype=torch.int32)
+    bits = (torch.arange(255, dtype=torch.int32)[:, None] << 23) + mantissas
+    amax = torch.cat([bits.flatten(), torch.tensor([0x7F800000], dtype=torch.int32)]).view(torch.float32)
+    assert_same_bytes(*both(lambda: compute_e8m0(amax, fmt)), fmt.name)
+    for convert in (e8m0_to_scale, e8m0_to_scale_inv):
+        assert_same_bytes(*both(lambda convert=convert: convert(EVERY_CODE[:255])), convert.__name__)
 
 
 def test_empty_tensors():

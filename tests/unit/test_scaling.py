@@ -125,6 +125,8 @@ def test_scale_is_a_division_not_a_reciprocal():
         (448.0, {"margin": 3}, 0.125),
         (448.0, {"margin": -1}, 2.0),
         (math.nextafter(448.0, 0.0), {"pow2": True}, 1.0),
+        (2.0**80, {"margin": 64}, 2.0**-126),  # not subnormal: its inverse would be infinite
+        (2.0**127, {"margin": 64, "pow2": True}, 2.0**-126),
         (3.5, {"pow2": True}, 128.0),
         (3.5000002384185791, {"pow2": True}, 64.0),
     ],
