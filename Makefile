@@ -38,6 +38,7 @@ format: $(VENV)/.test ## let ruff fix and format every file
 bench: $(VENV)/.test ## CPU benchmarks against BF16 and the installed peers
 	$(PY) benchmarks/cast.py $(ARGS)
 	$(PY) benchmarks/step.py $(ARGS)
+	$(PY) benchmarks/state.py $(ARGS)
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -64,5 +65,9 @@ $(VENV)/.train: $(VENV)/.torch $(REQ)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.train $(REQ)
+	@command -v $${CC:-cc} >/dev/null \
+		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+			&& apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y gcc libc6-dev; } \
+		|| { echo "error: the tests of the compiled kernels need a C compiler; on Debian: sudo apt-get install gcc" >&2; exit 2; }
 	$(PIP) -e ".[test]"
 	touch $@
