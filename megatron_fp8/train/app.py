@@ -126,15 +126,31 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     if run.dry_run:
         _dry_run(trainer, chunks, vocab_size, first)
         return None
+    folder = Path(run.run_dir)
+    trainer.after_first_step = lambda: _note_what_ran(report, chunks, folder, first)
     if first:
         entropy = data.corpus_bigram_entropy(prefixes)
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
-        folder = run_folder(Path(run.run_dir))
+        run_folder(folder)
         run.save(folder / "config.yaml")
-        write_report({**report, "bigram_entropy": entropy}, folder)
+        report["bigram_entropy"] = entropy
+        write_report(report, folder)
         trainer.writer = MetricsWriter(folder)
         trainer.display = Display(run.train.train_iters, run.train.log_interval)
     return trainer
+
+
+def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, first: bool) -> None:
+    """What sites noted in their first iteration (a gather in high precision, say) joins the report. All ranks call."""
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.train.report import format_notes, write_report
+
+    report["sites"] = site_report(chunks)
+    if not first:
+        return
+    write_report(report, folder)
+    if notes := format_notes(report["sites"]):
+        print(notes, flush=True)
 
 
 def run_folder(folder: Path) -> Path:

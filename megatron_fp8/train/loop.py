@@ -8,7 +8,7 @@ iteration ends there) -> agree on loss and health -> optimizer -> learning rate.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ class Trainer:
         chunks: model chunks in their DistributedDataParallel, one per virtual stage.
         datasets: training and validation data sets (the second may be None).
         writer, display: on rank 0; None elsewhere.
+        after_first_step: called on every rank once sites have run.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class Trainer:
         flops_per_token: float,
         writer: MetricsWriter | None = None,
         display: Display | None = None,
+        after_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.run, self.chunks, self.optimizer, self.scheduler = run, chunks, optimizer, scheduler
         self.datasets, self.writer, self.display = datasets, writer, display
+        self.after_first_step = after_first_step
         self.tokens_per_step = run.train.global_batch_size * run.train.seq_length
         self._flops_per_step = self.tokens_per_step * flops_per_token
         self._schedule = get_forward_backward_func()
@@ -66,6 +69,8 @@ class Trainer:
         summary: dict[str, float] = {}
         for iteration in range(1, wanted.train_iters + 1):
             metrics = self._timed_step(iteration, training)
+            if iteration == 1:
+                self.after_first_step()
             if metrics.lm_loss is not None:
                 summary.setdefault("first_loss", metrics.lm_loss)
                 summary["last_loss"] = metrics.lm_loss

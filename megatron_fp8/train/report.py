@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fp8.kernels import cpu
+
 _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
 
 
@@ -27,6 +29,7 @@ def build_report(
     return {
         "device": device_name(),
         "versions": versions(),
+        "cpu_kernels": None if torch.cuda.is_available() else cpu.reason() or "compiled",
         "parallel": _parallel(config, launcher),
         "parameters": parameters,
         "precision": {
@@ -107,6 +110,7 @@ def format_report(report: dict[str, Any]) -> str:
     )
     lines = [
         f"device      {report['device']}",
+        *([f"kernels     {report['cpu_kernels']}"] if report.get("cpu_kernels") else []),
         f"versions    {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
         f"ranks       {parallel['world_size']} ({parallel['launcher']}, {parallel['backend']}), "
         f"{sizes or 'no model parallelism'}"
@@ -117,6 +121,17 @@ def format_report(report: dict[str, Any]) -> str:
         f"precision   {what}",
     ]
     return "\n".join([*lines, *_precision_map(report["sites"])])
+
+
+def format_notes(sites: list[dict[str, Any]]) -> str:
+    """What was found out about sites while they ran, one line each; empty if nothing was."""
+    notes: dict[str, list[str]] = {}
+    for site in sites:
+        for note in site["notes"]:
+            notes.setdefault(note, []).append(site["name"])
+    return "\n".join(
+        f"note        {note} ({len(names)} sites, such as {names[0]})" for note, names in notes.items()
+    )
 
 
 def _precision_map(sites: list[dict[str, Any]]) -> list[str]:
