@@ -1,0 +1,47 @@
+"""What sites note while they run reaches report.json and the screen."""
+
+import json
+from types import SimpleNamespace
+
+from megatron_fp8.mcore import report as mcore_report
+from megatron_fp8.train import app
+from megatron_fp8.train.loop import Trainer
+from megatron_fp8.train.report import format_notes
+
+NOTED = [
+    {"name": "layers.0.fc1", "notes": ["gathered in high precision"]},
+    {"name": "layers.1.fc1", "notes": ["gathered in high precision"]},
+    {"name": "layers.1.fc2", "notes": []},
+]
+
+
+def test_notes_are_one_line_each_with_their_sites():
+    assert format_notes(NOTED) == "note        gathered in high precision (2 sites, such as layers.0.fc1)"
+    assert format_notes(NOTED[2:]) == ""
+
+
+def test_the_first_rank_writes_and_prints_them(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(mcore_report, "site_report", lambda chunks: NOTED)
+    for first in (False, True):
+        app._note_what_ran({"device": "d", "sites": []}, [], tmp_path, first)
+        assert (tmp_path / "report.json").exists() is first
+    assert json.loads((tmp_path / "report.json").read_text()) == {"device": "d", "sites": NOTED}
+    assert "gathered in high precision" in capsys.readouterr().out
+
+
+def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
+    calls = []
+    trainer = object.__new__(Trainer)
+    wanted = SimpleNamespace(train_iters=3, eval_interval=0, eval_iters=0)
+    trainer.run, trainer.datasets = SimpleNamespace(train=wanted), [None]
+    trainer.writer = trainer.display = None
+    trainer.after_first_step = lambda: calls.append("noted")
+    monkeypatch.setattr(trainer, "_iterators", lambda dataset: [])
+
+    def step(iteration, training):
+        calls.append(iteration)
+        return SimpleNamespace(lm_loss=1.0)
+
+    monkeypatch.setattr(trainer, "_timed_step", step)
+    trainer.train()
+    assert calls == [1, "noted", 2, 3]
