@@ -63,7 +63,8 @@ def fp8_linear(
         save_original_input: keep x itself for wgrad and quantise it again there, for callers that recompute x anyway.
 
     Returns:
-        [..., N] in x's dtype. NaN in x or weight gives NaN where it is multiplied; Inf saturates and is counted.
+        [..., N] in x's dtype. NaN in x or weight gives NaN where it is multiplied; Inf saturates and is
+        counted (under MX's largest scale the saturated value itself is beyond bfloat16).
 
     Raises:
         ValueError: x's last dimension is not the weight's.
