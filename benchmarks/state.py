@@ -14,7 +14,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import argument_parser, describe, environment, interleave, table, write_results
+from benchmarks.common import (
+    argument_parser,
+    clock_of,
+    describe,
+    environment,
+    interleave,
+    table,
+    write_results,
+)
 from megatron_fp8.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state import Fp8State
@@ -55,10 +63,11 @@ def main() -> int:
     parser.set_defaults(threads=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    record = environment([])
+    clock, measured = clock_of(args)
+    record = {**environment([]), "measured": measured}
     print(describe(record), flush=True)
     updates = {f"history {length}, {algo}": update_of(length, algo) for length, algo in CASES}
-    times = interleave(updates, args.repetitions)
+    times = interleave(updates, args.repetitions, clock=clock)
     rows, data = [], []
     for name, timing in times.items():
         ms = timing.median * 1e3
