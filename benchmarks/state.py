@@ -1,6 +1,7 @@
 """Delayed scaling's update of 10,000 tensors, once an iteration, on one thread: `python benchmarks/state.py`.
 
-Goal: <= 1 ms with a history of 16 and of 1. Scales are checked against plain Python before any time is taken.
+Goal: <= 1 ms with a history of 16 and of 1; 1024 (Transformer Engine's default, whose maximum reads 41 MB) is reported.
+Scales are checked against plain Python before any time is taken.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from megatron_fp8.state import Fp8State
 
 SLOTS = 10_000
 GOAL_MS = 1.0
-CASES = [(1, "most_recent"), (1, "max"), (16, "most_recent"), (16, "max")]
+GOAL_LENGTHS = (1, 16)
+CASES = [(length, algo) for length in (1, 16, 1024) for algo in ("most_recent", "max")]
 
 
 def update_of(length: int, algo: Any) -> Callable[[], None]:
@@ -66,20 +68,23 @@ def main() -> int:
     clock, measured = clock_of(args)
     record = {**environment([]), "measured": measured}
     print(describe(record), flush=True)
+    lengths = {f"history {length}, {algo}": length for length, algo in CASES}
     updates = {f"history {length}, {algo}": update_of(length, algo) for length, algo in CASES}
     times = interleave(updates, args.repetitions, clock=clock)
     rows, data = [], []
     for name, timing in times.items():
         ms = timing.median * 1e3
-        met = "met" if ms <= GOAL_MS else "MISSED"
-        rows.append([name, f"{SLOTS:,}", f"{ms:.3f}", f"{timing.spread:.0%}", f"<= {GOAL_MS:g} ms {met}"])
+        has_goal = lengths[name] in GOAL_LENGTHS
+        met = ms <= GOAL_MS or not has_goal
+        goal = f"<= {GOAL_MS:g} ms {'met' if met else 'MISSED'}" if has_goal else "none"
+        rows.append([name, f"{SLOTS:,}", f"{ms:.3f}", f"{timing.spread:.0%}", goal])
         data.append(
             {
                 "case": name,
                 "slots": SLOTS,
                 "seconds": timing.seconds,
-                "goal_ms": GOAL_MS,
-                "met": ms <= GOAL_MS,
+                "goal_ms": GOAL_MS if has_goal else None,
+                "met": met,
             }
         )
     body = table(["update", "tensors", "median ms", "spread", "goal"], rows)

@@ -101,9 +101,21 @@ class Arena:
     def history(self, delayed: DelayedScaling, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
         """(int64 [k] slot indices, float32 [amax_history_len, k] rows) of the slots of one recipe and format.
 
-        Row 0 is the running one (zero between iterations); the last row is the latest iteration's.
+        Row 0 is the running one (zero between iterations); the last row is the latest iteration's. A copy.
         """
-        return self._histories[delayed, fmt.name].tensors()
+        held = self._histories[delayed, fmt.name]
+        held.grow()
+        return held.index, held.unrolled()
+
+    def set_history(self, delayed: DelayedScaling, fmt: FloatFormat, rows: torch.Tensor) -> None:
+        """Replace the histories that ``history`` gives: the same slots, shape and order of rows."""
+        held = self._histories[delayed, fmt.name]
+        held.grow()
+        assert rows.shape == (held.rows.shape[1], held.rows.shape[0]), (
+            "one column a slot, one row an iteration"
+        )
+        held.rows.copy_(rows.t())
+        held.head.zero_()
 
     def _trim(self) -> None:
         """Drop the spare capacity, so that collectives and updates touch slots only."""
@@ -168,48 +180,67 @@ class Arena:
         self.rows.zero_()
 
     def _update_delayed(self, delayed: DelayedScaling, held: _History, due: bool) -> None:
-        index, history = held.tensors()
-        value = self.rows[0, index]
+        held.grow()
+        value = self.rows[0, held.index]
         value = torch.where(value.isinf(), torch.zeros_like(value), value)
         seen = value != 0
-        history[0] = value
+        held.put(value)
         if due:
-            amax = value if delayed.amax_compute_algo == "most_recent" else history.amax(0)
+            amax = value if delayed.amax_compute_algo == "most_recent" else held.rows.amax(1)
             fresh = compute_scale(
                 amax, held.slots[0].fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon
             )
-            self.scale[index] = torch.where(seen, fresh, self.scale[index])
+            self.scale[held.index] = torch.where(seen, fresh, self.scale[held.index])
             held.warm_up(seen)
-        if delayed.amax_history_len > 1:
-            history.copy_(torch.where(seen, history.roll(-1, 0), history))
-        history[0] = 0
+        held.roll(seen)
 
 
 class _History:
-    """The histories of all slots that share a delayed recipe and a format: one matrix, so that updates are vectorised."""
+    """The histories of all slots that share a delayed recipe and a format: one matrix, so that updates are vectorised.
+
+    Slot i's history is row i of ``rows`` [slots, amax_history_len], used as a ring that starts at ``head[i]``: to roll
+    is to move the head, and no history is copied. Every slot has a head of its own, since one that was not cast does
+    not roll.
+    """
 
     def __init__(self, device: torch.device):
-        self.device = device
         self.slots: list[Slot] = []
         self.cold = 0
-        self._index = torch.zeros(0, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(0, 0, device=device)
+        self.index = torch.zeros(0, dtype=torch.int64, device=device)
+        self.head = torch.zeros(0, dtype=torch.int64, device=device)
+        self.rows = torch.zeros(0, 0, device=device)
 
     def add(self, slot: Slot) -> None:
         self.slots.append(slot)
         self.cold += 1
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(index, rows), grown to the slots that were added since."""
-        have, want = self._index.numel(), len(self.slots)
-        if have < want:
-            delayed = self.slots[0].delayed
-            assert delayed is not None
-            rows = torch.zeros(delayed.amax_history_len, want, device=self.device)
-            rows[:, :have] = self._rows if have else rows[:, :0]
-            self._rows = rows
-            self._index = torch.tensor([s.index for s in self.slots], device=self.device)
-        return self._index, self._rows
+    def grow(self) -> None:
+        """Take in the slots that were added since, with empty histories."""
+        have, want = self.index.numel(), len(self.slots)
+        if have == want:
+            return
+        delayed, device = self.slots[0].delayed, self.index.device
+        assert delayed is not None
+        rows = torch.zeros(want, delayed.amax_history_len, device=device)
+        rows[:have] = self.rows if have else rows[:0]
+        self.rows = rows
+        self.head = torch.cat([self.head, self.head.new_zeros(want - have)])
+        self.index = torch.tensor([s.index for s in self.slots], device=device)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Write the running entry of every slot."""
+        self.rows.scatter_(1, self.head[:, None], value[:, None])
+
+    def roll(self, seen: torch.Tensor) -> None:
+        """Where seen, the running entry becomes the latest and the oldest falls out; the running one is zero again."""
+        self.head = (self.head + seen) % self.rows.shape[1]
+        self.put(torch.zeros_like(self.index, dtype=torch.float32))
+
+    def unrolled(self) -> torch.Tensor:
+        """[amax_history_len, slots], the running entry first."""
+        length = self.rows.shape[1]
+        order = (self.head[:, None] + torch.arange(length, device=self.head.device)) % length
+        return self.rows.gather(1, order).t()
 
     def warm_up(self, seen: torch.Tensor) -> None:
         """Slots that just got their first scale leave the cold start; the mask is read back only while any is cold."""

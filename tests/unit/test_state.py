@@ -185,6 +185,27 @@ def test_margin_epsilon_and_zero():
     assert slot.scale == 448 / 0.5 / 4
 
 
+def test_history_can_be_put_back():
+    """Each slot's ring stands elsewhere; what was read from one state goes on in another as if nothing had happened."""
+    recipe, formats = DelayedScaling(amax_history_len=5), [E4M3, E5M2, E4M3]
+    states = [Fp8State(), Fp8State()]
+    slots = [make_slots(state.arena(None), recipe, formats) for state in states]
+    numbers = np.random.default_rng(1)
+    for iteration in range(20):
+        amaxes = [float(np.float32(n)) if n < 2 else 0.0 for n in numbers.lognormal(0, 2, 3)]
+        if iteration == 9:
+            for fmt in (E4M3, E5M2):
+                states[1].arena(None).set_history(recipe, fmt, states[0].arena(None).history(recipe, fmt)[1])
+        for state, mine in zip(states[: 1 if iteration < 9 else 2], slots, strict=False):
+            for slot, amax in zip(mine, amaxes, strict=True):
+                observe(slot, amax)
+            state.finish_iteration()
+    for fmt in (E4M3, E5M2):
+        first, second = (state.arena(None).history(recipe, fmt)[1] for state in states)
+        assert_same_bytes(first, second)
+    assert_same_bytes(states[0].arena(None).scale[:3], states[1].arena(None).scale[:3])
+
+
 def test_slots_added_later_join_with_an_empty_history():
     state, first, recipe = one_slot()
     arena = first.arena
