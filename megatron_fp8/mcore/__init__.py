@@ -37,9 +37,9 @@ def install() -> None:
             from megatron_fp8.mcore import cpu_engine
 
             patches += cpu_engine.patches()
-        from megatron_fp8.mcore import fp8_hooks
+        from megatron_fp8.mcore import adam, fp8_hooks
 
-        patches += fp8_hooks.patches()
+        patches += [*fp8_hooks.patches(), *adam.patches()]
         patch_set = PatchSet(patches)
         patch_set.apply()
     _installed = patch_set
