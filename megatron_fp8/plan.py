@@ -3,7 +3,7 @@
 A site is one linear layer, named by its fully qualified module name. Its SitePlan is frozen; whatever changes the answer
 (first and last layers in BF16, overrides by name, ``fp8_wgrad=False``, a role left in high precision) is applied when
 the plan is made, and leaves its reason there. Nothing decides precision anywhere else, so the report cannot disagree
-with what runs.
+with what runs; only phases.py says in which iterations a plan is in force.
 
 Rejected: an ambient context that layers ask "is this FP8?" at run time, as Transformer Engine has it. Recompute,
 pipelines and a module called twice each meet the wrong ambient, in silence.

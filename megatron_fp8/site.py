@@ -64,11 +64,34 @@ class GemmSite:
         self._seed, self._stream = seed, stream
         self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
         self._weight: _KeptWeight | None = None
+        self._observed = -1  # the iteration in which the weight was observed
 
     @property
     def is_fp8(self) -> bool:
-        """Whether any GEMM of this site runs in FP8."""
+        """Whether any GEMM of this site runs in FP8, as planned."""
         return self.plan.precision == "fp8"
+
+    @property
+    def runs_fp8(self) -> bool:
+        """Whether the plan's FP8 is in force in this iteration, outside warm-up and healing."""
+        return self.is_fp8 and self.state.phase == "fp8"
+
+    def observe(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, record: bool) -> None:
+        """Fill delayed scaling's histories from a linear that ran in high precision: y [..., N] = x [..., K] @ weight^T.
+
+        The amaxes of x and, once an iteration, of the weight are recorded now (``record`` False: they were already), that
+        of y's gradient when it comes. No value changes. The other recipes have no history: nothing is done.
+        """
+        if not isinstance(self.plan.recipe, DelayedScaling):
+            return
+        slots = {role: quantizer.slot for role, quantizer in self.quantizers.items() if quantizer is not None}
+        if record:
+            slots["input"].observe(x.reshape(-1, x.shape[-1]))
+            if self._observed != self.state.iteration:
+                self._observed = self.state.iteration
+                slots["weight"].observe(weight)
+        if y.requires_grad:
+            y.register_hook(lambda dy: slots["grad_output"].observe(dy.reshape(-1, dy.shape[-1])))
 
     def quantized_weight(
         self, weight: torch.Tensor, *, fresh: bool, record: bool

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from .formats import FloatFormat
+from .phases import Phase, Phases
 from .recipe import DelayedScaling
-from .scaling import compute_scale
+from .scaling import block_amaxes, compute_scale
 
 Group = Any
 """A torch.distributed process group, or None for a single process."""
@@ -39,6 +40,7 @@ class Slot:
         self.arena, self.index, self.delayed, self.fmt = arena, index, delayed, fmt
         self.name = f"slot{index}"
         self.warm = False
+        self.column = 0  # its place among the slots that share its delayed recipe and format
 
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Max amax (float32 [], may be Inf, never NaN) into the running row; add the non-finite count, if any."""
@@ -47,6 +49,14 @@ class Slot:
         torch.maximum(running, amax, out=running)
         if nonfinite is not None:
             rows[1, self.index] += nonfinite
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Record the amax that a cast of x [rows, cols] would, without a cast.
+
+        Non-finite elements are not counted: nothing saturates them, whoever uses x meets them.
+        """
+        amaxes, _ = block_amaxes(x.detach().contiguous(), [(0, 0)])
+        self.record(amaxes[0].view([]), None)
 
     @property
     def scale(self) -> torch.Tensor:
@@ -116,6 +126,40 @@ class Arena:
         )
         held.rows.copy_(rows.t())
         held.head.zero_()
+
+    def saved_slot(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps of a delayed slot: float32 scale [1] and amax_history [length], uint8 warm [1].
+
+        amax_history[0] is the running amax of an iteration that has begun, the last entry is the latest iteration's.
+        """
+        assert slot.delayed is not None
+        held = self._histories[slot.delayed, slot.fmt.name]
+        held.grow()
+        history = held.rows[slot.column].roll(-int(held.head[slot.column]))
+        history[0] = self.rows[0, slot.index]
+        warm = torch.tensor([slot.warm], dtype=torch.uint8, device=self.device)
+        return {
+            "scale": self.scale[slot.index : slot.index + 1].clone(),
+            "amax_history": history,
+            "warm": warm,
+        }
+
+    def load_slot(self, slot: Slot, saved: dict[str, torch.Tensor]) -> None:
+        """Put back what ``saved_slot`` gave; of a history of another length the latest entries that fit."""
+        assert slot.delayed is not None
+        held = self._histories[slot.delayed, slot.fmt.name]
+        held.grow()
+        history = saved["amax_history"].to(self.device)
+        self.scale[slot.index] = saved["scale"].to(self.device)[0]
+        self.rows[0, slot.index] = history[0]
+        ring = held.rows[slot.column]
+        ring.zero_()
+        held.head[slot.column] = 0
+        kept = min(len(ring), len(history)) - 1
+        if kept:
+            ring[-kept:] = history[-kept:]
+        slot.warm = bool(saved["warm"])
+        held.cold = sum(not s.warm for s in held.slots)
 
     def _trim(self) -> None:
         """Drop the spare capacity, so that collectives and updates touch slots only."""
@@ -211,6 +255,7 @@ class _History:
         self.rows = torch.zeros(0, 0, device=device)
 
     def add(self, slot: Slot) -> None:
+        slot.column = len(self.slots)
         self.slots.append(slot)
         self.cold += 1
 
@@ -255,13 +300,15 @@ class _History:
 class Fp8State:
     """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
 
-    ``epoch`` marks kept quantised weights as stale; ``seed`` is stochastic rounding's.
+    ``epoch`` marks kept quantised weights as stale; ``seed`` is stochastic rounding's; ``phases`` says in which
+    iterations FP8 runs.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     iteration: int = 0
     epoch: int = 0
     seed: int = 0
+    phases: Phases = field(default_factory=Phases)
     counts: IterationCounts = field(default_factory=IterationCounts)
     last: IterationCounts = field(default_factory=IterationCounts)
     arenas: list[Arena] = field(default_factory=list)
@@ -277,6 +324,11 @@ class Fp8State:
         self.arenas.append(Arena(group, self.device))
         self.arenas[-1].counts = self.counts
         return self.arenas[-1]
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of this iteration. ValueError where the training's length should be known and is not."""
+        return self.phases.at(self.iteration)
 
     def slots(self) -> list[Slot]:
         """Every slot of every arena."""

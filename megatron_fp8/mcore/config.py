@@ -63,7 +63,10 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """Round grad_output stochastically, reproducibly for a seed."""
 
     fp8_high_precision_warmup: float = 0.0
-    """Fraction of training that runs in BF16 before FP8 starts."""
+    """Fraction of training that runs in BF16 before FP8 starts; delayed scaling's histories are filled meanwhile."""
+
+    fp8_high_precision_healing: float = 0.0
+    """Fraction of training, its end, that runs in BF16 again."""
 
     fp8_guard: bool = False
     """Return to BF16 when FP8 training loses health."""

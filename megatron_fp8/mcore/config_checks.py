@@ -39,6 +39,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
     if config.fp8_pow2_scales is not None:
         _boolean("fp8_pow2_scales", config.fp8_pow2_scales)
     _check_epsilon(config.fp8_amax_epsilon)
+    _check_phases(config)
     _check_overrides(config)
     _check_bf16_layers(config)
     _check_factory(config)
@@ -91,6 +92,30 @@ def _check_epsilon(value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < 0:
         raise ValueError(f"fp8_amax_epsilon={value!r} must be a finite number >= 0; 0 switches it off.")
+
+
+def _check_phases(config: TransformerConfig) -> None:
+    """The fractions of training in BF16, at its start and at its end."""
+    for name in _PHASES:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(
+                f"{name}={value!r} must be a number from 0 to 1, the fraction of training in BF16; 0 switches it off."
+            )
+    warmup, healing = (getattr(config, name) for name in _PHASES)
+    if warmup + healing >= 1:
+        raise ValueError(
+            f"fp8_high_precision_warmup={warmup!r} and fp8_high_precision_healing={healing!r} leave nothing to FP8: their"
+            " sum must be below 1. Lower one of them, or set fp8=None to train in BF16."
+        )
+    if config.fp8_param and (warmup or healing):
+        raise ValueError(
+            f"fp8_param=True with fp8_high_precision_warmup={warmup!r} and fp8_high_precision_healing={healing!r}: a"
+            " phase in BF16 needs BF16 weights. Set fp8_param=False, or both fractions to 0."
+        )
+
+
+_PHASES = ("fp8_high_precision_warmup", "fp8_high_precision_healing")
 
 
 def _check_overrides(config: TransformerConfig) -> None:
@@ -198,7 +223,6 @@ def _check_pow2(config: TransformerConfig) -> None:
 # (setting, is it asked for, what to do instead): never accepted and then ignored.
 _UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp8_param", bool, "keep fp8_param=False: weights stay in BF16 and are quantised once per step"),
-    ("fp8_high_precision_warmup", bool, "keep it 0"),
     ("fp8_guard", bool, "keep it False"),
     ("fp8_dot_product_attention", bool, "keep it False: attention itself runs in BF16"),
     ("fp8_multi_head_attention", bool, "keep it False: attention itself runs in BF16"),
@@ -237,7 +261,7 @@ def _warn_without_effect(config: TransformerConfig) -> None:
             if is_set(name):
                 _warn(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
     if not config.fp8:
-        for name in ("fp8_recipe", "fp8_backend", "fp8_stochastic_rounding"):
+        for name in ("fp8_recipe", "fp8_backend", "fp8_stochastic_rounding", *_PHASES):
             if is_set(name):
                 _warn(
                     f"{name}={getattr(config, name)!r} has no effect because fp8 is None (training in BF16)"

@@ -6,14 +6,14 @@ ranks together: saturating casts hide an Inf from the gradients, so a loss scale
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..state import IterationCounts
+from ..state import Fp8State, IterationCounts
 from . import is_installed
 from .sites import check_overrides, prepare, state_of, unwrap
 
@@ -40,12 +40,37 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
         check_overrides(model_chunks)
     _last = state.finish_iteration()
     _last_is_fp8 = bool(config.fp8)
+    if _last_is_fp8:
+        _announce_switch(state)
     if _last_is_fp8 and _groups_are_partial(config):
         # A pipeline stage, or an expert's ranks, saw only its own tensors: share the verdict with everybody.
         worst = torch.tensor(_last.nonfinite, dtype=torch.int64, device=state.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         _last.nonfinite = int(worst)
     return _last
+
+
+def set_training_length(config: Any, iterations: int) -> None:
+    """Say how long the training will be: ``fp8_high_precision_warmup`` and ``_healing`` are fractions of it.
+
+    Call it before the first iteration, on every rank, with the iterations of the whole run, those before a resume
+    included. A run that is made longer has longer phases.
+
+    Raises:
+        ValueError: not a positive integer, or the fractions leave no iteration to FP8.
+    """
+    state = state_of(config)
+    state.phases = replace(state.phases, length=iterations)
+
+
+def _announce_switch(state: Fp8State) -> None:
+    """A line, on the first rank, where the next iteration's precision is another than that of the one just finished."""
+    before, now = state.phases.at(state.iteration - 1), state.phase
+    if before == now or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    precision = "FP8" if now == "fp8" else "BF16"
+    over = "FP8" if before == "fp8" else f"the {before} in BF16"
+    print(f"megatron_fp8: {precision} from iteration {state.iteration + 1} on, {over} is over", flush=True)
 
 
 def _groups_are_partial(config: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..context import disabled_reason, layer_being_built
+from ..context import disabled_reason, in_recompute, layer_being_built
 from ..linear import fp8_linear
 from ..site import GemmSite
 from ..tp import TensorParallel
@@ -46,12 +46,13 @@ class _Fp8Site:
         return self._site
 
     def runs_fp8(self) -> bool:
-        """Whether the next forward uses FP8: planned so, and not switched off around this call.
+        """Whether the next forward uses FP8: planned so, in force this iteration, not switched off around this call."""
+        return self._switched_on() and self.fp8_site.runs_fp8
 
-        A first or last layer's reason to be in BF16 was weighed when the plan was made: an override may have won.
-        """
+    def _switched_on(self) -> bool:
+        """A first or last layer's reason to be in BF16 was weighed when the plan was made: an override may have won."""
         weighed = None if self.fp8_layer is None else self.fp8_layer.bf16_reason
-        return self.fp8_site.is_fp8 and disabled_reason() in (None, weighed)
+        return disabled_reason() in (None, weighed)
 
     def _fp8_forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
@@ -69,9 +70,11 @@ class _Fp8Site:
                 save_original_input=self.save_original_input,
             )
 
-    def _count(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _after_high_precision(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if self.training:
             count_high_precision(self.fp8_site.state, x, weight, y)
+            if self._switched_on():
+                self.fp8_site.observe(x, weight, y, record=not in_recompute())
         return y
 
 
@@ -86,7 +89,8 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         if not self.runs_fp8():
-            return self._count(input, weight, super()._forward_impl(input, weight, *args, **kwargs))
+            y = super()._forward_impl(input, weight, *args, **kwargs)
+            return self._after_high_precision(input, weight, y)
         assert not args, "Megatron-Core 0.16 passes everything but input and weight by keyword"
         assert kwargs.get("grad_output_buffer") is None, (
             "deferred wgrad is the output layer's, which is not FP8"
@@ -111,7 +115,8 @@ class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         if not self.runs_fp8():
-            return self._count(input, weight, super()._forward_impl(input, weight, *args, **kwargs))
+            y = super()._forward_impl(input, weight, *args, **kwargs)
+            return self._after_high_precision(input, weight, y)
         return self._fp8_forward(input, weight, kwargs["bias"], TensorParallel())
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -12,7 +12,8 @@ from .sites import prepare, unwrap
 
 
 def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[str, Any]]:
-    """One entry per GEMM site: SitePlan.as_dict() and what was noted at run time.
+    """One entry per GEMM site: SitePlan.as_dict(), what was noted at run time, and the phases of an FP8 site's run
+    (Phases.describe: empty where it is all FP8).
 
     Args:
         model_chunks: this rank's chunks.
@@ -26,10 +27,11 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
         for name, module in model.named_modules():
             if hasattr(module, "bind_fp8_site"):
                 site = module.fp8_site
-                entries.append({**site.plan.as_dict(), "notes": sorted(site.notes)})
+                phases = site.state.phases.describe() if site.is_fp8 else []
+                entries.append({**site.plan.as_dict(), "notes": sorted(site.notes), "phases": phases})
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 plain = bf16_site(name, None, "not inside a transformer layer: stays in the model's dtype")
-                entries.append({**plain.as_dict(), "notes": []})
+                entries.append({**plain.as_dict(), "notes": [], "phases": []})
     if gather and dist.is_initialized():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, entries)

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from ..backends import choose_backend
 from ..context import LayerBeingBuilt
 from ..fp8_utils import get_fp8_recipe
+from ..phases import Phases
 from ..plan import SitePlan, bf16_site, check_overrides_match, fp8_site, matching_override
 from ..site import GemmSite
 from ..state import Fp8State
@@ -27,13 +28,15 @@ from . import compat
 
 
 def state_of(config: Any) -> Fp8State:
-    """The FP8 state of all models built from this config object, made on first use."""
+    """The FP8 state of all models built from this config object, made on first use. Its phases are the config's."""
     state = config.__dict__.get("_fp8_state")
     if state is None:
         device = (
             torch.device("cuda", torch.cuda.current_device()) if compat.has_cuda() else torch.device("cpu")
         )
         state = config.__dict__["_fp8_state"] = Fp8State(device)
+    warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
+    state.phases = Phases(warmup, healing, state.phases.length)
     return state
 
 
@@ -80,13 +83,16 @@ def prepare(model_chunks: list[Any]) -> None:
     """Name, plan and allocate every site of this rank's model chunks; chunks that were prepared are left alone.
 
     Raises:
-        ValueError: FP8 was asked for and cannot run as asked, or layers are not this package's.
+        ValueError: FP8 was asked for and cannot run as asked; layers are not this package's; or the config has phases in
+            high precision and the training's length is not known.
     """
     for chunk in model_chunks:
         model = unwrap(chunk)
         if model.__dict__.get("_fp8_prepared"):
             continue
         state = state_of(model.config)
+        if model.config.fp8 and not state.phases.trivial:
+            state.phases.require_length()
         if model.config.fp8 and parallel_state.model_parallel_is_initialized():
             # Made on every rank, so that one without FP8 sites where another has some is an error and not a hang.
             state.arena(compat.amax_group(model.config, expert=False))

@@ -29,6 +29,7 @@ A config file has the sections model, train, optimizer, data and checkpoint; eve
   --model.fp8=hybrid               FP8: E4M3, and E5M2 for gradients ('e4m3': E4M3 everywhere; null: BF16)
   --model.fp8_format=mxfp8         scaling recipe: delayed, tensorwise, rowwise, blockwise, mxfp8, custom
   --model.first_last_layers_bf16=true          keep the first and the last layer in BF16
+  --model.fp8_high_precision_warmup=0.1        the first tenth in BF16; ..._healing=0.05: the last twentieth
   --model.tensor_model_parallel_size=2         also pipeline_model_parallel_size, sequence_parallel, ...
   --model.NAME=...                 any field of Megatron-Core's TransformerConfig
   --train.train_iters=300          also micro_batch_size, global_batch_size, seq_length, eval_interval, ...
@@ -102,12 +103,14 @@ def prepare(arguments: list[str], launch: Any) -> Any:
 
 def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -> Any:
     """Data, model, optimizer and report of a run whose ranks have met. None after a dry run."""
+    from megatron_fp8.mcore.iteration import set_training_length
     from megatron_fp8.mcore.sites import check_overrides
     from megatron_fp8.train import data, model
     from megatron_fp8.train.loop import Trainer
     from megatron_fp8.train.metrics import Display, MetricsWriter, model_flops_per_token
     from megatron_fp8.train.report import build_report, format_report, write_report
 
+    set_training_length(config, run.train.train_iters)
     prefixes = data.find_data(run.data, tokenizer, vocab_size)
     datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
     chunks = model.build_chunks(config, run, vocab_size)

@@ -25,6 +25,7 @@ def build_report(
     'sites' has one entry per linear-layer GEMM site of the whole model, all pipeline stages together.
     """
     from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.sites import state_of
 
     return {
         "device": device_name(),
@@ -36,6 +37,7 @@ def build_report(
             "bf16": config.bf16,
             "fp8": config.fp8,
             "fp8_recipe": config.fp8_recipe if config.fp8 else None,
+            "phases": state_of(config).phases.describe() if config.fp8 else [],
         },
         "run_dir": run.run_dir,
         "sites": site_report(chunks),
@@ -119,8 +121,17 @@ def format_report(report: dict[str, Any]) -> str:
         f"parameters  {report['parameters']['total']:,} total, {report['parameters']['non_embedding']:,} "
         "without embeddings and output projection",
         f"precision   {what}",
+        *([f"phases      {_phases(precision['phases'])}"] if precision.get("phases") else []),
     ]
     return "\n".join([*lines, *_precision_map(report["sites"])])
+
+
+def _phases(phases: list[dict[str, Any]]) -> str:
+    return ", ".join(
+        f"{phase['precision'].upper()} in iterations {phase['first']}-{phase['last']}"
+        + (f" ({phase['phase']})" if phase["phase"] != "fp8" else "")
+        for phase in phases
+    )
 
 
 def format_notes(sites: list[dict[str, Any]]) -> str:

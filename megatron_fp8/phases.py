@@ -1,0 +1,98 @@
+"""When FP8 runs: the first fraction of a run, and the last one, can be in high precision (warm-up and healing).
+
+The plan says what a site runs; the phases say in which iterations the plan is in force. Which phase it is follows from
+the number of the iteration alone, so a resumed run, a recomputation and an evaluation between two iterations are right
+without anybody remembering anything. Rejected: a flag that the training loop switches, and has to save and restore.
+
+Outside the FP8 phase every site runs in the model's own dtype, with the very bits of a run without FP8, while delayed
+scaling's histories are filled with what it would have quantised (GemmSite.observe).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Phase = Literal["warm-up", "fp8", "healing"]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of one run; iterations count from 0.
+
+    Attributes:
+        warmup, healing: fractions of the run, its first and its last part, in high precision. Rounded to iterations;
+            a fraction above 0 is at least one.
+        length: iterations of the whole run, None while nobody said. It is needed where a fraction is above 0.
+
+    Raises ValueError: the length is no positive integer, or leaves no iteration to FP8.
+    """
+
+    warmup: float = 0.0
+    healing: float = 0.0
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        length = self.length
+        if length is None:
+            return
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(f"a training length of {length!r} iterations: it must be an integer above 0")
+        if self.start >= self.stop:
+            raise ValueError(
+                f"fp8_high_precision_warmup={self.warmup:g} and fp8_high_precision_healing={self.healing:g} leave none of"
+                f" {length} iterations to FP8: lower one of them, or train longer"
+            )
+
+    @property
+    def trivial(self) -> bool:
+        """Whether FP8 runs in every iteration."""
+        return not (self.warmup or self.healing)
+
+    @property
+    def start(self) -> int:
+        """The first iteration of the FP8 phase."""
+        return self._iterations(self.warmup)
+
+    @property
+    def stop(self) -> int:
+        """The first iteration after the FP8 phase, if there is a healing phase."""
+        return self.require_length() - self._iterations(self.healing)
+
+    def at(self, iteration: int) -> Phase:
+        """The phase of an iteration. ValueError if fractions were given and the length is not known."""
+        if self.trivial:
+            return "fp8"
+        if iteration < self.start:
+            return "warm-up"
+        return "healing" if self.healing and iteration >= self.stop else "fp8"
+
+    def require_length(self) -> int:
+        """The length; ValueError if it is not known."""
+        if self.length is None:
+            raise ValueError(
+                f"fp8_high_precision_warmup={self.warmup:g} and fp8_high_precision_healing={self.healing:g} are fractions"
+                " of a training whose length nobody said: call"
+                " megatron_fp8.mcore.iteration.set_training_length(config, iterations) before the first iteration"
+            )
+        return self.length
+
+    def describe(self) -> list[dict[str, Any]]:
+        """[{phase, precision, first, last}, ...] for reports, iterations from 1; empty if FP8 runs in all of them."""
+        if self.trivial:
+            return []
+        ends: list[tuple[Phase, str, int, int]] = [
+            ("warm-up", "bf16", 0, self.start),
+            ("fp8", "fp8", self.start, self.stop),
+            ("healing", "bf16", self.stop, self.require_length()),
+        ]
+        return [
+            {"phase": phase, "precision": precision, "first": first + 1, "last": last}
+            for phase, precision, first, last in ends
+            if first < last
+        ]
+
+    def _iterations(self, fraction: float) -> int:
+        if not fraction:
+            return 0
+        return max(1, round(fraction * self.require_length()))
