@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from .backends import emulated
-from .backends.emulated import AmaxReduction, Direction, Region
+from .backends.emulated import AmaxReduction, Direction, Quantized, Region
 from .cast import RandomKey
 from .recipe import Recipe, Rule
 from .state import Slot
@@ -62,23 +62,37 @@ class Quantizer:
         reduce_amax: AmaxReduction | None = None,
         region: Region | None = None,
     ) -> Float8Tensor:
-        """Quantise x [rows, cols] with the current scale (delayed, once warm) or x's own, and record amax and health.
+        """``quantize``, and record amax and health; record=False leaves the slot alone (evaluation, recomputation)."""
+        quantized = self.quantize(x, direction, reduce_amax=reduce_amax, region=region)
+        if record:
+            self.slot.record(quantized.amax, quantized.nonfinite)
+        return quantized.tensor
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        direction: Direction,
+        *,
+        reduce_amax: AmaxReduction | None = None,
+        region: Region | None = None,
+    ) -> Quantized:
+        """Quantise x [rows, cols] with the current scale (delayed, once warm) or x's own.
 
         Args:
-            record: False leaves the slot alone (evaluation, recomputed forwards).
             reduce_amax, region: as in backends.emulated.quantize; a delayed scale that is warm is shared already and
                 needs no reduction.
         """
-        scale = self.slot.scale if self.rule.delayed and self.slot.warm else None
-        quantized = self.backend.quantize(
+        quantized: Quantized = self.backend.quantize(
             x,
             self.rule,
             direction,
-            scale=scale,
+            scale=self.delayed_scale(),
             reduce_amax=reduce_amax,
             region=region if self.rule.stochastic else None,
         )
         self.slot.arena.counts.casts += 1
-        if record:
-            self.slot.record(quantized.amax, quantized.nonfinite)
-        return quantized.tensor
+        return quantized
+
+    def delayed_scale(self) -> torch.Tensor | None:
+        """float32 [], the history's scale; None where the matrix at hand gives it (no delayed scaling, or still cold)."""
+        return self.slot.scale if self.rule.delayed and self.slot.warm else None

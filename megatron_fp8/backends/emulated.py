@@ -126,11 +126,11 @@ def quantize(
         elif by_column and granularity.rows == 0 and reduce_amax is not None:
             reduce_amax(block_amax)
         block_scale, scale_inv = (
-            _scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
+            block_scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
         )
         # A scale made from x's own amax, or from a greater one, lets nothing saturate but an Inf.
         bounded = scale is None and nonfinite is None
-        codes = _cast_blocks(x, block_scale, granularity, rule, bounded, region)
+        codes = cast_blocks(x, block_scale, granularity, rule, bounded, region)
         return QuantizedSide(codes, scale_inv, granularity, rule.scale != "fp32", finite=nonfinite is None)
 
     rowwise = side(along_cols[0], amaxes[0], False) if along_cols else None
@@ -146,7 +146,7 @@ def quantize(
     return Quantized(Float8Tensor(rowwise if wants_row else None, columnwise, x.dtype), amax, nonfinite)
 
 
-def _scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+def block_scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
     """(float32 scale, stored scale_inv) of the rule's kind."""
     if rule.scale == "e8m0":
         exponent = compute_e8m0(amax, rule.fmt)
@@ -155,7 +155,7 @@ def _scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]
     return scale, compute_scale_inv(scale)
 
 
-def _cast_blocks(
+def cast_blocks(
     x: torch.Tensor,
     scale: torch.Tensor,
     granularity: Granularity,
@@ -227,12 +227,13 @@ def gemm(
         return _finish(_values64(a) @ _values64(b).t(), None, bias, out_dtype)
     if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16:
         return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
-    values_a, scale_a, short_a = _operand(a)
-    values_b, scale_b, short_b = _operand(b)
+    short = _is_short(a) and _is_short(b)
+    dtype = torch.bfloat16 if short and cpu.multiplies(a.codes, b.codes) else torch.float32
+    (values_a, scale_a), (values_b, scale_b) = _operand(a, dtype), _operand(b, dtype)
     if scale_b is not None:
         scale_b = scale_b.t() if scale_b.ndim else scale_b
     scale = scale_b if scale_a is None else scale_a if scale_b is None else scale_a * scale_b
-    return _finish(_matmul_fp32(values_a, values_b, short_a and short_b), scale, bias, out_dtype)
+    return _finish(_matmul_fp32(values_a, values_b, short), scale, bias, out_dtype)
 
 
 def _finish(
@@ -274,20 +275,25 @@ def _scale_range(side: QuantizedSide) -> tuple[float, float]:
     return 2.0 ** (low - 127), 2.0 ** (high - 127)
 
 
-def _operand(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """(float32 values, scale to multiply the result by, whether the values are bfloat16 numbers too).
+def _is_short(side: QuantizedSide) -> bool:
+    """Whether what ``_operand`` multiplies are bfloat16 numbers."""
+    return side.pow2 or side.granularity.cols == 0
+
+
+def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(values, scale to multiply the result by): float32, or bfloat16 of a short side, which is exact.
 
     Powers of two go into the values; other scales stay outside the contraction where they are constant along it.
     """
-    if side.pow2:
-        return side.dequantize(torch.float32), None, True
-    if side.granularity.cols == 0:
-        return decode(side.codes, finite=side.finite), side.float_scale_inv(), True
-    return side.dequantize(torch.float32), None, False
+    if side.granularity.cols == 0 and not side.pow2:
+        return decode(side.codes, dtype, finite=side.finite), side.float_scale_inv()
+    return side.dequantize(dtype), None
 
 
 def _matmul_fp32(a: torch.Tensor, b: torch.Tensor, short: bool) -> torch.Tensor:
-    """float32 a @ b^T. If all values are bfloat16 numbers (``short``) the CPU library may multiply in BF16: no loss."""
+    """float32 a @ b^T. If all values are bfloat16 numbers (``short``) they may be multiplied as such: no loss."""
+    if a.dtype == b.dtype == torch.bfloat16 and cpu.multiplies(a, b):
+        return cpu.matmul(a, b)
     if short and a.device.type == "cpu":
         setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         before = setting.fp32_precision

@@ -1,0 +1,389 @@
+"""A weight that lives as FP8: the tensor that Megatron's buffers, optimizers and checkpoints take for a BF16 parameter.
+
+With ``fp8_param`` a GEMM weight has no BF16 copy. Its codes are the parameter, the optimizer's float32 master is the
+value, and each step the master is rounded to the parameter's nominal dtype (BF16) and cast. The numbers are those of
+training that keeps a BF16 parameter and casts it every iteration; what is saved is that copy, and half of its gather.
+
+``Fp8Parameter`` says it is BF16 and holds bytes:
+
+* ``copy_``, and any other operation in place, computes in BF16 and quantises the result into the same bytes;
+* ``detach`` and ``.data`` are the same storage under another name, so a write through them reaches the parameter;
+* any other operation sees the dequantised matrix and gives an ordinary tensor, and so do ``clone``, ``.float()`` and
+  pickling;
+* GEMM sites read ``quantized``, the codes themselves, and record ``amax`` when they do: at the same moment, and with the
+  same number, as if they had cast a BF16 weight there. Nothing is recorded twice or left over from an update.
+
+Per-tensor and square-block codes serve both directions, so one byte a value is kept and travels. Per-row and 1-wide
+blocks need a second set of codes, made from high precision, not from the first: ``TwoWayFp8Parameter`` keeps both, two
+bytes a value, and its values travel in BF16.
+
+Rejected: ``param.data = codes`` on an ordinary float8 parameter with scales in a dictionary beside it. Every piece of
+Megatron that copies, clips, shards or saves a parameter would have to know of the dictionary, and one that does not
+(``param.data.copy_(master)``) would write unscaled codes without an error. Rejected too: keeping amax in the slot at the
+time of the cast. The optimizer casts between two iterations, a checkpoint is loaded between two others, and a validation
+runs where it likes; the slot would hold what nobody's forward pass has used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .backends.emulated import Quantized
+from .quantizer import Quantizer
+from .recipe import Granularity, Rule
+from .tensor import Float8Tensor, QuantizedSide
+
+aten = torch.ops.aten
+
+
+def granularities(rule: Rule) -> list[Granularity]:
+    """How elements share scales, once for each set of codes; the second is the columnwise side's, not transposed."""
+    given = rule.granularity
+    return [given] if given.symmetric else [given, Granularity(given.cols, given.rows)]
+
+
+class _Stored:
+    """Codes, scales and what the last cast saw; shared by a parameter and its detached aliases."""
+
+    def __init__(self, quantizer: Quantizer, dtype: torch.dtype, codes: list[torch.Tensor]):
+        self.quantizer, self.dtype, self.codes = quantizer, dtype, codes
+        self.initial: torch.Tensor | None = None
+
+    def set_scales(
+        self, scale_invs: list[torch.Tensor], amax: torch.Tensor, nonfinite: torch.Tensor | None
+    ) -> None:
+        """Give the codes their meaning; ``scale_invs`` in the orientation of the codes, [rows, cols]."""
+        self.scale_invs, self.amax, self.nonfinite = scale_invs, amax, nonfinite
+        self.view()
+
+    def view(self) -> None:
+        """The quantised matrix over the codes as they lie now; the columnwise side is a transposed view."""
+        rule = self.quantizer.rule
+        sides = [
+            QuantizedSide(
+                codes.view(rule.fmt.dtype), scale_inv, g, rule.scale != "fp32", self.nonfinite is None
+            )
+            for codes, scale_inv, g in zip(self.codes, self.scale_invs, granularities(rule), strict=True)
+        ]
+        if len(sides) == 1:
+            columnwise = sides[0].transposed()
+        else:
+            turned = sides[1]
+            columnwise = QuantizedSide(
+                turned.codes.t(), turned.scale_inv.t(), rule.granularity, turned.pow2, turned.finite
+            )
+        self.quantized = Float8Tensor(sides[0], columnwise, self.dtype)
+
+    def write(self, x: torch.Tensor) -> None:
+        """Quantise a matrix into the codes."""
+        done: Quantized = self.quantizer.quantize(x.to(self.dtype), "both")
+        row, column = done.tensor.rowwise, done.tensor.columnwise
+        assert row is not None and column is not None
+        fresh, scale_invs = [row.codes], [row.scale_inv]
+        if len(self.codes) == 2:
+            fresh.append(column.codes.t())
+            scale_invs.append(column.scale_inv.t())
+        for codes, new in zip(self.codes, fresh, strict=True):
+            codes.copy_(new.view(torch.uint8))
+        self.set_scales(scale_invs, done.amax, done.nonfinite)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All memory of the parameter that stays: codes and scales."""
+        yield from self.codes
+        yield from self.scale_invs
+
+
+class Fp8Parameter(torch.Tensor):
+    """A weight [rows, cols] of nominal dtype bfloat16 in FP8; made by ``fp8_parameter``.
+
+    Assign it to a module as any parameter (it is an instance of torch.nn.Parameter). NaN and Inf that are written become
+    codes as in every cast, and count into the health of the iteration that uses them.
+
+    Raises:
+        TypeError: ``.data`` is given something else than an FP8 parameter or a matrix of its own shape and dtype (a
+            module's ``.float()`` or ``.half()``).
+        RuntimeError: a collective is called on it: it would move the dequantised copy and leave the codes.
+    """
+
+    _stored: _Stored
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, stored: _Stored) -> Fp8Parameter:
+        codes = stored.codes[0]
+        self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=stored.dtype, device=codes.device)
+        self._stored = stored
+        return self
+
+    def __init__(self, stored: _Stored) -> None:
+        super().__init__()
+
+    # ------------------------------------------------------------------------------------------------------ what it is
+
+    @property
+    def rule(self) -> Rule:
+        """How it is quantised."""
+        return self._stored.quantizer.rule
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """What quantises it: rule, slot and backend of its GEMM site."""
+        return self._stored.quantizer
+
+    @property
+    def quantized(self) -> Float8Tensor:
+        """Its codes and scales, both directions. Views: they follow the parameter."""
+        return self._stored.quantized
+
+    @property
+    def codes(self) -> list[torch.Tensor]:
+        """The bytes: one uint8 [rows, cols], or two where the directions differ."""
+        return self._stored.codes
+
+    def stored_tensors(self) -> list[torch.Tensor]:
+        """Every tensor it keeps for good: codes and scales."""
+        return list(self._stored.tensors())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Its value as an ordinary tensor [rows, cols], rounded once to dtype (default: the nominal one)."""
+        return self._stored.quantized.dequantize(dtype)
+
+    def record(self) -> None:
+        """Put the last cast's amax and health into the slot: a forward pass uses the weight now."""
+        self._stored.quantizer.slot.record(self._stored.amax, self._stored.nonfinite)
+
+    # ------------------------------------------------------------------------------------------- high-precision start
+
+    def get_high_precision_init_val(self) -> torch.Tensor:
+        """What it was made from, in the nominal dtype: a master that starts from the codes would start rounded twice.
+
+        After ``clear_high_precision_init_val`` the dequantised value.
+        """
+        return self.dequantize() if self._stored.initial is None else self._stored.initial
+
+    def clear_high_precision_init_val(self) -> None:
+        """Let go of it: the master holds it now."""
+        self._stored.initial = None
+
+    # --------------------------------------------------------------------------------------------- storage, and shards
+
+    def replace_storage(self, data: torch.Tensor) -> None:
+        """Move the codes into ``data`` (uint8, as many elements), which is the parameter's memory from then on.
+
+        Raises:
+            ValueError: it is a two-way parameter, or data has another dtype or size.
+        """
+        (codes,) = self._stored.codes if len(self._stored.codes) == 1 else (None,)
+        if codes is None:
+            raise ValueError(
+                "a weight with different codes in each direction travels in BF16 and has no single byte buffer"
+            )
+        if data.dtype != torch.uint8 or data.numel() != codes.numel():
+            raise ValueError(
+                f"an FP8 parameter of {codes.numel()} bytes cannot live in {data.dtype} [{data.numel()}]"
+            )
+        data = data.detach().view(codes.shape)
+        data.copy_(codes)
+        self._stored.codes = [data]
+        self._stored.view()
+
+    def set_shard(self, index: int, offset: int, codes: torch.Tensor) -> None:
+        """Write float8 codes (any shape, flat order) from element ``offset`` on into set ``index`` of codes."""
+        flat = codes.reshape(-1).view(torch.uint8)
+        self._stored.codes[index].view(-1)[offset : offset + flat.numel()].copy_(flat)
+
+    def set_scales(
+        self, scale_invs: list[torch.Tensor], amax: torch.Tensor, nonfinite: torch.Tensor | None
+    ) -> None:
+        """New scales (one tensor for each set of codes), and what the cast of the whole matrix saw."""
+        self._stored.set_scales(scale_invs, amax, nonfinite)
+
+    def refresh(self) -> None:
+        """Make what derives from the codes again, after they came over the network."""
+        self._stored.view()
+
+    # --------------------------------------------------------------------------------------------------- as a tensor
+
+    @property
+    def data(self) -> Any:
+        """The same parameter outside autograd: a write reaches it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, Fp8Parameter) and value.shape == self.shape and value.device == self.device:
+            self._stored = value._stored
+        elif value.shape == self.shape and value.dtype == self.dtype and value.device == self.device:
+            self._stored.write(value)
+        else:
+            raise TypeError(
+                f"an FP8 parameter {tuple(self.shape)} on {self.device} cannot become {value.dtype} {tuple(value.shape)}"
+                f" on {value.device}: convert or move the model before its weights are made FP8, or take their"
+                " dequantised values"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Parameter:
+        old = self._stored
+        new = _Stored(old.quantizer, old.dtype, [codes.clone() for codes in old.codes])
+        new.initial = None if old.initial is None else old.initial.clone()
+        new.set_scales([s.clone() for s in old.scale_invs], old.amax.clone(), old.nonfinite)
+        copied = _as_parameter(type(self)(new), self.requires_grad)
+        copied.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_stored", "_is_param")})
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as its dequantised value: a file needs no class of this package to be read."""
+        return self.dequantize().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.rule}, nominal {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None and isinstance(args[0], Fp8Parameter):
+            done = special(*args, **kwargs)
+            if done is not NotImplemented:
+                return done
+        if func.namespace == "c10d":
+            raise RuntimeError(
+                f"{func} on an FP8 parameter would send its dequantised copy and change nothing here: send"
+                " parameter.codes, or write the received value with copy_"
+            )
+        return _on_values(func, args, kwargs)
+
+
+class TwoWayFp8Parameter(Fp8Parameter):
+    """An FP8 parameter whose directions have codes of their own (per row, 1x32): two bytes a value; travels in BF16."""
+
+
+def fp8_parameter(weight: torch.Tensor, quantizer: Quantizer) -> Fp8Parameter:
+    """The FP8 parameter of a weight [rows, cols]: quantised now, its value kept until the master has it.
+
+    Attributes that were set on the weight (tensor parallelism's and others) and requires_grad are taken over.
+
+    Raises:
+        ValueError: the rule rounds stochastically: the same master would give other codes each time it is cast.
+    """
+    if quantizer.rule.stochastic:
+        raise ValueError(
+            "an FP8 parameter cannot be rounded stochastically: give the weight a rule with stochastic=False"
+        )
+    value = weight.detach()
+    sets = len(granularities(quantizer.rule))
+    codes = [torch.empty(value.shape, dtype=torch.uint8, device=value.device) for _ in range(sets)]
+    stored = _Stored(quantizer, value.dtype, codes)
+    stored.write(value)
+    stored.initial = value.cpu()
+    made = _as_parameter((Fp8Parameter if sets == 1 else TwoWayFp8Parameter)(stored), weight.requires_grad)
+    made.__dict__.update(weight.__dict__)
+    return made
+
+
+def _as_parameter(tensor: Fp8Parameter, requires_grad: bool) -> Any:
+    return torch.nn.Parameter(tensor, requires_grad)
+
+
+# ------------------------------------------------------------------------------------------------------------ operations
+
+
+def _alias(self: Fp8Parameter, *_: Any, **__: Any) -> Fp8Parameter:
+    return type(self)(self._stored)
+
+
+def _same_shape(self: Fp8Parameter, size: Any, **_: Any) -> Any:
+    """A view of the whole (DistributedDataParallel expands a parameter to its own shape): no copy."""
+    wanted = [own if n == -1 else n for n, own in zip(size, self.shape, strict=False)]
+    return _alias(self) if wanted == list(self.shape) and len(size) == self.ndim else NotImplemented
+
+
+def _copy(self: Fp8Parameter, source: torch.Tensor, non_blocking: bool = False) -> Fp8Parameter:
+    if isinstance(source, Fp8Parameter):
+        if source.rule == self.rule and source.shape == self.shape:
+            for mine, theirs in zip(self.codes, source.codes, strict=True):
+                mine.copy_(theirs)
+            theirs_ = source._stored
+            self._stored.set_scales(
+                [s.to(self.device) for s in theirs_.scale_invs],
+                theirs_.amax.to(self.device),
+                theirs_.nonfinite,
+            )
+            return self
+        source = source.dequantize()
+    self._stored.write(source.to(self.device).expand(self.shape))
+    return self
+
+
+def _to_copy(self: Fp8Parameter, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    """Another dtype: the value, rounded once from codes * scale. Another device: an FP8 parameter there."""
+    if dtype not in (None, self.dtype):
+        return self.dequantize(dtype).to(device or self.device)
+    if device is None or torch.device(device) == self.device:
+        return self.dequantize()
+    old = self._stored
+    new = _Stored(old.quantizer, old.dtype, [codes.to(device) for codes in old.codes])
+    new.initial = old.initial
+    new.set_scales(
+        [s.to(device) for s in old.scale_invs],
+        old.amax.to(device),
+        None if old.nonfinite is None else old.nonfinite.to(device),
+    )
+    return type(self)(new)
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.expand.default: _same_shape,
+    aten.view.default: _same_shape,
+    aten.copy_.default: _copy,
+    aten._to_copy.default: _to_copy,
+}
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on dequantised values; what it writes in place is quantised back."""
+    values: dict[int, tuple[Fp8Parameter, torch.Tensor]] = {}
+
+    def plain(x: Any) -> Any:
+        if not isinstance(x, Fp8Parameter):
+            return x
+        return values.setdefault(id(x), (x, x.dequantize()))[1]
+
+    result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    written = [
+        given.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    back = {}
+    for parameter in tree_leaves(written):
+        if isinstance(parameter, Fp8Parameter):
+            value = values[id(parameter)][1]
+            parameter._stored.write(value)
+            back[id(value)] = parameter
+    return tree_map(lambda x: back.get(id(x), x), result) if back else result
+
+
+def broadcast(parameter: Fp8Parameter, source: int, group: Any) -> None:
+    """Give every rank of the group the source rank's value, its high-precision start included. Collective."""
+    if parameter._stored.initial is not None:
+        value = parameter._stored.initial.to(parameter.device)
+        dist.broadcast(value, src=source, group=group)
+        parameter._stored.initial = value.cpu()
+        parameter.copy_(value)
+        return
+    for tensor in parameter.stored_tensors():
+        dist.broadcast(tensor.view(torch.uint8), src=source, group=group)
+    dist.broadcast(parameter._stored.amax, src=source, group=group)
+    parameter.refresh()

@@ -1,0 +1,129 @@
+"""Casting a sharded master: every rank has a piece of the float32 weight, and all must use the scales of the whole.
+
+The distributed optimizer cuts its flat buffer into equal parts, through tensors, rows and blocks. A piece is rounded to
+BF16, completed with zeros to whole rows of blocks, and its amaxes taken; the amaxes of all tensors are max-reduced over
+the data-parallel ranks in one collective; then each rank casts its piece with the scales of the whole. The codes of all
+pieces together, and the scales, which every rank computes for itself, are those of casting the whole BF16 weight, bit
+for bit.
+
+Rejected: gathering first and casting after. It would send twice the bytes, and need a BF16 copy of every weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .backends.emulated import block_scales, cast_blocks
+from .param import Fp8Parameter, granularities
+from .recipe import Granularity
+from .scaling import block_amaxes, compute_scale_inv
+
+
+def quantize_shards(
+    params: Sequence[Fp8Parameter],
+    masters: Sequence[torch.Tensor | None],
+    offsets: Sequence[int | None],
+    group: Any,
+) -> None:
+    """Cast this rank's piece of each master into the parameter's codes, with the scales of the whole tensor.
+
+    Collective over ``group``: one max-reduction for all tensors (none for a single rank). Afterwards scales are right on
+    every rank; codes are where masters are, and the rest is for an all-gather to bring.
+
+    Args:
+        params: the same, in the same order, on every rank.
+        masters: float32, flat, this rank's piece of each; None where it has none.
+        offsets: where in the flattened parameter the piece starts; None with it.
+        group: the data-parallel group whose ranks' pieces make up each tensor; None for this process alone.
+    """
+    if not params:
+        return
+    pieces = [_Piece(*each) for each in zip(params, masters, offsets, strict=True)]
+    found = [amax for piece in pieces for amax in piece.amaxes()]
+    if group is not None and dist.get_world_size(group) > 1:
+        wire = torch.cat([amax.view(-1) for amax in found])
+        dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
+        params[0].quantizer.slot.arena.counts.scaling_collectives += 1
+        parts = wire.split([amax.numel() for amax in found])
+        found = [part.view(amax.shape) for part, amax in zip(parts, found, strict=True)]
+    rest = iter(found)
+    for piece in pieces:
+        piece.cast([next(rest) for _ in piece.granularities], next(rest))
+
+
+class _Piece:
+    """One rank's part of a master, as rows of the matrix it belongs to."""
+
+    def __init__(self, param: Fp8Parameter, master: torch.Tensor | None, offset: int | None):
+        self.param = param
+        self.master = None if master is None or master.numel() == 0 else master
+        self.offset = offset or 0
+        self.granularities = granularities(param.rule)
+        rows, cols = param.shape
+        # Whole blocks above the piece's first row, so that its own first block is the matrix's.
+        block = lcm(*(g.rows for g in self.granularities if g.rows))
+        end = self.offset + (0 if self.master is None else self.master.numel())
+        self.top = self.offset // cols // block * block
+        self.bottom = min(-(-end // cols), rows)
+
+    def _matrix(self, master: torch.Tensor) -> torch.Tensor:
+        """[bottom - top, cols] in the nominal dtype, zero where other ranks have the values. Made twice, not kept."""
+        cols = self.param.shape[1]
+        x = torch.zeros(self.bottom - self.top, cols, dtype=self.param.dtype, device=self.param.device)
+        start = self.offset - self.top * cols
+        x.view(-1)[start : start + master.numel()].copy_(master.view(-1))
+        return x
+
+    def amaxes(self) -> list[torch.Tensor]:
+        """For each set of codes float32 [row blocks, column blocks] of the whole matrix, 0 where this rank knows none;
+        then float32 [1], how many elements are NaN or Inf."""
+        rows, cols = self.param.shape
+        device = self.param.device
+        whole = [
+            torch.zeros(_blocks(rows, g.rows), _blocks(cols, g.cols), device=device)
+            for g in self.granularities
+        ]
+        nonfinite = torch.zeros(1, device=device)
+        if self.master is not None:
+            parts, count = block_amaxes(
+                self._matrix(self.master), [(g.rows, g.cols) for g in self.granularities]
+            )
+            for g, amax, part in zip(self.granularities, whole, parts, strict=True):
+                self._rows_of(amax, g).copy_(part)
+            if count is not None:
+                nonfinite += count
+        return [*whole, nonfinite]
+
+    def _rows_of(self, per_block: torch.Tensor, g: Granularity) -> torch.Tensor:
+        """The rows of blocks that the piece touches."""
+        return per_block if g.rows == 0 else per_block[self.top // g.rows : -(-self.bottom // g.rows)]
+
+    def cast(self, amaxes: list[torch.Tensor], nonfinite: torch.Tensor) -> None:
+        """Write the codes of this rank's elements, and the scales of all."""
+        param, quantizer = self.param, self.param.quantizer
+        delayed = quantizer.delayed_scale()
+        scale_invs = []
+        for index, (g, amax) in enumerate(zip(self.granularities, amaxes, strict=True)):
+            amax = amax.view(()) if g.is_tensor else amax
+            if delayed is None:
+                scale, scale_inv = block_scales(amax, param.rule)
+            else:
+                scale, scale_inv = delayed, compute_scale_inv(delayed)
+            scale_invs.append(scale_inv)
+            if self.master is not None:
+                own = scale if g.is_tensor else self._rows_of(scale, g)
+                codes = cast_blocks(self._matrix(self.master), own, g, param.rule, False, None)
+                start = self.offset - self.top * param.shape[1]
+                param.set_shard(index, self.offset, codes.view(-1)[start : start + self.master.numel()])
+        quantizer.slot.arena.counts.casts += self.master is not None
+        amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=param.device)
+        param.set_scales(scale_invs, amax, nonfinite.view(()) if nonfinite else None)
+
+
+def _blocks(size: int, block: int) -> int:
+    return 1 if block == 0 else -(-size // block)
