@@ -117,16 +117,6 @@ class Arena:
         held.grow()
         return held.index, held.unrolled()
 
-    def set_history(self, delayed: DelayedScaling, fmt: FloatFormat, rows: torch.Tensor) -> None:
-        """Replace the histories that ``history`` gives: the same slots, shape and order of rows."""
-        held = self._histories[delayed, fmt.name]
-        held.grow()
-        assert rows.shape == (held.rows.shape[1], held.rows.shape[0]), (
-            "one column a slot, one row an iteration"
-        )
-        held.rows.copy_(rows.t())
-        held.head.zero_()
-
     def saved_slot(self, slot: Slot) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of a delayed slot: float32 scale [1] and amax_history [length], uint8 warm [1].
 

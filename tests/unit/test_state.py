@@ -17,8 +17,8 @@ from megatron_fp8.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state import Arena, Fp8State, Slot
-from tests.unit import reference
 from tests.unit.compare import assert_same_bytes
+from tests.unit.delayed import PlainSlot
 
 INF = math.inf
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -30,29 +30,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class PlainSlot:
-    """One tensor's delayed scaling, one number at a time."""
-
-    def __init__(self, recipe: DelayedScaling, largest: float):
-        self.recipe, self.largest = recipe, largest
-        self.rows = [0.0] * recipe.amax_history_len
-        self.scale, self.warm = np.float32(1), False
-
-    def update(self, v: float, iteration: int) -> None:
-        if v == 0 or v == INF:
-            self.rows[0] = 0.0
-            return
-        self.rows[0] = v
-        if iteration % self.recipe.interval == 0:
-            amax = v if self.recipe.amax_compute_algo == "most_recent" else max(self.rows)
-            self.scale = reference.scale(
-                amax, self.largest, margin=self.recipe.margin, epsilon=self.recipe.amax_epsilon
-            )
-            self.warm = True
-        self.rows = self.rows[1:] + self.rows[:1]
-        self.rows[0] = 0.0
 
 
 def observe(slot: Slot, amax: float, nonfinite: int = 0) -> None:
@@ -183,27 +160,6 @@ def test_margin_epsilon_and_zero():
     observe(slot, 0.25)
     state.finish_iteration()
     assert slot.scale == 448 / 0.5 / 4
-
-
-def test_history_can_be_put_back():
-    """Each slot's ring stands elsewhere; what was read from one state goes on in another as if nothing had happened."""
-    recipe, formats = DelayedScaling(amax_history_len=5), [E4M3, E5M2, E4M3]
-    states = [Fp8State(), Fp8State()]
-    slots = [make_slots(state.arena(None), recipe, formats) for state in states]
-    numbers = np.random.default_rng(1)
-    for iteration in range(20):
-        amaxes = [float(np.float32(n)) if n < 2 else 0.0 for n in numbers.lognormal(0, 2, 3)]
-        if iteration == 9:
-            for fmt in (E4M3, E5M2):
-                states[1].arena(None).set_history(recipe, fmt, states[0].arena(None).history(recipe, fmt)[1])
-        for state, mine in zip(states[: 1 if iteration < 9 else 2], slots, strict=False):
-            for slot, amax in zip(mine, amaxes, strict=True):
-                observe(slot, amax)
-            state.finish_iteration()
-    for fmt in (E4M3, E5M2):
-        first, second = (state.arena(None).history(recipe, fmt)[1] for state in states)
-        assert_same_bytes(first, second)
-    assert_same_bytes(states[0].arena(None).scale[:3], states[1].arena(None).scale[:3])
 
 
 def test_slots_added_later_join_with_an_empty_history():
