@@ -217,12 +217,7 @@ def gemm(
     Raises:
         ValueError: contractions differ, or both operands are E5M2 (no hardware multiplies those).
     """
-    if a.codes.shape[1] != b.codes.shape[1]:
-        raise ValueError(
-            f"gemm contracts the last dimensions, {tuple(a.codes.shape)} and {tuple(b.codes.shape)}: they must be equal"
-        )
-    if a.fmt is not E4M3 and b.fmt is not E4M3:
-        raise ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")
+    check_operands(a, b)
     if exact or not _foldable(a, b):
         return _finish(_values64(a) @ _values64(b).t(), None, bias, out_dtype)
     if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16:
@@ -234,6 +229,16 @@ def gemm(
         scale_b = scale_b.t() if scale_b.ndim else scale_b
     scale = scale_b if scale_a is None else scale_a if scale_b is None else scale_a * scale_b
     return _finish(_matmul_fp32(values_a, values_b, short), scale, bias, out_dtype)
+
+
+def check_operands(a: QuantizedSide, b: QuantizedSide) -> None:
+    """ValueError unless a [M, K] and b [N, K] contract, and at most one of them is E5M2."""
+    if a.codes.shape[1] != b.codes.shape[1]:
+        raise ValueError(
+            f"gemm contracts the last dimensions, {tuple(a.codes.shape)} and {tuple(b.codes.shape)}: they must be equal"
+        )
+    if a.fmt is not E4M3 and b.fmt is not E4M3:
+        raise ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")
 
 
 def _finish(

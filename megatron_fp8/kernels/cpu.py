@@ -1,8 +1,9 @@
-"""The element passes of emulated FP8 in C: cast, block amax and decode of CPU tensors, 3 to 10 times torch's speed.
+"""Emulated FP8's inner loops in C, for CPU tensors: cast, block amax and decode, 3 to 10 times torch's speed; a GEMM.
 
-cpu.c is compiled once, by the machine's own C compiler (``CC``, else ``cc``) for its own processor, when the first large
-tensor needs it. The result is kept under the user's cache folder by the hash of all that went into it. Where that fails,
-``reason()`` says why and callers keep to torch operations, which give the same bits.
+cpu.c and gemm.c are compiled once, by the machine's own C compiler (``CC``, else ``cc``) for its own processor, when the
+first large tensor needs them. The result is kept under the user's cache folder by the hash of all that went into it.
+Where that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs
+that differ by their order of summation.
 
 Rejected: torch.utils.cpp_extension (needs ninja, a C++ compiler and a minute). Rejected: wheels with binaries, which
 would have to guess the vector width.
@@ -24,10 +25,10 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "gemm.c")]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
-    "-std=c11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
+    "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
 )
 MIN_ELEMENTS = 1 << 14
 """Smaller tensors are left to torch: nothing is gained, and nothing need be compiled for them."""
@@ -149,6 +150,41 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
     return [found.view(x.dtype).to(torch.float32) for found in largest], nonfinite
 
 
+def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether ``matmul`` is for operands like these: not small, on a CPU with AVX512-BF16 and without AMX."""
+    return a.device.type == b.device.type == "cpu" and a.numel() + b.numel() >= MIN_ELEMENTS and has_matmul()
+
+
+def has_matmul() -> bool:
+    """Whether this processor has the instruction for which gemm.c is written, and the kernels could be compiled."""
+    return reason() is None and bool(_library().has_gemm())
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """float32 [M, N] = a [M, K] @ b [N, K]^T of bfloat16 matrices of any strides.
+
+    Products are exact, sums are float32 in an order that does not depend on M, N or the number of threads. NaN and Inf
+    go where IEEE has them; subnormal operands count as zero.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    c = torch.empty(m, n)
+    if not (m and n and k):
+        return c.zero_()
+    failed = _library().gemm(
+        *(_strided(a) + _strided(b)),
+        ctypes.c_void_p(c.data_ptr()),
+        *(ctypes.c_int64(size) for size in (m, n, k)),
+        _threads(max(a.numel(), b.numel(), c.numel())),
+    )
+    if failed:
+        raise MemoryError(f"no memory to pack matrices of {m} x {k} and {n} x {k}")
+    return c
+
+
+def _strided(x: torch.Tensor) -> list[ctypes.c_void_p | ctypes.c_int64]:
+    return [ctypes.c_void_p(x.data_ptr()), *(ctypes.c_int64(step) for step in x.stride())]
+
+
 def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
     """As ``megatron_fp8.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
     e8m0 = torch.empty(amax.shape, dtype=torch.uint8)
@@ -195,7 +231,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"no C compiler: {error.filename} is not there; install one or set CC"
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines()
-        return None, f"{compiler[0]} cannot compile {SOURCE.name}: {lines[0] if lines else error}"
+        return None, f"{compiler[0]} cannot compile the kernels: {lines[0] if lines else error}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"kernels not compiled: {error}"
 
@@ -203,7 +239,9 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 def _compiled(compiler: list[str], version: str) -> Path:
     """The shared library, compiled if the cache has none. Many ranks may do so at once: the last rename wins."""
     key = hashlib.sha256(
-        "\0".join([*compiler, version, FLAGS, SOURCE.read_text(), _processor()]).encode()
+        "\0".join(
+            [*compiler, version, FLAGS, *(source.read_text() for source in SOURCES), _processor()]
+        ).encode()
     ).hexdigest()[:16]
     folder = cache_folder()
     library = folder / f"cpu-{key}.so"
@@ -211,7 +249,7 @@ def _compiled(compiler: list[str], version: str) -> Path:
         handle, unfinished = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
         try:
-            command = [*compiler, *FLAGS.split(), str(SOURCE), "-o", unfinished]
+            command = [*compiler, *FLAGS.split(), *map(str, SOURCES), "-o", unfinished]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
             os.replace(unfinished, library)
         finally:
