@@ -133,7 +133,7 @@ def write(results: list[Result], text: str, entropy: float, wanted: argparse.Nam
     """docs/recipes.md and docs/recipes.png."""
     report = results[0].report
     versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if k in ("torch", "megatron-core"))
-    iterations = len(results[0].losses)
+    iterations, seeds = len(results[0].losses), " ".join(map(str, wanted.seeds))
     (ROOT / "docs" / "recipes.md").write_text(
         f"# FP8 against BF16 on the small model, by recipe\n\n"
         f"`{wanted.config}`, {iterations} iterations, {wanted.ranks} CPU ranks (tensor and sequence parallel), the same"
@@ -142,8 +142,8 @@ def write(results: list[Result], text: str, entropy: float, wanted: argparse.Nam
         f" {entropy:.4f}, which a model must beat to have learned more than pairs of bytes. First and last layer in"
         f" BF16, as in the config.\n\n"
         f"{text}\n\n![loss by iteration](recipes.png)\n\n"
-        f"Made by `python -m benchmarks.recipes --write --seeds {' '.join(map(str, wanted.seeds))}` on {report['device']}, {versions}. Another run of the same"
-        f" command on the same machine gives the same losses to the last bit.\n"
+        f"Made by `python -m benchmarks.recipes --write --seeds {seeds}` on {report['device']}, {versions}."
+        f" Another run of the same command on the same machine gives the same losses to the last bit.\n"
     )
     plot([r for r in results if r.seed == wanted.seeds[0]], entropy, ROOT / "docs" / "recipes.png")
 
