@@ -2,14 +2,20 @@
 
 While a model is built, ``building_layer`` tells the linears inside it their global layer number. At run time a context
 can only switch sites off (``fp8_disabled``); it cannot switch on what the plan does not have. Leaving one does nothing.
+
+Activation recompute is where an ambient goes wrong: it happens in the backward, when the context around the forward was
+left, maybe in another thread. Megatron's recompute carries it along (``remember_fp8``). torch.utils.checkpoint knows
+nothing of it; there a site answers as in its forwards (``ForwardReasons``). Rejected: patching torch.utils.checkpoint, of
+which modules hold copies that were imported by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -24,6 +30,10 @@ class LayerBeingBuilt:
 
 _building: ContextVar[LayerBeingBuilt | None] = ContextVar("building", default=None)
 _disabled: ContextVar[str | None] = ContextVar("disabled", default=None)
+_remembered: ContextVar[bool] = ContextVar("remembered", default=False)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -54,6 +64,54 @@ def fp8_disabled(reason: str | None) -> Iterator[None]:
 def disabled_reason() -> str | None:
     """Why FP8 is switched off here, None if it is not."""
     return _disabled.get()
+
+
+def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, finding FP8 on or off as it is now, whenever and in whatever thread it is called.
+
+    torch.utils.checkpoint.checkpoint(remember_fp8(module), x) recomputes as it computed.
+    """
+    reason = disabled_reason()
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        tokens = _disabled.set(reason), _remembered.set(True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _disabled.reset(tokens[0])
+            _remembered.reset(tokens[1])
+
+    return call
+
+
+class ForwardReasons:
+    """Why FP8 was switched off around the forwards of one site in this iteration, for recomputations to answer alike."""
+
+    def __init__(self) -> None:
+        self._iteration = -1
+        self._met: set[str | None] = set()
+
+    def settle(self, site: str, iteration: int, training: bool) -> str | None:
+        """Why FP8 is switched off around this call, None if it is not.
+
+        RuntimeError: a recomputation that nobody told, of one of several forwards that differed.
+        """
+        reason = disabled_reason()
+        if not in_recompute():
+            if training:
+                if iteration != self._iteration:
+                    self._iteration, self._met = iteration, set()
+                self._met.add(reason)
+            return reason
+        if _remembered.get() or iteration != self._iteration:
+            return reason
+        if len(self._met) > 1:
+            raise RuntimeError(
+                f"{site} ran with FP8 switched off and on (or off for several reasons) in one iteration, and"
+                " torch.utils.checkpoint does not say which call it recomputes: checkpoint"
+                " megatron_fp8.context.remember_fp8(function) in place of the function"
+            )
+        return next(iter(self._met))
 
 
 def in_recompute() -> bool:

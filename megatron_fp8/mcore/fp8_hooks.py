@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from .. import fp8_utils
-from ..context import disabled_reason, fp8_disabled
+from ..context import remember_fp8
 from .patching import Patch
 
 
@@ -109,12 +110,7 @@ def fp8_checkpoint(
     """Transformer Engine's checkpoint signature over Megatron's own: the recomputation meets the same ambient FP8."""
     from megatron.core import tensor_parallel
 
-    reason = disabled_reason()
-
-    def run(*inputs: Any) -> Any:
-        with fp8_disabled(reason):
-            return forward(*inputs, **kwargs)
-
+    run = remember_fp8(functools.partial(forward, **kwargs))
     return tensor_parallel.checkpoint(run, distribute_saved_activations, *args)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..context import disabled_reason, in_recompute, layer_being_built
+from ..context import ForwardReasons, in_recompute, layer_being_built
 from ..linear import fp8_linear
 from ..site import GemmSite
 from ..tp import TensorParallel
@@ -33,6 +33,7 @@ class _Fp8Site:
         self.is_first_microbatch = True  # Megatron sets it at the start of every iteration
         self.save_original_input = False  # Megatron sets it where the input is recomputed anyway
         self._site: GemmSite | None = None
+        self._reasons = ForwardReasons()
 
     def bind_fp8_site(self, site: GemmSite) -> None:
         """Take the site that the model's plan has for this layer."""
@@ -52,7 +53,8 @@ class _Fp8Site:
     def _switched_on(self) -> bool:
         """A first or last layer's reason to be in BF16 was weighed when the plan was made: an override may have won."""
         weighed = None if self.fp8_layer is None else self.fp8_layer.bf16_reason
-        return disabled_reason() in (None, weighed)
+        site = self.fp8_site
+        return self._reasons.settle(site.plan.name, site.state.iteration, self.training) in (None, weighed)
 
     def _fp8_forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
