@@ -43,7 +43,7 @@ class Adam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One step of every group that has parameters; returns what ``closure`` returned, if there is one."""
         loss = None
         if closure is not None:
@@ -65,7 +65,7 @@ class Adam(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         adam(
             params,
-            [p.grad for p in params],  # type: ignore[misc]
+            [p.grad for p in params],
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],

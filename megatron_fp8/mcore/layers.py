@@ -17,6 +17,7 @@ from ..context import ForwardReasons, in_recompute, layer_being_built
 from ..linear import fp8_linear
 from ..site import GemmSite
 from ..tp import TensorParallel
+from .checkpoint_fp8 import sharded_slots, take_slots
 from .sites import count_high_precision, make_site
 
 
@@ -55,6 +56,15 @@ class _Fp8Site:
         weighed = None if self.fp8_layer is None else self.fp8_layer.bf16_reason
         site = self.fp8_site
         return self._reasons.settle(site.plan.name, site.state.iteration, self.training) in (None, weighed)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Megatron's, and the state of delayed scaling once the model's sites are named."""
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return found if self._site is None else {**found, **sharded_slots(self, prefix, sharded_offsets)}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        take_slots(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def _fp8_forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel

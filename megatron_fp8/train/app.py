@@ -37,6 +37,8 @@ A config file has the sections model, train, optimizer, data and checkpoint; eve
   --data FILE ...                  text files, or prefixes of Megatron .bin/.idx pairs (else Python's)
   --data.tokenizer=tokenizer.json  a Hugging Face tokenizers file (default: bytes)
   --run_dir=runs/mine              where config.yaml, report.json, metrics.jsonl and tensorboard/ go
+  --checkpoint.save_interval=100   save; also keep_last, async_save, folder
+  --resume=auto                    go on from the run's latest checkpoint ('never', or the path of another one)
   --dry-run                        build, report, check that the first loss is near ln(vocabulary)
   --debug                          show tracebacks of bad input
   --keys                           list every key with its default
@@ -60,8 +62,12 @@ def main(arguments: list[str]) -> int:
         trainer = prepare(arguments, launch)
     except (ValueError, RuntimeError, OSError) as error:
         return _refuse(error, debug)
+    from megatron_fp8.mcore.checkpoint_saver import SaveError
+
     try:
         return EXIT_DONE if trainer is None else _train(trainer)
+    except SaveError as error:
+        return _refuse(error, debug)
     except Exception:
         traceback.print_exc()
         return EXIT_FAILED
@@ -105,12 +111,13 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     """Data, model, optimizer and report of a run whose ranks have met. None after a dry run."""
     from megatron_fp8.mcore.iteration import set_training_length
     from megatron_fp8.mcore.sites import check_overrides
-    from megatron_fp8.train import data, model
+    from megatron_fp8.train import checkpoints, data, model
     from megatron_fp8.train.loop import Trainer
     from megatron_fp8.train.metrics import Display, MetricsWriter, model_flops_per_token
     from megatron_fp8.train.report import build_report, format_report, write_report
 
     set_training_length(config, run.train.train_iters)
+    chosen = None if run.dry_run else checkpoints.choose(run)
     prefixes = data.find_data(run.data, tokenizer, vocab_size)
     datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
     chunks = model.build_chunks(config, run, vocab_size)
@@ -129,17 +136,22 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     if run.dry_run:
         _dry_run(trainer, chunks, vocab_size, first)
         return None
+    start = checkpoints.resume(run, chosen, chunks, optimizer, scheduler)
+    trainer.finished, trainer.samples = start.iteration, start.samples
+    trainer.checkpoints = checkpoints.Checkpoints(run, chunks, optimizer, scheduler)
     folder = Path(run.run_dir)
     trainer.after_first_step = lambda: _note_what_ran(report, chunks, folder, first)
     if first:
         entropy = data.corpus_bigram_entropy(prefixes)
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
-        run_folder(folder)
+        print(*start.lines, sep="\n", end="\n" if start.lines else "", flush=True)
+        continues = start.folder is not None and start.folder.parent == checkpoints.checkpoint_folder(run)
+        run_folder(folder, keep=continues)
         run.save(folder / "config.yaml")
         report["bigram_entropy"] = entropy
         write_report(report, folder)
-        trainer.writer = MetricsWriter(folder)
-        trainer.display = Display(run.train.train_iters, run.train.log_interval)
+        trainer.writer = MetricsWriter(folder, start.iteration if continues else 0)
+        trainer.display = Display(run.train.train_iters, run.train.log_interval, start.iteration)
     return trainer
 
 
@@ -156,12 +168,19 @@ def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, firs
         print(notes, flush=True)
 
 
-def run_folder(folder: Path) -> Path:
-    """Make `folder`; what an earlier run wrote there moves to `previous-1`, `previous-2`, ..."""
+def run_folder(folder: Path, *, keep: bool = False) -> Path:
+    """Make `folder`; what an earlier run wrote there moves to `previous-1`, `previous-2`, ...; `keep`: it stays."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        mine = ("config.yaml", "report.json", "metrics.jsonl", "validation.jsonl", "tensorboard")
-        earlier = [folder / name for name in mine if (folder / name).exists()]
+        mine = (
+            "config.yaml",
+            "report.json",
+            "metrics.jsonl",
+            "validation.jsonl",
+            "tensorboard",
+            "checkpoints",
+        )
+        earlier = [folder / name for name in mine if not keep and (folder / name).exists()]
         if earlier:
             number = 1 + sum(1 for _ in folder.glob("previous-*"))
             kept = folder / f"previous-{number}"
@@ -208,7 +227,11 @@ def _train(trainer: Any) -> int:
 
 
 def _last_line(run: Any, summary: dict[str, float], seconds: float) -> str:
-    parts = [f"done: {run.train.train_iters} iterations in {seconds:.0f} s"]
+    done, wanted = int(summary["iteration"]), run.train.train_iters
+    if done < wanted:
+        parts = [f"stopped after {done} of {wanted} iterations, in {seconds:.0f} s"]
+    else:
+        parts = [f"done: {wanted} iterations in {seconds:.0f} s"]
     if "last_loss" in summary:
         parts.append(f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}")
     else:

@@ -52,7 +52,7 @@ class RunConfig:
     run_dir: str = "runs/train"
     """Where the run writes; the config file's name replaces 'train' when it is not given."""
     resume: str = "auto"
-    """'auto' or 'never'."""
+    """'auto' (the latest checkpoint of this run, if there is one), 'never', or the path of a checkpoint or run."""
     dry_run: bool = False
     """Build, report, check the first loss; do not train."""
     debug: bool = False

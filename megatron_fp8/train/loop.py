@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_fp8.mcore.iteration import iteration_counts
+from megatron_fp8.train.checkpoints import Checkpoints
 from megatron_fp8.train.config import RunConfig
 from megatron_fp8.train.data import batches
 from megatron_fp8.train.metrics import (
@@ -39,6 +40,10 @@ class Trainer:
         datasets: training and validation data sets (the second may be None).
         writer, display: on rank 0; None elsewhere.
         after_first_step: called on every rank once sites have run.
+        checkpoints: saves; None saves nothing.
+        stop_requested: asked on every rank at the end of every iteration; the ranks must give one answer.
+
+    `finished` and `samples` are the iterations that were done before, and the samples that they consumed.
     """
 
     def __init__(
@@ -52,10 +57,14 @@ class Trainer:
         writer: MetricsWriter | None = None,
         display: Display | None = None,
         after_first_step: Callable[[], None] = lambda: None,
+        checkpoints: Checkpoints | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.run, self.chunks, self.optimizer, self.scheduler = run, chunks, optimizer, scheduler
         self.datasets, self.writer, self.display = datasets, writer, display
         self.after_first_step = after_first_step
+        self.checkpoints, self.stop_requested = checkpoints, stop_requested
+        self.finished = self.samples = 0
         self.tokens_per_step = run.train.global_batch_size * run.train.seq_length
         self._flops_per_step = self.tokens_per_step * flops_per_token
         self._schedule = get_forward_backward_func()
@@ -63,13 +72,17 @@ class Trainer:
         self._microbatches = run.train.global_batch_size // (run.train.micro_batch_size * data_ranks)
 
     def train(self) -> dict[str, float]:
-        """All iterations and validations. Returns the first and last loss and the last validation's."""
+        """Iterations after `finished`, validations and checkpoints, until all are done or a stop is requested.
+
+        Returns the first and last loss, the last validation's, and 'iteration': the last one done.
+        """
         wanted = self.run.train
-        training = self._iterators(self.datasets[0])
-        summary: dict[str, float] = {}
-        for iteration in range(1, wanted.train_iters + 1):
+        training = self._iterators(self.datasets[0], self.samples)
+        summary: dict[str, float] = {"iteration": self.finished}
+        for iteration in range(self.finished + 1, wanted.train_iters + 1):
             metrics = self._timed_step(iteration, training)
-            if iteration == 1:
+            summary["iteration"] = iteration
+            if iteration == self.finished + 1:
                 self.after_first_step()
             if metrics.lm_loss is not None:
                 summary.setdefault("first_loss", metrics.lm_loss)
@@ -86,12 +99,20 @@ class Trainer:
                     self.display.say(
                         f"iteration {iteration:>5}/{wanted.train_iters}  validation loss {loss:.4f}"
                     )
+            stop = self.stop_requested()
+            if self.checkpoints and (stop or self.checkpoints.due(iteration)):
+                self.checkpoints.save(iteration, self.samples)
+            if stop:
+                break
+        if self.checkpoints:
+            self.checkpoints.close()
         return summary
 
     def _timed_step(self, iteration: int, training: list[Iterator[Any]]) -> IterationMetrics:
         start = time.perf_counter()
         learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
         loss, updated, grad_norm = self.step(training)
+        self.samples += self.run.train.global_batch_size
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -101,7 +122,7 @@ class Trainer:
             lm_loss=finite(loss),
             grad_norm=finite(grad_norm),
             learning_rate=learning_rate,
-            tokens=iteration * self.tokens_per_step,
+            tokens=self.samples * self.run.train.seq_length,
             tokens_per_s=self.tokens_per_step / seconds,
             mfu=self._flops_per_step / seconds / (peak * dist.get_world_size()) if peak else None,
             skipped=int(not updated),
@@ -146,9 +167,9 @@ class Trainer:
             chunk.eval()
         return self._mean(self._forward_backward(self._iterators(self.datasets[0]), 1, forward_only=True))
 
-    def _iterators(self, dataset: Any) -> list[Iterator[Any]]:
+    def _iterators(self, dataset: Any, samples: int = 0) -> list[Iterator[Any]]:
         """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""
-        return [batches(dataset, self.run.train) for _ in self.chunks]
+        return [batches(dataset, self.run.train, samples) for _ in self.chunks]
 
     def _forward_backward(
         self, iterators: list[Iterator[Any]], microbatches: int, *, forward_only: bool

@@ -25,7 +25,7 @@ import resource
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -89,14 +89,20 @@ def model_flops_per_token(
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl, validation.jsonl and TensorBoard under a run's folder. Only rank 0 has one."""
+    """Writes metrics.jsonl, validation.jsonl and TensorBoard under a run's folder. Only rank 0 has one.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        finished: iterations that the run had finished when it was resumed; what is recorded of later ones is dropped.
+    """
+
+    def __init__(self, folder: Path, finished: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
-        self._validation = (folder / "validation.jsonl").open("w", encoding="utf-8", buffering=1)
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._metrics = _continued(folder / "metrics.jsonl", finished)
+        self._validation = _continued(folder / "validation.jsonl", finished)
+        self._board = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=finished + 1 if finished else None
+        )
 
     def iteration(self, metrics: IterationMetrics) -> None:
         """Record one iteration."""
@@ -120,11 +126,24 @@ class MetricsWriter:
         self._board.close()
 
 
+def _continued(path: Path, finished: int) -> TextIO:
+    """`path` open for writing after its records of the first `finished` iterations; everything else is dropped."""
+    kept = []
+    if finished and path.is_file():
+        complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
+        kept = [line for line in complete.splitlines() if json.loads(line)["iteration"] <= finished]
+    # Replaced whole: a run that is killed here has the old file or the new one.
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    beside.replace(path)
+    return path.open("a", encoding="utf-8", buffering=1)
+
+
 class Display:
     """Progress for people: a bar on a terminal, else a line every `log_interval` iterations."""
 
-    def __init__(self, iterations: int, log_interval: int) -> None:
-        self._iterations, self._log_interval = iterations, log_interval
+    def __init__(self, iterations: int, log_interval: int, finished: int = 0) -> None:
+        self._iterations, self._log_interval, self._finished = iterations, log_interval, finished
         self._skipped = 0
         self._bar: Any = None
         if sys.stdout.isatty():
@@ -136,7 +155,7 @@ class Display:
                 TextColumn("{task.description}"),
             )
             self._bar = Progress(*columns, TimeRemainingColumn())
-            self._task = self._bar.add_task("", total=iterations)
+            self._task = self._bar.add_task("", total=iterations, completed=finished)
             self._bar.start()
 
     def iteration(self, metrics: IterationMetrics) -> None:
@@ -149,7 +168,10 @@ class Display:
         text += f"  skipped {self._skipped}"
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=text)
-        elif metrics.iteration % self._log_interval == 0 or metrics.iteration in (1, self._iterations):
+        elif metrics.iteration % self._log_interval == 0 or metrics.iteration in (
+            self._finished + 1,
+            self._iterations,
+        ):
             print(f"iteration {metrics.iteration:>5}/{self._iterations}  {text}", flush=True)
 
     def say(self, text: str) -> None:

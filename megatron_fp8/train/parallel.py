@@ -177,7 +177,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
             store=store,
             timeout=timedelta(minutes=train.distributed_timeout_minutes),
         )
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=model.tensor_model_parallel_size,
@@ -188,13 +188,20 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         expert_tensor_parallel_size=model.expert_tensor_parallel_size,
         distributed_timeout_minutes=train.distributed_timeout_minutes,
     )
-    seed = train.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    seed_streams(train.seed)
     if train.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # It would also fill every new tensor, which costs time and changes no result here.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def seed_streams(seed: int) -> None:
+    """Random streams of torch and Megatron-Core from the run's seed: other ones on each pipeline stage."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def usable_cores() -> int:

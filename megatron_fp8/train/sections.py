@@ -79,10 +79,16 @@ class DataSection:
 
 @dataclass
 class CheckpointSection:
-    """Saving. Not available in this version: anything but the defaults is an error."""
+    """Saving, so that a run can be continued: `--resume=auto` (the default) takes up the latest checkpoint."""
 
     save_interval: int = 0
-    """Iterations between checkpoints; 0: none."""
+    """Iterations between checkpoints; one more follows the last iteration. 0: none, except when told to stop."""
+    keep_last: int = 2
+    """Complete checkpoints to keep; older ones are removed after a save. 0 keeps all."""
+    async_save: bool = False
+    """Write while training goes on (a copy of the model and optimizer state is held in memory meanwhile)."""
+    folder: str | None = None
+    """Where checkpoints are; None: the folder checkpoints in run_dir."""
 
 
 def check_sections(
@@ -116,16 +122,10 @@ def check_sections(
             "optimizer.overlap_param_gather=true needs optimizer.use_distributed_optimizer=true and "
             "optimizer.overlap_grad_reduce=true: set them, or leave it false."
         )
-    if checkpoint.save_interval:
-        raise ValueError(
-            f"checkpoint.save_interval={checkpoint.save_interval}: saving checkpoints is not available yet "
-            "in this version. Keep it 0."
-        )
-    if resume not in ("auto", "never"):
-        raise ValueError(
-            f"resume={resume!r}: resuming from a checkpoint is not available yet in this version. Use "
-            "'auto' or 'never', which both start from the beginning."
-        )
+    for name in ("save_interval", "keep_last"):
+        _at_least(f"checkpoint.{name}", getattr(checkpoint, name), 0)
+    if not resume.strip():
+        raise ValueError("resume='' must be 'auto', 'never' or the path of a checkpoint.")
 
 
 def _at_least(name: str, value: float, least: float) -> None:

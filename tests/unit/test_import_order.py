@@ -30,6 +30,7 @@ STREAM: list[tuple[str, ...]] = [
     ("tp", "site"),
     ("linear",),
     ("fp8_utils",),
+    ("checkpoint_files",),
     ("mcore",),
     ("train",),
     ("doctor",),

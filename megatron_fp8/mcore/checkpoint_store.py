@@ -1,0 +1,140 @@
+"""Sharded tensors to a checkpoint folder and back, in Megatron-Core's torch_dist format, on the calling ranks.
+
+Megatron-Core says what each tensor is a shard of (``sharded_state_dict``), plans and checks; torch.distributed.checkpoint
+writes the files. Megatron-Core's own writer forks two processes a save and starts a manager process: they outlive a rank
+that is killed, and go on writing into a folder that the restarted run wants to remove. Here the ranks write themselves;
+an asynchronous save is a thread over copies, with a process group of its own.
+
+No pickle is made but ``.metadata``, and none is loaded but that one, by checkpoint_files' unpickler.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from ..checkpoint_files import read_metadata
+
+_COMMON_FILE = "common.pt"
+
+
+def prepare(sharded_state: dict[str, Any], *, copy: bool) -> dict[str, Any]:
+    """What this rank writes of ``sharded_state``, by key, ready for ``write_shards``. Collective.
+
+    Checks that the ranks' shards make up every tensor exactly once. Values that are no sharded tensors are left out.
+
+    Args:
+        copy: put copies on the CPU, so that training may go on.
+    """
+    sharded, _ = extract_sharded_base(sharded_state)
+    sharded, _ = save_preprocess(sharded, validate_access_integrity=True)
+    tensors: dict[str, list[ShardedTensor]] = {}
+    for shard in nested_values(sharded):
+        assert isinstance(shard, ShardedTensor), f"{shard.key} would be pickled"
+        if is_main_replica(shard.replica_id):
+            if copy:
+                shard.data = shard.data.detach().to("cpu", copy=True)
+            tensors.setdefault(shard.key, []).append(shard)
+    return torch_dist.mcore_to_pyt_state_dict(tensors, False)
+
+
+def write_shards(folder: Path, prepared: dict[str, Any], group: Any) -> None:
+    """Write every rank's part and ``.metadata`` into ``folder``, down to the disk. Collective over ``group``.
+
+    Raises dcp.CheckpointException (no Exception: it names the ranks that failed) on every rank.
+    """
+    planner = torch_dist.MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False)
+    dcp.save(prepared, storage_writer=_Writer(folder), planner=planner, process_group=group)
+
+
+def write_companions(folder: Path) -> None:
+    """The two small files by which Megatron-Core's own loader knows a checkpoint. One rank calls."""
+    torch.save({}, folder / _COMMON_FILE)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+def load_shards(folder: Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
+    """``sharded_state`` with each sharded tensor replaced by what the checkpoint has of it. Collective.
+
+    Values that are no sharded tensors stay as they are.
+    """
+    _, rest = extract_nonpersistent(sharded_state)
+    _, common = extract_sharded_base(rest)
+    return dist_checkpointing.load(
+        sharded_state, str(folder), sharded_strategy=_TensorsOnly(), common_strategy=_Current(common)
+    )
+
+
+class _Writer(dcp.FileSystemWriter):
+    """One file a rank, synced; .metadata does not say in which folder it was made."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads .metadata through the allow-list."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return read_metadata(Path(self.path))
+
+
+class _Planner(torch_dist.MCoreLoadPlanner):
+    """Megatron-Core's, without torch's torch.load of arbitrary objects."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is a pickled object: only tensors are loaded")
+
+
+class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
+    """Megatron-Core's loading strategy with our reader and planner."""
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> dict[str, Any]:
+        wanted = list(nested_values(sharded_state_dict))
+        by_key, flat_mapping, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict
+        )
+        loading = torch_dist.mcore_to_pyt_state_dict(by_key, True)
+        dcp.load(
+            loading,
+            storage_reader=_Reader(checkpoint_dir),
+            planner=_Planner(shapes_validation_sharded_tensors=wanted),
+        )
+        plain = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in loading.items()}
+        loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(plain, flat_mapping, renamed)
+        torch_dist._restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
+class _Current(LoadCommonStrategy):
+    """What is not sharded is this run's own: nothing is read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
+        return self.values
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
+        raise ValueError("only tensors are loaded")
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        assert loaded_backend == "torch", loaded_backend
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        assert loaded_version == 1, loaded_version
