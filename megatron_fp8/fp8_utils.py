@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 from .context import building_layer, disabled_reason, fp8_disabled
 from .formats import parse_format
+from .param import Fp8Parameter
+from .param_shard import quantize_shards
 from .recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -26,12 +29,16 @@ from .recipe import (
 from .tensor import Float8Tensor
 
 __all__ = [
+    "correct_amax_history_if_needed",
     "dequantize_fp8_tensor",
     "get_fp8_align_size",
     "get_fp8_context",
     "get_fp8_recipe",
     "is_first_last_bf16_layer",
     "is_float8tensor",
+    "modify_underlying_storage",
+    "post_all_gather_processing",
+    "quantize_param_shard",
 ]
 
 
@@ -141,10 +148,48 @@ def get_fp8_align_size(fp8_recipe: Any) -> int:
 
 
 def is_float8tensor(tensor: Any) -> bool:
-    """Whether this is a quantised tensor of this package."""
-    return isinstance(tensor, Float8Tensor)
+    """Whether this is a quantised tensor of this package: a weight that lives as FP8, or a Float8Tensor."""
+    return isinstance(tensor, (Fp8Parameter, Float8Tensor))
 
 
-def dequantize_fp8_tensor(fp8_tensor: Float8Tensor) -> torch.Tensor:
+def dequantize_fp8_tensor(fp8_tensor: Fp8Parameter | Float8Tensor) -> torch.Tensor:
     """The matrix back, in the dtype that was quantised."""
     return fp8_tensor.dequantize()
+
+
+def modify_underlying_storage(tensor: Fp8Parameter, new_raw_data: torch.Tensor) -> None:
+    """Move the codes of an FP8 weight into ``new_raw_data``: uint8 memory of its size, a slice of Megatron's buffer.
+
+    Raises:
+        ValueError: other dtype or size, or a weight that travels in BF16.
+    """
+    tensor.replace_storage(new_raw_data)
+
+
+def quantize_param_shard(
+    model_params: Sequence[Fp8Parameter],
+    main_params: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    data_parallel_group: Any,
+    fsdp_shard_model_params: Any = None,
+) -> None:
+    """Cast this rank's pieces of the float32 masters into the FP8 weights, with the scales of the whole tensors.
+
+    Arguments as param_shard.quantize_shards; collective over the data-parallel group.
+
+    Raises:
+        ValueError: fsdp_shard_model_params is given: Megatron-FSDP is not supported.
+    """
+    if fsdp_shard_model_params is not None:
+        raise ValueError("FP8 parameters under Megatron-FSDP are not available in this version")
+    quantize_shards(model_params, main_params, start_offsets, data_parallel_group)
+
+
+def post_all_gather_processing(model_params: Sequence[Fp8Parameter]) -> None:
+    """After the gather of the codes: the other direction of each weight, which does not travel."""
+    for param in model_params:
+        param.refresh()
+
+
+def correct_amax_history_if_needed(model: Any) -> None:
+    """Nothing: an amax enters the history when a forward pass uses the weight, so copies leave no trace there."""

@@ -227,6 +227,12 @@ class Fp8Parameter(torch.Tensor):
                 " dequantised values"
             )
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write elements: in BF16, and the whole is quantised again. (Writing to a view, a copy, changes nothing.)"""
+        whole = self.dequantize()
+        whole[index] = value
+        self._stored.write(whole)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Parameter:
         old = self._stored
         new = _Stored(old.quantizer, old.dtype, [codes.clone() for codes in old.codes])
@@ -381,7 +387,7 @@ def broadcast(parameter: Fp8Parameter, source: int, group: Any) -> None:
         value = parameter._stored.initial.to(parameter.device)
         dist.broadcast(value, src=source, group=group)
         parameter._stored.initial = value.cpu()
-        parameter.copy_(value)
+        parameter._stored.write(value)
         return
     for tensor in parameter.stored_tensors():
         dist.broadcast(tensor.view(torch.uint8), src=source, group=group)

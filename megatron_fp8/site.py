@@ -12,6 +12,7 @@ import torch
 from .backends import BACKENDS
 from .backends.emulated import Region, matmul_high_precision
 from .cast import RandomKey
+from .param import Fp8Parameter
 from .plan import SitePlan
 from .quantizer import Quantizer
 from .recipe import DelayedScaling
@@ -100,8 +101,16 @@ class GemmSite:
 
         Args:
             fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
+
+        A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast here.
         """
         quantizer = self.quantizers["weight"]
+        if isinstance(weight, Fp8Parameter):
+            assert quantizer is not None, "a weight that the plan keeps in high precision was made FP8"
+            if record and self._observed != self.state.iteration:
+                self._observed = self.state.iteration
+                weight.record()
+            return weight.quantized
         if quantizer is None:
             return weight
         # Optimizers that write through flat buffers leave no trace in _version; the epoch covers those.

@@ -53,6 +53,11 @@ def check_fp8_settings(config: TransformerConfig) -> None:
         raise ValueError(
             "fp8_param=True needs FP8 training, and fp8 is None. Set fp8='hybrid' or 'e4m3', or drop it."
         )
+    if config.fp8_param and not config.bf16:
+        raise ValueError(
+            f"fp8_param=True with bf16={config.bf16!r}, fp16={config.fp16!r}: masters are rounded to BF16 before they are"
+            " cast to FP8. Set bf16=True and params_dtype=torch.bfloat16, or fp8_param=False."
+        )
     if config.fp8:
         _check_available(config)
         _check_pow2(config)
@@ -222,7 +227,6 @@ def _check_pow2(config: TransformerConfig) -> None:
 
 # (setting, is it asked for, what to do instead): never accepted and then ignored.
 _UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("fp8_param", bool, "keep fp8_param=False: weights stay in BF16 and are quantised once per step"),
     ("fp8_guard", bool, "keep it False"),
     ("fp8_dot_product_attention", bool, "keep it False: attention itself runs in BF16"),
     ("fp8_multi_head_attention", bool, "keep it False: attention itself runs in BF16"),

@@ -13,6 +13,7 @@ from .patching import Patch
 
 def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
+    from . import param_optimizer, params
     from .activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from .iteration import skip_on_nonfinite
     from .spec import Fp8SpecProvider
@@ -96,6 +97,8 @@ def patches() -> list[Patch]:
             wrap=True,
             everywhere=True,
         ),
+        *params.patches(),
+        *param_optimizer.patches(),
     ]
 
 
@@ -118,9 +121,11 @@ def prepare_at_first_microbatch(original: Callable[[Any], None]) -> Callable[[An
     """MegatronModule.set_is_first_microbatch, which first prepares the FP8 sites of the model."""
 
     def set_is_first_microbatch(self: Any) -> None:
+        from .params import refuse_bf16_weights
         from .sites import prepare
 
         prepare([self])
+        refuse_bf16_weights(self)
         original(self)
 
     return set_is_first_microbatch

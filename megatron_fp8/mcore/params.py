@@ -1,0 +1,222 @@
+"""FP8 weights under Megatron-Core: when they are made, where they live, and what its data parallelism is told.
+
+Until ``DistributedDataParallel`` takes the model, weights are ordinary BF16 parameters: they are initialised, loaded,
+inspected and moved as in any model. There they become ``Fp8Parameter``s: by then every linear has its full name, so the
+plan (first and last layers, overrides by name) decides which, and no master or buffer refers to them yet. A user sets
+``fp8_param=True`` and nothing else. Whoever uses no DistributedDataParallel calls ``make_fp8_params`` before making the
+optimizer.
+
+Rejected: making them in the linear's ``__init__``. There a linear knows its layer but not its name, so an override by
+name would come too late, and each way of initialising or loading weights would have to know FP8.
+
+What travels is codes where both directions share them. Weights per row or in 1x32 blocks need both directions from high
+precision, so BF16 travels: with ``reuse_grad_buf_for_mxfp8_param_ag`` through the gradient buffer, which is idle then;
+without it, under the distributed optimizer, a BF16 buffer as large as the weights would have to be kept beside the codes,
+so such weights stay BF16 parameters and are cast every iteration, which is the same bytes, and is said.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import fp8_utils
+from ..fp8_utils import get_fp8_recipe
+from ..param import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
+from .patching import Patch
+from .sites import fp8_linears, prepare, unwrap
+
+
+def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[str]:
+    """Turn the weights of this rank's FP8 GEMM sites into FP8 parameters; the names of those that were.
+
+    Weights that the plan keeps in BF16 stay as they are. Chunks that were done are left alone.
+
+    Args:
+        two_way: False leaves weights whose directions have different codes in BF16, and notes it for the report.
+
+    Raises:
+        ValueError: a weight is not BF16, or its rule rounds stochastically.
+        RuntimeError: the weights belong to a DistributedDataParallel already.
+    """
+    prepare(model_chunks)
+    done = []
+    for chunk in model_chunks:
+        for linear in fp8_linears([chunk]):
+            site, weight = linear.fp8_site, linear.weight
+            quantizer = site.quantizers["weight"]
+            if quantizer is None or isinstance(weight, Fp8Parameter):
+                continue
+            if not quantizer.rule.granularity.symmetric and not two_way:
+                site.notes.add(_STAYS_BF16)
+                continue
+            if hasattr(weight, "main_grad"):
+                raise RuntimeError(
+                    f"{site.plan.name}.weight is in DistributedDataParallel's buffers already: call make_fp8_params, or"
+                    " megatron_fp8.mcore.install(), before wrapping the model"
+                )
+            if weight.dtype != torch.bfloat16:
+                raise ValueError(
+                    f"fp8_param=True: {site.plan.name}.weight is {weight.dtype}, and masters are rounded to BF16 before"
+                    " they are cast to FP8. Set bf16=True and params_dtype=torch.bfloat16, or fp8_param=False."
+                )
+            linear.weight = fp8_parameter(weight, quantizer)
+            done.append(f"{site.plan.name}.weight")
+        unwrap(chunk).__dict__["_fp8_params"] = True
+    return done
+
+
+_STAYS_BF16 = (
+    "fp8_param: the weight stays BF16 under the distributed optimizer without reuse_grad_buf_for_mxfp8_param_ag, and is"
+    " cast every iteration"
+)
+
+
+def fp8_params(module: torch.nn.Module) -> list[Fp8Parameter]:
+    """The FP8 parameters of a module."""
+    return [p for p in module.parameters() if isinstance(p, Fp8Parameter)]
+
+
+def travels_in_bf16(config: Any) -> bool:
+    """Whether every FP8 weight of this config needs codes of its own in each direction: rowwise and mxfp8.
+
+    Such weights can share the gradient buffer (reuse_grad_buf_for_mxfp8_param_ag); a mixture by overrides cannot.
+    """
+    if not (config.fp8 and config.fp8_param):
+        return False
+    names = {str(value) for value in (getattr(config, "fp8_overrides", None) or {}).values()} - {"bf16"}
+    rules = [get_fp8_recipe(config, name).rule("weight") for name in (None, *sorted(names))]
+    return all(rule is not None and not rule.granularity.symmetric for rule in rules)
+
+
+# ------------------------------------------------------------------------------------------- DistributedDataParallel
+
+
+def make_params_first(original: Callable[..., None]) -> Callable[..., None]:
+    """DistributedDataParallel.__init__, before which the module's weights become FP8 parameters if its config says so."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        wanted = bool(config.fp8 and getattr(config, "fp8_param", False))
+        if ddp_config.fp8_param_gather and not wanted:
+            raise ValueError(
+                f"DistributedDataParallelConfig.fp8_param_gather=True, and the model's config has fp8={config.fp8!r},"
+                f" fp8_param={getattr(config, 'fp8_param', False)!r}: set fp8_param=True there, which this follows, or"
+                " drop it"
+            )
+        if wanted:
+            ddp_config.fp8_param_gather = True
+            _check_buffers(config, ddp_config)
+            kept = ddp_config.use_distributed_optimizer and not ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+            make_fp8_params([module], two_way=not kept)
+            _warn_memory(module, ddp_config)
+        original(self, config, ddp_config, module, *args, **kwargs)
+
+    return __init__
+
+
+def _check_buffers(config: Any, ddp_config: Any) -> None:
+    """ValueError for settings of the gather that Megatron-Core would take and get wrong."""
+    if ddp_config.use_megatron_fsdp:
+        raise ValueError(
+            "fp8_param=True with use_megatron_fsdp=True is not available in this version: use the distributed optimizer"
+            " (use_distributed_optimizer=True), or set fp8_param=False"
+        )
+    if not ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
+        return
+    if not ddp_config.use_distributed_optimizer:
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag=True needs use_distributed_optimizer=True: without it no parameter is"
+            " gathered. Drop it."
+        )
+    if not travels_in_bf16(config):
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag=True is for models all FP8 weights of which travel in BF16 (fp8_recipe"
+            f" 'rowwise' or 'mxfp8'); fp8_recipe={config.fp8_recipe!r} with fp8_overrides="
+            f"{getattr(config, 'fp8_overrides', None) or {}!r} has weights that travel as codes. Set it to False."
+        )
+
+
+def _warn_memory(module: Any, ddp_config: Any) -> None:
+    """Print, once a process, if FP8 parameters take more memory than BF16 ones would."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    linears = fp8_linears([module])
+    if any(_STAYS_BF16 in linear.fp8_site.notes for linear in linears):
+        print(
+            "megatron_fp8: warning: fp8_param=True saves nothing here. Rowwise and MXFP8 weights need codes of their own"
+            " in each direction, so under the distributed optimizer BF16 travels and 4 bytes a value are kept (BF16"
+            " training keeps 2): set reuse_grad_buf_for_mxfp8_param_ag=True in DistributedDataParallelConfig and"
+            " OptimizerConfig, which sends them through the gradient buffer, or use delayed, tensorwise or blockwise",
+            file=sys.stderr,
+            flush=True,
+        )
+    elif any(isinstance(linear.weight, TwoWayFp8Parameter) for linear in linears):
+        print(
+            "megatron_fp8: warning: rowwise and MXFP8 weights are kept in both directions, 2 bytes a value and scales:"
+            " slightly more than BF16 training's weights, and half of what fp8_param=False keeps",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def broadcast_codes_too(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """DistributedDataParallel.broadcast_params; on an FP8 parameter Megatron's own would move a copy and nothing else."""
+
+    @functools.wraps(original)
+    def broadcast_params(self: Any) -> None:
+        if not fp8_params(self.module):
+            original(self)
+            return
+        for param in self.module.parameters():
+            group = self.dp_cp_group if getattr(param, "allreduce", True) else self.expt_dp_group
+            source = dist.get_global_rank(group, 0)
+            if isinstance(param, Fp8Parameter):
+                broadcast(param, source, group)
+            else:
+                dist.broadcast(param.data, src=source, group=group)
+
+    return broadcast_params
+
+
+def refuse_bf16_weights(model: Any) -> None:
+    """RuntimeError if FP8 parameters were asked for and this model, about to train, was never given any."""
+    config = model.config
+    if config.fp8 and getattr(config, "fp8_param", False) and not unwrap(model).__dict__.get("_fp8_params"):
+        raise RuntimeError(
+            "fp8_param=True, and the model's weights are still BF16: wrap it in Megatron-Core's DistributedDataParallel"
+            " after megatron_fp8.mcore.install(), or call megatron_fp8.mcore.params.make_fp8_params([model]) before the"
+            " optimizer is made"
+        )
+
+
+def patches() -> list[Patch]:
+    """Everything by which Megatron-Core takes this package's FP8 parameters for Transformer Engine's."""
+    core = "megatron.core"
+    names = f"{core}.fp8_utils"
+    ddp = f"{core}.distributed.distributed_data_parallel.DistributedDataParallel"
+    why = "FP8 weights are this package's class, without Transformer Engine"
+    return [
+        Patch(names, "FP8_TENSOR_CLASS", Fp8Parameter, why),
+        Patch(names, "HAVE_TE_FP8_TENSOR_CLASS", True, why),
+        Patch(names, "MXFP8Tensor", TwoWayFp8Parameter, "such weights travel in BF16", create=True),
+        Patch(names, "HAVE_TE_MXFP8TENSOR", True, "such weights travel in BF16"),
+        Patch(names, "_modify_underlying_storage_impl", fp8_utils.modify_underlying_storage, why),
+        Patch(names, "_quantize_param_shard_impl", fp8_utils.quantize_param_shard, why),
+        Patch(names, "_correct_amax_history_if_needed_impl", fp8_utils.correct_amax_history_if_needed, why),
+        Patch(names, "te_post_all_gather_processing", fp8_utils.post_all_gather_processing, why),
+        Patch(
+            names,
+            "dequantize_fp8_tensor",
+            fp8_utils.dequantize_fp8_tensor,
+            "it asks for Transformer Engine's version",
+            everywhere=True,
+        ),
+        Patch(ddp, "__init__", make_params_first, "weights become FP8 before buffers hold them", wrap=True),
+        Patch(ddp, "broadcast_params", broadcast_codes_too, "it would move a dequantised copy", wrap=True),
+    ]

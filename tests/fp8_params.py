@@ -1,0 +1,139 @@
+"""Training with FP8 parameters beside training without them: everything that must be the same, to the bit.
+
+mine = param_training(ranks, 2, Layout(), "blockwise", fp8_param=True, ddp=DISTRIBUTED)[rank]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.fp8_gpt import OPTIONS, fp8_config
+from tests.gpt import build_chunks, build_optimizer, train_step
+from tests.ranks import Layout, RankPool, model_parallel
+
+DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
+OVERLAP: dict[str, Any] = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+TWO_WAY = ("rowwise", "mxfp8")
+
+
+@dataclass
+class Trained:
+    """What one rank saw, a list entry for each step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    stepped: list[bool] = field(default_factory=list)
+    masters: list[str] = field(default_factory=list)
+    nonfinite: list[int] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
+    fp8_weights: list[str] = field(default_factory=list)
+
+
+def train_params(
+    layout: Layout,
+    recipe: str,
+    fp8_param: bool,
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+    steps: int,
+    sick: tuple[int, ...],
+    evaluate: bool,
+) -> Trained:
+    """A rank case. ``sick`` steps meet an Inf in a linear's input on rank 0 and are skipped by all."""
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+    from megatron_fp8.param import Fp8Parameter
+
+    seen = Trained()
+    shared = fp8_param and recipe in TWO_WAY and ddp.get("use_distributed_optimizer", False)
+    shared = shared and not ddp.get("unshared", False)
+    ddp = {k: v for k, v in ddp.items() if k != "unshared"}
+    optim = {}
+    if shared:
+        ddp = {**ddp, "reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}
+        optim = {"reuse_grad_buf_for_mxfp8_param_ag": True}
+    with model_parallel(layout):
+        config = fp8_config(layout, recipe, fp8_param=fp8_param, **fields)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, ddp=ddp)
+        optimizer = build_optimizer(config, chunks, ddp=ddp, optim=optim)
+        step = optimizer.step
+
+        def recorded_step() -> tuple[bool, float, Any]:
+            stepped, norm, zeros = step()
+            seen.stepped.append(stepped)
+            return True, norm or 0.0, zeros  # train_step takes a skipped step for a failure
+
+        optimizer.step = recorded_step
+        for index in range(steps):
+            with poisoned_input(chunks[0]) if index in sick and dist.get_rank() == 0 else nullcontext():
+                loss, norm = train_step(config, chunks, optimizer, index, **OPTIONS)
+            seen.losses.append(loss)
+            seen.norms.append(norm)
+            seen.nonfinite.append(iteration_counts()["nonfinite"])
+            seen.masters.append(digest(masters(optimizer)))
+            if evaluate:
+                loss, _ = train_step(config, chunks, optimizer, 1000, forward_only=True, **OPTIONS)
+                seen.evaluated.append(loss)
+        names = [(name, p) for chunk in chunks for name, p in chunk.named_parameters()]
+        seen.fp8_weights = [name for name, p in names if isinstance(p, Fp8Parameter)]
+    return seen
+
+
+def masters(optimizer: Any) -> list[torch.Tensor]:
+    """The float32 weights of this rank's optimizer."""
+    return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    """Of all their bytes."""
+    hasher = hashlib.sha256()
+    for tensor in tensors:
+        hasher.update(tensor.contiguous().view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+@contextmanager
+def poisoned_input(chunk: Any) -> Iterator[None]:
+    """Inf in one element of the input of the first layer's last linear: the cast saturates it, all else stays finite."""
+    from megatron_fp8.mcore.sites import unwrap
+
+    def poison(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = args[0].clone()
+        x.view(-1)[7] = torch.inf
+        return x, *args[1:]
+
+    hook = unwrap(chunk).decoder.layers[0].mlp.linear_fc2.register_forward_pre_hook(poison)
+    yield
+    hook.remove()
+
+
+_known: dict[str, list[Trained]] = {}
+
+
+def param_training(
+    ranks: RankPool,
+    world: int,
+    layout: Layout,
+    recipe: str,
+    *,
+    fp8_param: bool,
+    fields: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
+    steps: int = 3,
+    sick: tuple[int, ...] = (),
+    evaluate: bool = False,
+) -> list[Trained]:
+    """train_params on every rank, once per session for the same arguments."""
+    arguments = (layout, recipe, fp8_param, fields or {}, ddp or {}, steps, sick, evaluate)
+    key = repr((world, arguments))
+    if key not in _known:
+        _known[key] = ranks(world).run(train_params, *arguments)
+    return _known[key]
