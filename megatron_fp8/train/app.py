@@ -43,7 +43,9 @@ A config file has the sections model, train, optimizer, data and checkpoint; eve
   --debug                          show tracebacks of bad input
   --keys                           list every key with its default
 
-Exit codes: 0 done, 1 training failed, 2 bad input.
+SIGTERM and SIGUSR1 make the run finish its iteration, save and return; --resume=auto goes on from there.
+
+Exit codes: 0 done, or stopped and saved; 1 training failed; 2 bad input.
 """
 
 
@@ -53,6 +55,12 @@ def main(arguments: list[str]) -> int:
         print(USAGE)
         return EXIT_DONE
     debug = "--debug" in arguments
+    from megatron_fp8.train.stop import StopRequest
+
+    try:
+        stop = StopRequest().listen()  # first of all: until here a signal ends the process
+    except ValueError as error:
+        return _refuse(error, debug)
     from megatron_fp8.train import parallel
 
     # One line per warning, in every rank's words only once: rank 0's.
@@ -65,7 +73,10 @@ def main(arguments: list[str]) -> int:
     from megatron_fp8.mcore.checkpoint_saver import SaveError
 
     try:
-        return EXIT_DONE if trainer is None else _train(trainer)
+        if trainer is None:
+            return EXIT_DONE
+        trainer.stop = stop
+        return _train(trainer)
     except SaveError as error:
         return _refuse(error, debug)
     except Exception:
@@ -222,14 +233,16 @@ def _train(trainer: Any) -> int:
             trainer.display.close()
             trainer.writer.close()
     if trainer.display:
-        print(_last_line(trainer.run, summary, time.perf_counter() - start), flush=True)
+        print(_last_line(trainer, summary, time.perf_counter() - start), flush=True)
     return EXIT_DONE
 
 
-def _last_line(run: Any, summary: dict[str, float], seconds: float) -> str:
+def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
+    run = trainer.run
     done, wanted = int(summary["iteration"]), run.train.train_iters
     if done < wanted:
-        parts = [f"stopped after {done} of {wanted} iterations, in {seconds:.0f} s"]
+        saved = "saved; continue with --resume=auto"
+        parts = [f"stopped by {trainer.stop.reason} after {done} of {wanted} iterations", saved]
     else:
         parts = [f"done: {wanted} iterations in {seconds:.0f} s"]
     if "last_loss" in summary:

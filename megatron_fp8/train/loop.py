@@ -30,6 +30,7 @@ from megatron_fp8.train.metrics import (
     finite,
     peak_memory,
 )
+from megatron_fp8.train.stop import StopRequest
 
 
 class Trainer:
@@ -41,7 +42,7 @@ class Trainer:
         writer, display: on rank 0; None elsewhere.
         after_first_step: called on every rank once sites have run.
         checkpoints: saves; None saves nothing.
-        stop_requested: asked on every rank at the end of every iteration; the ranks must give one answer.
+        stop: when to save and return before all iterations are done.
 
     `finished` and `samples` are the iterations that were done before, and the samples that they consumed.
     """
@@ -58,12 +59,12 @@ class Trainer:
         display: Display | None = None,
         after_first_step: Callable[[], None] = lambda: None,
         checkpoints: Checkpoints | None = None,
-        stop_requested: Callable[[], bool] = lambda: False,
+        stop: StopRequest | None = None,
     ) -> None:
         self.run, self.chunks, self.optimizer, self.scheduler = run, chunks, optimizer, scheduler
         self.datasets, self.writer, self.display = datasets, writer, display
         self.after_first_step = after_first_step
-        self.checkpoints, self.stop_requested = checkpoints, stop_requested
+        self.checkpoints, self.stop = checkpoints, stop or StopRequest()
         self.finished = self.samples = 0
         self.tokens_per_step = run.train.global_batch_size * run.train.seq_length
         self._flops_per_step = self.tokens_per_step * flops_per_token
@@ -99,7 +100,7 @@ class Trainer:
                     self.display.say(
                         f"iteration {iteration:>5}/{wanted.train_iters}  validation loss {loss:.4f}"
                     )
-            stop = self.stop_requested()
+            stop = self.stop.reason is not None
             if self.checkpoints and (stop or self.checkpoints.due(iteration)):
                 self.checkpoints.save(iteration, self.samples)
             if stop:
@@ -187,16 +188,18 @@ class Trainer:
         )
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """Mean loss per token over all ranks. Only the ranks of last stages have losses.
+        """Mean loss per token over all ranks, which also agree on stopping here.
 
-        Tensor-parallel ranks hold the same ones, which leaves the mean as it is.
+        Only the ranks of last stages have losses. Tensor-parallel ranks hold the same ones, which leaves the mean as
+        it is.
         """
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        sums = torch.tensor([0.0, 0.0, *self.stop.votes()], dtype=torch.float64, device=device)
         for loss in losses:
-            sums += loss.double()
+            sums[:2] += loss.double()
         dist.all_reduce(sums)
-        total, tokens = sums.tolist()
+        total, tokens, *votes = sums.tolist()
+        self.stop.agree(votes)
         return total / tokens
 
 

@@ -1,0 +1,84 @@
+"""Stopping on request: a signal, or the end of a SLURM job's time, makes a run save and return between two iterations.
+
+A cluster takes its nodes back with a signal and a few minutes' notice, and the signal reaches ranks at different times,
+some of them not at all. So a signal's handler only notes it, and the notes of all ranks are added up in a collective
+that every iteration has anyway: the reduction of its loss carries one more number for each reason in REASONS. When it
+returns, all ranks know the same, and leave the loop after the same iteration (and its validation, if one is due).
+
+Rejected: saving inside the handler. It runs on one rank, at any point of a step, and a checkpoint takes all ranks,
+between two steps. Rejected: a rank that decides by itself. Its peers would wait for it in the next collective.
+
+    SIGTERM                what SLURM sends first when it preempts or cancels a job, and torchrun passes to its ranks
+    SIGUSR1                what `sbatch --signal=USR1@300` asks for 300 s before the job's time is over
+    the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it
+
+From `listen` on, these signals never end the process by themselves: one that comes while the checkpoint is being
+written is noted again, and changes nothing. A process that hangs is ended by SIGKILL, as torchrun and SLURM do after
+their grace time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+REASONS = ("SIGTERM", "SIGUSR1", "the job's time limit")
+LEAD_S = 120.0
+
+
+class StopRequest:
+    """What this rank has been told, and what all ranks have agreed on.
+
+    Args:
+        environ: where SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970) are looked for.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._noted = dict.fromkeys(REASONS, False)
+        self._clock, self._last_call = clock, _last_call(environ)
+        self.reason: str | None = None
+        """The one of REASONS that all ranks know of and stop for; None: go on."""
+
+    def listen(self) -> StopRequest:
+        """Note SIGTERM and SIGUSR1 from now on. Main thread only. Returns self."""
+        for name in REASONS[:2]:
+            signal.signal(signal.Signals[name], self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted[signal.Signals(number).name] = True
+
+    def votes(self) -> list[float]:
+        """One number for each of REASONS, 1.0 where this rank has it: to be summed over all ranks."""
+        if self._clock() >= self._last_call:
+            self._noted[REASONS[2]] = True
+        return [float(noted) for noted in self._noted.values()]
+
+    def agree(self, sums: Sequence[float]) -> None:
+        """Take the sums over all ranks, which are the same on all: the first reason that any rank has counts."""
+        found = (name for name, total in zip(REASONS, sums, strict=True) if total)
+        self.reason = self.reason or next(found, None)
+
+
+def _last_call(environ: Mapping[str, str]) -> float:
+    """When to stop for the time limit: LEAD_S before it, or a tenth of the job's time where that is less; else never.
+
+    Raises ValueError if a variable is not a number.
+    """
+    names = ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME")
+    if not all(environ.get(name) for name in names):
+        return float("inf")
+    try:
+        start, end = (float(environ[name]) for name in names)
+    except ValueError:
+        shown = ", ".join(f"{name}={environ[name]!r}" for name in names)
+        raise ValueError(
+            f"{shown}: both must be seconds since 1970. Unset them, or set them right."
+        ) from None
+    return end - min(LEAD_S, (end - start) / 10)
