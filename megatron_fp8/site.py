@@ -141,7 +141,8 @@ class GemmSite:
         if self.plan.gemms[gemm] == "fp8":
             assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide) and self.backend is not None
             self.state.counts.fp8_gemms += 1
-            return self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias)
+            fast = gemm == "fprop"
+            return self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
         self.state.counts.hp_gemms += 1
         dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
         plain_a, plain_b = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))

@@ -26,7 +26,7 @@ import torch
 from ..cast import RandomKey, cast, cast_stochastic, check_float, decode
 from ..formats import E4M3
 from ..kernels import cpu
-from ..recipe import Granularity, Rule
+from ..recipe import Granularity, Recipe, Rule
 from ..scaling import (
     block_amaxes,
     blocked,
@@ -69,9 +69,14 @@ class Quantized:
     nonfinite: torch.Tensor | None
 
 
-def supports(device: torch.device) -> str | None:
-    """Why this backend cannot run on the device: never, it runs on all."""
+def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
+    """Why this backend cannot run on the device, or multiply what the recipe quantises: never, it does all of it."""
     return None
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """What of the recipe this backend does in another way than its own: nothing."""
+    return []
 
 
 def quantize(
@@ -98,13 +103,7 @@ def quantize(
     Raises:
         ValueError: x is not a matrix of a floating dtype, or direction is unknown.
     """
-    check_float(x)
-    if x.ndim != 2:
-        raise ValueError(
-            f"quantize needs a matrix [rows, cols], got shape {tuple(x.shape)}: flatten it first"
-        )
-    if direction not in ("rowwise", "columnwise", "both"):
-        raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
+    check_matrix(x, direction)
     x = x.detach().contiguous()
     wants_row, wants_column = direction != "columnwise", direction != "rowwise"
     granularity = rule.granularity
@@ -144,6 +143,17 @@ def quantize(
             turned, codes=turned.codes.t(), scale_inv=turned.scale_inv.t(), granularity=granularity
         )
     return Quantized(Float8Tensor(rowwise if wants_row else None, columnwise, x.dtype), amax, nonfinite)
+
+
+def check_matrix(x: torch.Tensor, direction: str) -> None:
+    """ValueError unless x is a matrix of a floating dtype that can be quantised, and the direction is known."""
+    check_float(x)
+    if x.ndim != 2:
+        raise ValueError(
+            f"quantize needs a matrix [rows, cols], got shape {tuple(x.shape)}: flatten it first"
+        )
+    if direction not in ("rowwise", "columnwise", "both"):
+        raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
 
 
 def block_scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,6 +211,7 @@ def gemm(
     *,
     out_dtype: torch.dtype = torch.float32,
     bias: torch.Tensor | None = None,
+    fast_accumulation: bool = False,
     exact: bool = False,
 ) -> torch.Tensor:
     """a @ b^T of two quantised sides: acc * (scale_inv_a * scale_inv_b) in float32, + bias, one rounding.
@@ -209,6 +220,7 @@ def gemm(
         a: [M, K]; b: [N, K]; any M, N, K (none need be a multiple of anything).
         out_dtype: dtype of the result.
         bias: [N], added in float32 before the rounding.
+        fast_accumulation: allowed to tensor cores; here sums are float32 either way.
         exact: float64 accumulation: the reference.
 
     Returns:

@@ -56,7 +56,7 @@ def resolve(config: Any, name: str, layer: LayerBeingBuilt | None, device: torch
     reason = "fp8 recipe of the config" if override is None else f"fp8_overrides {override[0]!r}"
     try:
         recipe = get_fp8_recipe(config, None if override is None else override[1])
-        backend, why = choose_backend(getattr(config, "fp8_backend", None), device)
+        backend, why = choose_backend(getattr(config, "fp8_backend", None), device, recipe)
     except ValueError as error:
         if getattr(config, "fp8_fallback", "error") != "warn":
             raise

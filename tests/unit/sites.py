@@ -68,10 +68,10 @@ class RecordingBackend:
     on_gemm: Callable[[], None] = lambda: None
 
     def gemm(
-        self, a: Any, b: Any, *, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, a: Any, b: Any, *, out_dtype: torch.dtype, bias: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         self.on_gemm()
-        result = emulated.gemm(a, b, out_dtype=out_dtype, bias=bias)
+        result = emulated.gemm(a, b, out_dtype=out_dtype, bias=bias, **options)
         self.products.append(Product(a, b, out_dtype, result))
         return result
 
