@@ -5,7 +5,6 @@ mine = param_training(ranks, 2, Layout(), "blockwise", fp8_param=True, ddp=DISTR
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,10 +29,9 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     stepped: list[bool] = field(default_factory=list)
-    masters: list[str] = field(default_factory=list)
+    masters: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
     nonfinite: list[int] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
-    weights: list[str] = field(default_factory=list)
     fp8_weights: list[str] = field(default_factory=list)
 
 
@@ -56,10 +54,12 @@ def train_params(
     shared = fp8_param and recipe in TWO_WAY and ddp.get("use_distributed_optimizer", False)
     shared = shared and not ddp.get("unshared", False)
     ddp = {k: v for k, v in ddp.items() if k != "unshared"}
-    optim = {}
+    # Clipping is on with a bound that is never met: the norm of shards is summed in the order of the buffers, and FP8
+    # weights have a buffer of their own, so that its last bits differ.
+    optim: dict[str, Any] = {"clip_grad": 1e6} if ddp else {}
     if shared:
         ddp = {**ddp, "reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}
-        optim = {"reuse_grad_buf_for_mxfp8_param_ag": True}
+        optim["reuse_grad_buf_for_mxfp8_param_ag"] = True
     with model_parallel(layout):
         config = fp8_config(layout, recipe, fp8_param=fp8_param, **fields)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, ddp=ddp)
@@ -78,26 +78,42 @@ def train_params(
             seen.losses.append(loss)
             seen.norms.append(norm)
             seen.nonfinite.append(iteration_counts()["nonfinite"])
-            seen.masters.append(digest(masters(optimizer)))
             if evaluate:
                 loss, _ = train_step(config, chunks, optimizer, 1000, forward_only=True, **OPTIONS)
                 seen.evaluated.append(loss)
         names = [(name, p) for chunk in chunks for name, p in chunk.named_parameters()]
+        seen.masters = masters(optimizer, chunks)
         seen.fp8_weights = [name for name, p in names if isinstance(p, Fp8Parameter)]
     return seen
 
 
-def masters(optimizer: Any) -> list[torch.Tensor]:
-    """The float32 weights of this rank's optimizer."""
-    return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+def masters(optimizer: Any, chunks: list[Any]) -> dict[tuple[Any, ...], tuple[int, str]]:
+    """This rank's piece of every float32 weight: (place in the model, chunk, name) -> (start, hexadecimal bytes)."""
+    from megatron.core import parallel_state as ps
+
+    place = (
+        ps.get_tensor_model_parallel_rank(),
+        ps.get_pipeline_model_parallel_rank(),
+        ps.get_expert_model_parallel_rank(),
+    )
+    names = {p: (index, name) for index, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    found = {}
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        sharded = hasattr(one, "model_float16_groups")
+        groups = one.model_float16_groups if sharded else one.float16_groups
+        for param in (p for group in groups for p in group):
+            start = one._get_model_param_range_map(param)["param"].start if sharded else 0
+            found[*place, *names[param]] = (start, param.main_param.detach().numpy().tobytes().hex())
+    return found
 
 
-def digest(tensors: list[torch.Tensor]) -> str:
-    """Of all their bytes."""
-    hasher = hashlib.sha256()
-    for tensor in tensors:
-        hasher.update(tensor.contiguous().view(torch.uint8).numpy())
-    return hasher.hexdigest()
+def whole_masters(everyone: list[Trained]) -> dict[tuple[Any, ...], str]:
+    """The float32 weights, put together from all ranks' pieces."""
+    pieces: dict[tuple[Any, ...], dict[int, str]] = {}
+    for seen in everyone:
+        for key, (start, data) in seen.masters.items():
+            assert pieces.setdefault(key, {}).setdefault(start, data) == data
+    return {key: "".join(parts[start] for start in sorted(parts)) for key, parts in pieces.items()}
 
 
 @contextmanager
