@@ -20,6 +20,7 @@ with weights_only, everything else is JSON. A file that was cut off or altered i
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -266,3 +267,29 @@ def read_metadata(folder: Path) -> Any:
         )
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
+
+
+def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
+    """One whole tensor of a checkpoint, put together from its shards, on the CPU.
+
+    Args:
+        metadata: of ``read_metadata``.
+
+    Raises ValueError if it is damaged.
+    """
+    entry = metadata.state_dict_metadata[name]
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
+    for chunk in entry.chunks:
+        place = places[name, chunk.offsets]
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{str(folder)!r} is damaged: {name} lies outside, in {place.relative_path!r}.")
+        try:
+            with (folder / place.relative_path).open("rb") as stream:
+                stream.seek(place.offset)
+                part = torch.load(io.BytesIO(stream.read(place.length)), weights_only=True)
+        except Exception as error:  # of a damaged file torch.load raises nearly anything
+            raise ValueError(f"{name} in {str(folder)!r} cannot be read ({error}).") from error
+        window = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[window] = part.reshape(chunk.sizes)
+    return whole

@@ -11,10 +11,13 @@ FP8 training for Megatron-Core models.
 
   train    train a GPT on real text: megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml
   report   show what a run ran, layer by layer, and how it went: megatron-fp8 report runs/tiny_gpt_cpu
+  inspect  show what is in a checkpoint: megatron-fp8 inspect runs/tiny_gpt_cpu
   doctor   say what this machine can run and what is missing, and run an FP8 GEMM on each backend
 
 `megatron-fp8 COMMAND --help` says more. Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
 """
+
+COMMANDS = ("train", "report", "inspect", "doctor")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,13 +35,17 @@ def main(arguments: list[str] | None = None) -> int:
         from megatron_fp8.train.show import main as report
 
         return report(rest)
+    if command == "inspect":
+        from megatron_fp8.inspector import main as inspect
+
+        return inspect(rest)
     if command == "doctor":
         from megatron_fp8.doctor import main as doctor
 
         return doctor(rest)
     import difflib
 
-    near = difflib.get_close_matches(command, ("train", "report", "doctor"), n=1)
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    print(f"error: {command!r} is not a command: they are train, report and doctor.{hint}", file=sys.stderr)
+    print(f"error: {command!r} is not a command: they are {', '.join(COMMANDS)}.{hint}", file=sys.stderr)
     return 2

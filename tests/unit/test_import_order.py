@@ -33,7 +33,7 @@ STREAM: list[tuple[str, ...]] = [
     ("checkpoint_files",),
     ("mcore",),
     ("train",),
-    ("doctor",),
+    ("doctor", "inspector"),
     ("cli",),
     ("__main__",),
 ]
