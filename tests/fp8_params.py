@@ -103,7 +103,8 @@ def masters(optimizer: Any, chunks: list[Any]) -> dict[tuple[Any, ...], tuple[in
         groups = one.model_float16_groups if sharded else one.float16_groups
         for param in (p for group in groups for p in group):
             start = one._get_model_param_range_map(param)["param"].start if sharded else 0
-            found[*place, *names[param]] = (start, param.main_param.detach().numpy().tobytes().hex())
+            key = (*place, *names[param])
+            found[key] = (start, param.main_param.detach().numpy().tobytes().hex())
     return found
 
 
