@@ -1,8 +1,10 @@
 """What a linear layer says to the other ranks of its tensor-parallel group, counted in bytes of FP8 where it can be.
 
 Tokens are [sequence, batch] flattened, so a gather along the sequence is a gather along the rows. The columnwise side of
-a quantised matrix is a transposed view of codes in row order (backends.emulated), so its shards gather along rows too,
-and the permutation that gathered columns would need is the view itself.
+a quantised matrix has the tokens last. The emulated backend keeps it as a transposed view of codes in row order: its
+shards gather along rows, and the permutation that gathered columns need is the view itself. The native backend writes it
+contiguous, as tensor cores read it: its shards arrive one after the other, and are put side by side, a copy of bytes in
+runs of a shard's tokens. Either way the gathered side lies as its shards did.
 
 float8 dtypes travel as uint8: gloo and NCCL have no float8 collectives.
 """
@@ -85,11 +87,15 @@ class TensorParallel:
 
     def gather_side(self, side: QuantizedSide, by_column: bool, *, async_op: bool = False) -> Pending:
         """All ranks' tokens of a side whose shards hold whole blocks: codes at a byte a value, scales where they differ.
+        The same layout on all ranks.
 
         Per-tensor scales, and per-row scales along the tokens' own direction, were shared before the cast and do not
         travel.
         """
-        codes, scale_inv = (side.codes.t(), side.scale_inv) if by_column else (side.codes, side.scale_inv)
+        codes, scale_inv = side.codes, side.scale_inv
+        side_by_side = by_column and codes.is_contiguous()
+        if by_column and not side_by_side:
+            codes = codes.t()
         shared = side.granularity.is_tensor or (by_column and side.granularity.cols == 0)
         pending_codes = self.all_gather(codes, async_op=async_op)
         pending_scales = None
@@ -99,9 +105,12 @@ class TensorParallel:
         def result() -> QuantizedSide:
             all_codes = pending_codes.wait()
             scales = scale_inv if pending_scales is None else pending_scales.wait()
-            if by_column:
+            if side_by_side:
+                all_codes = _side_by_side(all_codes, self.size)
+            elif by_column:
                 all_codes = all_codes.t()
-                scales = scales if pending_scales is None else scales.t()
+            if by_column and pending_scales is not None:
+                scales = scales.t()
             return QuantizedSide(all_codes, scales, side.granularity, side.pow2)
 
         return Pending([], result)
@@ -117,3 +126,9 @@ class TensorParallel:
         """The sum over ranks, in place."""
         work = dist.all_reduce(x, group=self.group, async_op=async_op)
         return Pending([work], lambda: x)
+
+
+def _side_by_side(stacked: torch.Tensor, size: int) -> torch.Tensor:
+    """Shards' codes [size * rows, cols], one shard below the other, as contiguous [rows, size * cols]."""
+    shards = stacked.view(torch.uint8).unflatten(0, (size, -1))
+    return shards.transpose(0, 1).reshape(shards.shape[1], -1).view(stacked.dtype)
