@@ -11,7 +11,8 @@ from tests.fp8_gpt import MOE, RECIPES, Watched, fp8_config, training, watched_g
 from tests.gpt import build_chunks, build_optimizer, train_step
 from tests.ranks import Layout, RankPool, model_parallel
 
-ONE, TP_SP = Layout(), Layout(tp=2, sp=True)
+ONE, TP_SP, PP, VPP = Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=2)
+DISTRIBUTED = {"use_distributed_optimizer": True}
 SMALL = {"sequence": 64, "micro_batch": 2, "global_batch": 4}
 MICROBATCHES = 2
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
@@ -92,6 +93,43 @@ def test_recompute_of_experts_is_bit_identical(ranks: RankPool, recipe: str) -> 
         assert got.records == plain.records, name
         more = got.counts[-1]["fp8_gemms"] - plain.counts[-1]["fp8_gemms"]
         assert more == again[name] * 2 * MICROBATCHES, name
+
+
+# With pipelines, four microbatches in flight: every recipe, every way, both schedules, BF16 weights and FP8 ones (with
+# Megatron's plain optimizer and the distributed one). Recipes x ways is above.
+PIPELINED: dict[str, tuple[Layout, str, dict[str, Any], list[str]]] = {
+    "delayed": (PP, "delayed", {}, ["full-uniform", "mlp"]),
+    "tensorwise": (PP, "tensorwise", {}, ["full-block"]),
+    "rowwise": (PP, "rowwise", {}, ["full-uniform"]),
+    "blockwise": (PP, "blockwise", {}, ["layernorm", "core_attn"]),
+    "delayed-interleaved": (VPP, "delayed", {}, ["full-uniform"]),
+    "mxfp8-interleaved": (VPP, "mxfp8", {}, ["full-block"]),
+    "delayed-fp8-weights": (PP, "delayed", {"fp8_param": True}, ["full-uniform", "mlp"]),
+    "blockwise-fp8-weights-sharded": (PP, "blockwise", {"fp8_param": True, "ddp": DISTRIBUTED}, ["mlp"]),
+    "mxfp8-fp8-weights": (PP, "mxfp8", {"fp8_param": True}, ["mlp"]),
+}
+
+
+def pipelined(layout: Layout, recipe: str, fields: dict[str, Any], ways: list[str]) -> list[Watched]:
+    """A rank case: two steps of four microbatches, without recompute and in each way."""
+    fields = {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, **fields}
+    options = {**SMALL, "global_batch": 8, "ddp": fields.pop("ddp", None)}
+    variants: list[dict[str, Any]] = [{}, *(WAYS[way][0] for way in ways)]
+    return [watched_training(layout, recipe, {**fields, **variant}, options, 2) for variant in variants]
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+def test_recompute_in_a_pipeline(ranks: RankPool, name: str) -> None:
+    """Recomputations of one microbatch come between the forwards of others; each stage answers for itself."""
+    layout, _, _, ways = PIPELINED[name]
+    for plain, *others in ranks(2).run(pipelined, *PIPELINED[name]):
+        for way, got in zip(ways, others, strict=True):
+            assert got.losses == plain.losses and got.digests == plain.digests, way
+            assert got.records == plain.records, f"{way}: an amax was recorded twice"
+            # Two layers a stage, or one a chunk of two; 'block' recomputes the first of each chunk.
+            layers = (layout.vpp or 1) if way == "full-block" else 2
+            more = got.counts[-1]["fp8_gemms"] - plain.counts[-1]["fp8_gemms"]
+            assert more == WAYS[way][1] * layers * 4, way
 
 
 def disabled_by_user(fields: dict[str, Any]) -> Watched:
