@@ -11,7 +11,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help train test unit lint format bench clean
+.PHONY: help train test unit test-slurm lint format bench clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -21,10 +21,21 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) \
 		-m megatron_fp8 train --config $(CONFIG) $(ARGS)
 
-test: lint unit ## install everything the tests need, lint, run the suite
+test: lint unit test-slurm ## install everything the tests need, lint, run the suite
 
 unit: $(VENV)/.test
 	$(PY) -m pytest $(ARGS)
+
+test-slurm: $(VENV)/.test ## the SLURM scripts on a real two-node cluster on this machine (as root, on Debian)
+	@if test "$$(id -u)" != 0; then \
+		echo "test-slurm DID NOT RUN: starting a SLURM cluster needs root"; \
+	elif $(PY) -m tests.slurm_cluster || { command -v apt-get >/dev/null && apt-get -qq update \
+			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null \
+			&& $(PY) -m tests.slurm_cluster; }; then \
+		$(PY) -m pytest -m slurm $(ARGS) tests/functional/test_slurm.py; \
+	else \
+		echo "test-slurm DID NOT RUN: it needs Debian's packages slurm-wlm and munge, which could not be installed"; \
+	fi
 
 lint: $(VENV)/.test ## ruff (rules and formatting) and mypy
 	$(PY) -m ruff check .

@@ -1,0 +1,167 @@
+"""The shipped batch scripts on a real SLURM cluster of two nodes: preempted, warned, cancelled; resumed to the bit.
+
+Run by `make test-slurm`: it needs root, and Debian's packages slurm-wlm and munge (tests/slurm_cluster.py).
+"""
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron_fp8.checkpoint_files import complete_checkpoints, read_metadata, read_tensor
+from tests.slurm_cluster import SlurmCluster, missing
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "examples" / "slurm"
+ITERATIONS = 60
+MEASURED = {"tokens_per_s", "peak_memory"}
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+CONFIG = {
+    "model": {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128,
+        "add_bias_linear": False, "hidden_dropout": 0.1, "attention_dropout": 0.0,
+        "fp8": "hybrid", "fp8_format": "delayed",
+    },
+    "train": {
+        "train_iters": ITERATIONS, "micro_batch_size": 2, "global_batch_size": 4, "seq_length": 64,
+        "eval_interval": 20, "eval_iters": 1, "log_interval": 10, "threads": 1,
+    },
+    "optimizer": {"lr": 0.01, "lr_warmup_iters": 5, "use_distributed_optimizer": True},
+    "checkpoint": {"save_interval": 1000},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    assert not missing(), f"a SLURM cluster needs {missing()}: make test-slurm"
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+class Runs:
+    """Jobs of the shipped scripts, two ranks each, on the same small run."""
+
+    def __init__(self, cluster, folder):
+        self.cluster, self.folder = cluster, folder
+        words = random.Random(0).choices(["spam", "eggs", "ham", "toast", "tea", "\n"], k=60_000)
+        (folder / "text.txt").write_text(" ".join(words))
+        data = {"paths": [str(folder / "text.txt")], "split": "80,20,0", "cache_dir": str(folder / "cache")}
+        (folder / "small.yaml").write_text(yaml.safe_dump({**CONFIG, "data": data}))
+
+    def submit(self, name, script, *options, arguments=(), **knobs):
+        """A job of `script` with data parallelism over two ranks; its number."""
+        return self.cluster.submit(
+            SCRIPTS / script,
+            *options,
+            f"--output={self.folder / name}.log",
+            arguments=arguments,
+            PYTHON=sys.executable,
+            PYTHONPATH=str(ROOT),
+            CONFIG=str(self.folder / "small.yaml"),
+            RUN_DIR=str(self.folder / name),
+            **knobs,
+        )
+
+    def wait_for_iteration(self, name, iteration, timeout=90):
+        """Until metrics.jsonl has the iteration."""
+        path, deadline = self.folder / name / "metrics.jsonl", time.monotonic() + timeout
+        while not path.exists() or path.read_text().count("\n") < iteration:
+            assert time.monotonic() < deadline, f"{name} is not at iteration {iteration}:\n{self.said(name)}"
+            time.sleep(0.05)
+
+    def ended(self, job, name, *, restarts, state="COMPLETED"):
+        """Wait for the job's end, and check how it ended."""
+        assert self.cluster.wait(job, *ENDED, timeout=120) == state, self.said(name)
+        assert self.cluster.field(job, "Restarts") == str(restarts), self.said(name)
+
+    def said(self, name):
+        """Everything that the job and its ranks printed."""
+        logs = [self.folder / f"{name}.log", *sorted((self.folder / name / "logs").glob("*"))]
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs if log.exists())
+
+    def records(self, name, file="metrics.jsonl"):
+        """What a run recorded, without what is measured."""
+        lines = [json.loads(line) for line in (self.folder / name / file).read_text().splitlines()]
+        return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+
+    def tensors(self, name):
+        """Every tensor of the last checkpoint, as bytes: parameters, optimizer and FP8 state, random streams."""
+        last = complete_checkpoints(self.folder / name / "checkpoints")[-1]
+        assert last.name == f"iter_{ITERATIONS:07d}"
+        metadata = read_metadata(last)
+        values = {key: read_tensor(last, metadata, key) for key in metadata.state_dict_metadata}
+        return {key: value.contiguous().view(-1).view(torch.uint8) for key, value in values.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(cluster, tmp_path_factory):
+    return Runs(cluster, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(runs):
+    """One node, two ranks, from the first iteration to the last."""
+    job = runs.submit("whole", "one_node.sbatch", "--gpus-per-node=2", RANKS_PER_NODE="2")
+    runs.ended(job, "whole", restarts=0)
+    return "whole"
+
+
+def assert_same_run(runs, name, reference):
+    """Losses, norms and all counts of every iteration, every validation, and every bit of the last checkpoint."""
+    assert [line["iteration"] for line in runs.records(name)] == list(range(1, ITERATIONS + 1))
+    assert runs.records(name) == runs.records(reference)
+    assert runs.records(name, "validation.jsonl") == runs.records(reference, "validation.jsonl")
+    mine, theirs = runs.tensors(name), runs.tensors(reference)
+    assert mine.keys() == theirs.keys() and len(mine) > 20
+    for key, value in mine.items():
+        assert torch.equal(value, theirs[key]), key
+
+
+def stopped_at(said, reason):
+    """The iteration at which rank 0 says that it stopped."""
+    (line,) = (line for line in said.splitlines() if f"stopped by {reason} after" in line)
+    return int(line.partition(" after ")[2].split()[0])
+
+
+def test_several_nodes_are_preempted_and_resume_to_the_bit(runs, uninterrupted):
+    """A job of a partition with a higher priority takes both nodes: SIGTERM to the ranks and to torchrun."""
+    job = runs.submit("preempted", "several_nodes.sbatch", "--gpus-per-node=1", RANKS_PER_NODE="1")
+    runs.wait_for_iteration("preempted", 3)
+    options = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    runs.cluster.command("sbatch", *options)
+    runs.ended(job, "preempted", restarts=1)
+    assert 3 <= stopped_at(runs.said("preempted"), "SIGTERM") < ITERATIONS
+    assert "stopped by preemption" in (runs.folder / "preempted.log").read_text()
+    assert_same_run(runs, "preempted", uninterrupted)
+
+
+def test_a_task_per_rank_is_warned_of_its_time_limit_and_resumes_to_the_bit(runs, uninterrupted):
+    """SIGUSR1 to the batch shell, as `--signal=B:USR1@300` sends it, and once more while the ranks save."""
+    job = runs.submit("warned", "task_per_rank.sbatch", "--gpus-per-node=1", "--ntasks-per-node=1")
+    runs.wait_for_iteration("warned", 3)
+    for _ in range(2):
+        runs.cluster.command("scancel", "--batch", "--signal=USR1", str(job))
+    runs.ended(job, "warned", restarts=1)
+    assert 3 <= stopped_at(runs.said("warned"), "SIGUSR1") < ITERATIONS
+    assert_same_run(runs, "warned", uninterrupted)
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(runs):
+    job = runs.submit(
+        "cancelled", "one_node.sbatch", "--gpus-per-node=2", RANKS_PER_NODE="2",
+        arguments=("--train.train_iters=5000", "--train.eval_iters=0"),
+    )  # fmt: skip
+    runs.wait_for_iteration("cancelled", 3)
+    runs.cluster.command("scancel", str(job))
+    runs.ended(job, "cancelled", restarts=0, state="CANCELLED")
+    saved = stopped_at(runs.said("cancelled"), "SIGTERM")
+    names = [path.name for path in complete_checkpoints(runs.folder / "cancelled" / "checkpoints")]
+    assert names == [f"iter_{saved:07d}"]
