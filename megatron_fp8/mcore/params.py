@@ -82,6 +82,30 @@ def fp8_params(module: torch.nn.Module) -> list[Fp8Parameter]:
     return [p for p in module.parameters() if isinstance(p, Fp8Parameter)]
 
 
+def parameter_bytes(model_chunks: list[Any]) -> dict[str, Any]:
+    """This rank's FP8 weights: how many, their values, the bytes of codes and scales, and a warning or None."""
+    found = [p for chunk in model_chunks for p in fp8_params(chunk)]
+    return {
+        "weights": len(found),
+        "values": sum(p.numel() for p in found),
+        "bytes": sum(t.numel() * t.element_size() for p in found for t in p.stored_tensors()),
+        "warning": memory_warning(model_chunks),
+    }
+
+
+def gather_settings(config: Any, *, distributed: bool, share: bool | None = None) -> dict[str, bool]:
+    """What DistributedDataParallelConfig must be told of this config's FP8 parameters; OptimizerConfig takes the second.
+
+    Args:
+        distributed: use_distributed_optimizer.
+        share: send weights that travel in BF16 through the gradient buffer; None: where there are such weights.
+    """
+    wanted = bool(config.fp8 and config.fp8_param)
+    if share is None:
+        share = wanted and distributed and travels_in_bf16(config)
+    return {"fp8_param_gather": wanted, "reuse_grad_buf_for_mxfp8_param_ag": share}
+
+
 def travels_in_bf16(config: Any) -> bool:
     """Whether every FP8 weight of this config needs codes of its own in each direction: rowwise and mxfp8.
 
@@ -114,7 +138,7 @@ def make_params_first(original: Callable[..., None]) -> Callable[..., None]:
             _check_buffers(config, ddp_config)
             kept = ddp_config.use_distributed_optimizer and not ddp_config.reuse_grad_buf_for_mxfp8_param_ag
             make_fp8_params([module], two_way=not kept)
-            _warn_memory(module, ddp_config)
+            _warn_memory(module)
         original(self, config, ddp_config, module, *args, **kwargs)
 
     return __init__
@@ -142,27 +166,28 @@ def _check_buffers(config: Any, ddp_config: Any) -> None:
         )
 
 
-def _warn_memory(module: Any, ddp_config: Any) -> None:
-    """Print, once a process, if FP8 parameters take more memory than BF16 ones would."""
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return
-    linears = fp8_linears([module])
+def memory_warning(model_chunks: list[Any]) -> str | None:
+    """What to know where this rank's FP8 weights take more memory than BF16 ones would; None where they take less."""
+    linears = fp8_linears(model_chunks)
     if any(_STAYS_BF16 in linear.fp8_site.notes for linear in linears):
-        print(
-            "megatron_fp8: warning: fp8_param=True saves nothing here. Rowwise and MXFP8 weights need codes of their own"
-            " in each direction, so under the distributed optimizer BF16 travels and 4 bytes a value are kept (BF16"
-            " training keeps 2): set reuse_grad_buf_for_mxfp8_param_ag=True in DistributedDataParallelConfig and"
-            " OptimizerConfig, which sends them through the gradient buffer, or use delayed, tensorwise or blockwise",
-            file=sys.stderr,
-            flush=True,
+        return (
+            "fp8_param=True saves nothing here. Rowwise and MXFP8 weights need codes of their own in each direction, so"
+            " under the distributed optimizer BF16 travels and 4 bytes a value are kept (BF16 training keeps 2): set"
+            " reuse_grad_buf_for_mxfp8_param_ag=True in DistributedDataParallelConfig and OptimizerConfig, which sends"
+            " them through the gradient buffer, or use delayed, tensorwise or blockwise"
         )
-    elif any(isinstance(linear.weight, TwoWayFp8Parameter) for linear in linears):
-        print(
-            "megatron_fp8: warning: rowwise and MXFP8 weights are kept in both directions, 2 bytes a value and scales:"
-            " slightly more than BF16 training's weights, and half of what fp8_param=False keeps",
-            file=sys.stderr,
-            flush=True,
+    if any(isinstance(linear.weight, TwoWayFp8Parameter) for linear in linears):
+        return (
+            "rowwise and MXFP8 weights are kept in both directions, 2 bytes a value and scales: slightly more than BF16"
+            " training's weights, and half of what fp8_param=False keeps"
         )
+    return None
+
+
+def _warn_memory(module: Any) -> None:
+    warning = memory_warning([module])
+    if warning and not (dist.is_initialized() and dist.get_rank() > 0):
+        print(f"megatron_fp8: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def broadcast_codes_too(original: Callable[[Any], None]) -> Callable[[Any], None]:

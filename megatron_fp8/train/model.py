@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from megatron_fp8.mcore.config import TransformerConfig
+from megatron_fp8.mcore.params import gather_settings
 from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from megatron_fp8.train.config import RunConfig
 from megatron_fp8.train.initial import draw_weights
@@ -42,6 +43,7 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
         overlap_param_gather=run.optimizer.overlap_param_gather,
         use_distributed_optimizer=run.optimizer.use_distributed_optimizer,
         check_for_nan_in_grad=False,  # the optimizer sees them and skips the step
+        **_gather_settings(config, run),
     )
     chunks = [
         DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
@@ -97,6 +99,10 @@ def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]
             loss_scale=None if config.fp16 else 1.0,
             use_distributed_optimizer=wanted.use_distributed_optimizer,
             overlap_param_gather=wanted.overlap_param_gather,
+            fp8_recipe=config.fp8_recipe if config.fp8 and config.fp8_param else None,
+            reuse_grad_buf_for_mxfp8_param_ag=_gather_settings(config, run)[
+                "reuse_grad_buf_for_mxfp8_param_ag"
+            ],
         ),
         chunks,
     )
@@ -110,6 +116,15 @@ def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]
             if wanted.overlap_param_gather:
                 config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     return optimizer
+
+
+def _gather_settings(config: TransformerConfig, run: RunConfig) -> dict[str, bool]:
+    wanted = run.optimizer
+    return gather_settings(
+        config,
+        distributed=wanted.use_distributed_optimizer,
+        share=wanted.reuse_grad_buf_for_mxfp8_param_ag,
+    )
 
 
 def build_scheduler(run: RunConfig, optimizer: Any) -> OptimizerParamScheduler:

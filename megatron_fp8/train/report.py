@@ -24,6 +24,7 @@ def build_report(
 
     'sites' has one entry per linear-layer GEMM site of the whole model, all pipeline stages together.
     """
+    from megatron_fp8.mcore.params import parameter_bytes
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.sites import state_of
 
@@ -37,6 +38,7 @@ def build_report(
             "bf16": config.bf16,
             "fp8": config.fp8,
             "fp8_recipe": config.fp8_recipe if config.fp8 else None,
+            "fp8_param": parameter_bytes(chunks) if config.fp8 and config.fp8_param else None,
             "phases": state_of(config).phases.describe() if config.fp8 else [],
         },
         "run_dir": run.run_dir,
@@ -121,9 +123,19 @@ def format_report(report: dict[str, Any]) -> str:
         f"parameters  {report['parameters']['total']:,} total, {report['parameters']['non_embedding']:,} "
         "without embeddings and output projection",
         f"precision   {what}",
+        *_weights(precision.get("fp8_param")),
         *([f"phases      {_phases(precision['phases'])}"] if precision.get("phases") else []),
     ]
     return "\n".join([*lines, *_precision_map(report["sites"])])
+
+
+def _weights(fp8_param: dict[str, Any] | None) -> list[str]:
+    """How the first rank's GEMM weights are kept with fp8_param, and a warning where that saves nothing."""
+    if fp8_param is None:
+        return []
+    per_value = fp8_param["bytes"] / max(fp8_param["values"], 1)
+    line = f"weights     {fp8_param['weights']} live as FP8 on each rank, {per_value:.4f} bytes a value (BF16: 2)"
+    return [line, *([f"warning     {fp8_param['warning']}"] if fp8_param["warning"] else [])]
 
 
 def _phases(phases: list[dict[str, Any]]) -> str:

@@ -61,6 +61,8 @@ class OptimizerSection:
     """Reduce gradients while the backward pass still runs."""
     overlap_param_gather: bool = False
     """Gather parameters during the forward pass (needs use_distributed_optimizer and overlap_grad_reduce)."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool | None = None
+    """With model.fp8_param, send weights that travel in BF16 (rowwise, mxfp8) through the gradient buffer; None: do."""
 
 
 @dataclass
