@@ -6,6 +6,7 @@ The same command runs alone, under `torchrun`, and under SLURM's `srun`: the env
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -196,10 +198,12 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
 
 
 def seed_streams(seed: int) -> None:
-    """Random streams of torch and Megatron-Core from the run's seed: other ones on each pipeline stage."""
+    """Random streams (torch's, Megatron-Core's, NumPy's, Python's) from the run's seed: other ones on each stage."""
     from megatron.core import parallel_state, tensor_parallel
 
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
