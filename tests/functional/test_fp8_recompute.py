@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -132,8 +133,8 @@ def test_recompute_in_a_pipeline(ranks: RankPool, name: str) -> None:
             assert more == WAYS[way][1] * layers * 4, way
 
 
-def disabled_by_user(fields: dict[str, Any]) -> Watched:
-    """A rank case: one step, the forwards of which run inside a user's fp8_disabled."""
+def disabled_by_user(fields: dict[str, Any], every: int = 1) -> Watched:
+    """A rank case: one step, the forwards of which (or every other one of which) run inside a user's fp8_disabled."""
     from unittest import mock
 
     from megatron.core.models.gpt import GPTModel
@@ -142,10 +143,10 @@ def disabled_by_user(fields: dict[str, Any]) -> Watched:
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
-    seen, forward = Watched(), GPTModel.forward
+    seen, forward, calls = Watched(), GPTModel.forward, count()
 
     def forward_without_fp8(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with fp8_disabled("a test says so"):
+        with fp8_disabled("a test says so" if next(calls) % every == 0 else None):
             return forward(self, *args, **kwargs)
 
     with model_parallel(), watched_gemms(seen), mock.patch.object(GPTModel, "forward", forward_without_fp8):
@@ -163,6 +164,15 @@ def test_disabled_region_is_disabled_in_recompute_too(ranks: RankPool, name: str
     assert seen.gemms.total() == 0 and seen.counts[0]["fp8_gemms"] == 0
     recomputed = {"full-uniform": 8, "full-block": 4, "mlp": 4}.get(name, 0)
     assert seen.counts[0]["hp_gemms"] == ((2 * 4 + 1) * 3 + recomputed) * MICROBATCHES
+
+
+@pytest.mark.parametrize("name", ["full-uniform", "mlp"])
+def test_each_recomputation_is_as_its_own_forward(ranks: RankPool, name: str) -> None:
+    """Of two microbatches the first runs with FP8 switched off, the second with it."""
+    seen = ranks(1).run(disabled_by_user, WAYS[name][0], 2)[0]
+    recomputed = 2 * WAYS[name][1]
+    assert seen.counts[0]["fp8_gemms"] == seen.gemms.total() == 2 * 4 * 3 + recomputed
+    assert seen.counts[0]["hp_gemms"] == 2 * 4 * 3 + recomputed + MICROBATCHES * 3
 
 
 # ------------------------------------------------------------------------------------------------ gradient accumulation
