@@ -1,6 +1,7 @@
 """`megatron-fp8 doctor`: what this machine can run, what is missing and how to get it.
 
-Every backend that can run here multiplies a small FP8 GEMM, which is compared with its exact product.
+Every backend that can run here quantises two matrices and multiplies them, as each recipe has it, and the result is
+compared with the exact product of the same codes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib import metadata, util
 USAGE = """\
 usage: megatron-fp8 doctor
 
-Lists the packages that matter, and runs an FP8 GEMM on each backend. Exit code 1: one computes wrongly.
+Lists the packages that matter, and runs FP8 GEMMs on each backend. Exit code 1: one computes wrongly.
 """
 
 # (package, module to find, what it is for, how to get it)
@@ -48,9 +49,8 @@ def main(arguments: list[str]) -> int:
     )
     for package, module, purpose, how in _PACKAGES:
         print(f"{package:<27} {_package(package, module) or f'missing, needed for {purpose}: {how}'}")
-    for name in ("native", "transformer_engine"):
-        if name not in BACKENDS:
-            print(f"{'backend ' + name:<27} not in this release")
+    if "transformer_engine" not in BACKENDS:
+        print(f"{'backend transformer_engine':<27} not in this release")
     wrong = [name for name in BACKENDS if not _check_backend(name)]
     if wrong:
         print(f"error: {', '.join(wrong)} computed a wrong product; please report this", file=sys.stderr)
@@ -70,11 +70,11 @@ def _package(package: str, module: str) -> str | None:
 
 
 def _check_backend(name: str) -> bool:
-    """Run one GEMM on backend `name` and say how it went. True unless the product is wrong."""
+    """Run one GEMM of every recipe on backend `name` and say how it went. True unless a product is wrong."""
     import torch
 
-    from megatron_fp8 import quantize, recipe
-    from megatron_fp8.backends import BACKENDS
+    from megatron_fp8 import recipe
+    from megatron_fp8.backends import BACKENDS, emulated
 
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     backend = BACKENDS[name]
@@ -85,13 +85,23 @@ def _check_backend(name: str) -> bool:
         return True
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(128, 256, generator=generator).to(device) for _ in range(2))
-    scaling = recipe.Float8CurrentScaling()
-    a = quantize(x, scaling, "input").rowwise
-    b = quantize(w, scaling, "weight").rowwise
-    found = backend.gemm(a, b, out_dtype=torch.float32)
-    exact = backend.gemm(a, b, out_dtype=torch.float64, exact=True)
-    error = ((found.double() - exact).abs().max() / exact.abs().max()).item()
-    good = error < 1e-3
-    verdict = "good" if good else "WRONG"
-    print(f"{label} FP8 GEMM 128 x 256 x 128: {verdict}, error {error:.1e} of the largest value")
+    good = True
+    for kind, made in recipe.RECIPES.items():
+        if kind == "custom":
+            continue
+        scaling = made()
+        reason = backend.supports(device, scaling)
+        if reason is not None:
+            print(f"{label} {kind}: cannot run here: {reason}")
+            continue
+        a, b = (
+            backend.quantize(t, scaling.rule(role), "rowwise").tensor.rowwise
+            for t, role in ((x, "input"), (w, "weight"))
+        )
+        found = backend.gemm(a, b, out_dtype=torch.float32)
+        exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True)
+        error = ((found.double() - exact).abs().max() / exact.abs().max()).item()
+        good &= error < 1e-3
+        verdict = "good" if error < 1e-3 else "WRONG"
+        print(f"{label} {kind}: FP8 GEMM 128 x 256 x 128 {verdict}, error {error:.1e} of the largest value")
     return good

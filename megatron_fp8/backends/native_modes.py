@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 
@@ -37,7 +38,7 @@ _TOLERANCE = 0.01
 
 
 def device_reason(device: torch.device) -> str | None:
-    """Why no FP8 GEMM of torch can run on the device, or None."""
+    """Why the native backend cannot run on the device, whatever the recipe, or None."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU of compute capability 8.9 or newer (RTX 40, H100, B200)"
     if vars(torch.version).get("hip"):
@@ -54,6 +55,8 @@ def device_reason(device: torch.device) -> str | None:
             f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]},"
             " FP8 units begin with 8.9"
         )
+    if find_spec("triton") is None:
+        return "its kernels are written in Triton, which is not installed: pip install megatron_fp8[gpu]"
     return None
 
 

@@ -1,0 +1,143 @@
+"""The native backend without a GPU: when it is taken and why not, and its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_fp8.backends import choose_backend, emulated, native, native_modes
+from megatron_fp8.recipe import CustomRecipe, MXFP8BlockScaling
+from tests.unit.scaled_mm import fake_torch
+from tests.unit.sites import RECIPES
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+NAMES = [n for n in RECIPES if n != "tensorwise-pow2"]
+CHECKS = [
+    *(f"same bits: {name}" for name in RECIPES),
+    *(f"linear: {name}" for name in NAMES),
+    *("given scale", "shared amaxes", "kernels dispatched", "rules without a kernel"),
+]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What went wrong in each check that runs kernels: one process, since Triton decides once whether it interprets."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.unit.native_interpreted"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+def test_every_check_has_run(interpreted: dict[str, str]):
+    assert set(interpreted) == set(CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_with_interpreted_kernels(interpreted: dict[str, str], check: str):
+    if interpreted[check]:
+        pytest.fail(interpreted[check])
+
+
+# ---------------------------------------------------------------------------------------------- when it is taken
+
+
+def machine(capability: tuple[int, int] = (9, 0), hip: str | None = None, architecture: str = ""):
+    """A machine whose GPU has these properties."""
+    return (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="Some GPU"),
+        mock.patch.object(torch.version, "hip", hip),
+        mock.patch.object(
+            torch.cuda, "get_device_properties", return_value=SimpleNamespace(gcnArchName=architecture)
+        ),
+    )
+
+
+def reason(**properties) -> str | None:
+    patches = machine(**properties)
+    with patches[0], patches[1], patches[2], patches[3]:
+        return native.supports(GPU)
+
+
+def test_devices_that_cannot():
+    assert "NVIDIA GPU of compute capability 8.9" in (native.supports(CPU) or "")
+    assert "8.6" in (reason(capability=(8, 6)) or "")
+    fnuz = reason(capability=(9, 4), hip="6.4", architecture="gfx942:sramecc+:xnack-") or ""
+    assert "gfx942" in fnuz and "FNUZ" in fnuz and "240" in fnuz
+    assert "AMD" in (reason(capability=(9, 5), hip="7.0", architecture="gfx950") or "")
+    with mock.patch.object(native_modes, "find_spec", return_value=None):
+        assert "pip install megatron_fp8[gpu]" in (reason() or "")
+    for good in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        assert reason(capability=good) is None
+
+
+def test_automatic_choice_gives_the_reason():
+    backend, why = choose_backend("auto", CPU, RECIPES["mxfp8"])
+    assert backend is emulated and why.startswith("not native: it needs an NVIDIA GPU")
+    with pytest.raises(
+        ValueError, match="fp8_backend 'native' cannot run on cpu: it needs an NVIDIA GPU"
+    ) as caught:
+        choose_backend("native", CPU)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="'transformer' is not in this release"):
+        choose_backend("transformer", CPU)
+
+
+@pytest.fixture
+def tensor_cores():
+    """A machine that this CPU stands in for, with torch's products as the test makes them."""
+    with mock.patch.object(native, "device_reason", return_value=None):
+        yield
+
+
+def test_each_recipe_is_asked_for_by_itself(tensor_cores):
+    """As an H100 has it: no MXFP8; the others run, and what is not tried again is not asked again."""
+    with fake_torch(refuse={"mx": "MX needs sm100"}) as fake:
+        for name, recipe in RECIPES.items():
+            backend, why = choose_backend("auto", CPU, recipe)
+            if name == "mxfp8":
+                assert backend is emulated
+                assert why.startswith("not native: fprop: 1x32 scales, float8_e4m3fn by float8_e4m3fn -> ")
+                assert "MX needs sm100" in why
+            else:
+                assert backend is native and why == "the fastest here"
+        tried = fake.calls.total()
+        assert [native.supports(CPU, recipe) is None for recipe in RECIPES.values()].count(True) == len(NAMES)
+        assert fake.calls.total() == tried
+    with (
+        fake_torch(refuse={"mx": "MX needs sm100"}),
+        pytest.raises(
+            ValueError, match=r"'native' cannot run on cpu: fprop: .*MX needs sm100; use fp8_backend='auto'"
+        ),
+    ):
+        choose_backend("native", CPU, RECIPES["mxfp8"])
+
+
+def test_mixed_recipes_are_judged_by_their_gemms(tensor_cores):
+    mixed = CustomRecipe(lambda role: RECIPES["mxfp8" if role == "input" else "rowwise"])
+    plain = CustomRecipe(lambda role: None if role == "weight" else RECIPES["rowwise"])
+    with fake_torch():
+        assert "fprop: no tensor-core GEMM multiplies 1x32" in (native.supports(CPU, mixed) or "")
+        assert native.supports(CPU, plain) is None
+
+
+def test_what_has_no_kernel_is_in_the_plans_reason(tensor_cores):
+    with fake_torch():
+        backend, why = choose_backend("native", CPU, MXFP8BlockScaling(stochastic_rounding=True))
+    assert backend is native
+    assert why == (
+        "asked for; grad_output quantised without a kernel (the same codes, slower): stochastic rounding"
+    )
