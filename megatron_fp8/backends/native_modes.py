@@ -60,16 +60,10 @@ def device_reason(device: torch.device) -> str | None:
     return None
 
 
-def refusals(device: torch.device, run: Run) -> Callable[[Request], str | None]:
-    """For a device: why torch does not do a request there, None if it does. The same object for the same device."""
-    index = device.index
-    if device.type == "cuda" and index is None:
-        index = torch.cuda.current_device()
-    return _refusals(torch.device(device.type, index), run)
-
-
 @lru_cache(maxsize=64)
-def _refusals(device: torch.device, run: Run) -> Callable[[Request], str | None]:
+def refusals(device: torch.device, run: Run) -> Callable[[Request], str | None]:
+    """For a device: why torch does not do a request there, None if it does. The same object for the same arguments."""
+
     @lru_cache(maxsize=256)
     def refusal(request: Request) -> str | None:
         return _try(request, device, run)

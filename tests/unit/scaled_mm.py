@@ -124,7 +124,7 @@ def fake_torch(**options: Any) -> Iterator[FakeTorch]:
     fake = FakeTorch(**options)
 
     def forget() -> None:
-        native_modes._refusals.cache_clear()
+        native_modes.refusals.cache_clear()
         native_layout.plan.cache_clear()
 
     forget()
