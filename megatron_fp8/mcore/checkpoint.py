@@ -7,8 +7,8 @@
     rng....                              random streams, a row for each rank
 
 Everything is stored in the whole model's shapes, so any layout reads any other's, and weights are stored in high
-precision, so FP8 and BF16 runs read each other's. A weight that lives as FP8 is stored from its float32 master: what its
-codes decode to has lost bits that the master has.
+precision, so FP8 and BF16 runs read each other's. Weights are stored from their float32 masters: what the codes of a
+weight that lives as FP8 decode to has lost bits that the master has.
 
 After loading, model weights are made from the master weights by the optimizer's own copy, which is what the step does:
 else a resumed run would differ from an uninterrupted one in the last bits.
@@ -167,7 +167,7 @@ def _optimizers(optimizer: Any) -> list[Any]:
 def _begin_state(optimizer: Any) -> None:
     """Adam's moments exist from the first step on; before it they are zero."""
     for each in _optimizers(optimizer):
-        if each.optimizer is not None and not each.optimizer.state:
+        if each.optimizer is not None:
             each.init_state_fn(each.optimizer, each.config)
 
 
@@ -185,7 +185,12 @@ _MASTERS = (
 
 
 def _weights_from_masters(model: dict[str, Any], optimizing: Any) -> None:
-    """Weights that live as FP8 are stored as their float32 masters, rounded to the weights' nominal dtype."""
+    """Weights are stored as their float32 masters rounded to the weights' dtype, where the optimizer has masters.
+
+    That is what weights are, except that those which live as FP8 have lost bits, and that, with overlap_param_gather,
+    those of other ranks' shards are one step old until the next forward pass. Of data-parallel ranks the first one
+    writes; it has all masters, the others may have none.
+    """
     masters = {
         shard.key[len(start) :]: shard.data
         for shard in _shards(optimizing)
@@ -193,15 +198,11 @@ def _weights_from_masters(model: dict[str, Any], optimizing: Any) -> None:
         if shard.key.startswith(start)
     }
     for shard in _shards(model):
-        if is_float8tensor(shard.data):
-            # Only the first data-parallel rank, which writes, needs to have the masters.
-            master = masters.get(shard.key)
-            dtype = shard.data.dtype
-            shard.data = (
-                torch.empty(shard.data.shape, dtype=dtype)
-                if master is None
-                else master.reshape(shard.data.shape).to(dtype)
-            )
+        dtype, shape = shard.data.dtype, shard.data.shape
+        if shard.key in masters:
+            shard.data = masters[shard.key].detach().reshape(shape).to(dtype)
+        elif is_float8tensor(shard.data):
+            shard.data = torch.empty(shape, dtype=dtype)
 
 
 def _master_names(optimizing: Any, stored: dict[str, Any]) -> None:

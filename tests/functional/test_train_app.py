@@ -252,7 +252,6 @@ def test_every_bad_input_is_named_before_training(folder, config):
         "--model.num_layers_at_start_in_bf16=5": "num_layers_at_start_in_bf16=5",
         "--model.fp8_format=custom --model.fp8_quantizer_factory=no_such.factory": "no_such.factory",
         "--model.fp8_backend=native": "native",
-        "--model.fp8_param=true": "fp8_param=True",
         "--model.fp8_overrides={'*.no_such_layer': bf16}": "no_such_layer",
         "--model.tensor_model_parallel_size=2": "world size 1 does not divide by tensor 2",
         "--train.global_batch_size=3": "train.global_batch_size=3",

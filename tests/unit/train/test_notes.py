@@ -34,9 +34,10 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
     trainer = object.__new__(Trainer)
     wanted = SimpleNamespace(train_iters=3, eval_interval=0, eval_iters=0)
     trainer.run, trainer.datasets = SimpleNamespace(train=wanted), [None]
-    trainer.writer = trainer.display = None
+    trainer.writer = trainer.display = trainer.checkpoints = None
+    trainer.finished, trainer.samples, trainer.stop = 0, 0, SimpleNamespace(reason=None)
     trainer.after_first_step = lambda: calls.append("noted")
-    monkeypatch.setattr(trainer, "_iterators", lambda dataset: [])
+    monkeypatch.setattr(trainer, "_iterators", lambda dataset, samples: [])
 
     def step(iteration, training):
         calls.append(iteration)

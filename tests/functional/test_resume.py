@@ -1,0 +1,59 @@
+"""Resuming is exact: save, build another model, load, go on: every loss and every bit as without the interruption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fp8_gpt import MOE, RECIPES
+from tests.ranks import Layout
+from tests.resume import resumes_exactly
+
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+CASES: dict[str, tuple[Any, ...]] = {}
+for _recipe in (None, *RECIPES):
+    _fields = {**DROPOUT, **(HISTORY if _recipe == "delayed" else {})}
+    _name = _recipe or "bf16"
+    CASES[f"{_name}-dp2-sharded"] = (Layout(), _recipe, _fields, SHARDED)
+    CASES[f"{_name}-pp2"] = (Layout(pp=2), _recipe, _fields, {})
+    CASES[f"{_name}-tp2-sp"] = (Layout(tp=2, sp=True), _recipe, _fields, {})
+CASES |= {
+    "delayed-dp2": (Layout(), "delayed", {**DROPOUT, **HISTORY}, {}),
+    "delayed-dp2-history-1": (Layout(), "delayed", DROPOUT, SHARDED),
+    "delayed-dp2-own-histories": (Layout(), "delayed", {**HISTORY, "tp_only_amax_red": True}, SHARDED),
+    "delayed-interval": (Layout(), "delayed", {**HISTORY, "fp8_interval": 2}, {}),
+    "delayed-first-last-bf16": (
+        Layout(pp=2),
+        "delayed",
+        {**HISTORY, "num_layers": 4, "first_last_layers_bf16": True},
+        {},
+    ),
+    "blockwise-swiglu-in-fp8": (
+        Layout(tp=2),
+        "blockwise",
+        {"activation_func_fp8_input_store": True, "bias_activation_fusion": True},
+        {},
+    ),
+    "tensorwise-stochastic": (Layout(), "tensorwise", {"fp8_stochastic_rounding": True}, SHARDED),
+    "mxfp8-overlap": (Layout(), "mxfp8", {}, OVERLAP),
+    "delayed-vpp2": (Layout(pp=2, vpp=2), "delayed", {**HISTORY, "num_layers": 4}, {}),
+    "delayed-ep2": (Layout(ep=2), "delayed", {**HISTORY, **MOE}, SHARDED),
+    "tensorwise-cp2": (Layout(cp=2), "tensorwise", {}, SHARDED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_is_the_uninterrupted_one(ranks, tmp_path, name):
+    assert ranks(2).run(resumes_exactly, *CASES[name], str(tmp_path)) == [{}, {}]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout()], ids=["tp2", "dp2"])
+def test_an_asynchronous_save_holds_the_iteration_it_was_made_after(ranks, tmp_path, layout):
+    """Two more iterations run while the files are being written."""
+    case = (layout, "delayed", {**DROPOUT, **HISTORY}, SHARDED, str(tmp_path))
+    assert ranks(2).run(resumes_exactly, *case, asynchronous=True) == [{}, {}]

@@ -1,0 +1,135 @@
+"""Rank cases that train the small GPT of tests/gpt.py, save, and go on from the checkpoint in a model built anew."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fp8_gpt import OPTIONS, fp8_config
+from tests.gpt import build_chunks, build_optimizer, train_step
+from tests.ranks import Layout, model_parallel
+
+
+class Training:
+    """A model, its optimizer, and the iterations that it has done."""
+
+    def __init__(
+        self, layout: Layout, recipe: str | None, fields: dict, ddp: dict, seed: int, **options: Any
+    ):
+        from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+        self.config = fp8_config(layout, recipe, **fields)
+        self.options = {"sequence": OPTIONS["sequence"], **options}
+        self.chunks = build_chunks(
+            self.config, spec=get_gpt_layer_fp8_spec, ddp=ddp, seed=seed, sequence=self.options["sequence"]
+        )
+        self.optimizer = build_optimizer(self.config, self.chunks, ddp=ddp)
+        self.iteration = 0
+
+    def steps(self, count: int) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of the next iterations."""
+        found = []
+        for _ in range(count):
+            found.append(
+                train_step(
+                    self.config, self.chunks, self.optimizer, self.iteration, **{**OPTIONS, **self.options}
+                )
+            )
+            self.iteration += 1
+        return found
+
+    def save(self, folder: str, **options: Any) -> Path:
+        """Save; the checkpoint's folder."""
+        from megatron_fp8.checkpoint_files import Manifest, folder_name
+        from megatron_fp8.mcore import checkpoint
+        from megatron_fp8.mcore.checkpoint_saver import Saver
+
+        saver = Saver(Path(folder), **options)
+        state = checkpoint.numbers(self.chunks, self.optimizer)
+        manifest = Manifest(self.iteration, state, checkpoint.layout_facts(self.chunks))
+        saver.save(checkpoint.sharded_state(self.chunks, self.optimizer), manifest)
+        self.saver = saver
+        if not options.get("asynchronous"):
+            saver.close()
+        return Path(folder) / folder_name(self.iteration)
+
+    def load(self, folder: Path) -> list[str]:
+        """Load; the notes."""
+        from megatron_fp8.checkpoint_files import read_manifest
+        from megatron_fp8.mcore import checkpoint
+
+        manifest = read_manifest(folder)
+        resumed = checkpoint.load(folder, manifest, self.chunks, self.optimizer)
+        self.iteration = manifest.iteration
+        return resumed.notes
+
+    def digests(self) -> dict[str, str]:
+        """Of every byte that training continues from, by kind: equal digests, equal state."""
+        from megatron_fp8.mcore.checkpoint_rng import streams
+        from megatron_fp8.mcore.sites import state_of
+
+        if self.chunks[0].ddp_config.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        weights = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
+        moments: dict[str, torch.Tensor] = {}
+        each = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        for number, optimizer in enumerate(each):
+            for group in optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    start = f"{number}.{group['wd_mult']}.{group['is_expert_parallel']}.{index}"
+                    moments[f"{start}.master"] = parameter
+                    for name, value in optimizer.optimizer.state.get(parameter, {}).items():
+                        moments[f"{start}.{name}"] = value
+                moments[f"{number}.step"] = torch.tensor(group.get("step", -1))
+        state = state_of(self.config)
+        fp8 = {
+            f"{slot.name}.{part}": value
+            for slot in state.slots()
+            if slot.delayed is not None
+            for part, value in slot.arena.saved_slot(slot).items()
+        }
+        fp8["iteration"] = torch.tensor(state.iteration)
+        kinds = {"weights": weights, "optimizer": moments, "fp8": fp8, "rng": streams()}
+        return {kind: _digest(tensors) for kind, tensors in kinds.items()}
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        plain = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+        hasher.update(name.encode())
+        hasher.update(plain.view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+def resumes_exactly(
+    layout: Layout,
+    recipe: str | None,
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+    folder: str,
+    asynchronous: bool = False,
+    **options: Any,
+) -> dict[str, tuple[Any, Any]]:
+    """A rank case: what differs between four iterations and two, a checkpoint, a new model and two more; {}: nothing."""
+    with model_parallel(layout):
+        whole = Training(layout, recipe, fields, ddp, seed=7, **options)
+        whole.steps(2)
+        checkpoint = whole.save(folder, asynchronous=asynchronous)
+        at_save = whole.digests()
+        losses = whole.steps(2)
+        whole.saver.close()
+        expected = {"losses": losses, **whole.digests()}
+    with model_parallel(layout, seed=99):
+        again = Training(layout, recipe, fields, ddp, seed=8, **options)
+        assert again.digests()["weights"] != at_save["weights"]
+        notes = again.load(checkpoint)
+        found = {"notes": notes, **{f"{kind} at load": value for kind, value in again.digests().items()}}
+        wanted = {"notes": [], **{f"{kind} at load": value for kind, value in at_save.items()}}
+        found.update({"losses": again.steps(2), **again.digests()})
+        wanted.update(expected)
+    return {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
