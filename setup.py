@@ -34,6 +34,7 @@ EXTRAS = {
         "ruff",
         "tokenizers>=0.20",
         "torchao>=0.18",
+        "triton>=3.4",
         "types-psutil",
         "types-PyYAML",
     ],

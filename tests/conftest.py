@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton kernels are interpreted; Triton's own functions are too, if it is told before anybody imports it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from collections.abc import Iterator
 
 import pytest

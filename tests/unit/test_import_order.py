@@ -129,15 +129,17 @@ def test_no_cycles_at_import():
         visit(name, ())
 
 
-def test_only_mcore_and_train_import_megatron():
+def test_only_mcore_and_train_import_megatron_only_kernels_triton():
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
             roots = {name.partition(".")[0] for name in names}
-            if roots & {"megatron", "triton", "transformer_engine"}:
+            if roots & {"megatron", "transformer_engine"}:
                 assert part_of(module_name(path)) in ("mcore", "train"), f"{path.name}:{node.lineno}"
+            if "triton" in roots:
+                assert part_of(module_name(path)) == "kernels", f"{path.name}:{node.lineno}"
 
 
 def test_importing_the_package_loads_torch_and_nothing_heavy():

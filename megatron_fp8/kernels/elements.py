@@ -1,0 +1,184 @@
+"""What the Triton kernels do to single numbers: the cast, the scales, IEEE division. Same bits as cast.py and scaling.py.
+
+Two traps shape this file. Both are about subnormals, which nothing here may flush:
+
+* Division. Triton's `/` is approximate when compiled. Its ``div_rn`` is IEEE in the interpreter and in Triton 3.6 and
+  later, but Triton 3.4 compiles it to ``div.rn.ftz``, which makes the inverse of a large scale 0. So the compiled kernels
+  name the instruction, ``div.rn.f32``; the interpreter, which runs no PTX, takes ``div_rn``.
+* The cast. The interpreter's own float8 conversions are wrong (2.3 % of bytes; overflow becomes NaN), so the cast there
+  is integer arithmetic. Compiled for compute capability 8.9 and later, Triton's conversion is one instruction for two
+  elements, ``cvt.rn.satfinite``: to nearest even, saturating, Inf too, NaN to 0x7F. Some twenty integer instructions
+  instead would take longer than the memory traffic they hide behind.
+
+``COMPILED`` chooses between the two; nothing else differs. Rejected: integer arithmetic everywhere, for that reason.
+Floating-point contraction (a * b + c in one rounding) is turned off at every launch: Triton's default for it changes
+between versions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FLT_MIN = tl.constexpr(2.0**-126)
+FLT_MAX = tl.constexpr(2.0**128 - 2.0**104)
+INF = tl.constexpr(0x7F800000)
+NAN_CODE = tl.constexpr(0x7F)
+HALF_POWER = tl.constexpr(0x00400000)  # 2^-127, a subnormal
+
+
+@triton.jit
+def _probe():
+    pass
+
+
+COMPILED = tl.constexpr(isinstance(_probe, triton.JITFunction))
+"""Whether kernels are compiled; False under TRITON_INTERPRET=1."""
+
+
+@triton.jit
+def as_bits(x):
+    """int32 bits of float32 x."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    """float32 of int32 bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def divide(a, b):
+    """IEEE float32 a / b; subnormals are kept."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.math.div_rn(a, b)
+
+
+@triton.jit
+def encode(x, E4M3: tl.constexpr):
+    """uint8 codes of float32 x, E4M3 or E5M2: saturating, to nearest even; NaN -> 0x7F, +-Inf -> +-max, -0 -> 0x80."""
+    if COMPILED:
+        if E4M3:
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        return encode_by_integers(x, E4M3)
+
+
+@triton.jit
+def encode_by_integers(x, E4M3: tl.constexpr):
+    """``encode`` without conversions.
+
+    The significand's low bits are cut off with round-to-nearest-even: as many as the format lacks, and below its smallest
+    normal exponent (LOW) as many more as the grid is coarser. A carry into the exponent is the right code by itself.
+    """
+    DROP: tl.constexpr = 20 if E4M3 else 21
+    LOW: tl.constexpr = 121 if E4M3 else 113
+    TOP: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000  # 448, 57344
+    bits = as_bits(x)
+    magnitude = bits & 0x7FFFFFFF
+    inside = tl.minimum(magnitude, TOP)
+    exponent = inside >> 23
+    significand = (
+        inside & 0x7FFFFF
+    ) | 0x800000  # float32 subnormals fall off the end, with this bit or without
+    grid = tl.maximum(exponent, LOW)
+    drop = tl.minimum(DROP + grid - exponent, 25)
+    steps = (significand + ((1 << (drop - 1)) - 1) + ((significand >> drop) & 1)) >> drop
+    code = steps + ((grid - LOW) << (23 - DROP)) + ((bits >> 24) & 0x80)
+    return tl.where(magnitude > INF, NAN_CODE, code).to(tl.uint8)
+
+
+@triton.jit
+def decode(codes, E4M3: tl.constexpr):
+    """float32 of uint8 codes, by integers: where no tensor core reads them (the interpreter's dot)."""
+    SHIFT: tl.constexpr = 20 if E4M3 else 21
+    REBIAS: tl.constexpr = 2.0**120 if E4M3 else 2.0**112
+    NAN_FROM: tl.constexpr = 0x7F if E4M3 else 0x7D
+    code = codes.to(tl.int32)
+    magnitude = code & 0x7F
+    bits = as_bits(as_float(magnitude << SHIFT) * REBIAS)
+    if not E4M3:
+        bits = tl.where(magnitude == 0x7C, INF, bits)
+    bits = tl.where(magnitude >= NAN_FROM, 0x7FC00000, bits)
+    return as_float(bits | ((code & 0x80) << 24))
+
+
+@triton.jit
+def widen(x):
+    """float32 of bfloat16, float16 or float32 x. (The interpreter's own conversion loses bfloat16's subnormals.)"""
+    if x.dtype == tl.bfloat16 and not COMPILED:
+        return as_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 x as bfloat16, float16 or float32, to nearest even. (The interpreter's own conversion truncates.)"""
+    if tl.bfloat16 == DTYPE and not COMPILED:
+        bits = as_bits(x)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nan = (bits >> 16) | 0x40
+        return tl.where((bits & 0x7FFFFFFF) > INF, nan, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def magnitudes(x):
+    """int32 bits of |x|, of float32 x: they sort like the numbers, NaN above INF."""
+    return as_bits(x) & 0x7FFFFFFF
+
+
+@triton.jit
+def without_nan(bits):
+    """Magnitude bits with 0 in place of NaN."""
+    return tl.where(bits > INF, 0, bits)
+
+
+@triton.jit
+def count_nonfinite(bits):
+    """int32 number of NaN and Inf among magnitude bits."""
+    return tl.sum((bits >= INF).to(tl.int32))
+
+
+@triton.jit
+def record(amax, nonfinite, top, count):
+    """Max the bits ``top`` into amax (int32 view of float32 [], >= 0) and add ``count`` to nonfinite (float32 [])."""
+    tl.atomic_max(amax, top, sem="relaxed")
+    if count > 0:
+        tl.atomic_add(nonfinite, count.to(tl.float32), sem="relaxed")
+
+
+@triton.jit
+def scales(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr):
+    """(float32 scale, stored inverse) of amaxes given by their bits.
+
+    KIND 'fp32' and 'pow2': as scaling.compute_scale with epsilon and factor = 2^-margin; the inverse is float32.
+    KIND 'e8m0': as scaling.compute_e8m0; the stored inverse is the uint8 exponent.
+    """
+    if KIND == "e8m0":
+        MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 15
+        # Mantissas above 1.75, that of both formats' maxima, carry into the exponent: rounded up.
+        exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - MAX_EXPONENT, 0)
+        exponent = tl.where(bits >= INF, 254, exponent)
+        return as_float(tl.maximum((254 - exponent) << 23, HALF_POWER)), exponent.to(tl.uint8)
+    else:
+        FP8_MAX: tl.constexpr = 448.0 if E4M3 else 57344.0
+        amax = tl.maximum(as_float(bits), epsilon)
+        ordinary = (amax > 0) & (amax <= FLT_MAX)
+        scale = divide(FP8_MAX, tl.where(ordinary, amax, 1.0)) * factor
+        scale = tl.minimum(tl.maximum(scale, FLT_MIN), FLT_MAX)
+        if KIND == "pow2":
+            power = tl.where(ordinary, as_bits(scale) & INF, 127 << 23)
+            return as_float(power), as_float(tl.maximum((254 << 23) - power, HALF_POWER))
+        else:
+            scale = tl.where(ordinary, scale, 1.0)
+            return scale, divide(1.0, scale)

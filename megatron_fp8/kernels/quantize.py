@@ -1,0 +1,325 @@
+"""Quantising kernels: high precision is read once (per reduction that the recipe needs), both directions are written.
+
+| recipe | passes over the matrix | functions |
+|---|---|---|
+| delayed | one: cast under the given scale, amax recorded on the way | quantize_tensor(scale=) |
+| tensorwise | two, since the scale needs the amax first | measure, quantize_tensor(amax=) |
+| rowwise | two: rows' and columns' amaxes in one read, casts in the next | measure, quantize_rows |
+| blockwise, MXFP8 | one: blocks of both directions lie inside the tile | quantize_blocks |
+
+Every function takes a matrix x [rows, cols] (float32, bfloat16 or float16; rows may be strided; may be empty) or a Source
+that computes one, and returns ``Sides``: codes and inverse scales of the directions asked for. The columnwise side holds
+codes [cols, rows], contiguous. NaN becomes 0x7F, Inf saturates, neither makes a scale non-finite; both are counted in the
+``Record``, with the amax over all elements that are not NaN. Codes, scales and records equal the emulated backend's.
+
+Tiles are fixed, not autotuned. A tuner would run at the first call of every shape, cannot run inside a captured graph,
+and has little to find where memory is the limit. They were chosen from what the compiler makes of them for an H100:
+transposed rows of 64 to 128 bytes are whole sectors, accesses of 16 bytes a thread, next to no spills, and two programs
+or more on a multiprocessor, so that one loads while another computes. ``tile=`` is there for whoever wants to try.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+
+from ..formats import FloatFormat
+from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles
+from .tiles import Source, Tile, as_bytes, codes_like, is_e4m3, plain
+
+Direction = Literal["rowwise", "columnwise", "both"]
+ScaleKind = Literal["fp32", "pow2", "e8m0"]
+
+TENSOR_TILE = Tile(128, 64, 8)
+ROW_TILE = Tile(128, 64, 8)
+BLOCK_TILE = Tile(128, 128, 8, registers=128)
+SQUARE_TILE = Tile(128, 128, 16)
+MX_TILE = Tile(64, 128, 8)
+MEASURE_TILE = Tile(64, 128, 4)
+
+
+class Side(NamedTuple):
+    """codes of fmt.dtype, contraction last; scale_inv as the function says."""
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+
+
+class Sides(NamedTuple):
+    """The directions that were asked for, and the matrix itself [rows, cols] where ``values`` asked for it."""
+
+    rowwise: Side | None
+    columnwise: Side | None
+    values: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a cast writes its amax (maxed in) and its count of NaN and Inf elements (added): float32 [] each.
+
+    Views of an arena's slot, or ``Record.new``. Counts are exact up to 2^24.
+    """
+
+    amax: torch.Tensor
+    nonfinite: torch.Tensor
+
+    @classmethod
+    def new(cls, device: torch.device) -> Record:
+        """An empty record."""
+        pair = torch.zeros(2, device=device)
+        return cls(pair[0], pair[1])
+
+
+def measure(
+    x: torch.Tensor | Source,
+    *,
+    rows: bool = False,
+    cols: bool = False,
+    record: Record | None = None,
+    tile: Tile = MEASURE_TILE,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """amaxes of a matrix in one read: per row (float32 [rows]), per column ([cols]), and of all, into ``record``."""
+    source = _source(x)
+    device = source.x.device
+    row_amax = torch.zeros(source.rows, device=device) if rows else None
+    col_amax = torch.zeros(source.cols, device=device) if cols else None
+    if source.rows and source.cols:
+        find_amaxes[source.grid(tile)](
+            **source.arguments(),
+            row_amax=_as_int(row_amax),
+            col_amax=_as_int(col_amax),
+            **_recording(record),
+            ROWWISE=rows,
+            COLUMNWISE=cols,
+            **tile.options(),
+        )
+    return row_amax, col_amax
+
+
+def quantize_tensor(
+    x: torch.Tensor | Source,
+    fmt: FloatFormat,
+    direction: Direction = "both",
+    *,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    pow2: bool = False,
+    margin: int = 0,
+    epsilon: float = 0.0,
+    record: Record | None = None,
+    values: bool = False,
+    tile: Tile = TENSOR_TILE,
+) -> Sides:
+    """One scale for the matrix, given (delayed) or made from ``amax`` (tensorwise: what ``measure`` recorded).
+
+    Args:
+        scale, amax: float32 []; exactly one of them. A given scale ignores pow2, margin and epsilon.
+        record: where amax and non-finite count go; None records nothing.
+        values: return the matrix too, in the source's dtype (for a fused source that others read as well).
+
+    Returns:
+        Sides; scale_inv is float32 [], the same tensor in both.
+    """
+    assert (scale is None) != (amax is None), "either the scale or the amax that it is made from"
+    source = _source(x)
+    out = _Outputs(source, fmt, direction, values)
+    scale_inv = torch.ones((), device=source.x.device)
+    # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
+    across, down = source.grid(tile)
+    cast_tensor[(max(across, 1), max(down, 1))](
+        **source.arguments(),
+        **out.arguments(),
+        given=scale if scale is not None else amax,
+        scale_inv=scale_inv,
+        **_recording(record),
+        epsilon=epsilon,
+        factor=2.0**-margin,
+        E4M3=is_e4m3(fmt),
+        KIND="given" if scale is not None else "pow2" if pow2 else "fp32",
+        **tile.options(),
+    )
+    return out.sides(scale_inv, scale_inv)
+
+
+def quantize_rows(
+    x: torch.Tensor | Source,
+    fmt: FloatFormat,
+    row_amax: torch.Tensor | None,
+    col_amax: torch.Tensor | None,
+    *,
+    pow2: bool = True,
+    margin: int = 0,
+    epsilon: float = 0.0,
+    values: bool = False,
+    tile: Tile = ROW_TILE,
+) -> Sides:
+    """One scale for each row of each direction, from amaxes that ``measure`` gave (and somebody may have reduced).
+
+    Args:
+        row_amax, col_amax: float32 [rows] and [cols]; None leaves that direction out.
+
+    Returns:
+        Sides; scale_inv float32 [rows, 1] and [cols, 1].
+    """
+    source = _source(x)
+    direction: Direction = "columnwise" if row_amax is None else "rowwise" if col_amax is None else "both"
+    out = _Outputs(source, fmt, direction, values)
+    device = source.x.device
+    row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device)
+    col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device)
+    # An empty matrix still has the scales of its rows or columns to be written.
+    across, down = source.grid(tile)
+    cast_rows[(max(across, 1), max(down, 1))](
+        **source.arguments(),
+        **out.arguments(),
+        row_amax=_as_int(row_amax),
+        col_amax=_as_int(col_amax),
+        row_scale=row_scale,
+        col_scale=col_scale,
+        epsilon=epsilon,
+        factor=2.0**-margin,
+        E4M3=is_e4m3(fmt),
+        KIND="pow2" if pow2 else "fp32",
+        **tile.options(),
+    )
+    return out.sides(row_scale, col_scale)
+
+
+def quantize_blocks(
+    x: torch.Tensor | Source,
+    fmt: FloatFormat,
+    direction: Direction = "both",
+    *,
+    block: int,
+    square: bool = False,
+    kind: ScaleKind = "pow2",
+    margin: int = 0,
+    epsilon: float = 0.0,
+    record: Record | None = None,
+    values: bool = False,
+    tile: Tile | None = None,
+) -> Sides:
+    """One scale for each block along the contraction of each direction, or for each square block. Partial blocks count.
+
+    Args:
+        block: elements along the contraction that share a scale: 128 (blockwise) or 32 (MXFP8).
+        square: blocks of block x block; block is then the tile's side (128).
+        kind: 'fp32', 'pow2', or 'e8m0', which ignores margin and epsilon.
+        record, values: as in quantize_tensor.
+
+    Returns:
+        Sides. scale_inv, of a side with codes [R, C], is logically [R, ceil(C / block)], or [ceil(R / block), ...] if
+        square. In memory 1-wide float32 blocks have stride [1, R]; square ones stride [ceil4(ceil(C / block)), 1], with
+        zeros in the padding: what torch's blockwise scaled product takes. 'e8m0' is float8_e8m0fnu, contiguous.
+    """
+    source = _source(x)
+    tile = tile or _tile(source, block, square)
+    if tile.rows % block or tile.cols % block or (square and not tile.rows == tile.cols == block):
+        raise ValueError(
+            f"tile {tile.rows} x {tile.cols} does not hold whole blocks of {block}: choose multiples of it"
+            + (", exactly one block where blocks are square" if square else "")
+        )
+    out = _Outputs(source, fmt, direction, values)
+    row_scale = col_scale = None
+    if out.rowwise is not None:
+        row_scale = _block_scales(source.rows, source.cols, block, square, kind, source.x.device)
+    if out.columnwise is not None:
+        col_scale = _block_scales(source.cols, source.rows, block, square, kind, source.x.device)
+    if source.rows and source.cols:
+        quantize_tiles[source.grid(tile)](
+            **source.arguments(),
+            **out.arguments(),
+            row_scale=row_scale,
+            row_major=row_scale.stride(0) if row_scale is not None else 0,
+            row_minor=row_scale.stride(1) if row_scale is not None else 0,
+            col_scale=col_scale,
+            col_major=col_scale.stride(0) if col_scale is not None else 0,
+            col_minor=col_scale.stride(1) if col_scale is not None else 0,
+            **_recording(record),
+            epsilon=epsilon,
+            factor=2.0**-margin,
+            E4M3=is_e4m3(fmt),
+            KIND=kind,
+            BLOCK=block,
+            SQUARE=square,
+            **tile.options(),
+        )
+    if kind == "e8m0":
+        row_scale, col_scale = (
+            None if s is None else s.view(torch.float8_e8m0fnu) for s in (row_scale, col_scale)
+        )
+    return out.sides(row_scale, col_scale)
+
+
+def _tile(source: Source, block: int, square: bool) -> Tile:
+    """BLOCK_TILE, SQUARE_TILE or MX_TILE; a source that computes needs the registers that the limit would take away."""
+    if block == 32:
+        return MX_TILE
+    tile = SQUARE_TILE if square else BLOCK_TILE
+    return tile if source.kind == "plain" else tile._replace(registers=None)
+
+
+def _block_scales(
+    rows: int, cols: int, block: int, square: bool, kind: ScaleKind, device: torch.device
+) -> torch.Tensor:
+    """Uninitialised scales of a side with codes [rows, cols], in the layout that quantize_blocks promises."""
+    across = triton.cdiv(cols, block)
+    if kind == "e8m0":
+        return torch.empty(
+            triton.cdiv(rows, block) if square else rows, across, dtype=torch.uint8, device=device
+        )
+    if square:
+        return torch.zeros(triton.cdiv(rows, block), 4 * triton.cdiv(across, 4), device=device)[:, :across]
+    return torch.empty(across, rows, device=device).t()
+
+
+class _Outputs:
+    """Codes of the directions asked for, and values."""
+
+    def __init__(self, source: Source, fmt: FloatFormat, direction: Direction, values: bool):
+        if direction not in ("rowwise", "columnwise", "both"):
+            raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
+        rows, cols, device = source.rows, source.cols, source.x.device
+        self.rowwise = codes_like(rows, cols, fmt, device) if direction != "columnwise" else None
+        self.columnwise = codes_like(cols, rows, fmt, device) if direction != "rowwise" else None
+        self.values = torch.empty(rows, cols, dtype=source.x.dtype, device=device) if values else None
+
+    def arguments(self) -> dict[str, object]:
+        return {
+            "row_codes": as_bytes(self.rowwise),
+            "col_codes": as_bytes(self.columnwise),
+            "values": self.values,
+            "ROWWISE": self.rowwise is not None,
+            "COLUMNWISE": self.columnwise is not None,
+            "VALUES": self.values is not None,
+        }
+
+    def sides(self, row_scale: torch.Tensor | None, col_scale: torch.Tensor | None) -> Sides:
+        rowwise = columnwise = None
+        if self.rowwise is not None:
+            assert row_scale is not None
+            rowwise = Side(self.rowwise, row_scale)
+        if self.columnwise is not None:
+            assert col_scale is not None
+            columnwise = Side(self.columnwise, col_scale)
+        return Sides(rowwise, columnwise, self.values)
+
+
+def _source(x: torch.Tensor | Source) -> Source:
+    return x if isinstance(x, Source) else plain(x)
+
+
+def _as_int(amax: torch.Tensor | None) -> torch.Tensor | None:
+    """Floats that are not negative sort like their bits, which atomics and reductions take."""
+    return None if amax is None else amax.view(torch.int32)
+
+
+def _recording(record: Record | None) -> dict[str, object]:
+    return {
+        "amax": None if record is None else record.amax.view(torch.int32),
+        "nonfinite": None if record is None else record.nonfinite,
+        "RECORD": record is not None,
+    }

@@ -1,0 +1,206 @@
+"""Where a tile of a matrix comes from and where its codes go: shared by all kernels that quantise.
+
+A kernel sees a matrix [rows, cols] as float32 tiles. A ``Source`` says how a tile is made: read as it is, or computed
+from what is read (RMSNorm, SwiGLU, SwiGLU's gradient) and rounded to the dtype that the unfused operation would write.
+So one set of quantising kernels serves all producers, and a fused kernel gives the codes of the unfused pair.
+
+Codes of the columnwise side are written transposed, [cols, rows] and contiguous, as Hopper's FP8 GEMM reads them. The
+tile is turned on chip, and tiles are at least 64 rows high: whole 32-byte sectors are written, one row of bytes a column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import E4M3, FloatFormat
+from .elements import divide, narrow, widen
+
+
+class Tile(NamedTuple):
+    """How much one program takes: rows x cols of the matrix, by ``warps`` warps of at most ``registers`` a thread."""
+
+    rows: int
+    cols: int
+    warps: int
+    registers: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The launch's keywords; float contraction is off, so that results do not depend on Triton's default."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {
+            "ROWS": self.rows,
+            "COLS": self.cols,
+            "num_warps": self.warps,
+            "enable_fp_fusion": False,
+        } | limit
+
+
+@dataclass(frozen=True)
+class Source:
+    """A matrix [rows, cols] of a dtype, and the tensors it is made of.
+
+    kind: 'plain': x [rows, cols]. 'norm': x, first = rstd [rows], second = weight [cols], offset.
+    'swiglu': x [rows, 2 cols] = [gate, up], second = weights [rows] or None. 'swiglu_grad': x = dy [rows, cols / 2],
+    first = the forward's [gate, up] [rows, cols], second = weights [rows] or None. Last dimensions have stride 1.
+    """
+
+    kind: str
+    rows: int
+    cols: int
+    x: torch.Tensor
+    first: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        # Offsets inside a tile of at most 128 rows (or columns, when turned) are 32-bit numbers.
+        if (
+            max(self.rows, self.cols, *(t.stride(0) for t in (self.x, self.first) if t is not None))
+            >= 1 << 24
+        ):
+            raise ValueError(
+                f"a matrix of {self.rows} x {self.cols} has a side or stride of 2^24 or more: quantise it in pieces"
+            )
+
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel here takes first."""
+        return {
+            "x": self.x,
+            "x_stride": self.x.stride(0),
+            "first": self.first,
+            "first_stride": self.first.stride(0) if self.first is not None else 0,
+            "second": self.second,
+            "offset": self.offset,
+            "rows": self.rows,
+            "cols": self.cols,
+            "SOURCE": self.kind,
+            "WEIGHTED": self.second is not None,
+        }
+
+    def grid(self, tile: Tile) -> tuple[int, int]:
+        """Programs, columns fastest: neighbours share what a source reads twice, in L2."""
+        return triton.cdiv(self.cols, tile.cols), triton.cdiv(self.rows, tile.rows)
+
+
+def plain(x: torch.Tensor) -> Source:
+    """A matrix as it is: [rows, cols], float32, bfloat16 or float16; rows may be strided, columns are copied if they are.
+
+    Raises:
+        ValueError: another dtype, or not a matrix.
+    """
+    if x.ndim != 2:
+        raise ValueError(
+            f"a matrix [rows, cols] is needed, got shape {tuple(x.shape)}: flatten it to two dimensions"
+        )
+    x = unit_stride(x)
+    return Source("plain", x.shape[0], x.shape[1], x)
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its last dimension has stride 1, else a contiguous copy; ValueError for a dtype not quantised."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"cannot quantise a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
+        )
+    x = x.detach()
+    return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
+
+
+def is_e4m3(fmt: FloatFormat) -> bool:
+    """The kernels' E4M3 flag; they know E4M3 and E5M2."""
+    assert fmt.signed, "E8M0 is a scale format"
+    return fmt is E4M3
+
+
+def codes_like(rows: int, cols: int, fmt: FloatFormat, device: torch.device) -> torch.Tensor:
+    """Uninitialised codes [rows, cols] of fmt.dtype."""
+    return torch.empty(rows, cols, dtype=fmt.dtype, device=device)
+
+
+def as_bytes(codes: torch.Tensor | None) -> torch.Tensor | None:
+    """The uint8 view that kernels write."""
+    return None if codes is None else codes.view(torch.uint8)
+
+
+@triton.jit
+def load(
+    x,
+    x_stride,
+    first,
+    first_stride,
+    second,
+    offset,
+    rows,
+    cols,
+    SOURCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """This program's tile [ROWS, COLS] of the source in float32; 0 outside of rows x cols.
+
+    Only the tile's corner is a 64-bit offset: inside it 32 bits do, and save a register an address.
+    """
+    top = tl.program_id(1) * ROWS
+    left = tl.program_id(0) * COLS
+    down = tl.arange(0, ROWS)
+    across = tl.arange(0, COLS)
+    in_rows = top + down < rows
+    in_cols = left + across < cols
+    inside = in_rows[:, None] & in_cols[None, :]
+    x += top.to(tl.int64) * x_stride
+    x_at = (x + left) + (down[:, None] * x_stride + across[None, :])
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    if SOURCE == "plain":
+        return widen(tl.load(x_at, mask=inside, other=0.0))
+    elif SOURCE == "norm":
+        value = widen(tl.load(x_at, mask=inside, other=0.0))
+        rstd = tl.load(first + top + down, mask=in_rows, other=0.0)
+        weight = widen(tl.load(second + left + across, mask=in_cols, other=0.0)) + offset
+        return widen(narrow((value * rstd[:, None]) * weight[None, :], DTYPE))
+    elif SOURCE == "swiglu":
+        gate = widen(tl.load(x_at, mask=inside, other=0.0))
+        up = widen(tl.load(x_at + cols, mask=inside, other=0.0))
+        value = gate * sigmoid(gate) * up
+        if WEIGHTED:
+            value *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
+        return widen(narrow(value, DTYPE))
+    else:
+        half = cols // 2
+        is_gate = left + across < half
+        pair = tl.where(is_gate, left + across, left + across - half)[None, :]
+        first_at = (first + top.to(tl.int64) * first_stride) + (down[:, None] * first_stride + pair)
+        gate = widen(tl.load(first_at, mask=inside, other=0.0))
+        up = widen(tl.load(first_at + half, mask=inside, other=0.0))
+        dy = widen(tl.load(x + (down[:, None] * x_stride + pair), mask=inside, other=0.0))
+        if WEIGHTED:
+            dy *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
+        s = sigmoid(gate)
+        dgate = dy * up * s * (1 + gate * (1 - s))
+        return widen(narrow(tl.where(is_gate[None, :], dgate, dy * (gate * s)), DTYPE))
+
+
+@triton.jit
+def sigmoid(x):
+    """float32 1 / (1 + exp(-x)), the exponential to about 2 ulp."""
+    return divide(1.0, 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def store(out, tile, top, left, rows, cols):
+    """A tile to ``out`` [rows, cols], contiguous, with its corner at [top, left].
+
+    A tile that is turned should be turned as codes: bytes, a quarter of the numbers.
+    """
+    ROWS: tl.constexpr = tile.shape[0]
+    COLS: tl.constexpr = tile.shape[1]
+    down = tl.arange(0, ROWS)
+    across = tl.arange(0, COLS)
+    inside = (top + down < rows)[:, None] & (left + across < cols)[None, :]
+    at = (out + top.to(tl.int64) * cols + left) + (down[:, None] * cols + across[None, :])
+    tl.store(at, tile, mask=inside)

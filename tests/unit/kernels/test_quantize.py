@@ -1,0 +1,230 @@
+"""Quantising kernels against the emulated backend: every byte of codes and scales, amax and counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fp8.backends import emulated
+from megatron_fp8.formats import E4M3, E5M2
+from megatron_fp8.kernels.quantize import (
+    Record,
+    measure,
+    quantize_blocks,
+    quantize_rows,
+    quantize_tensor,
+)
+from megatron_fp8.kernels.tiles import Tile
+from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
+from megatron_fp8.scaling import compute_scale_inv
+from tests.unit.compare import assert_same_bytes
+from tests.unit.kernels.matrices import (
+    DEVICE,
+    DTYPES,
+    SHAPES,
+    assert_quantized,
+    assert_recorded,
+    mixed,
+    strided,
+)
+
+FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
+BLOCKS = {
+    "1x128": (BLOCK_1X128, "pow2"),
+    "1x128-fp32": (BLOCK_1X128, "fp32"),
+    "128x128": (BLOCK_128X128, "pow2"),
+    "128x128-fp32": (BLOCK_128X128, "fp32"),
+    "mx": (BLOCK_1X32, "e8m0"),
+}
+SCALES = [3.0, 2.0**-20, 2.0**127, 3.4028234663852886e38]
+
+
+def inputs(shape):
+    """One matrix a dtype, finite and not."""
+    for dtype in DTYPES:
+        for special in (False, True):
+            yield f"{shape} {dtype} special={special}", mixed(shape, dtype, special)
+
+
+def blocks(x, name, fmt, direction="both", **options):
+    granularity, kind = BLOCKS[name]
+    return quantize_blocks(
+        x, fmt, direction, block=granularity.cols, square=granularity.symmetric, kind=kind, **options
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(name, shape):
+    granularity, kind = BLOCKS[name]
+    for i, (what, x) in enumerate(inputs(shape)):
+        fmt = (E4M3, E5M2)[i % 2]
+        record = Record.new(DEVICE)
+        sides = blocks(x, name, fmt, record=record)
+        expected = emulated.quantize(x, Rule(fmt, granularity, kind), "both")
+        assert_quantized(sides, expected, f"{name} {fmt.name} {what}")
+        assert_recorded(record, expected, what)
+
+
+@pytest.mark.parametrize("name", ["1x128", "mx", "128x128"])
+def test_blocks_of_one_direction_and_tile(name):
+    granularity, kind = BLOCKS[name]
+    x = mixed((130, 200), torch.bfloat16, special=True)
+    tile = None if granularity.symmetric else Tile(256, 128, 4)
+    for direction in ("rowwise", "columnwise"):
+        sides = blocks(x, name, E4M3, direction, tile=tile)
+        expected = emulated.quantize(x, Rule(E4M3, granularity, kind), direction)
+        assert_quantized(sides, expected, f"{name} {direction}")
+
+
+def test_margin_and_epsilon():
+    x = mixed((33, 129), torch.float32)
+    for kind in ("fp32", "pow2"):
+        rule = Rule(E4M3, BLOCK_1X128, kind, margin=3, epsilon=1e-3)
+        sides = quantize_blocks(x, E4M3, block=128, kind=kind, margin=3, epsilon=1e-3)
+        assert_quantized(sides, emulated.quantize(x, rule, "both"), kind)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_given_scale(fmt, shape):
+    """Delayed scaling: Inf and NaN saturate and are counted, whatever the scale."""
+    for i, (what, x) in enumerate(inputs(shape)):
+        scale = torch.tensor(SCALES[i % 4], device=DEVICE)
+        record = Record.new(DEVICE)
+        sides = quantize_tensor(x, fmt, scale=scale, record=record)
+        expected = emulated.quantize(x, Rule(fmt, TENSOR, delayed=True), "both", scale=scale)
+        assert_quantized(sides, expected, f"{fmt.name} scale {float(scale)} {what}")
+        assert_recorded(record, expected, what)
+        assert sides.values is None
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_tensorwise(fmt, shape):
+    for i, (what, x) in enumerate(inputs(shape)):
+        kind = ("fp32", "pow2")[i % 2]
+        record = Record.new(DEVICE)
+        assert measure(x, record=record) == (None, None)
+        sides = quantize_tensor(x, fmt, amax=record.amax, pow2=kind == "pow2")
+        expected = emulated.quantize(x, Rule(fmt, TENSOR, kind), "both")
+        assert_quantized(sides, expected, f"{fmt.name} {kind} {what}")
+        assert_recorded(record, expected, what)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rowwise(fmt, shape):
+    for what, x in inputs(shape):
+        record = Record.new(DEVICE)
+        row_amax, col_amax = measure(x, rows=True, cols=True, record=record)
+        sides = quantize_rows(x, fmt, row_amax, col_amax)
+        expected = emulated.quantize(x, Rule(fmt, ROW, "pow2"), "both")
+        assert_quantized(sides, expected, f"{fmt.name} {what}")
+        assert_recorded(record, expected, what)
+
+
+def test_one_direction():
+    x = mixed((130, 70), torch.bfloat16)
+    scale = torch.tensor(0.5, device=DEVICE)
+    row_amax, col_amax = measure(x, rows=True, cols=True)
+    for direction in ("rowwise", "columnwise"):
+        sides = quantize_tensor(x, E4M3, direction, scale=scale)
+        expected = emulated.quantize(x, Rule(E4M3, TENSOR), direction, scale=scale)
+        assert_quantized(sides, expected, direction)
+        rows = direction == "rowwise"
+        sides = quantize_rows(x, E4M3, row_amax if rows else None, None if rows else col_amax)
+        expected = emulated.quantize(x, Rule(E4M3, ROW, "pow2"), direction)
+        assert_quantized(sides, expected, f"per row {direction}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strided_rows_and_columns(dtype):
+    """Rows apart from each other are read where they are; a transposed matrix is copied first."""
+    x = mixed((65, 130), dtype, special=True)
+    for view in (strided(x), x.t().contiguous().t()):
+        assert not view.is_contiguous()
+        expected = emulated.quantize(x, Rule(E4M3, BLOCK_1X128, "pow2"), "both")
+        assert_quantized(blocks(view, "1x128", E4M3), expected, "strided blocks")
+        scale = torch.tensor(2.5, device=DEVICE)
+        expected = emulated.quantize(x, Rule(E4M3, TENSOR), "both", scale=scale)
+        assert_quantized(quantize_tensor(view, E4M3, scale=scale), expected, "strided tensor")
+
+
+def test_records_add_up():
+    """A slot holds the largest amax and the sum of counts of all casts of an iteration."""
+    arena = torch.zeros(2, 5, device=DEVICE)
+    record = Record(arena[0, 3], arena[1, 3])
+    for seed in range(2):
+        x = mixed((40, 40), torch.float32, special=False, seed=seed)
+        x[seed, 5:7] = float("nan")
+        quantize_tensor(x, E4M3, scale=torch.ones((), device=DEVICE), record=record)
+        measure(x, record=record)
+    assert float(arena[1, 3]) == 8 and float(arena[0, 3]) > 0
+    assert float(arena[0, 3]) == max(
+        float(emulated.quantize(mixed((40, 40), torch.float32, seed=s), Rule(E4M3, TENSOR), "rowwise").amax)
+        for s in range(2)
+    )
+    arena[:, 3] = 0
+    assert not arena.any(), "a cast wrote beside its slot"
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_empty(shape):
+    x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+    record = Record.new(DEVICE)
+    row_amax, col_amax = measure(x, rows=True, cols=True, record=record)
+    scale = torch.tensor(3.0, device=DEVICE)
+    found = {
+        (ROW, "pow2"): quantize_rows(x, E4M3, row_amax, col_amax),
+        (TENSOR, "fp32"): quantize_tensor(x, E4M3, amax=record.amax, record=record),
+        (BLOCK_1X128, "pow2"): blocks(x, "1x128", E4M3),
+        (BLOCK_128X128, "pow2"): blocks(x, "128x128", E4M3),
+        (BLOCK_1X32, "e8m0"): blocks(x, "mx", E4M3),
+    }
+    for (granularity, kind), sides in found.items():
+        assert_quantized(sides, emulated.quantize(x, Rule(E4M3, granularity, kind), "both"), str(granularity))
+    assert float(record.amax) == 0 and float(record.nonfinite) == 0
+    sides = quantize_tensor(x, E4M3, scale=scale)
+    assert_same_bytes(sides.rowwise.scale_inv, compute_scale_inv(scale))
+
+
+def test_layouts_of_scales():
+    """What torch's blockwise scaled product asks for, and zeros in the padding."""
+    x = mixed((300, 200), torch.bfloat16)
+    sides = blocks(x, "1x128", E4M3)
+    assert sides.rowwise.scale_inv.shape == (300, 2) and sides.rowwise.scale_inv.stride() == (1, 300)
+    assert sides.columnwise.scale_inv.shape == (200, 3) and sides.columnwise.scale_inv.stride() == (1, 200)
+    sides = blocks(x, "128x128", E4M3)
+    assert sides.rowwise.scale_inv.shape == (3, 2) and sides.rowwise.scale_inv.stride() == (4, 1)
+    assert sides.columnwise.scale_inv.shape == (2, 3) and sides.columnwise.scale_inv.stride() == (4, 1)
+    padded = sides.rowwise.scale_inv.as_strided((3, 4), (4, 1))
+    assert not padded[:, 2:].any() and padded[:, :2].all()
+    sides = blocks(x, "mx", E4M3)
+    assert sides.rowwise.scale_inv.is_contiguous() and sides.rowwise.scale_inv.shape == (300, 7)
+
+
+def test_values():
+    """The matrix back, for sources that others read too."""
+    x = mixed((40, 130), torch.bfloat16)
+    scale = torch.ones((), device=DEVICE)
+    for sides in (
+        blocks(x, "1x128", E4M3, values=True),
+        quantize_tensor(x, E4M3, scale=scale, values=True),
+        quantize_rows(x, E4M3, measure(x, rows=True)[0], None, values=True),
+    ):
+        assert_same_bytes(sides.values, x)
+
+
+def test_errors():
+    x = torch.zeros(4, 4, device=DEVICE)
+    with pytest.raises(ValueError, match=r"tensor of dtype torch\.float64"):
+        measure(x.double())
+    with pytest.raises(ValueError, match=r"got shape \(4,\): flatten it"):
+        measure(x[0])
+    with pytest.raises(ValueError, match="direction 'sideways' is unknown"):
+        quantize_tensor(x, E4M3, "sideways", amax=x[0, 0])
+    with pytest.raises(ValueError, match="tile 64 x 64 does not hold whole blocks of 128"):
+        quantize_blocks(x, E4M3, block=128, tile=Tile(64, 64, 4))
+    with pytest.raises(ValueError, match=r"side or stride of 2\^24 or more"):
+        measure(torch.zeros(1, 1, device=DEVICE).expand(1 << 24, 1))
