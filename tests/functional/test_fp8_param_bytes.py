@@ -1,0 +1,43 @@
+"""Bytes of FP8 parameters, of their all-gather and of the optimizer's state: counted, and held to their exact values."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.param_bytes import cases, count_bytes
+from tests.fp8_params import TWO_WAY
+from tests.ranks import RankPool
+
+VALUES = 4_456_448  # of 8 weights: two layers, hidden 512, ffn 1024, GQA with 2 of 8 heads
+OTHERS = 267_264 // 2  # values of embedding, output layer and norms
+# Bytes of scales: one float32 a weight; a 128x128 block; a row and a column; and one byte for 32 values, both ways.
+SCALES = {
+    "delayed": 8 * 4,
+    "tensorwise": 8 * 4,
+    "blockwise": VALUES // 128**2 * 4,
+    "rowwise": 51_200,
+    "mxfp8": VALUES // 32 * 2,
+}
+
+
+@pytest.mark.parametrize("name", cases())
+def test_bytes(ranks: RankPool, name: str) -> None:
+    recipe, fp8_param, _, shared = cases()[name]
+    for found in ranks(2).run(count_bytes, *cases()[name]):
+        assert found["values"] == VALUES
+        codes = 0 if recipe is None else (2 if recipe in TWO_WAY else 1) * VALUES + SCALES[recipe]
+        as_fp8 = fp8_param and (shared or recipe not in TWO_WAY)
+        assert found["weights"] == codes + (0 if as_fp8 else 2 * VALUES)
+        # With the shared buffer Megatron gathers what stays in BF16 through a buffer apart from the parameters.
+        others = (4 if shared else 2) * OTHERS
+        assert 0 <= found["parameters"] - found["weights"] - others <= 128 * shared
+        travels = 1 if as_fp8 and recipe not in TWO_WAY else 2
+        assert found["gathered"] == travels * VALUES + 2 * OTHERS
+        assert found["optimizer"] == 12 * (VALUES + OTHERS) // 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_without_the_distributed_optimizer_no_bf16_is_kept(ranks: RankPool, recipe: str) -> None:
+    (found,) = ranks(1).run(count_bytes, recipe, True, False, False)
+    assert found["weights"] == (2 if recipe in TWO_WAY else 1) * VALUES + SCALES[recipe]
+    assert found["gathered"] == 0 and found["optimizer"] == 12 * (VALUES + OTHERS)
