@@ -19,14 +19,25 @@ class Training:
     def __init__(
         self, layout: Layout, recipe: str | None, fields: dict, ddp: dict, seed: int, **options: Any
     ):
+        from megatron_fp8.mcore.params import gather_settings
         from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
         self.config = fp8_config(layout, recipe, **fields)
+        shared: dict[str, Any] = {}
+        if fields.get("fp8_param"):
+            shared = gather_settings(self.config, distributed=ddp.get("use_distributed_optimizer", False))
+        share = shared.get("reuse_grad_buf_for_mxfp8_param_ag", False)
         self.options = {"sequence": OPTIONS["sequence"], **options}
         self.chunks = build_chunks(
-            self.config, spec=get_gpt_layer_fp8_spec, ddp=ddp, seed=seed, sequence=self.options["sequence"]
+            self.config,
+            spec=get_gpt_layer_fp8_spec,
+            ddp={**ddp, **shared},
+            seed=seed,
+            sequence=self.options["sequence"],
         )
-        self.optimizer = build_optimizer(self.config, self.chunks, ddp=ddp)
+        self.optimizer = build_optimizer(
+            self.config, self.chunks, ddp=ddp, optim={"reuse_grad_buf_for_mxfp8_param_ag": share}
+        )
         self.iteration = 0
 
     def steps(self, count: int) -> list[tuple[float, float]]:
@@ -70,11 +81,17 @@ class Training:
         """Of every byte that training continues from, by kind: equal digests, equal state."""
         from megatron_fp8.mcore.checkpoint_rng import streams
         from megatron_fp8.mcore.sites import state_of
+        from megatron_fp8.param import Fp8Parameter
 
         if self.chunks[0].ddp_config.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         weights = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
+        for name, parameter in list(weights.items()):
+            if isinstance(parameter, Fp8Parameter):
+                for way in ("rowwise", "columnwise"):
+                    side = getattr(parameter.quantized, way)
+                    weights |= {f"{name}.{way}": side.codes, f"{name}.{way}.scales": side.scale_inv}
         moments: dict[str, torch.Tensor] = {}
         each = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         for number, optimizer in enumerate(each):

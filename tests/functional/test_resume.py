@@ -22,7 +22,13 @@ for _recipe in (None, *RECIPES):
     CASES[f"{_name}-dp2-sharded"] = (Layout(), _recipe, _fields, SHARDED)
     CASES[f"{_name}-pp2"] = (Layout(pp=2), _recipe, _fields, {})
     CASES[f"{_name}-tp2-sp"] = (Layout(tp=2, sp=True), _recipe, _fields, {})
+for _recipe in RECIPES:
+    _fields = {"fp8_param": True, **(HISTORY if _recipe == "delayed" else {})}
+    CASES[f"{_recipe}-fp8-weights-dp2-sharded"] = (Layout(), _recipe, _fields, SHARDED)
+    CASES[f"{_recipe}-fp8-weights-pp2"] = (Layout(pp=2), _recipe, _fields, {})
 CASES |= {
+    "delayed-fp8-weights-overlap": (Layout(), "delayed", {**HISTORY, "fp8_param": True}, OVERLAP),
+    "mxfp8-fp8-weights-overlap": (Layout(), "mxfp8", {"fp8_param": True}, OVERLAP),
     "delayed-dp2": (Layout(), "delayed", {**DROPOUT, **HISTORY}, {}),
     "delayed-dp2-history-1": (Layout(), "delayed", DROPOUT, SHARDED),
     "delayed-dp2-own-histories": (Layout(), "delayed", {**HISTORY, "tp_only_amax_red": True}, SHARDED),
