@@ -37,13 +37,14 @@ class Trained:
 
 def train_params(
     layout: Layout,
-    recipe: str,
+    recipe: str | None,
     fp8_param: bool,
     fields: dict[str, Any],
     ddp: dict[str, Any],
     steps: int,
     sick: tuple[int, ...],
     evaluate: bool,
+    batch: int,
 ) -> Trained:
     """A rank case. ``sick`` steps meet an Inf in a linear's input on rank 0 and are skipped by all."""
     from megatron_fp8.mcore.iteration import iteration_counts
@@ -51,6 +52,7 @@ def train_params(
     from megatron_fp8.param import Fp8Parameter
 
     seen = Trained()
+    options = {**OPTIONS, "global_batch": batch}
     shared = fp8_param and recipe in TWO_WAY and ddp.get("use_distributed_optimizer", False)
     shared = shared and not ddp.get("unshared", False)
     ddp = {k: v for k, v in ddp.items() if k != "unshared"}
@@ -74,12 +76,12 @@ def train_params(
         optimizer.step = recorded_step
         for index in range(steps):
             with poisoned_input(chunks[0]) if index in sick and dist.get_rank() == 0 else nullcontext():
-                loss, norm = train_step(config, chunks, optimizer, index, **OPTIONS)
+                loss, norm = train_step(config, chunks, optimizer, index, **options)
             seen.losses.append(loss)
             seen.norms.append(norm)
             seen.nonfinite.append(iteration_counts()["nonfinite"])
             if evaluate:
-                loss, _ = train_step(config, chunks, optimizer, 1000, forward_only=True, **OPTIONS)
+                loss, _ = train_step(config, chunks, optimizer, 1000, forward_only=True, **options)
                 seen.evaluated.append(loss)
         names = [(name, p) for chunk in chunks for name, p in chunk.named_parameters()]
         seen.masters = masters(optimizer, chunks)
@@ -139,7 +141,7 @@ def param_training(
     ranks: RankPool,
     world: int,
     layout: Layout,
-    recipe: str,
+    recipe: str | None,
     *,
     fp8_param: bool,
     fields: dict[str, Any] | None = None,
@@ -147,9 +149,10 @@ def param_training(
     steps: int = 3,
     sick: tuple[int, ...] = (),
     evaluate: bool = False,
+    batch: int = 4,
 ) -> list[Trained]:
     """train_params on every rank, once per session for the same arguments."""
-    arguments = (layout, recipe, fp8_param, fields or {}, ddp or {}, steps, sick, evaluate)
+    arguments = (layout, recipe, fp8_param, fields or {}, ddp or {}, steps, sick, evaluate, batch)
     key = repr((world, arguments))
     if key not in _known:
         _known[key] = ranks(world).run(train_params, *arguments)
