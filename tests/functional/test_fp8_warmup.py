@@ -250,7 +250,10 @@ def test_a_fraction_of_an_unknown_length_is_an_error(ranks: RankPool, call: str)
 
 
 def test_the_app_knows_the_length(tmp_path: Path) -> None:
-    """By its options alone: the phases are in the report, FP8 GEMMs in the middle only, and BF16's losses before them."""
+    """By its options alone: the phases are in the report, FP8 GEMMs in the middle only, and BF16's losses before them.
+
+    A run that is resumed in the warm-up, with half-filled histories, goes on bit by bit.
+    """
     text = tmp_path / "text.txt"
     words = random.Random(0).choices(["spam", "eggs", "ham", "toast", "tea", "\n"], k=60_000)
     text.write_text(" ".join(words))
@@ -265,19 +268,24 @@ def test_the_app_knows_the_length(tmp_path: Path) -> None:
     config.write_text(json.dumps(content))  # JSON is YAML
     phases = ["--model.fp8_high_precision_warmup=0.25", "--model.fp8_high_precision_healing=0.125"]
     common = ["train", f"--config={config}"]
+    saves = ["--checkpoint.save_interval=1", "--checkpoint.keep_last=0"]
+    first = tmp_path / "fp8" / "checkpoints" / "iter_0000001"
     commands = [
-        [*common, f"--run_dir={tmp_path / 'fp8'}", *phases],
+        [*common, f"--run_dir={tmp_path / 'fp8'}", *phases, *saves],
         [*common, f"--run_dir={tmp_path / 'bf16'}", "--model.fp8=null"],
         [*common, f"--run_dir={tmp_path / 'none'}", *phases, "--train.train_iters=1"],
         ["report", str(tmp_path / "fp8")],
+        [*common, f"--run_dir={tmp_path / 'resumed'}", *phases, f"--resume={first}"],
     ]
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     done = run(APP, "many", tmp_path / "commands.json")
     results = json.loads(done.stdout.splitlines()[-1])
-    assert [code for code, _ in results] == [0, 0, 2, 0], results
+    assert [code for code, _ in results] == [0, 0, 2, 0, 0], results
     assert "leave none of 1 iterations to FP8" in results[2][1]
     ours, bf16 = (lines(tmp_path / name / "metrics.jsonl") for name in ("fp8", "bf16"))
     assert [step["fp8_gemms"] > 0 for step in ours] == [False] * 2 + [True] * 5 + [False]
+    resumed = lines(tmp_path / "resumed" / "metrics.jsonl")
+    assert [step["lm_loss"] for step in resumed] == [step["lm_loss"] for step in ours[1:]]
     same = [mine["lm_loss"] == theirs["lm_loss"] for mine, theirs in zip(ours, bf16, strict=True)]
     assert same[:2] == [True] * 2 and not all(same)
     report = json.loads((tmp_path / "fp8" / "report.json").read_text())
