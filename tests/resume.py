@@ -150,3 +150,42 @@ def resumes_exactly(
         found.update({"losses": again.steps(2), **again.digests()})
         wanted.update(expected)
     return {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
+
+
+def trains_and_saves(
+    layout: Layout,
+    recipe: str | None,
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+    folder: str,
+    **options: Any,
+) -> list[tuple[float, float]]:
+    """A rank case: two iterations, a checkpoint, and what the next iteration is."""
+    with model_parallel(layout):
+        training = Training(layout, recipe, fields, ddp, seed=7, **options)
+        training.steps(2)
+        training.save(folder)
+        return training.steps(1)
+
+
+def loads_and_saves(
+    layout: Layout, recipe: str | None, fields: dict[str, Any], ddp: dict[str, Any], source: str, target: str
+) -> tuple[list[str], list[tuple[float, float]]]:
+    """A rank case: loads into another model, saves that as it is; (notes, what the next iteration is)."""
+    with model_parallel(layout, seed=99):
+        training = Training(layout, recipe, fields, ddp, seed=8)
+        notes = training.load(Path(source))
+        training.save(target)
+        return notes, training.steps(1)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, but the random streams; master weights under one name."""
+    from megatron_fp8.checkpoint_files import read_metadata, read_tensor
+
+    metadata = read_metadata(folder)
+    return {
+        name.replace(".fp32_param.", ".param."): read_tensor(folder, metadata, name)
+        for name in metadata.state_dict_metadata
+        if not name.startswith("rng.")
+    }

@@ -1,0 +1,153 @@
+"""A checkpoint is of the model, not of the layout or the recipe it was saved in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fp8_gpt import MOE
+from tests.ranks import Layout
+from tests.resume import loads_and_saves, tensors_of, trains_and_saves
+
+HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
+SHARDED = {"use_distributed_optimizer": True}
+NAME = "iter_0000002"
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())[:6]
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def kinds(tensors: dict[str, torch.Tensor], *, slots: bool) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if (".fp8_state." in name) == slots}
+
+
+@pytest.fixture(scope="module")
+def delayed(ranks, tmp_path_factory) -> tuple[Path, float]:
+    """(checkpoint of delayed scaling over TP=2 with sequence parallelism, loss of the next iteration)."""
+    folder = tmp_path_factory.mktemp("delayed")
+    case = (Layout(tp=2, sp=True), "delayed", HISTORY, {}, str(folder))
+    [(loss, _)] = ranks(2).run(trains_and_saves, *case)[0]
+    return folder / NAME, loss
+
+
+OTHERS: dict[str, tuple[int, Layout, dict[str, Any]]] = {
+    "one": (1, Layout(), {}),
+    "pp2": (2, Layout(pp=2), {}),
+    "dp2-sharded": (2, Layout(), SHARDED),
+    "tp2-sharded": (2, Layout(tp=2), SHARDED),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_layout_loads_every_bit(ranks, tmp_path, delayed, name):
+    """Weights, masters, moments and histories are saved again as they were, and training goes on about as it would."""
+    source, loss = delayed
+    world, layout, ddp = OTHERS[name]
+    results = ranks(world).run(loads_and_saves, layout, "delayed", HISTORY, ddp, str(source), str(tmp_path))
+    assert_same(tensors_of(source), tensors_of(tmp_path / NAME))
+    for notes, [(again, _)] in results:
+        assert notes == []
+        assert again == pytest.approx(loss, rel=2e-3)
+
+
+def test_bf16_to_fp8_on_another_layout_and_back(ranks, tmp_path):
+    """Weights and optimizer state stay the same bits; delayed weights are warm, other tensors cold."""
+    folders = [tmp_path / name for name in ("bf16", "fp8", "weights", "back")]
+    ranks(1).run(trains_and_saves, Layout(), None, {}, {}, str(folders[0]))
+    way = [
+        (2, Layout(tp=2, sp=True), "delayed", HISTORY, {}),
+        (2, Layout(), "delayed", {**HISTORY, "fp8_param": True}, SHARDED),
+        (2, Layout(pp=2), None, {}, {}),
+    ]
+    notes = []
+    for (world, *case), source, target in zip(way, folders, folders[1:], strict=False):
+        results = ranks(world).run(loads_and_saves, *case, str(source / NAME), str(target))
+        notes.append(results[0][0])
+    first, fp8, _, back = (tensors_of(folder / NAME) for folder in folders)
+    assert_same(first, back)
+    assert_same(first, kinds(fp8, slots=False))
+    assert "scales of 8 weights" in notes[0][0] and "16 tensors" in notes[0][0]
+    assert notes[1] == []
+    assert notes[2] == ["the delayed-scaling state of 24 tensors is dropped: this run uses BF16"]
+    for site in ("self_attention.linear_qkv", "mlp.linear_fc2"):
+        weight, slot = first[f"decoder.layers.1.{site}.weight"], f"decoder.layers.1.{site}.fp8_state"
+        largest = weight.float().abs().max()
+        assert fp8[f"{slot}.weight.scale"] == torch.full_like(largest, 448) / largest
+        assert fp8[f"{slot}.weight.amax_history"].tolist() == [0, 0, 0, largest]
+        assert fp8[f"{slot}.weight.warm"] == 1
+        assert fp8[f"{slot}.input.warm"] == 0 and not fp8[f"{slot}.input.amax_history"].any()
+
+
+def test_another_recipe_or_history(ranks, tmp_path, delayed):
+    source, _ = delayed
+    results = ranks(1).run(loads_and_saves, Layout(), "mxfp8", {}, {}, str(source), str(tmp_path / "mxfp8"))
+    assert results[0][0] == ["the delayed-scaling state of 24 tensors is dropped: this run uses mxfp8"]
+    longer = {**HISTORY, "fp8_amax_history_len": 6}
+    results = ranks(1).run(
+        loads_and_saves, Layout(), "delayed", longer, {}, str(source), str(tmp_path / "six")
+    )
+    assert results[0][0] == []
+    saved, before = tensors_of(tmp_path / "six" / NAME), tensors_of(source)
+    histories = [name for name in before if name.endswith(".amax_history")]
+    assert len(histories) == 24
+    for name in histories:
+        assert torch.equal(saved[name][-3:], before[name][-3:]) and not saved[name][:3].any(), name
+        assert before[name].any(), name
+
+
+def test_histories_of_each_data_parallel_rank(ranks, tmp_path):
+    """Two ranks' own histories become one of the largest amaxes, with the smaller scale; and that one serves two."""
+    own = {**HISTORY, "tp_only_amax_red": True}
+    ranks(2).run(trains_and_saves, Layout(), "delayed", own, {}, str(tmp_path / "two"))
+    ranks(1).run(
+        loads_and_saves, Layout(), "delayed", own, {}, str(tmp_path / "two" / NAME), str(tmp_path / "one")
+    )
+    ranks(2).run(
+        loads_and_saves, Layout(), "delayed", own, {}, str(tmp_path / "one" / NAME), str(tmp_path / "again")
+    )
+    two, one, again = (kinds(tensors_of(tmp_path / f / NAME), slots=True) for f in ("two", "one", "again"))
+    assert any(not torch.equal(*tensor) for name, tensor in two.items() if name.endswith("history"))
+    for name, tensor in two.items():
+        assert tensor.shape[0] == 2
+        joined = tensor.amin(0) if name.endswith("scale") else tensor.amax(0)
+        assert torch.equal(one[name][0], joined), name
+        assert torch.equal(again[name], joined.expand(2, -1)), name
+
+
+def test_experts_move_to_another_expert_parallel_size(ranks, tmp_path):
+    fields = {**HISTORY, **MOE}
+    ranks(2).run(trains_and_saves, Layout(ep=2), "delayed", fields, SHARDED, str(tmp_path / "ep2"))
+    case = (Layout(), "delayed", fields, {}, str(tmp_path / "ep2" / NAME), str(tmp_path / "one"))
+    assert ranks(1).run(loads_and_saves, *case)[0][0] == []
+    tensors = tensors_of(tmp_path / "ep2" / NAME)
+    assert "decoder.layers.0.mlp.experts.experts.3.linear_fc2.fp8_state.weight.scale" in tensors
+    assert_same(tensors, tensors_of(tmp_path / "one" / NAME))
+
+
+def test_megatrons_own_loader_reads_it(ranks, delayed):
+    source, _ = delayed
+    plain = ranks(1).run(megatron_loads, str(source))[0]
+    ours = tensors_of(source)
+    assert {name.replace(".fp32_param.", ".param.") for name in plain if not name.startswith("rng.")} == set(
+        ours
+    )
+    for name, tensor in ours.items():
+        loaded = plain.get(name, plain.get(name.replace(".param.", ".fp32_param.")))
+        assert torch.equal(tensor, torch.from_numpy(loaded).view(tensor.dtype).reshape(tensor.shape)), name
+
+
+def megatron_loads(folder: str) -> dict[str, Any]:
+    """Every tensor, as bytes, as dist_checkpointing.load_plain_tensors gives it."""
+    from tests.ranks import model_parallel
+
+    with model_parallel():
+        from megatron.core import dist_checkpointing
+
+        loaded = dist_checkpointing.load_plain_tensors(folder)
+        return {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in loaded.items()}
