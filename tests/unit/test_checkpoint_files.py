@@ -1,0 +1,170 @@
+"""Checkpoint folders: which one is meant, what is refused, and that nothing in them is run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from megatron_fp8 import checkpoint_files as files
+
+
+class Writer(dcp.FileSystemWriter):
+    """torch's, without the path that it would put into .metadata as an object."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A checkpoint of two tensors in a run's folder, made without ranks."""
+    folder = tmp_path / "run" / "checkpoints" / "iter_0000002"
+    state = {"w": torch.arange(12.0).view(3, 4).bfloat16(), "n": torch.tensor([3], dtype=torch.int64)}
+    dcp.save(state, storage_writer=Writer(folder), no_dist=True)
+    manifest = files.Manifest(2, {"optimizer_step": 2}, {"layout": {"tensor": 1}})
+    manifest.files = {path.name: files.file_record(path) for path in folder.iterdir()}
+    manifest.write(folder)
+    files.replace_file(folder.parent / "latest", folder.name + "\n")
+    return folder
+
+
+def test_every_path_to_it_means_it(saved):
+    for path in (saved, saved.parent, saved.parent.parent):
+        assert files.find_checkpoint(path) == saved
+    assert files.latest_checkpoint(saved.parent) == saved
+    assert files.latest_checkpoint(saved / "nothing") is None
+    manifest = files.read_manifest(saved)
+    assert (manifest.iteration, manifest.facts) == (2, {"layout": {"tensor": 1}})
+    files.check_files(saved, manifest)
+
+
+def test_latest_is_followed_while_it_names_something(saved):
+    newer = saved.with_name("iter_0000009")
+    newer.mkdir()
+    saved.with_name(".saving-iter_0000010-x").mkdir()
+    assert files.latest_checkpoint(saved.parent) == saved
+    assert files.complete_checkpoints(saved.parent) == [saved, newer]
+    for pointer in ("iter_0000777", "", "../../etc"):
+        (saved.parent / "latest").write_text(pointer)
+        assert files.latest_checkpoint(saved.parent) == newer
+    (saved.parent / "latest").unlink()
+    assert files.latest_checkpoint(saved.parent) == newer
+
+
+def damage(name: str, saved: Path) -> None:
+    shard = next(saved.glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    if name == "cut off":
+        shard.write_bytes(data[:-1])
+    elif name == "altered":
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    elif name == "missing":
+        shard.unlink()
+    elif name == "loop":
+        shard.unlink()
+        shard.symlink_to(shard.name)
+    else:
+        (saved / ".metadata").write_bytes(b"junk")
+
+
+DAMAGE = {
+    "cut off": "bytes and was written with",
+    "altered": "SHA-256 differs",
+    "missing": "is missing",
+    "loop": "cannot be read (Too many levels of symbolic links)",
+    "metadata": "bytes and was written with",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_and_another_checkpoint_named(saved, name):
+    good = saved.with_name("iter_0000001")
+    good.mkdir()
+    damage(name, saved)
+    with pytest.raises(ValueError) as error:
+        files.check_files(saved, files.read_manifest(saved))
+    assert DAMAGE[name] in str(error.value) and f"--resume={good}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "it has no manifest.json"),
+        ("{", "is damaged"),
+        ("[]", "is not the manifest of a megatron_fp8 checkpoint"),
+        ('{"format": "other"}', "is not the manifest of a megatron_fp8 checkpoint"),
+        (json.dumps({"format": files.FORMAT, "version": 99}), "has version 99"),
+        (json.dumps({"format": files.FORMAT, "version": 1, "iteration": 1}), "'state' is missing"),
+    ],
+)
+def test_a_foreign_folder_is_refused(saved, content, words):
+    manifest = saved / "manifest.json"
+    manifest.unlink() if content is None else manifest.write_text(content)
+    with pytest.raises(ValueError, match=words):
+        files.read_manifest(saved)
+
+
+def test_an_unreadable_pointer_or_path_is_named(saved):
+    (saved.parent / "latest").unlink()
+    (saved.parent / "latest").symlink_to("latest")
+    with pytest.raises(ValueError, match="latest' cannot be read"):
+        files.latest_checkpoint(saved.parent)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        files.find_checkpoint(saved / "nowhere")
+
+
+def test_tensors_are_read_whole(saved):
+    metadata = files.read_metadata(saved)
+    assert torch.equal(files.read_tensor(saved, metadata, "w"), torch.arange(12.0).view(3, 4).bfloat16())
+    assert files.read_tensor(saved, metadata, "n").tolist() == [3]
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_no_pickle_runs(saved, tmp_path):
+    mark = tmp_path / "ran"
+    metadata = files.read_metadata(saved)
+    for payload in (Bomb(mark), {"a": Bomb(mark)}, files.Manifest(1), torch.nn.Linear, getattr, print):
+        (saved / ".metadata").write_bytes(pickle.dumps(payload))
+        with pytest.raises(ValueError, match="not the metadata of a checkpoint"):
+            files.read_metadata(saved)
+    (saved / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(ValueError, match="it holds dict"):
+        files.read_metadata(saved)
+    place = next(iter(metadata.storage_data.values()))
+    bomb = io.BytesIO()
+    torch.save(Bomb(mark), bomb)
+    (saved / place.relative_path).write_bytes(bomb.getvalue())
+    for entry in metadata.storage_data.values():
+        entry.offset, entry.length = 0, len(bomb.getvalue())
+    with pytest.raises(ValueError, match="cannot be read"):
+        files.read_tensor(saved, metadata, "w")
+    for entry in metadata.storage_data.values():
+        entry.relative_path = "../../secret"
+    with pytest.raises(ValueError, match="lies outside"):
+        files.read_tensor(saved, metadata, "w")
+    assert not mark.exists()
+
+
+def test_a_replaced_file_is_never_half_written(tmp_path):
+    path = tmp_path / "latest"
+    files.replace_file(path, "one\n")
+    files.replace_file(path, "two\n")
+    assert path.read_text() == "two\n" and os.listdir(tmp_path) == ["latest"]
