@@ -26,19 +26,17 @@ runs where it likes; the slot would hold what nobody's forward pass has used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .backends.emulated import Quantized
+from .coded import CodedTensor
 from .quantizer import Quantizer
 from .recipe import Granularity, Rule
 from .tensor import Float8Tensor, QuantizedSide
-
-aten = torch.ops.aten
 
 
 def granularities(rule: Rule) -> list[Granularity]:
@@ -79,6 +77,13 @@ class _Stored:
             )
         self.quantized = Float8Tensor(sides[0], columnwise, self.dtype)
 
+    def take_scales(self, other: _Stored, device: Any) -> None:
+        """Scales, amax and health of another parameter, the codes of which are here already."""
+        nonfinite = None if other.nonfinite is None else other.nonfinite.to(device)
+        self.set_scales(
+            [s.to(device, copy=True) for s in other.scale_invs], other.amax.to(device, copy=True), nonfinite
+        )
+
     def write(self, x: torch.Tensor) -> None:
         """Quantise a matrix into the codes."""
         done: Quantized = self.quantizer.quantize(x.to(self.dtype), "both")
@@ -98,20 +103,16 @@ class _Stored:
         yield from self.scale_invs
 
 
-class Fp8Parameter(torch.Tensor):
+class Fp8Parameter(CodedTensor):
     """A weight [rows, cols] of nominal dtype bfloat16 in FP8; made by ``fp8_parameter``.
 
     Assign it to a module as any parameter (it is an instance of torch.nn.Parameter). NaN and Inf that are written become
     codes as in every cast, and count into the health of the iteration that uses them.
 
-    Raises:
-        TypeError: ``.data`` is given something else than an FP8 parameter or a matrix of its own shape and dtype (a
-            module's ``.float()`` or ``.half()``).
-        RuntimeError: a collective is called on it: it would move the dequantised copy and leave the codes.
+    Raises TypeError and RuntimeError as CodedTensor does: a change of dtype or device in place; a collective on it.
     """
 
     _stored: _Stored
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, stored: _Stored) -> Fp8Parameter:
@@ -209,63 +210,44 @@ class Fp8Parameter(torch.Tensor):
 
     # --------------------------------------------------------------------------------------------------- as a tensor
 
-    @property
-    def data(self) -> Any:
-        """The same parameter outside autograd: a write reaches it."""
-        return self.detach()
+    def write(self, value: torch.Tensor) -> None:
+        """Round to the nominal dtype and quantise [rows, cols] into the codes."""
+        self._stored.write(value)
 
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if isinstance(value, Fp8Parameter) and value.shape == self.shape and value.device == self.device:
-            self._stored = value._stored
-        elif value.shape == self.shape and value.dtype == self.dtype and value.device == self.device:
-            self._stored.write(value)
-        else:
-            raise TypeError(
-                f"an FP8 parameter {tuple(self.shape)} on {self.device} cannot become {value.dtype} {tuple(value.shape)}"
-                f" on {value.device}: convert or move the model before its weights are made FP8, or take their"
-                " dequantised values"
-            )
+    def alias(self) -> Fp8Parameter:
+        """Another tensor over the same codes and scales."""
+        return type(self)(self._stored)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Write elements: in BF16, and the whole is quantised again. (Writing to a view, a copy, changes nothing.)"""
-        whole = self.dequantize()
-        whole[index] = value
-        self._stored.write(whole)
+    def copy_codes(self, source: torch.Tensor) -> bool:
+        """Take codes and scales of an FP8 parameter that is quantised alike: a second cast would have other scales."""
+        if not (isinstance(source, Fp8Parameter) and source.rule == self.rule and source.shape == self.shape):
+            return False
+        if source._stored is not self._stored:
+            for mine, theirs in zip(self.codes, source.codes, strict=True):
+                mine.copy_(theirs)
+            self._stored.take_scales(source._stored, self.device)
+        return True
+
+    def move(self, device: Any) -> Fp8Parameter:
+        """An FP8 parameter on another device, with the same codes, scales and attributes."""
+        old = self._stored
+        new = _Stored(old.quantizer, old.dtype, [codes.to(device) for codes in old.codes])
+        new.initial = old.initial
+        new.take_scales(old, device)
+        return type(self)(new)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Parameter:
         old = self._stored
         new = _Stored(old.quantizer, old.dtype, [codes.clone() for codes in old.codes])
         new.initial = None if old.initial is None else old.initial.clone()
-        new.set_scales([s.clone() for s in old.scale_invs], old.amax.clone(), old.nonfinite)
+        new.take_scales(old, self.device)
         copied = _as_parameter(type(self)(new), self.requires_grad)
         copied.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_stored", "_is_param")})
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as its dequantised value: a file needs no class of this package to be read."""
-        return self.dequantize().__reduce_ex__(protocol)
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.rule}, nominal {self.dtype}, {self.device})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        special = _SPECIAL.get(func)
-        if special is not None and isinstance(args[0], Fp8Parameter):
-            done = special(*args, **kwargs)
-            if done is not NotImplemented:
-                return done
-        if func.namespace == "c10d":
-            raise RuntimeError(
-                f"{func} on an FP8 parameter would send its dequantised copy and change nothing here: send"
-                " parameter.codes, or write the received value with copy_"
-            )
-        return _on_values(func, args, kwargs)
 
 
 class TwoWayFp8Parameter(Fp8Parameter):
@@ -297,88 +279,6 @@ def fp8_parameter(weight: torch.Tensor, quantizer: Quantizer) -> Fp8Parameter:
 
 def _as_parameter(tensor: Fp8Parameter, requires_grad: bool) -> Any:
     return torch.nn.Parameter(tensor, requires_grad)
-
-
-# ------------------------------------------------------------------------------------------------------------ operations
-
-
-def _alias(self: Fp8Parameter, *_: Any, **__: Any) -> Fp8Parameter:
-    return type(self)(self._stored)
-
-
-def _same_shape(self: Fp8Parameter, size: Any, **_: Any) -> Any:
-    """A view of the whole (DistributedDataParallel expands a parameter to its own shape): no copy."""
-    wanted = [own if n == -1 else n for n, own in zip(size, self.shape, strict=False)]
-    return _alias(self) if wanted == list(self.shape) and len(size) == self.ndim else NotImplemented
-
-
-def _copy(self: Fp8Parameter, source: torch.Tensor, non_blocking: bool = False) -> Fp8Parameter:
-    if isinstance(source, Fp8Parameter):
-        if source.rule == self.rule and source.shape == self.shape:
-            for mine, theirs in zip(self.codes, source.codes, strict=True):
-                mine.copy_(theirs)
-            theirs_ = source._stored
-            self._stored.set_scales(
-                [s.to(self.device) for s in theirs_.scale_invs],
-                theirs_.amax.to(self.device),
-                theirs_.nonfinite,
-            )
-            return self
-        source = source.dequantize()
-    self._stored.write(source.to(self.device).expand(self.shape))
-    return self
-
-
-def _to_copy(self: Fp8Parameter, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    """Another dtype: the value, rounded once from codes * scale. Another device: an FP8 parameter there."""
-    if dtype not in (None, self.dtype):
-        return self.dequantize(dtype).to(device or self.device)
-    if device is None or torch.device(device) == self.device:
-        return self.dequantize()
-    old = self._stored
-    new = _Stored(old.quantizer, old.dtype, [codes.to(device) for codes in old.codes])
-    new.initial = old.initial
-    new.set_scales(
-        [s.to(device) for s in old.scale_invs],
-        old.amax.to(device),
-        None if old.nonfinite is None else old.nonfinite.to(device),
-    )
-    return type(self)(new)
-
-
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.expand.default: _same_shape,
-    aten.view.default: _same_shape,
-    aten.copy_.default: _copy,
-    aten._to_copy.default: _to_copy,
-}
-
-
-def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on dequantised values; what it writes in place is quantised back."""
-    values: dict[int, tuple[Fp8Parameter, torch.Tensor]] = {}
-
-    def plain(x: Any) -> Any:
-        if not isinstance(x, Fp8Parameter):
-            return x
-        return values.setdefault(id(x), (x, x.dequantize()))[1]
-
-    result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [
-        given.get(argument.name)
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    back = {}
-    for parameter in tree_leaves(written):
-        if isinstance(parameter, Fp8Parameter):
-            value = values[id(parameter)][1]
-            parameter._stored.write(value)
-            back[id(value)] = parameter
-    return tree_map(lambda x: back.get(id(x), x), result) if back else result
 
 
 def broadcast(parameter: Fp8Parameter, source: int, group: Any) -> None:

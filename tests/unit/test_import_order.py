@@ -23,6 +23,7 @@ STREAM: list[tuple[str, ...]] = [
     ("phases",),
     ("state",),
     ("quantizer",),
+    ("coded",),
     ("param",),
     ("param_shard",),
     ("plan",),
