@@ -1,8 +1,8 @@
 """Backends: where codes are made and multiplied. A backend is a module with name, supports, notes, quantize and gemm.
 
 ``supports(device, recipe)`` returns the reason why the backend cannot run there, or not that recipe, or None;
-``notes(recipe)`` says what of the recipe it does in another way than its own. An explicit request that cannot be met is
-an error; 'auto' takes the first that can, in the order of BACKENDS. No request is ever replaced in silence.
+``notes(device, recipe)`` says what of the recipe it does in another way than its own. An explicit request that cannot be
+met is an error; 'auto' takes the first that can, in the order of BACKENDS. No request is ever replaced in silence.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def choose_backend(
                 f"fp8_backend {request!r} cannot run on {device}: {reason}; use fp8_backend='auto'"
                 " ('emulated' runs on every device)"
             )
-        return BACKENDS[request], "; ".join(["asked for", *_notes(BACKENDS[request], recipe)])
+        return BACKENDS[request], "; ".join(["asked for", *_notes(BACKENDS[request], device, recipe)])
     reasons: list[str] = []
     for backend_name, backend in BACKENDS.items():
         reason = backend.supports(device, recipe)
         if reason is None:
-            return backend, "; ".join([*(reasons or ["the fastest here"]), *_notes(backend, recipe)])
+            return backend, "; ".join([*(reasons or ["the fastest here"]), *_notes(backend, device, recipe)])
         reasons.append(f"not {backend_name}: {reason}")
     raise ValueError(f"no FP8 backend can run on {device}: {'; '.join(reasons)}")
 
 
-def _notes(backend: ModuleType, recipe: Recipe | None) -> list[str]:
-    return [] if recipe is None else backend.notes(recipe)
+def _notes(backend: ModuleType, device: torch.device, recipe: Recipe | None) -> list[str]:
+    return [] if recipe is None else backend.notes(device, recipe)

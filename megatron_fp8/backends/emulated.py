@@ -74,7 +74,7 @@ def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
     return None
 
 
-def notes(recipe: Recipe) -> list[str]:
+def notes(device: torch.device, recipe: Recipe) -> list[str]:
     """What of the recipe this backend does in another way than its own: nothing."""
     return []
 

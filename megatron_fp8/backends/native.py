@@ -20,7 +20,7 @@ from ..recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, GEMM_OPERANDS, ROW,
 from ..tensor import Float8Tensor, QuantizedSide
 from . import emulated
 from .emulated import AmaxReduction, Direction, Quantized, Region, check_matrix, check_operands
-from .native_layout import Operand, Plan, arguments, plan, row_scales
+from .native_layout import Operand, Plan, arguments, block_scales, place_codes, plan, row_scales
 from .native_modes import device_reason, refusals
 
 name = "native"
@@ -35,21 +35,23 @@ def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
     reason = device_reason(device)
     if reason is not None or recipe is None:
         return reason
-    for which, roles in GEMM_OPERANDS.items():
-        first, second = (recipe.rule(role) for role in roles)
-        if first is None or second is None:
-            continue
+    for which, (first, second) in _gemms(recipe).items():
         for out, bias in _RESULTS:
             try:
-                plan(_typical(first), _typical(second), out, bias, False, refusals(device, multiply))
+                _plan_for(first, second, out, bias, device)
             except ValueError as error:
                 return f"{which}: {error}"
     return None
 
 
-def notes(recipe: Recipe) -> list[str]:
-    """Which roles are quantised by the emulated backend on the same device, since no kernel does it, and why."""
+def notes(device: torch.device, recipe: Recipe) -> list[str]:
+    """Which roles are quantised by the emulated backend on the same device, since no kernel does it, and why; and which
+    GEMMs are this package's own kernel, since torch has none. Of a recipe that ``supports`` does not refuse."""
     found = []
+    for which, (first, second) in _gemms(recipe).items():
+        made = _plan_for(first, second, torch.bfloat16, None, device)
+        if made.request.triton:
+            found.append(f"{which} by this package's block-scaled kernel")
     for role in ROLES:
         rule = recipe.rule(role)
         reason = None if rule is None else kernel_reason(rule)
@@ -62,6 +64,16 @@ def notes(recipe: Recipe) -> list[str]:
 _RESULTS = [(torch.float32, None)] + [
     (dtype, bias) for dtype in (torch.bfloat16, torch.float16) for bias in (None, dtype)
 ]
+
+
+def _gemms(recipe: Recipe) -> dict[str, tuple[Rule, Rule]]:
+    """The rules of both operands of every GEMM that the recipe quantises."""
+    rules = {which: tuple(recipe.rule(role) for role in roles) for which, roles in GEMM_OPERANDS.items()}
+    return {which: (a, b) for which, (a, b) in rules.items() if a is not None and b is not None}
+
+
+def _plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, device: torch.device) -> Plan:
+    return plan(_typical(a), _typical(b), out, bias, False, refusals(device, multiply))
 
 
 def _typical(rule: Rule) -> Operand:
@@ -189,6 +201,8 @@ def multiply(
     product: Plan, a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The product with all its padding, before what is left to do to it. float32 if the plan rounds later."""
+    if product.request.triton:
+        return _multiply_blocks(a, b, product.request.out, bias)
     codes_a, codes_b, scale_a, scale_b = arguments(product, a, b)
     if bias is not None:
         bias = torch.nn.functional.pad(bias, (0, product.b.shape[1] - product.n))
@@ -219,3 +233,14 @@ def multiply(
         [],
         product.fast,
     )
+
+
+def _multiply_blocks(
+    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
+    from ..kernels.block_matmul import block_matmul  # loads Triton
+
+    (scale_a, height_a), (scale_b, height_b) = block_scales(a), block_scales(b)
+    codes_a, codes_b = (place_codes(side.codes, *side.codes.shape) for side in (a, b))
+    heights = {"a_height": height_a, "b_height": height_b}
+    return block_matmul(codes_a, scale_a, codes_b, scale_b, **heights, out_dtype=out_dtype, bias=bias)

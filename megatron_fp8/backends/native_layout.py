@@ -88,10 +88,13 @@ class Request:
     b: torch.dtype
     out: torch.dtype
     bias: bool = False
+    triton: bool = False
+    """Whether it is this package's kernel that is meant, which has the block modes, and not torch's product."""
 
     def __str__(self) -> str:
         a, b, out = (str(t).removeprefix("torch.") for t in (self.a, self.b, self.out))
-        return f"{self.mode.value} scales, {a} by {b} -> {out}{' with bias' if self.bias else ''}"
+        by = " by kernels/block_matmul.py" if self.triton else ""
+        return f"{self.mode.value} scales, {a} by {b} -> {out}{' with bias' if self.bias else ''}{by}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,6 @@ class Plan:
         fast: fast accumulation.
         post_scale: the product runs with scales of one, and its float32 result is multiplied by the row scales.
         post_bias: the bias is added to the float32 result.
-        triton: the product is this package's own kernel, since torch has none for the request.
     """
 
     m: int
@@ -119,11 +121,10 @@ class Plan:
     fast: bool
     post_scale: bool = False
     post_bias: bool = False
-    triton: bool = False
 
 
 Refusal = Callable[[Request], str | None]
-"""Why a device's torch has no kernel for a request; None where it has."""
+"""Why a device has no product for a request; None where it has."""
 
 
 def mode_of(a: Operand, b: Operand) -> Mode | str:
@@ -151,6 +152,7 @@ def choose(
     The product adds a bias only of its own 16-bit dtype; any other joins the float32 result. A mode that has no float32
     result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one, whose float32
     result then takes the row scales: acc * (scale_inv_a * scale_inv_b), as specified, at the price of one more pass.
+    Block scales that torch cannot multiply by are this package's own kernel's.
     """
     inside = bias is not None and bias == out != torch.float32
     options: list[tuple[Request, bool, bool]] = []
@@ -159,6 +161,8 @@ def choose(
     options.append((Request(mode, a, b, torch.float32), False, bias is not None))
     if mode is Mode.ROW:
         options.append((Request(Mode.TENSOR, a, b, torch.float32), True, bias is not None))
+    if mode in (Mode.BLOCK, Mode.BLOCK_1D):
+        options.append((Request(mode, a, b, out, bias is not None, triton=True), False, False))
     reasons = []
     for option in options:
         reason = refusal(option[0])
@@ -176,15 +180,13 @@ def plan(
     bias: torch.dtype | None,
     fast: bool,
     refusal: Refusal,
-    block_kernel: bool = False,
 ) -> Plan:
     """The product a [M, K] @ b [N, K]^T, to the last stride.
 
     Args:
         out: bfloat16, float16 or float32; bias: dtype of a bias [N], or None.
         fast: fast accumulation where the mode has it (never with blocks).
-        refusal: what the device's torch cannot do.
-        block_kernel: this package's own block-scaled kernel may do what torch cannot.
+        refusal: what the device cannot do.
 
     Raises:
         ValueError: nothing multiplies such operands; the message says why.
@@ -193,13 +195,12 @@ def plan(
     if isinstance(mode, str):
         raise ValueError(mode)
     found = choose(mode, a.dtype, b.dtype, out, bias, refusal)
-    triton = isinstance(found, str) and block_kernel and mode in (Mode.BLOCK, Mode.BLOCK_1D)
     if isinstance(found, str):
-        if not triton:
-            raise ValueError(found)
-        found = (Request(mode, a.dtype, b.dtype, torch.float32 if bias else out), False, bias is not None)
+        raise ValueError(found)
     request, post_scale, post_bias = found
-    m, n, k = padded_sizes(request.mode, a.rows, b.rows, a.k)
+    m, n, k = a.rows, b.rows, a.k
+    if not request.triton:
+        m, n, k = padded_sizes(request.mode, m, n, k)
     scale_a, scale_b = scale_arguments(request.mode, m, n, k)
     return Plan(
         a.rows,
@@ -213,7 +214,6 @@ def plan(
         fast and request.mode in (Mode.TENSOR, Mode.ROW),
         post_scale,
         post_bias,
-        triton,
     )
 
 
@@ -236,7 +236,7 @@ def scale_arguments(mode: Mode, m: int, n: int, k: int) -> tuple[Argument, Argum
         sizes = (round_up(rows, 128) * columns for rows in (m, n))
         first, second = (Argument((size,), (1,), torch.float8_e8m0fnu) for size in sizes)
         return first, second
-    blocks = k // BLOCK
+    blocks = -(-k // BLOCK)
     first = Argument((m, blocks), (1, m), f32)
     if mode is Mode.BLOCK_1D:
         return first, Argument((n, blocks), (1, n), f32)
@@ -297,6 +297,14 @@ def place_scale(plan: Plan, side: QuantizedSide, *, first: bool) -> torch.Tensor
         scale = scale.repeat_interleave(BLOCK, 0)[:rows]
     # Made as [blocks, rows] and turned: rows contiguous.
     return _padded(scale.expand(rows, -(-k // BLOCK)).t(), blocks, argument.shape[0]).t()
+
+
+def block_scales(side: QuantizedSide) -> tuple[torch.Tensor, int]:
+    """What kernels/block_matmul.py takes: scale_inv [ceil(rows / height), ceil(K / 128)], any strides, and the height."""
+    scale, (rows, k) = side.float_scale_inv(), side.codes.shape
+    if side.granularity.rows == BLOCK:
+        return scale, BLOCK
+    return scale.expand(rows, -(-k // BLOCK)), 1
 
 
 def row_scales(side: QuantizedSide) -> torch.Tensor:

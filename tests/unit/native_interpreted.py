@@ -13,15 +13,15 @@ import json
 import traceback
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest import mock
 
 import torch
 
 from megatron_fp8.backends import emulated, native
+from megatron_fp8.kernels import block_matmul
 from megatron_fp8.kernels import quantize as kernels
 from megatron_fp8.plan import fp8_site
-from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, Rule
+from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
 from megatron_fp8.site import GemmSite
 from megatron_fp8.state import Fp8State
 from tests.unit.compare import assert_same_bytes
@@ -137,11 +137,34 @@ def rules_without_a_kernel() -> None:
         b.quantize(x, recipe.rule("grad_output"), "both", region=region) for b in (native, emulated)
     )
     assert_same_bytes(found.tensor.columnwise.codes, expected.tensor.columnwise.codes)
-    (note,) = native.notes(recipe)
+    with fake_torch():
+        (note,) = native.notes(torch.device("cpu"), recipe)
     assert "grad_output quantised without a kernel" in note and "stochastic" in note
-    odd = Rule(RECIPES["mxfp8"].rule("input").fmt, RECIPES["mxfp8"].rule("input").granularity, "fp32")
-    assert native.notes(CustomRecipe(lambda role: replace(odd, scale="e8m0"))) == []
-    assert native.notes(Float8CurrentScaling()) == []
+    odd = Rule(recipe.rule("input").fmt, Granularity(64, 64), "pow2")
+    assert native.kernel_reason(odd) == "64x64 blocks with pow2 scales"
+    found, expected = (b.quantize(x, odd, "both") for b in (native, emulated))
+    assert_same_bytes(found.tensor.columnwise.codes, expected.tensor.columnwise.codes)
+
+
+def blocks_that_torch_lacks() -> None:
+    """On a GPU whose torch has no block-scaled product the package's own does all three GEMMs, and the plan says so."""
+    refused = {"block": "only sm90", "block 1d": "only sm90"}
+    x, w, dy = data(70, 150, 136)
+    bias = randn(136, seed=9, dtype=torch.float32)
+    for name in ("blockwise", "blockwise-fp32"):
+        site = GemmSite(fp8_site("layers.0.linear", 0, RECIPES[name], "native", "test"), Fp8State(), None)
+        expected = run(make_site(name)[0], x, w, dy, bias)
+        anywhere = mock.patch.object(native, "device_reason", return_value=None)
+        with fake_torch(refuse=refused) as fake, counting_blocks() as calls, anywhere:
+            assert native.supports(torch.device("cpu"), RECIPES[name]) is None
+            notes = native.notes(torch.device("cpu"), RECIPES[name])
+            tried = calls.total()
+            outcome = run(site, x, w, dy, bias)
+        assert notes == [f"{g} by this package's block-scaled kernel" for g in ("fprop", "dgrad", "wgrad")]
+        assert not fake.calls and calls.total() == tried + 3
+        for what in ("y", "dx", "dw"):
+            found, wanted = getattr(outcome, what).double(), getattr(expected, what).double()
+            assert (found - wanted).abs().max() <= 2**-7 * wanted.abs().max(), what
 
 
 def linear(name: str) -> None:
@@ -173,6 +196,19 @@ def linear(name: str) -> None:
         assert slot.arena.last_amax[slot.index] == other.arena.last_amax[other.index], "recorded amaxes"
 
 
+@contextmanager
+def counting_blocks():
+    calls: Counter[str] = Counter()
+    original = block_matmul.block_matmul
+
+    def counting(*args, **kwargs):
+        calls["block_matmul"] += 1
+        return original(*args, **kwargs)
+
+    with mock.patch.object(block_matmul, "block_matmul", counting):
+        yield calls
+
+
 CHECKS = {
     **{f"same bits: {name}": (same_bits, name) for name in RECIPES},
     **{f"linear: {name}": (linear, name) for name in RECIPES if name != "tensorwise-pow2"},
@@ -180,6 +216,7 @@ CHECKS = {
     "shared amaxes": (shared_amaxes,),
     "kernels dispatched": (kernels_dispatched,),
     "rules without a kernel": (rules_without_a_kernel,),
+    "blocks that torch lacks": (blocks_that_torch_lacks,),
 }
 
 

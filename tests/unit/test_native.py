@@ -23,7 +23,13 @@ NAMES = [n for n in RECIPES if n != "tensorwise-pow2"]
 CHECKS = [
     *(f"same bits: {name}" for name in RECIPES),
     *(f"linear: {name}" for name in NAMES),
-    *("given scale", "shared amaxes", "kernels dispatched", "rules without a kernel"),
+    *(
+        "given scale",
+        "shared amaxes",
+        "kernels dispatched",
+        "rules without a kernel",
+        "blocks that torch lacks",
+    ),
 ]
 
 

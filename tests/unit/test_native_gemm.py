@@ -10,6 +10,7 @@ import torch
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated, native
 from megatron_fp8.backends.native_layout import Mode, Operand, Request, place_codes, plan, swizzle
+from megatron_fp8.backends.native_modes import refusals
 from megatron_fp8.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
 from tests.unit.compare import assert_same_bytes
@@ -164,14 +165,15 @@ def test_rowwise_without_a_float32_result_runs_with_unit_scales():
 
 def test_a_product_that_torch_gets_wrong_is_not_used():
     """As 128x128 scales were before pytorch#166752: no error, wrong numbers."""
-    a, b = operands("fprop", RECIPES["blockwise"], 60, 70, 130)
-    with fake_torch(wrong="block"), pytest.raises(ValueError, match=r"1x128 by 128x128.*computes it wrongly"):
-        native.gemm(a, b, out_dtype=torch.bfloat16)
-    with (
-        fake_torch(refuse={"block": "only sm90\nstack"}),
-        pytest.raises(ValueError, match=r"bfloat16: only sm90"),
-    ):
-        native.gemm(a, b, out_dtype=torch.bfloat16)
+    block = Request(Mode.BLOCK, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)
+    cpu = torch.device("cpu")
+    with fake_torch(wrong="block"):
+        assert "computed wrongly" in (refusals(cpu, native.multiply)(block) or "")
+        assert refusals(cpu, native.multiply)(replace(block, mode=Mode.BLOCK_1D)) is None
+    with fake_torch(refuse={"block": "only sm90\nand its stack"}):
+        assert refusals(cpu, native.multiply)(block) == "only sm90"
+    with fake_torch():
+        assert refusals(cpu, native.multiply)(block) is None
 
 
 def test_each_kind_of_product_is_tried_once():
