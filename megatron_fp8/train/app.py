@@ -43,7 +43,7 @@ A config file has the sections model, train, optimizer, data and checkpoint; eve
   --debug                          show tracebacks of bad input
   --keys                           list every key with its default
 
-SIGTERM and SIGUSR1 make the run finish its iteration, save and return; --resume=auto goes on from there.
+SIGTERM and SIGUSR1 make the run finish its iteration, save and end; --resume=auto goes on from there.
 
 Exit codes: 0 done, or stopped and saved; 1 training failed; 2 bad input.
 """
@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
     from megatron_fp8.train.stop import StopRequest
 
     try:
-        stop = StopRequest().listen()  # first of all: until here a signal ends the process
+        stop = StopRequest()
+        stop.listen("SIGUSR1")  # before the seconds that imports take
     except ValueError as error:
         return _refuse(error, debug)
     from megatron_fp8.train import parallel
@@ -226,6 +227,7 @@ def _train(trainer: Any) -> int:
     import time
 
     start = time.perf_counter()
+    trainer.stop.listen("SIGTERM")
     try:
         summary = trainer.train()
     finally:
@@ -241,8 +243,9 @@ def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
     run = trainer.run
     done, wanted = int(summary["iteration"]), run.train.train_iters
     if done < wanted:
-        saved = "saved; continue with --resume=auto"
-        parts = [f"stopped by {trainer.stop.reason} after {done} of {wanted} iterations", saved]
+        parts = [f"stopped by {trainer.stop.reason} after {done} of {wanted} iterations, saved"]
+    elif trainer.finished >= wanted:
+        return f"done: all {wanted} iterations were done before; everything is in {run.run_dir}"
     else:
         parts = [f"done: {wanted} iterations in {seconds:.0f} s"]
     if "last_loss" in summary:
@@ -251,7 +254,8 @@ def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
         parts.append("no finite loss")
     if "validation_loss" in summary:
         parts.append(f"validation loss {summary['validation_loss']:.4f}")
-    return ", ".join(parts) + f"; everything is in {run.run_dir}"
+    more = "; --resume=auto goes on from there" if done < wanted else ""
+    return ", ".join(parts) + f"; everything is in {run.run_dir}{more}"
 
 
 def _all_keys() -> str:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_fp8.train.rendezvous import attempt_store, check_restarts
 from megatron_fp8.train.sections import TrainSection
 
 Result = TypeVar("Result")
@@ -159,9 +160,10 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
 def join(launch: Launch, model: Any, train: TrainSection) -> None:
     """Threads, device, process group (gloo without CUDA, nccl with), Megatron's groups and random streams.
 
-    Raises ValueError if the layout does not fit the world size.
+    Raises ValueError if the layout does not fit the world size, or torchrun's restarts cannot work.
     """
     check_layout(model, train, launch.world_size)
+    check_restarts(os.environ)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(launch.local_rank)
@@ -170,14 +172,13 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     if not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", launch.master_addr)
         os.environ.setdefault("MASTER_PORT", str(launch.master_port))
-        # One process needs no port, and so never meets another run on it.
-        store = dist.HashStore() if launch.world_size == 1 else None
+        timeout = timedelta(minutes=train.distributed_timeout_minutes)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             rank=launch.rank,
             world_size=launch.world_size,
-            store=store,
-            timeout=timedelta(minutes=train.distributed_timeout_minutes),
+            store=attempt_store(os.environ, launch.world_size, timeout),
+            timeout=timeout,
         )
     from megatron.core import parallel_state
 

@@ -12,9 +12,10 @@ between two steps. Rejected: a rank that decides by itself. Its peers would wait
     SIGUSR1                what `sbatch --signal=USR1@300` asks for 300 s before the job's time is over
     the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it
 
-From `listen` on, these signals never end the process by themselves: one that comes while the checkpoint is being
-written is noted again, and changes nothing. A process that hangs is ended by SIGKILL, as torchrun and SLURM do after
-their grace time.
+A signal that is listened to never ends the process by itself: one that comes while the checkpoint is being written is
+noted again, and changes nothing. A process that hangs is ended by SIGKILL, as torchrun and SLURM do after their grace
+time. Before training starts there is nothing to save, and SIGTERM ends a process at once, as ever: torchrun sends it to
+all ranks when one of them has died, and they may be waiting for that one to join them. SIGUSR1 is noted even then.
 """
 
 from __future__ import annotations
@@ -45,11 +46,9 @@ class StopRequest:
         self.reason: str | None = None
         """The one of REASONS that all ranks know of and stop for; None: go on."""
 
-    def listen(self) -> StopRequest:
-        """Note SIGTERM and SIGUSR1 from now on. Main thread only. Returns self."""
-        for name in REASONS[:2]:
-            signal.signal(signal.Signals[name], self._note)
-        return self
+    def listen(self, name: str) -> None:
+        """Note the signal `name` (one of REASONS) from now on, to the end of the process. Main thread only."""
+        signal.signal(signal.Signals[name], self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted[signal.Signals(number).name] = True
