@@ -33,7 +33,7 @@ from ..checkpoint_files import (
     replace_file,
     sync,
 )
-from .checkpoint_store import prepare, write_companions, write_shards
+from .checkpoint_store import prepare, root_cause, write_companions, write_shards
 
 _UNFINISHED = ".saving-"
 
@@ -114,8 +114,8 @@ class Saver:
         outcome: tuple[Any, Exception | None]
         try:
             outcome = (work(), None)
-        except (OSError, RuntimeError) as error:  # torch.save makes the second of a full disk
-            outcome = (None, error)
+        except (OSError, RuntimeError) as error:
+            outcome = (None, OSError(*root_cause(error).args))  # without frames, which do not travel
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, outcome, group=self._group)
         for rank, (_, failed) in enumerate(everyone):

@@ -77,6 +77,14 @@ def load_shards(folder: Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """The OSError behind ``error``, if there is one: torch.save reports a full disk as an unexpected position."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return error if found is None else found
+
+
 class _Writer(dcp.FileSystemWriter):
     """One file a rank, synced; .metadata does not say in which folder it was made."""
 
@@ -85,6 +93,12 @@ class _Writer(dcp.FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise root_cause(error) from error
 
 
 class _Reader(dcp.FileSystemReader):

@@ -1,0 +1,281 @@
+"""Checkpoints through the command: runs that go on, that find their checkpoint damaged, and that find the disk full."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_fp8.checkpoint_files import check_files, latest_checkpoint, read_manifest
+from megatron_fp8.inspector import main as inspect
+from tests.functional.test_train_app import APP, MEASURED, MODEL, environment, lines
+
+FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
+FIELDS |= {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def config(folder) -> Path:
+    words = random.Random(0).choices(["spam", "eggs", "ham", "toast", "tea", "\n"], k=40_000)
+    (folder / "text.txt").write_text(" ".join(words))
+    content = {
+        "model": FIELDS,
+        "train": {
+            "train_iters": 3, "micro_batch_size": 2, "global_batch_size": 2, "seq_length": 32,
+            "eval_interval": 1, "eval_iters": 1, "threads": 1,
+        },
+        "data": {"paths": [str(folder / "text.txt")], "split": "80,20,0", "cache_dir": str(folder / "cache")},
+        "checkpoint": {"save_interval": 1, "keep_last": 0},
+    }  # fmt: skip
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def run_many(folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:
+    """(exit code, what was said on stderr) of each command, one after the other in one process."""
+    path = folder / "commands.json"
+    path.write_text(json.dumps(commands))
+    done = subprocess.run(
+        [sys.executable, APP, "many", str(path)],
+        capture_output=True, text=True, timeout=200, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [(code, said) for code, said in json.loads(done.stdout.splitlines()[-1])]
+
+
+@pytest.fixture(scope="module")
+def trained(folder, config) -> Path:
+    """The folder of a run of three iterations with a checkpoint after each."""
+    out = folder / "runs" / "first"
+    assert run_many(folder, [["train", f"--config={config}", f"--run_dir={out}"]]) == [(0, "")]
+    return out
+
+
+DAMAGE: dict[str, str] = {
+    "cut off": "__0_0.distcp has",
+    "altered": "__0_0.distcp is not what was written",
+    "missing": "__0_0.distcp is missing",
+    "metadata missing": ".metadata is missing",
+    "manifest missing": "is not a checkpoint of megatron_fp8: it has no manifest.json",
+    "unreadable": "__0_0.distcp cannot be read (Is a directory)",
+}
+
+
+def damage(checkpoint: Path, kind: str) -> None:
+    shard = checkpoint / "__0_0.distcp"
+    size = shard.stat().st_size
+    if kind == "cut off":
+        os.truncate(shard, size - 100)
+    elif kind == "altered":
+        with shard.open("r+b") as stream:
+            stream.seek(size // 2)
+            stream.write(b"\0\1\2\3")
+    elif kind == "missing":
+        shard.unlink()
+    elif kind == "unreadable":
+        # A folder of the very size, which nobody may read as a file, not even root.
+        shard.unlink()
+        shard.mkdir()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        manifest["files"][shard.name]["bytes"] = shard.stat().st_size
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    else:
+        (checkpoint / {"metadata missing": ".metadata", "manifest missing": "manifest.json"}[kind]).unlink()
+
+
+@pytest.fixture(scope="module")
+def results(folder, config, trained) -> dict[str, tuple[int, str]]:
+    """What each of the runs below ended with."""
+    commands: dict[str, list[str]] = {}
+
+    def command(name: str, *more: str, copy: bool = True) -> Path:
+        out = folder / "runs" / name
+        if copy:
+            shutil.copytree(trained, out)
+        commands[name] = ["train", f"--config={config}", f"--run_dir={out}", *more]
+        return out / "checkpoints"
+
+    went_back = command("goes on")
+    shutil.rmtree(went_back / "iter_0000003")
+    (went_back / "latest").write_text("iter_0000002\n")
+    with (went_back.parent / "metrics.jsonl").open("a") as stream:
+        stream.write('{"iteration": 4, "lm_lo')  # a rank was killed while it wrote
+    command("from another run", f"--resume={trained / 'checkpoints' / 'iter_0000001'}", copy=False)
+    command("finished")
+    command("starts anew", "--resume=never", "--train.train_iters=1")
+    for kind in DAMAGE:
+        damage(command(kind) / "iter_0000003", kind)
+    foreign = f"--resume={trained}"
+    command("wider", foreign, "--model.ffn_hidden_size=256", copy=False)
+    command("deeper", foreign, "--model.num_layers=3", copy=False)
+    command("nowhere", "--resume=runs/nowhere", copy=False)
+    return dict(zip(commands, run_many(folder, list(commands.values())), strict=True))
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(folder, trained, results):
+    assert results["goes on"] == (0, "")
+    out = folder / "runs" / "goes on"
+    first, again = lines(trained / "metrics.jsonl"), lines(out / "metrics.jsonl")
+    assert [line["iteration"] for line in again] == [1, 2, 3]
+    assert again[:2] == first[:2]
+    for name in set(first[2]) - MEASURED:
+        assert again[2][name] == first[2][name], name
+    assert lines(out / "validation.jsonl") == lines(trained / "validation.jsonl")
+    assert not list(out.glob("previous-*"))
+    ones, others = (read_manifest(run / "checkpoints" / "iter_0000003") for run in (trained, out))
+    assert ones.files == others.files and ones.state == others.state
+
+
+def test_a_path_starts_another_run_from_there(folder, trained, results):
+    assert results["from another run"] == (0, "")
+    metrics = lines(folder / "runs" / "from another run" / "metrics.jsonl")
+    assert [line["iteration"] for line in metrics] == [2, 3]
+    assert metrics[-1]["lm_loss"] == lines(trained / "metrics.jsonl")[-1]["lm_loss"]
+    assert [line["tokens"] for line in metrics] == [128, 192]
+
+
+def test_a_finished_run_has_nothing_to_do_and_never_starts_anew(folder, trained, results):
+    assert results["finished"] == (0, "")
+    out = folder / "runs" / "finished"
+    assert lines(out / "metrics.jsonl") == lines(trained / "metrics.jsonl")
+    assert results["starts anew"] == (0, "")
+    out = folder / "runs" / "starts anew"
+    assert len(lines(out / "metrics.jsonl")) == 1 and len(lines(out / "previous-1" / "metrics.jsonl")) == 3
+    assert (out / "previous-1" / "checkpoints" / "iter_0000003").is_dir()
+    assert sorted(os.listdir(out / "checkpoints")) == ["iter_0000001", "latest"]
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_left_alone(folder, results, kind):
+    code, said = results[kind]
+    assert code == 2 and said.startswith("error: ") and len(said.splitlines()) == 1, said
+    assert DAMAGE[kind] in said
+    checkpoints = folder / "runs" / kind / "checkpoints"
+    good = checkpoints / "iter_0000002"
+    check_files(good, read_manifest(good))
+    if "not a checkpoint" not in said:
+        assert f"--resume={good}" in said
+    assert not list(checkpoints.parent.glob("previous-*"))
+
+
+def test_another_models_checkpoint_is_refused(folder, results):
+    for kind, words in {
+        "wider": "is of another model: decoder.layers.0.mlp.linear_fc1.weight",
+        "deeper": "is of another model: it has no decoder.layers.2.",
+        "nowhere": "'runs/nowhere' is not a checkpoint of megatron_fp8: there is no such folder",
+    }.items():
+        code, said = results[kind]
+        assert code == 2 and words in said and len(said.splitlines()) == 1, said
+        assert not (folder / "runs" / kind).exists()
+
+
+# --------------------------------------------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[tuple[Path, Any]]:
+    """(a folder on a disk of 2 MiB, what a child process does before it starts).
+
+    Where mounting is not permitted, no file of the child can be as large as a checkpoint's.
+    """
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    try:
+        yield disk, None if mounted.returncode == 0 else _no_large_files
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def _no_large_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(trained, config, small_disk):
+    """The disk has room for the checkpoint that is there, and not for the next."""
+    disk, limit = small_disk
+    first = trained / "checkpoints" / "iter_0000001"
+    shutil.copytree(first, disk / "iter_0000001")
+    (disk / "latest").write_text("iter_0000001\n")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "megatron_fp8", "train", f"--config={config}", f"--checkpoint.folder={disk}",
+            f"--run_dir={trained.parent / 'full'}",
+        ],
+        capture_output=True, text=True, timeout=150, env=environment(), check=False, preexec_fn=limit,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert [line for line in done.stderr.splitlines() if "Warning" not in line] == [
+        next(
+            line
+            for line in done.stderr.splitlines()
+            if line.startswith("error: the checkpoint could not be saved")
+        )
+    ]
+    assert "No space left on device" in done.stderr or "File too large" in done.stderr
+    assert "iteration     2/3" in done.stdout
+    assert latest_checkpoint(disk) == disk / "iter_0000001"
+    assert sorted(os.listdir(disk)) == ["iter_0000001", "latest"]
+    check_files(disk / "iter_0000001", read_manifest(disk / "iter_0000001"))
+
+
+# -------------------------------------------------------------------------------------------------------- inspect
+
+
+def test_inspect_shows_what_is_inside(trained, capsys):
+    assert inspect([str(trained), "--json", "--check"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["iteration"], found["layout"]["tensor"], found["precision"]["fp8_recipe"]) == (
+        3,
+        1,
+        "delayed",
+    )
+    tensors = {tensor["name"]: tensor for tensor in found["tensors"]}
+    qkv = "decoder.layers.1.self_attention.linear_qkv"
+    assert tensors[f"{qkv}.weight"] == {
+        "name": f"{qkv}.weight", "kind": "weights", "shape": [128, 64], "dtype": "bfloat16", "bytes": 16384,
+        "shards": 1,
+    }  # fmt: skip
+    kinds = {tensor["kind"] for tensor in found["tensors"]}
+    assert kinds == {"weights", "delayed scaling", "optimizer", "random streams"}
+    slots = {slot["name"]: slot for slot in found["delayed_scaling"]}
+    assert len(slots) == 12 and not any("layers.0" in name for name in slots)
+    weight = slots[f"{qkv}.weight"]
+    assert weight["warm"] and (weight["recorded"], weight["history_length"]) == (3, 4)
+    assert weight["scale"] == pytest.approx(448 / weight["largest_amax"]) and weight["running_amax"] == 0
+    assert inspect([str(trained)]) == 0
+    shown = capsys.readouterr().out
+    for fact in ("iteration   3", "FP8 hybrid, delayed", f"{qkv}.grad_output", "[128, 64]", "3 of 4"):
+        assert fact in shown
+
+
+def test_inspect_refuses_what_is_no_checkpoint(folder, trained, results, capsys):
+    cut_off = folder / "runs" / "cut off"
+    for arguments, words in {
+        (str(folder),): "has no manifest.json",
+        (): "give one checkpoint",
+        (str(trained), "--jsn"): "--jsn is not an option",
+        (str(cut_off), "--check"): "__0_0.distcp has",
+    }.items():
+        assert inspect(list(arguments)) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and words in said and len(said.splitlines()) == 1
