@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
+from megatron_fp8.mcore.adam_fp8 import compact_state
 from megatron_fp8.mcore.config import TransformerConfig
 from megatron_fp8.mcore.params import gather_settings
 from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
@@ -82,30 +84,8 @@ def _build_stage(config: TransformerConfig, run: RunConfig, vocab_size: int, sta
 def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]) -> Any:
     """Megatron-Core's optimizer; in BF16 also it finds gradients that are not finite and skips their step."""
     wanted = run.optimizer
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=wanted.lr,
-            min_lr=wanted.min_lr,
-            weight_decay=wanted.weight_decay,
-            adam_beta1=wanted.adam_beta1,
-            adam_beta2=wanted.adam_beta2,
-            adam_eps=wanted.adam_eps,
-            clip_grad=wanted.clip_grad,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            params_dtype=config.params_dtype,
-            # A constant scale of 1 changes no gradient and makes Megatron look for Inf and NaN in them.
-            loss_scale=None if config.fp16 else 1.0,
-            use_distributed_optimizer=wanted.use_distributed_optimizer,
-            overlap_param_gather=wanted.overlap_param_gather,
-            fp8_recipe=config.fp8_recipe if config.fp8 and config.fp8_param else None,
-            reuse_grad_buf_for_mxfp8_param_ag=_gather_settings(config, run)[
-                "reuse_grad_buf_for_mxfp8_param_ag"
-            ],
-        ),
-        chunks,
-    )
+    with compact_state() if wanted.state_dtype == "fp8" else nullcontext():
+        optimizer = get_megatron_optimizer(_optimizer_config(config, run), chunks)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if wanted.overlap_grad_reduce:
@@ -116,6 +96,29 @@ def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]
             if wanted.overlap_param_gather:
                 config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     return optimizer
+
+
+def _optimizer_config(config: TransformerConfig, run: RunConfig) -> OptimizerConfig:
+    wanted = run.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=wanted.lr,
+        min_lr=wanted.min_lr,
+        weight_decay=wanted.weight_decay,
+        adam_beta1=wanted.adam_beta1,
+        adam_beta2=wanted.adam_beta2,
+        adam_eps=wanted.adam_eps,
+        clip_grad=wanted.clip_grad,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        params_dtype=config.params_dtype,
+        # A constant scale of 1 changes no gradient and makes Megatron look for Inf and NaN in them.
+        loss_scale=None if config.fp16 else 1.0,
+        use_distributed_optimizer=wanted.use_distributed_optimizer,
+        overlap_param_gather=wanted.overlap_param_gather,
+        fp8_recipe=config.fp8_recipe if config.fp8 and config.fp8_param else None,
+        reuse_grad_buf_for_mxfp8_param_ag=_gather_settings(config, run)["reuse_grad_buf_for_mxfp8_param_ag"],
+    )
 
 
 def _gather_settings(config: TransformerConfig, run: RunConfig) -> dict[str, bool]:

@@ -55,6 +55,8 @@ class OptimizerSection:
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
     """Largest norm of the whole gradient; 0 switches clipping (and the norm) off."""
+    state_dtype: Literal["float32", "fp8"] = "float32"
+    """How Adam keeps its moments. fp8: the first in E4M3, the second in float16, 3.06 bytes a parameter and not 8."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
