@@ -11,7 +11,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help train test unit test-slurm lint format bench clean
+.PHONY: help train test unit test-slurm lint format bench gpu-check gpu-bench gpu-wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -51,8 +51,33 @@ bench: $(VENV)/.test ## CPU benchmarks against BF16 and the installed peers
 	$(PY) benchmarks/step.py $(ARGS)
 	$(PY) benchmarks/state.py $(ARGS)
 
+# On a GPU machine, with its own Python that has torch and Triton; what was carried in wheels/ is used, nothing is fetched.
+GPU_PYTHON ?= python3
+GPU_TARGET ?= 3.12
+GPU_ENV = PYTHONPATH=.gpu-site:.
+
+gpu-check: .gpu-site ## on a GPU machine: is native FP8 right there? (options: ARGS="--only gemm")
+	$(GPU_ENV) $(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
+
+gpu-bench: .gpu-site ## on a GPU machine: how fast is it, against BF16 and whoever is installed?
+	$(GPU_ENV) $(GPU_PYTHON) -m benchmarks.gpu_bench $(ARGS)
+
+gpu-wheels: ## with network: download into wheels/ what a GPU machine without network lacks (GPU_TARGET: its Python)
+	mkdir -p wheels
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: -d wheels \
+		--python-version $(GPU_TARGET) --implementation cp --platform manylinux_2_28_x86_64 \
+		--platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		-c requirements/constraints.txt megatron-core einops jsonargparse docstring-parser typeshed-client torchao
+	@ls -sh wheels
+
+.gpu-site: $(wildcard wheels/*.whl)
+	rm -rf $@
+	mkdir -p $@
+	test -z "$^" || $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
+		--target $@ $^
+
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .gpu-site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is touched last, so an interrupted install is simply done again.

@@ -125,7 +125,9 @@ def codes(machine: Machine, name: str) -> str:
                     same_bytes(getattr(mine, what), getattr(theirs, what), f"{role} {shape} {side} {what}")
                     count += getattr(mine, what).numel()
             same_bytes(found.amax, expected.amax, f"{role} {shape} amax")
-            assert float(found.nonfinite or 0) == float(expected.nonfinite or 0), f"{role} {shape}: non-finite count"
+            assert float(found.nonfinite or 0) == float(expected.nonfinite or 0), (
+                f"{role} {shape}: non-finite count"
+            )
     return f"{count:,} codes and scales, all equal"
 
 

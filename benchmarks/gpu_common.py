@@ -209,7 +209,11 @@ class Clock:
 
 
 def graphed(machine: Machine, run: Callable[[], Any]) -> Callable[[], Any]:
-    """run as a captured CUDA graph, so that its time is the GPU's and not that of launching from Python. CPU: run."""
+    """run as a captured CUDA graph, so that its time is the GPU's and not that of launching from Python. CPU: run.
+
+    Raises:
+        RuntimeError: something inside cannot be captured.
+    """
     if machine.dry:
         return run
     side = torch.cuda.Stream()

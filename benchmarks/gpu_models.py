@@ -34,8 +34,8 @@ class Fp8BenchLinear(nn.Module):
         self.site = GemmSite(fp8_site(name, 0, recipe, backend, "benchmark"), state, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]."""
-        return fp8_linear(x, self.weight, None, self.site)
+        """x [..., K] -> [..., N]; the weight is quantised anew, as after an optimizer step."""
+        return fp8_linear(x, self.weight, None, self.site, fresh_weight=True)
 
 
 def plain_linear(weight: nn.Parameter, name: str = "") -> nn.Linear:
@@ -227,7 +227,7 @@ class Training:
             bias_activation_fusion=True,
             bf16=True,
             params_dtype=torch.bfloat16,
-            use_cpu_initialization=True,
+            use_cpu_initialization=not torch.cuda.is_available(),
             gradient_accumulation_fusion=False,
             **fp8,
         )

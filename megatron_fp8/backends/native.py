@@ -204,8 +204,9 @@ def multiply(
     if product.request.triton:
         return _multiply_blocks(a, b, product.request.out, bias)
     codes_a, codes_b, scale_a, scale_b = arguments(product, a, b)
-    if bias is not None:
-        bias = torch.nn.functional.pad(bias, (0, product.b.shape[1] - product.n))
+    padding = product.b.shape[1] - product.n
+    if bias is not None and padding:
+        bias = torch.nn.functional.pad(bias, (0, padding))
     recipes = product.request.mode.recipes
     if recipes is None:
         return torch._scaled_mm(

@@ -1,0 +1,257 @@
+"""How fast is FP8 on this GPU? `python -m benchmarks.gpu_bench` (or `make gpu-bench`), under nine minutes.
+
+    python -m benchmarks.gpu_bench                       # all sections
+    python -m benchmarks.gpu_bench --only gemm,layer     # some: roofline, gemm, quantise, linear, layer, step
+    python -m benchmarks.gpu_bench --dry-run             # the same code on a CPU, small, with the emulated backend
+
+Everything is compared with BF16 in the same run; contenders take turns, with a cold L2 and CUDA events. Before anything
+is timed its result is compared with BF16's. Cells that were not measured say so, and why. Goals: a transformer layer of
+8192 tokens, forward and backward, >= 1.40 x BF16 at hidden 4096 and >= 1.55 at 8192; quantisation at 80 % of a copy's
+bandwidth. Results go to benchmarks/results/gpu_bench.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import gpu_contenders as contenders
+from benchmarks import gpu_kernels
+from benchmarks.common import Timing, table
+from benchmarks.gpu_common import (
+    EXIT_FAILED,
+    NOT_MEASURED,
+    Clock,
+    describe,
+    environment,
+    open_machine,
+    power_state,
+    relative_error,
+    write,
+)
+from benchmarks.gpu_kernels import Bench, random
+from benchmarks.gpu_models import (
+    DENSE_182M,
+    DRY,
+    DRY_LAYER,
+    LAYERS,
+    Sizes,
+    Training,
+    leave_megatron,
+    make_weights,
+    start_megatron,
+)
+
+LIMIT_SECONDS = 520
+GOALS = {4096: 1.40, 8192: 1.55}
+
+
+# -------------------------------------------------------------------------------------------------------- sections
+
+
+def linear(bench: Bench) -> None:
+    """One linear, forward and backward, its weight quantised anew."""
+    machine = bench.machine
+    for m, n, k in [(64, 96, 128)] if machine.dry else [(8192, 28672, 4096), (8192, 8192, 8192)]:
+        sizes = contenders.OneLinear(n, k)
+        x, dy = random(machine, m, k, seed=1), random(machine, m, n, seed=3)
+        runs = _runs(bench, "linear", f"{m} x {n} x {k}", sizes, x, dy)
+        bench.time(
+            "linear",
+            f"{m} x {n} x {k}",
+            runs,
+            rate=partial(gpu_kernels.teraflops, 6 * m * n * k),
+            baseline=("bf16", "bf16 compiled"),
+        )
+        machine.empty()
+
+
+def layer(bench: Bench) -> None:
+    """A Llama-like layer, forward and backward; fused projections, and for one recipe separate ones."""
+    machine = bench.machine
+    cases: list[Sizes] = [DRY_LAYER] if machine.dry else list(LAYERS.values())
+    for sizes in cases:
+        case = f"hidden {sizes.hidden}"
+        if machine.left < 90 and not machine.dry:
+            bench.skip("layer", case, "all", "out of time")
+            continue
+        x, dy = (random(machine, sizes.tokens, sizes.hidden, seed=s) for s in (1, 3))
+        runs = _runs(bench, "layer", case, sizes, x, dy)
+        times = bench.time("layer", case, runs, baseline=("bf16", "bf16 compiled"))
+        _against_roofline(bench, sizes, times)
+        del runs
+        machine.empty()
+        split = Sizes(sizes.hidden, sizes.ffn, sizes.tokens, sizes.sequence, fused=False)
+        separate = contenders.ours(machine, split, make_weights(split, machine.device), only=("tensorwise",))
+        separated = {f"{name}, separate qkv": run for name, run in _steps(separate, x, dy, {}).items()}
+        bench.time("layer", case, separated, baseline=())
+        machine.empty()
+
+
+def _against_roofline(bench: Bench, sizes: Sizes, times: dict[str, Timing]) -> None:
+    """What the run's own peaks allow: FP8 products at the bare scaled_mm's rate, operands quantised at a copy's."""
+    peaks = bench.peaks
+    baseline = min(times[name].median for name in ("bf16", "bf16 compiled") if name in times)
+    if not {"copy", "bf16", "bare scaled_mm"} <= set(peaks):
+        return
+    weights = sizes.weights().values()
+    moved = 4 * sum(sizes.tokens * (n + k) + n * k for n, k in weights)
+    rest = baseline - sizes.linear_flops / peaks["bf16"]
+    allowed = rest + sizes.linear_flops / peaks["bare scaled_mm"] + moved / peaks["copy"]
+    goal = GOALS.get(sizes.hidden)
+    for row in bench.rows[-len(times) :]:
+        if row["contender"] in contenders.RECIPES:
+            row["rate"] = (
+                f"{allowed / row['median_s']:.0%} of this run's roofline ({baseline / allowed:.2f} x)"
+            )
+            if goal is not None:
+                row["rate"] += f"; goal {goal:.2f} {'met' if row['speedup'] >= goal else 'MISSED'}"
+
+
+def _runs(
+    bench: Bench, section: str, case: str, sizes: Any, x: torch.Tensor, dy: torch.Tensor
+) -> dict[str, Callable[[], Any]]:
+    """Forward and backward of every contender that is here and right; the others' cells say why not."""
+    weights = make_weights(sizes, bench.machine.device)
+    modules, absent = contenders.everyone(bench.machine, sizes, weights)
+    for name, why in absent.items():
+        bench.skip(section, case, name, why)
+    outputs: dict[str, tuple[torch.Tensor, ...]] = {}
+    steps = _steps(modules, x, dy, outputs)
+    good = {}
+    for name, step in steps.items():
+        try:
+            step()
+        except Exception as error:
+            if name in contenders.RECIPES or name == "bf16":
+                bench.wrong.append(f"{section} {case} {name}: {error}")
+            bench.skip(section, case, name, f"{type(error).__name__}: {error}".partition("\n")[0][:160])
+            continue
+        state = getattr(modules[name], "fp8_state", None)
+        if state is not None:
+            state.finish_iteration()
+        errors = [relative_error(a, b) for a, b in zip(outputs[name], outputs["bf16"], strict=True)]
+        if bench.gate(f"{section} {case} {name}", max(errors), 0.12):
+            good[name] = step
+    outputs.clear()
+    return {name: steps[name] for name in good}
+
+
+def _steps(
+    modules: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, outputs: dict[str, tuple[torch.Tensor, ...]]
+) -> dict[str, Callable[[], Any]]:
+    """A forward and a backward of each module; what came out is kept the first time."""
+
+    def make(name: str, module: Any) -> Callable[[], Any]:
+        first = [True]
+
+        def step() -> None:
+            leaf = x.detach().requires_grad_()
+            y = module(leaf)
+            y.backward(dy)
+            if first[0]:
+                assert leaf.grad is not None
+                outputs[name] = (y.detach().clone(), leaf.grad.clone())
+                first[0] = False
+            for parameter in module.parameters():
+                parameter.grad = None
+
+        return step
+
+    return {name: make(name, module) for name, module in modules.items()}
+
+
+def step(bench: Bench) -> None:
+    """An optimizer step of the 182 M model on Megatron-Core: forward, backward, gradients, Adam."""
+    machine = bench.machine
+    sizes = DRY if machine.dry else DENSE_182M
+    case = f"{sizes.batch} x {sizes.sequence} tokens"
+    start_megatron()
+    runs: dict[str, Callable[[], Any]] = {}
+    first: dict[str, float] = {}
+    for name in ("bf16", *contenders.RECIPES):
+        if name == "mxfp8" and not machine.dry:
+            reason = machine.backend.supports(machine.device, contenders.RECIPES[name])
+            if reason is not None:
+                bench.skip("step", case, name, reason)
+                continue
+        model = Training(sizes, None if name == "bf16" else name, machine.backend.name)
+        first[name] = float(model.step())
+        apart = abs(first[name] - first["bf16"]) / first["bf16"]
+        if bench.gate(f"step {name}: first loss", apart, 0.01):
+            runs[name] = model.step
+    tokens = sizes.batch * sizes.sequence
+    repetitions = 2 if machine.dry else 10
+    bench.time(
+        "step", case, runs, rate=lambda name, s: f"{tokens / s:,.0f} tokens/s", repetitions=repetitions
+    )
+    leave_megatron()
+
+
+SECTIONS = {
+    "roofline": gpu_kernels.roofline,
+    "gemm": gpu_kernels.gemm,
+    "quantise": gpu_kernels.quantise,
+    "linear": linear,
+    "step": step,
+    "layer": layer,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Time, print and write the tables; 1 if a result was wrong, 3 without a GPU."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with the emulated backend")
+    parser.add_argument("--only", default="", help="sections, separated by commas")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="folder of the result files (default: benchmarks/results)")
+    wanted = parser.parse_args(arguments)
+    chosen = wanted.only.split(",") if wanted.only else list(SECTIONS)
+    unknown = set(chosen) - set(SECTIONS)
+    if unknown:
+        parser.error(f"no section {', '.join(sorted(unknown))}: choose from {', '.join(SECTIONS)}")
+    machine = open_machine(wanted.dry_run, LIMIT_SECONDS)
+    record = environment(machine)
+    print(describe(record), flush=True)
+    bench = Bench(machine, Clock(machine), 2 if wanted.dry_run else wanted.repetitions)
+    for name in chosen:
+        start = time.monotonic()
+        if machine.left < 20:
+            bench.skip(name, "", "all", "out of time")
+            continue
+        try:
+            SECTIONS[name](bench)
+        except Exception as error:  # the other sections still tell something; this one fails the run
+            traceback.print_exc()
+            bench.wrong.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
+            machine.empty()
+        print(f"{name}: {time.monotonic() - start:.0f} s, {machine.left:.0f} s left", flush=True)
+    record["power_after"] = {} if machine.dry else power_state()
+    header = ("section", "case", "contender", "median ± spread", "x BF16", "rate, or why not")
+    cells = []
+    for row in bench.rows:
+        median = (
+            NOT_MEASURED
+            if row["median_s"] is None
+            else f"{row['median_s'] * 1e3:.3g} ms ± {row['spread']:.0%}"
+        )
+        speedup = f"{row['speedup']:.2f}" if row.get("speedup") else ""
+        cells.append((row["section"], row["case"], row["contender"], median, speedup, row["rate"]))
+    body = table(header, cells)
+    if bench.wrong:
+        body += "\n\nWRONG, and not timed: " + "; ".join(bench.wrong)
+    write("gpu_bench", "GPU benchmark", record, body, bench.rows, wanted.out)
+    return EXIT_FAILED if bench.wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
