@@ -1,0 +1,26 @@
+"""Ranks killed with SIGKILL: the run restarts from the newest complete checkpoint and ends as if nothing had happened.
+
+`python -m benchmarks.kills` does it twenty times; here is one kill of each kind.
+"""
+
+import random
+
+import pytest
+
+from benchmarks.kills import choose_moments, lost, play
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_goes_on_from_the_newest_complete_checkpoint_to_the_same_bits(tmp_path):
+    moments = ["save", "starting"]
+    kills, different = play(tmp_path, moments, iterations=24, dice=random.Random(3))
+    assert [kill.moment for kill in kills] == moments
+    assert not any(map(lost, kills)), kills
+    assert kills[-1].resumed and kills[-1].resumed >= 2
+    assert not different
+
+
+def test_moments_are_as_asked_for():
+    moments = choose_moments(20, 6, random.Random(0))
+    assert moments.count("save") == 6 and moments.count("anywhere") == moments.count("starting") == 7
+    assert moments[0] != "starting"

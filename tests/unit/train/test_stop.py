@@ -1,0 +1,82 @@
+"""Stopping on request: who asked, what all ranks agree on, and when a job's time is over."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fp8.train.stop import REASONS, StopRequest
+
+JOB = {"SLURM_JOB_START_TIME": "10000", "SLURM_JOB_END_TIME": "13600"}
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """The test process keeps its own handlers."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", REASONS[:2])
+def test_a_signal_is_noted_as_often_as_it_comes_and_ends_nothing(name):
+    stop = StopRequest({})
+    stop.listen(name)
+    assert stop.votes() == [0.0, 0.0, 0.0] and stop.reason is None
+    for _ in range(3):
+        os.kill(os.getpid(), signal.Signals[name])
+    assert stop.votes() == [float(reason == name) for reason in REASONS]
+    assert stop.reason is None  # nothing is agreed yet
+
+
+def test_the_first_reason_that_any_rank_has_counts_and_stays():
+    stop = StopRequest({})
+    stop.agree([0.0, 0.0, 0.0])
+    assert stop.reason is None
+    stop.agree([0.0, 3.0, 1.0])
+    assert stop.reason == "SIGUSR1"
+    stop.agree([5.0, 0.0, 0.0])
+    assert stop.reason == "SIGUSR1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "now", "over"),
+    [
+        (JOB, 13479, False),
+        (JOB, 13480, True),  # two minutes before the end
+        ({**JOB, "SLURM_JOB_END_TIME": "10300"}, 10269, False),
+        ({**JOB, "SLURM_JOB_END_TIME": "10300"}, 10270, True),  # a tenth of a short job
+        ({"SLURM_JOB_END_TIME": "13600"}, 99999, False),
+        ({}, 99999, False),
+    ],
+)
+def test_the_time_limit_is_a_reason_where_it_is_known(environ, now, over):
+    assert StopRequest(environ, clock=lambda: now).votes() == [0.0, 0.0, float(over)]
+
+
+def test_a_time_limit_that_is_no_number_is_named():
+    with pytest.raises(ValueError, match=r"SLURM_JOB_END_TIME='soon'.*Unset them"):
+        StopRequest({**JOB, "SLURM_JOB_END_TIME": "soon"})
+
+
+def one_rank_was_told():
+    """Rank 1 alone gets SIGTERM; returns what each rank agrees on, iteration by iteration."""
+    stop = StopRequest({})
+    stop.listen("SIGTERM")
+    found = []
+    for iteration in range(3):
+        if iteration == 1 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        sums = torch.tensor(stop.votes(), dtype=torch.float64)
+        dist.all_reduce(sums)
+        stop.agree(sums.tolist())
+        found.append(stop.reason)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return found
+
+
+def test_what_one_rank_is_told_all_ranks_agree_on_in_the_same_iteration(ranks):
+    assert ranks(2).run(one_rank_was_told) == [[None, "SIGTERM", "SIGTERM"]] * 2
