@@ -4,7 +4,7 @@ Two traps shape this file. Both are about subnormals, which nothing here may flu
 
 * Division. Triton's `/` is approximate when compiled. Its ``div_rn`` is IEEE in the interpreter and in Triton 3.6 and
   later, but Triton 3.4 compiles it to ``div.rn.ftz``, which makes the inverse of a large scale 0. So the compiled kernels
-  name the instruction, ``div.rn.f32``; the interpreter, which runs no PTX, takes ``div_rn``.
+  name the instruction, ``div.rn.f32``; the interpreter, which runs no PTX, takes ``div_rn``. Square roots likewise.
 * The cast. The interpreter's own float8 conversions are wrong (2.3 % of bytes; overflow becomes NaN), so the cast there
   is integer arithmetic. Compiled for compute capability 8.9 and later, Triton's conversion is one instruction for two
   elements, ``cvt.rn.satfinite``: to nearest even, saturating, Inf too, NaN to 0x7F. Some twenty integer instructions
@@ -57,6 +57,17 @@ def divide(a, b):
         )
     else:
         return tl.math.div_rn(a, b)
+
+
+@triton.jit
+def square_root(x):
+    """IEEE float32 square root; subnormals are kept."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.sqrt_rn(x)
 
 
 @triton.jit
@@ -158,6 +169,15 @@ def record(amax, nonfinite, top, count):
 
 
 @triton.jit
+def scale_of(bits, fp8_max, epsilon, factor):
+    """float32 scale of an amax given by its bits: scaling.compute_scale with factor = 2^-margin, not rounded down."""
+    amax = tl.maximum(as_float(bits), epsilon)
+    ordinary = (amax > 0) & (amax <= FLT_MAX)
+    scale = divide(fp8_max, tl.where(ordinary, amax, 1.0)) * factor
+    return tl.where(ordinary, tl.minimum(tl.maximum(scale, FLT_MIN), FLT_MAX), 1.0)
+
+
+@triton.jit
 def scales(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr):
     """(float32 scale, stored inverse) of amaxes given by their bits.
 
@@ -171,14 +191,9 @@ def scales(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr):
         exponent = tl.where(bits >= INF, 254, exponent)
         return as_float(tl.maximum((254 - exponent) << 23, HALF_POWER)), exponent.to(tl.uint8)
     else:
-        FP8_MAX: tl.constexpr = 448.0 if E4M3 else 57344.0
-        amax = tl.maximum(as_float(bits), epsilon)
-        ordinary = (amax > 0) & (amax <= FLT_MAX)
-        scale = divide(FP8_MAX, tl.where(ordinary, amax, 1.0)) * factor
-        scale = tl.minimum(tl.maximum(scale, FLT_MIN), FLT_MAX)
+        scale = scale_of(bits, 448.0 if E4M3 else 57344.0, epsilon, factor)
         if KIND == "pow2":
-            power = tl.where(ordinary, as_bits(scale) & INF, 127 << 23)
+            power = as_bits(scale) & INF
             return as_float(power), as_float(tl.maximum((254 << 23) - power, HALF_POWER))
         else:
-            scale = tl.where(ordinary, scale, 1.0)
             return scale, divide(1.0, scale)

@@ -34,11 +34,12 @@ Direction = Literal["rowwise", "columnwise", "both"]
 ScaleKind = Literal["fp32", "pow2", "e8m0"]
 
 TENSOR_TILE = Tile(128, 64, 8)
-ROW_TILE = Tile(128, 64, 8)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)
 SQUARE_TILE = Tile(128, 128, 16)
 MX_TILE = Tile(64, 128, 8)
-MEASURE_TILE = Tile(64, 128, 4)
+# Sources that compute hold more at once, and are dear to make a second time.
+SWIGLU_TILE = Tile(64, 64, 4)
+COMPUTED_BLOCK_TILE = Tile(128, 128, 16)
 
 
 class Side(NamedTuple):
@@ -79,10 +80,11 @@ def measure(
     rows: bool = False,
     cols: bool = False,
     record: Record | None = None,
-    tile: Tile = MEASURE_TILE,
+    tile: Tile | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """amaxes of a matrix in one read: per row (float32 [rows]), per column ([cols]), and of all, into ``record``."""
     source = _source(x)
+    tile = tile or _tile(source)
     device = source.x.device
     row_amax = torch.zeros(source.rows, device=device) if rows else None
     col_amax = torch.zeros(source.cols, device=device) if cols else None
@@ -111,7 +113,7 @@ def quantize_tensor(
     epsilon: float = 0.0,
     record: Record | None = None,
     values: bool = False,
-    tile: Tile = TENSOR_TILE,
+    tile: Tile | None = None,
 ) -> Sides:
     """One scale for the matrix, given (delayed) or made from ``amax`` (tensorwise: what ``measure`` recorded).
 
@@ -125,6 +127,7 @@ def quantize_tensor(
     """
     assert (scale is None) != (amax is None), "either the scale or the amax that it is made from"
     source = _source(x)
+    tile = tile or _tile(source)
     out = _Outputs(source, fmt, direction, values)
     scale_inv = torch.ones((), device=source.x.device)
     # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
@@ -154,7 +157,7 @@ def quantize_rows(
     margin: int = 0,
     epsilon: float = 0.0,
     values: bool = False,
-    tile: Tile = ROW_TILE,
+    tile: Tile | None = None,
 ) -> Sides:
     """One scale for each row of each direction, from amaxes that ``measure`` gave (and somebody may have reduced).
 
@@ -165,6 +168,7 @@ def quantize_rows(
         Sides; scale_inv float32 [rows, 1] and [cols, 1].
     """
     source = _source(x)
+    tile = tile or _tile(source)
     direction: Direction = "columnwise" if row_amax is None else "rowwise" if col_amax is None else "both"
     out = _Outputs(source, fmt, direction, values)
     device = source.x.device
@@ -216,7 +220,7 @@ def quantize_blocks(
         zeros in the padding: what torch's blockwise scaled product takes. 'e8m0' is float8_e8m0fnu, contiguous.
     """
     source = _source(x)
-    tile = tile or _tile(source, block, square)
+    tile = tile or _block_tile(source, block, square)
     if tile.rows % block or tile.cols % block or (square and not tile.rows == tile.cols == block):
         raise ValueError(
             f"tile {tile.rows} x {tile.cols} does not hold whole blocks of {block}: choose multiples of it"
@@ -254,12 +258,17 @@ def quantize_blocks(
     return out.sides(row_scale, col_scale)
 
 
-def _tile(source: Source, block: int, square: bool) -> Tile:
-    """BLOCK_TILE, SQUARE_TILE or MX_TILE; a source that computes needs the registers that the limit would take away."""
+def _tile(source: Source) -> Tile:
+    """For passes without blocks."""
+    return SWIGLU_TILE if source.kind.startswith("swiglu") else TENSOR_TILE
+
+
+def _block_tile(source: Source, block: int, square: bool) -> Tile:
     if block == 32:
         return MX_TILE
-    tile = SQUARE_TILE if square else BLOCK_TILE
-    return tile if source.kind == "plain" else tile._replace(registers=None)
+    if square:
+        return SQUARE_TILE
+    return BLOCK_TILE if source.kind == "plain" else COMPUTED_BLOCK_TILE
 
 
 def _block_scales(

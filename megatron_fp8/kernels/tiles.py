@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..formats import E4M3, FloatFormat
-from .elements import divide, narrow, widen
+from .elements import narrow, widen
 
 
 class Tile(NamedTuple):
@@ -142,7 +142,7 @@ def load(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """This program's tile [ROWS, COLS] of the source in float32; 0 outside of rows x cols.
+    """This program's tile [ROWS, COLS] of the source in float32; 0 outside of rows x cols, whatever the row's statistic.
 
     Only the tile's corner is a 64-bit offset: inside it 32 bits do, and save a register an address.
     """
@@ -162,14 +162,15 @@ def load(
         value = widen(tl.load(x_at, mask=inside, other=0.0))
         rstd = tl.load(first + top + down, mask=in_rows, other=0.0)
         weight = widen(tl.load(second + left + across, mask=in_cols, other=0.0)) + offset
-        return widen(narrow((value * rstd[:, None]) * weight[None, :], DTYPE))
+        value = (value * rstd[:, None]) * weight[None, :]
+        return tl.where(inside, widen(narrow(value, DTYPE)), 0.0)
     elif SOURCE == "swiglu":
         gate = widen(tl.load(x_at, mask=inside, other=0.0))
         up = widen(tl.load(x_at + cols, mask=inside, other=0.0))
         value = gate * sigmoid(gate) * up
         if WEIGHTED:
             value *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
-        return widen(narrow(value, DTYPE))
+        return tl.where(inside, widen(narrow(value, DTYPE)), 0.0)
     else:
         half = cols // 2
         is_gate = left + across < half
@@ -182,13 +183,15 @@ def load(
             dy *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
         s = sigmoid(gate)
         dgate = dy * up * s * (1 + gate * (1 - s))
-        return widen(narrow(tl.where(is_gate[None, :], dgate, dy * (gate * s)), DTYPE))
+        value = tl.where(is_gate[None, :], dgate, dy * (gate * s))
+        return tl.where(inside, widen(narrow(value, DTYPE)), 0.0)
 
 
 @triton.jit
 def sigmoid(x):
-    """float32 1 / (1 + exp(-x)), the exponential to about 2 ulp."""
-    return divide(1.0, 1.0 + tl.exp(-x))
+    """float32 1 / (1 + exp(-x)), to about |x| * 2^-23 of itself. The divisor is 1 to 2, where fast division is safe."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1 + small)
 
 
 @triton.jit

@@ -1,0 +1,109 @@
+"""Block-scaled FP8 GEMM: for devices and torch versions whose scaled product has no blockwise mode.
+
+Each program accumulates one tile of the result. For every 128 columns of the contraction, one block of scales, the tensor
+cores sum codes times codes from zero; that partial sum is multiplied by scale_inv_a * scale_inv_b and added to a float32
+accumulator in registers. So Hopper's accumulation, which keeps about 14 bits, never spans more than 128 products (the
+promotion interval of DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+
+The interpreter has no FP8 product: codes are decoded to float32 before the dot there, the one branch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import format_of
+from .elements import COMPILED, decode, narrow, widen
+from .tiles import is_e4m3
+
+BLOCK = 128
+"""Columns of the contraction that share a scale."""
+
+
+def block_matmul(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    a_height: int = 1,
+    b_height: int = 1,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a @ b^T of block-quantised matrices: float32 accumulation, + bias in float32, one rounding.
+
+    Args:
+        a: codes [M, K]; b: codes [N, K]; E4M3 or E5M2 (not both E5M2), contiguous. No size need be a multiple of
+            anything; a multiple of 16 in K is fast.
+        a_scale_inv: float32 [ceil(M / a_height), ceil(K / 128)], any strides; b_scale_inv likewise.
+        a_height, b_height: rows that share a scale: 1 (1x128 blocks) or 128 (128x128).
+        bias: [N] or None.
+
+    Returns:
+        [M, N], out_dtype. NaN codes give NaN in their row or column; K = 0 gives zeros and the bias.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    assert b.shape[1] == k and a.is_contiguous() and b.is_contiguous(), "codes [M, K] and [N, K], contiguous"
+    for scale, rows, height in ((a_scale_inv, m, a_height), (b_scale_inv, n, b_height)):
+        assert scale.shape == (triton.cdiv(rows, height), triton.cdiv(k, BLOCK)), "one scale a block"
+        assert scale.dtype == torch.float32 and height in (1, BLOCK), (
+            "float32 scales of 1x128 or 128x128 blocks"
+        )
+    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+    if m and n:
+        # 128 x 128 results of float32 are 64 registers for each of 8 warps' threads, twice: partial sum and accumulator.
+        grid = (triton.cdiv(m, 128) * triton.cdiv(n, 128),)
+        _block_matmul[grid](
+            a.view(torch.uint8), a_scale_inv, *a_scale_inv.stride(),
+            b.view(torch.uint8), b_scale_inv, *b_scale_inv.stride(),
+            bias, out, m, n, k,
+            A_E4M3=is_e4m3(format_of(a.dtype)), B_E4M3=is_e4m3(format_of(b.dtype)), A_HEIGHT=a_height,
+            B_HEIGHT=b_height, BIAS=bias is not None, ROWS=128, COLS=128, BLOCK=BLOCK, BAND=8,
+            num_warps=8, num_stages=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _block_matmul(
+    a, a_scale, a_major, a_minor, b, b_scale, b_major, b_minor, bias, out, m, n, k,
+    A_E4M3: tl.constexpr, B_E4M3: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    # Programs go down BAND tiles before they go right, so that those that run together share operands in L2.
+    tiles_down, tiles_across = tl.cdiv(m, ROWS), tl.cdiv(n, COLS)
+    band = tl.program_id(0) // (BAND * tiles_across)
+    inside_band = tl.program_id(0) % (BAND * tiles_across)
+    height = tl.minimum(tiles_down - band * BAND, BAND)
+    row = (band * BAND + inside_band % height) * ROWS + tl.arange(0, ROWS)
+    col = (inside_band // height) * COLS + tl.arange(0, COLS)
+    a_at = a + row.to(tl.int64)[:, None] * k
+    b_at = b + col.to(tl.int64)[:, None] * k
+    a_scale_at = a_scale + (row // A_HEIGHT).to(tl.int64) * a_major
+    b_scale_at = b_scale + (col // B_HEIGHT).to(tl.int64) * b_major
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    for block in range(tl.cdiv(k, BLOCK)):
+        along = block * BLOCK + tl.arange(0, BLOCK)
+        a_codes = tl.load(a_at + along[None, :], mask=(row < m)[:, None] & (along < k)[None, :], other=0)
+        b_codes = tl.load(b_at + along[None, :], mask=(col < n)[:, None] & (along < k)[None, :], other=0)
+        inv_a = tl.load(a_scale_at + block * a_minor, mask=row < m, other=0.0)
+        inv_b = tl.load(b_scale_at + block * b_minor, mask=col < n, other=0.0)
+        partial = tl.dot(
+            _operand(a_codes, A_E4M3), tl.trans(_operand(b_codes, B_E4M3)), input_precision="ieee"
+        )
+        acc += partial * (inv_a[:, None] * inv_b[None, :])
+    if BIAS:
+        acc += widen(tl.load(bias + col, mask=col < n, other=0.0))[None, :]
+    at = out + row.to(tl.int64)[:, None] * n + col[None, :]
+    tl.store(at, narrow(acc, out.dtype.element_ty), mask=(row < m)[:, None] & (col < n)[None, :])
+
+
+@triton.jit
+def _operand(codes, E4M3: tl.constexpr):
+    if COMPILED:
+        return codes.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True)
+    else:
+        return decode(codes, E4M3)

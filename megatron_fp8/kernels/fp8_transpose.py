@@ -1,0 +1,46 @@
+"""Transposing codes: for a side that arrives in one direction (a gathered shard, a parameter) and is needed in the other.
+
+torch's copy of a transposed byte matrix writes single bytes. Here a tile is turned on chip, and both sides of it are
+accessed in whole sectors.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import Tile, store
+
+TILE = Tile(128, 128, 8)
+
+
+def transpose(codes: torch.Tensor, *, tile: Tile = TILE) -> torch.Tensor:
+    """Codes [rows, cols] of any one-byte dtype as a contiguous [cols, rows]. Rows may be strided; may be empty.
+
+    Raises:
+        ValueError: not a matrix of bytes.
+    """
+    if codes.ndim != 2 or codes.element_size() != 1:
+        raise ValueError(
+            f"transpose takes a matrix of one-byte codes, got {codes.dtype} {tuple(codes.shape)}: quantise it first"
+        )
+    if codes.stride(1) != 1:
+        codes = codes.contiguous()
+    rows, cols = codes.shape
+    out = torch.empty(cols, rows, dtype=codes.dtype, device=codes.device)
+    if codes.numel():
+        grid = (triton.cdiv(cols, tile.cols), triton.cdiv(rows, tile.rows))
+        _transpose[grid](
+            codes.view(torch.uint8), codes.stride(0), out.view(torch.uint8), rows, cols, **tile.options()
+        )
+    return out
+
+
+@triton.jit
+def _transpose(codes, stride, out, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    top, left = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    down, across = tl.arange(0, ROWS), tl.arange(0, COLS)
+    inside = (top + down < rows)[:, None] & (left + across < cols)[None, :]
+    at = (codes + top.to(tl.int64) * stride + left) + (down[:, None] * stride + across[None, :])
+    store(out, tl.trans(tl.load(at, mask=inside, other=0)), left, top, cols, rows)

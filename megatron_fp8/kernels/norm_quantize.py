@@ -1,0 +1,59 @@
+"""RMSNorm whose result is quantised as it is made: what a column-parallel linear layer reads is never written in BF16.
+
+Two launches: the statistic of every row, then any of quantize.py's passes over the ``Source`` made of it. The input is
+read twice and codes are written once; norm and quantisation apart read it once, write the result and read that again. One
+launch would have a program hold 128 whole rows, which no on-chip memory does at hidden 4096.
+
+What is promised. Given rstd, the norm's result is that of mcore/norm.py in all bits, and so are the codes: two float32
+products and one rounding. rstd itself is a sum of ``hidden`` squares, whose order differs between devices and from
+torch's (which, besides, squares a rounded root): it agrees to a few units in the last place, not in bits. The statistic
+returned is the one that was used, and belongs to backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .elements import divide, square_root, widen
+from .tiles import Source, unit_stride
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered_gamma: bool = False
+) -> Source:
+    """x / sqrt(mean(x^2) + eps) * weight, to be handed to a quantising function. The Source's ``first`` is rstd.
+
+    Args:
+        x: [rows, hidden], float32, bfloat16 or float16. A row with a NaN is NaN throughout; one with an Inf is NaN there
+            and 0 elsewhere.
+        weight: [hidden], any of these dtypes; 1 + weight is the factor if zero_centered_gamma.
+    """
+    x = unit_stride(x)
+    return Source("norm", *x.shape, x, row_rstd(x, eps), unit_stride(weight), float(zero_centered_gamma))
+
+
+def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """float32 [rows]: 1 / sqrt(mean(x^2) + eps) of x [rows, hidden], whose rows may be strided."""
+    x = unit_stride(x)
+    rows, cols = x.shape
+    rstd = torch.empty(rows, device=x.device)
+    if rows:
+        _row_rstd[(triton.cdiv(rows, 8),)](
+            x, x.stride(0), rstd, rows, cols, eps, ROWS=8, COLS=512, num_warps=4, enable_fp_fusion=False
+        )
+    return rstd
+
+
+@triton.jit
+def _row_rstd(x, stride, rstd, rows, cols, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    squares = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, cols, COLS):
+        col = start + tl.arange(0, COLS)
+        inside = (row < rows)[:, None] & (col < cols)[None, :]
+        value = widen(tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0))
+        squares += value * value
+    mean = divide(tl.sum(squares, 1), cols.to(tl.float32))
+    tl.store(rstd + row, divide(1.0, square_root(mean + eps)), mask=row < rows)

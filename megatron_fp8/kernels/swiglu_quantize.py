@@ -1,0 +1,91 @@
+"""SwiGLU, forward and backward, whose result is quantised as it is made.
+
+silu(gate) * up, with [gate, up] the halves of the input's last dimension, in float32, optionally times a weight per token
+(a router's probability), rounded once to the input's dtype and then quantised: what mcore/activation.py computes,
+followed by the cast. The result in high precision is written only if asked for (``values=True``).
+
+What is promised. Codes and scales are those of the rounded result, in all bits. The result itself goes through exp, whose
+last bits differ between devices: it is within one unit in the last place of its dtype of torch's.
+
+The gradient of [gate, up] is one matrix, [tokens, 2 n]. A tile of it reads gate, up and dy whichever half it lies in; the
+other half's tile finds them in L2. Rejected: a program that makes both halves, whose blocks then end where n does, not
+where 128 does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .elements import widen
+from .tiles import Source, sigmoid, unit_stride
+
+
+def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> Source:
+    """silu(gate) * up (* weights), [tokens, n], to be handed to a quantising function.
+
+    Args:
+        x: [tokens, 2 n] = [gate, up]; float32, bfloat16 or float16.
+        weights: [tokens] or [tokens, 1], any of these dtypes; None: 1.
+
+    Raises:
+        ValueError: the last dimension is odd.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"SwiGLU needs [gate, up], an even last dimension; got {tuple(x.shape)}")
+    x = unit_stride(x)
+    return Source("swiglu", x.shape[0], x.shape[1] // 2, x, None, _per_token(weights))
+
+
+def swiglu_grad(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None = None) -> Source:
+    """The gradient of SwiGLU's input, [tokens, 2 n] = [dgate, dup], to be handed to a quantising function.
+
+    Args:
+        dy: [tokens, n]; the gradient has its dtype.
+        x, weights: as in the forward.
+    """
+    dy, x = unit_stride(dy), unit_stride(x)
+    assert x.shape == (dy.shape[0], 2 * dy.shape[1]), "dy [tokens, n] and x [tokens, 2 n]"
+    return Source("swiglu_grad", *x.shape, dy, x, _per_token(weights))
+
+
+def swiglu_weight_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """float32 [tokens]: the gradient of the weight per token, the sum of dy * silu(gate) * up over n."""
+    dy, x = unit_stride(dy), unit_stride(x)
+    rows, cols = dy.shape
+    grad = torch.empty(rows, device=dy.device)
+    if rows:
+        _weight_grad[(triton.cdiv(rows, 8),)](
+            dy,
+            dy.stride(0),
+            x,
+            x.stride(0),
+            grad,
+            rows,
+            cols,
+            ROWS=8,
+            COLS=256,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return grad
+
+
+def _per_token(weights: torch.Tensor | None) -> torch.Tensor | None:
+    return None if weights is None else weights.detach().reshape(-1).contiguous()
+
+
+@triton.jit
+def _weight_grad(dy, dy_stride, x, x_stride, grad, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, cols, COLS):
+        col = start + tl.arange(0, COLS)
+        inside = (row < rows)[:, None] & (col < cols)[None, :]
+        at = x + row[:, None] * x_stride + col[None, :]
+        gate = widen(tl.load(at, mask=inside, other=0.0))
+        up = widen(tl.load(at + cols, mask=inside, other=0.0))
+        d = widen(tl.load(dy + row[:, None] * dy_stride + col[None, :], mask=inside, other=0.0))
+        total += d * (gate * sigmoid(gate)) * up
+    tl.store(grad + row, tl.sum(total, 1), mask=row < rows)

@@ -1,0 +1,88 @@
+"""The block-scaled GEMM against the emulated backend's float64 product of the same codes and scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fp8.backends import emulated
+from megatron_fp8.formats import E4M3, E5M2
+from megatron_fp8.kernels.block_matmul import block_matmul
+from megatron_fp8.recipe import BLOCK_1X128, BLOCK_128X128, Rule
+from tests.unit.kernels.matrices import DEVICE
+
+
+def operand(rows, cols, fmt, granularity, kind, seed):
+    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    # Blocks of very different size: a scale taken from the wrong block is seen.
+    x *= torch.exp2(
+        torch.arange(cols, device=DEVICE) // 128 * 3 - torch.arange(rows, device=DEVICE)[:, None] % 7
+    )
+    x[rows // 2 :] *= 32
+    side = emulated.quantize(x, Rule(fmt, granularity, kind), "rowwise").tensor.rowwise
+    assert side is not None
+    return side
+
+
+CASES = {
+    "fprop": (E4M3, BLOCK_1X128, E4M3, BLOCK_128X128),
+    "dgrad-hybrid": (E5M2, BLOCK_1X128, E4M3, BLOCK_128X128),
+    "wgrad-hybrid": (E5M2, BLOCK_1X128, E4M3, BLOCK_1X128),
+    "square": (E4M3, BLOCK_128X128, E4M3, BLOCK_128X128),
+}
+
+
+def assert_close(out, a, b, what):
+    """Every element is as exact as float32 sums of its own terms can be (Hopper's keep fewer bits for 128 of them)."""
+    exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True)
+    terms = a.dequantize(torch.float64).abs() @ b.dequantize(torch.float64).abs().t()
+    worst = ((out - exact).abs() / terms.clamp_(min=1e-30)).max()
+    assert worst < (1e-6 if DEVICE.type == "cpu" else 1e-3), f"{what}: {worst}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_product(name):
+    fmt_a, block_a, fmt_b, block_b = CASES[name]
+    for (m, n, k), kind in {(1, 1, 1): "pow2", (33, 129, 200): "pow2", (130, 40, 384): "fp32"}.items():
+        a, b = operand(m, k, fmt_a, block_a, kind, 1), operand(n, k, fmt_b, block_b, kind, 2)
+        out = block_matmul(
+            a.codes,
+            a.scale_inv,
+            b.codes,
+            b.scale_inv,
+            a_height=block_a.rows,
+            b_height=block_b.rows,
+            out_dtype=torch.float32,
+        )
+        assert_close(out, a, b, f"{name} {m, n, k}")
+
+
+def test_bias_and_dtypes():
+    """The bias is added in float32, and there is one rounding. Scales may have any strides."""
+    a, b = operand(33, 200, E4M3, BLOCK_1X128, "fp32", 1), operand(40, 200, E4M3, BLOCK_1X128, "fp32", 2)
+    bias = torch.randn(40, generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.bfloat16)
+    args = (a.codes, a.scale_inv, b.codes, b.scale_inv.t().contiguous().t())
+    out = block_matmul(*args, out_dtype=torch.float32)
+    biased = block_matmul(*args, out_dtype=torch.float32, bias=bias)
+    assert torch.equal(biased, out + bias)
+    assert torch.equal(block_matmul(*args, bias=bias), biased.to(torch.bfloat16))
+
+
+def test_tiles_in_bands():
+    """More tiles than a band holds, both ways: every tile of the result is made once."""
+    codes = torch.full((9 * 128 + 5, 1), 0x38, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    rows = torch.arange(1.0, len(codes) + 1, device=DEVICE)[:, None]
+    out = block_matmul(codes, rows, codes[:130], rows[:130], out_dtype=torch.float32)
+    assert torch.equal(out, rows * rows[:130].t())
+
+
+def test_nan_and_nothing():
+    a, b = (operand(40, 256, E4M3, BLOCK_1X128, "pow2", seed) for seed in (1, 2))
+    a.codes.view(torch.uint8)[3, 200] = 0x7F
+    out = block_matmul(a.codes, a.scale_inv, b.codes, b.scale_inv)
+    assert out[3].isnan().all() and out.isnan().sum() == 40
+    empty = torch.empty(40, 0, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scale = torch.empty(40, 0, device=DEVICE)
+    bias = torch.arange(40.0, device=DEVICE)
+    assert torch.equal(block_matmul(empty, scale, empty, scale, bias=bias), bias.bfloat16().expand(40, 40))
+    assert block_matmul(empty[:0], scale[:0], empty, scale).shape == (0, 40)

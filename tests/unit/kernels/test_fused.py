@@ -1,0 +1,163 @@
+"""RMSNorm and SwiGLU made and quantised in one pass.
+
+What each promises: the value against torch's, the codes of that value in all bytes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fp8.backends import emulated
+from megatron_fp8.formats import E4M3, E5M2
+from megatron_fp8.kernels.norm_quantize import rms_norm, row_rstd
+from megatron_fp8.kernels.quantize import (
+    Record,
+    measure,
+    quantize_blocks,
+    quantize_rows,
+    quantize_tensor,
+)
+from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
+from megatron_fp8.mcore import norm
+from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Rule
+from tests.unit.compare import assert_same_bytes
+from tests.unit.kernels.matrices import BYTES, DEVICE, DTYPES, assert_quantized, assert_recorded, strided
+
+CASES = [((7, 33), dtype) for dtype in DTYPES] + [((130, 140), torch.bfloat16), ((1, 1), torch.bfloat16)]
+
+
+def activations(shape, dtype, seed=0):
+    """Numbers as they come, a row of zeros, and outliers."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x[-1] = 0
+    x[0, ::5] *= 6
+    return x.to(DEVICE, dtype)
+
+
+def assert_codes(source, fmt, what):
+    """Every pass over the source gives the codes that the emulated backend makes of the source's values.
+
+    Returns:
+        The values.
+    """
+    scale = torch.tensor(2.5, device=DEVICE)
+    record = Record.new(DEVICE)
+    sides = quantize_tensor(source, fmt, scale=scale, record=record, values=True)
+    values = sides.values
+    assert values is not None
+    expected = emulated.quantize(values, Rule(fmt, TENSOR), "both", scale=scale)
+    assert_quantized(sides, expected, f"{what} tensor")
+    assert_recorded(record, expected, what)
+    for granularity, kind in ((BLOCK_1X128, "pow2"), (BLOCK_1X32, "e8m0")):
+        record = Record.new(DEVICE)
+        sides = quantize_blocks(source, fmt, block=granularity.cols, kind=kind, record=record, values=True)
+        assert_same_bytes(sides.values, values, f"{what} values")
+        expected = emulated.quantize(values, Rule(fmt, granularity, kind), "both")
+        assert_quantized(sides, expected, f"{what} {granularity}")
+        assert_recorded(record, expected, what)
+    row_amax, col_amax = measure(source, rows=True, cols=True)
+    sides = quantize_rows(source, fmt, row_amax, col_amax)
+    assert_quantized(sides, emulated.quantize(values, Rule(fmt, ROW, "pow2"), "both"), f"{what} rows")
+    return values
+
+
+def ulps(a, b):
+    """Largest distance in units in the last place; numbers of unlike sign are compared as to zero."""
+    as_int = BYTES[a.dtype]
+    top = torch.iinfo(as_int).max
+    lines = [
+        torch.where(t.view(as_int) < 0, -(t.view(as_int) & top).long(), t.view(as_int).long()) for t in (a, b)
+    ]
+    return int((lines[0] - lines[1]).abs().max())
+
+
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_norm(shape, dtype):
+    x = activations(shape, dtype)
+    weight = activations((1, shape[1]), torch.bfloat16, seed=1)[0]
+    weight += 1
+    for zero_centered in (False, True):
+        source = rms_norm(x, weight, 1e-5, zero_centered)
+        values = assert_codes(source, E4M3, f"norm {shape} {dtype}")
+        rstd = source.first
+        exact = 1 / (x.double().square().mean(-1) + 1e-5).sqrt()
+        assert ((rstd - exact).abs() / exact).max() < 4e-7
+        # Given the statistic, mcore's formula in all bits; as it comes, within rounding.
+        formula = (x * rstd[:, None]).mul_(weight.float() + float(zero_centered)).to(dtype)
+        assert_same_bytes(values, formula, f"norm {shape} {dtype}")
+        theirs = norm.rms_norm(x, weight, 1e-5, zero_centered)
+        assert ulps(values, theirs) <= (8 if dtype == torch.float32 else 1)
+
+
+def test_weights_that_are_not_finite_stay_in_their_row():
+    x = activations((20, 60), torch.bfloat16)
+    weights = torch.ones(20, device=DEVICE)
+    weights[3], weights[4] = float("nan"), float("inf")
+    values = assert_codes(swiglu(x, weights), E4M3, "weights")
+    assert values.isfinite().all(1).tolist() == [i not in (3, 4) for i in range(20)]
+    assert_codes(swiglu_grad(x[:, :30], x, weights), E5M2, "weights, gradient")
+
+
+def test_norm_of_special_rows():
+    """NaN spoils its row, an Inf is NaN and the rest of its row 0; strided rows are read in place."""
+    x = activations((40, 70), torch.bfloat16)
+    x[3, 5], x[4, 6] = float("nan"), float("inf")
+    weight = torch.ones(70, device=DEVICE)
+    values = assert_codes(rms_norm(strided(x), weight), E4M3, "special")
+    theirs = norm.rms_norm(x, weight)
+    assert torch.equal(values.isnan(), theirs.isnan()) and int(values.isnan().sum()) == 71
+    assert not values[4, :6].any()
+    assert_same_bytes(row_rstd(strided(x), 1e-5), row_rstd(x, 1e-5), "strided")
+
+
+def torch_swiglu(x, weights):
+    """mcore/activation.py's formulas (without its stored input): value, and gradients of x and weights for dy."""
+    gate, up = x.float().chunk(2, -1)
+    y = torch.nn.functional.silu(gate) * up
+    return (y if weights is None else y * weights.float()[:, None]).to(x.dtype)
+
+
+def torch_swiglu_grad(dy, x, weights):
+    gate, up = x.float().chunk(2, -1)
+    sigmoid = torch.sigmoid(gate)
+    dy = dy.float()
+    of_weights = (dy * (gate * sigmoid) * up).sum(-1)
+    if weights is not None:
+        dy = dy * weights.float()[:, None]
+    dgate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([dgate, dy * (gate * sigmoid)], -1), of_weights
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_swiglu(shape, dtype, weighted):
+    rows, cols = shape
+    x = activations((rows, 2 * cols), dtype)
+    weights = activations((rows, 1), torch.float32, seed=2)[:, 0] if weighted else None
+    values = assert_codes(swiglu(x, weights), E4M3, f"swiglu {shape} {dtype}")
+    assert ulps(values, torch_swiglu(x, weights)) <= (64 if dtype == torch.float32 else 1)
+    dy = activations(shape, dtype, seed=3)
+    grad = assert_codes(swiglu_grad(dy, x, weights), E5M2, f"swiglu gradient {shape} {dtype}")
+    dx, of_weights = torch_swiglu_grad(dy, x, weights)
+    # 1 + gate * (1 - sigmoid) cancels near gate = -1.28: float32's error is relative to what is added, not to the sum.
+    terms, _ = torch_swiglu_grad(dy.abs(), x.abs(), weights.abs() if weighted else None)
+    bound = torch.finfo(dtype).eps * dx.abs() + 2.0**-18 * terms + torch.finfo(dtype).tiny
+    assert ((grad.float() - dx).abs() <= bound).all()
+    torch.testing.assert_close(swiglu_weight_grad(dy, x), of_weights, rtol=1e-4, atol=1e-4)
+
+
+def test_swiglu_extremes():
+    """Gates at which exp overflows or vanishes: silu is 0 or the gate, the gradient stays finite."""
+    gates = torch.tensor([[-3e38, -1e4, -200.0, -88.0, -0.0, 0.0, 88.0, 1e4, 3e38]], device=DEVICE)
+    x = torch.cat([gates, torch.ones_like(gates)], 1)
+    scale = torch.ones((), device=DEVICE)
+    values = quantize_tensor(swiglu(x), E4M3, scale=scale, values=True).values
+    torch.testing.assert_close(values, torch.nn.functional.silu(gates), rtol=1e-4, atol=1e-37)
+    grad = quantize_tensor(swiglu_grad(torch.ones_like(gates), x), E4M3, scale=scale, values=True).values
+    assert grad.isfinite().all()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="an even last dimension"):
+        swiglu(torch.zeros(2, 3, device=DEVICE))
