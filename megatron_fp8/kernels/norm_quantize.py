@@ -31,7 +31,9 @@ def rms_norm(
         weight: [hidden], any of these dtypes; 1 + weight is the factor if zero_centered_gamma.
     """
     x = unit_stride(x)
-    return Source("norm", *x.shape, x, row_rstd(x, eps), unit_stride(weight), float(zero_centered_gamma))
+    return Source(
+        "norm", x.shape[0], x.shape[1], x, row_rstd(x, eps), unit_stride(weight), float(zero_centered_gamma)
+    )
 
 
 def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -47,7 +47,7 @@ def swiglu_grad(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None 
     """
     dy, x = unit_stride(dy), unit_stride(x)
     assert x.shape == (dy.shape[0], 2 * dy.shape[1]), "dy [tokens, n] and x [tokens, 2 n]"
-    return Source("swiglu_grad", *x.shape, dy, x, _per_token(weights))
+    return Source("swiglu_grad", x.shape[0], x.shape[1], dy, x, _per_token(weights))
 
 
 def swiglu_weight_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,14 @@
 """Kernels compiled for an H100 without one: every launch of a function becomes PTX and machine code, and none runs.
 
 Triton brings NVIDIA's assembler, so a wrong type, a spilled register or an instruction that flushes subnormals shows on
-any machine. Must run in a process that does not interpret kernels (TRITON_INTERPRET=0).
+any machine. Must run in a process that does not interpret kernels:
+
+    TRITON_INTERPRET=0 python -m tests.unit.kernels.hopper      # a line of JSON for each launch
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tempfile
@@ -17,6 +20,20 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from megatron_fp8.formats import E4M3, E5M2
+from megatron_fp8.kernels.block_matmul import block_matmul
+from megatron_fp8.kernels.fp8_transpose import transpose
+from megatron_fp8.kernels.multi_amax import update_delayed
+from megatron_fp8.kernels.norm_quantize import rms_norm
+from megatron_fp8.kernels.quantize import (
+    Record,
+    measure,
+    quantize_blocks,
+    quantize_rows,
+    quantize_tensor,
+)
+from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -95,3 +112,57 @@ def described(name: str, built: Any) -> dict[str, Any]:
         "shared": built.metadata.shared,
         "warps": built.metadata.num_warps,
     }
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches() -> dict[str, Callable[[], Any]]:
+    """What a transformer layer of hidden 4096 launches on 8192 tokens, by name."""
+    x, dy = empty(8192, 4096, dtype=torch.bfloat16), empty(8192, 2048, dtype=torch.bfloat16)
+    codes = empty(8192, 4096, dtype=torch.float8_e4m3fn)
+    grads = empty(8192, 4096, dtype=torch.float8_e5m2)
+    weight = empty(4096, 4096, dtype=torch.float8_e4m3fn)
+    by_row, square = empty(32, 8192).t(), empty(32, 32)
+    gamma, one, record = empty(4096, dtype=torch.bfloat16), empty(), Record(empty(), empty())
+    many = torch.int64
+    return {
+        "measure": lambda: measure(x, rows=True, cols=True, record=record),
+        "delayed": lambda: quantize_tensor(x, E4M3, scale=one, record=record),
+        "delayed-float32": lambda: quantize_tensor(empty(4096, 4096), E5M2, scale=one, record=record),
+        "tensorwise": lambda: quantize_tensor(x, E4M3, amax=one),
+        "rowwise": lambda: quantize_rows(x, E4M3, empty(8192), empty(4096)),
+        "blockwise": lambda: quantize_blocks(x, E4M3, block=128, record=record),
+        "blockwise-fp32": lambda: quantize_blocks(x, E5M2, block=128, kind="fp32", record=record),
+        "blockwise-weight": lambda: quantize_blocks(x, E4M3, block=128, square=True, record=record),
+        "mx": lambda: quantize_blocks(x, E4M3, block=32, kind="e8m0", record=record),
+        "norm": lambda: quantize_tensor(rms_norm(x, gamma), E4M3, scale=one, record=record),
+        "norm-blockwise": lambda: quantize_blocks(rms_norm(x, gamma), E4M3, block=128, record=record),
+        "swiglu": lambda: quantize_tensor(swiglu(x), E4M3, scale=one, record=record),
+        "swiglu-blockwise": lambda: quantize_blocks(swiglu(x, gamma), E4M3, block=128, record=record),
+        "swiglu-grad": lambda: quantize_tensor(swiglu_grad(dy, x), E5M2, scale=one, record=record),
+        "swiglu-grad-blockwise": lambda: quantize_blocks(swiglu_grad(dy, x), E4M3, block=128, record=record),
+        "swiglu-weight-grad": lambda: swiglu_weight_grad(dy, x),
+        "transpose": lambda: transpose(codes),
+        "update": lambda: update_delayed(
+            empty(900),
+            empty(900),
+            empty(900, dtype=many),
+            empty(900, dtype=many),
+            empty(900, 1024),
+            empty(900),
+        ),
+        "matmul": lambda: block_matmul(codes, by_row, weight, square, b_height=128),
+        "matmul-wgrad": lambda: block_matmul(grads, by_row, codes, by_row, out_dtype=torch.float32),
+    }
+
+
+def main() -> None:
+    for name, function in launches().items():
+        for launch in compiled(function):
+            print(json.dumps({"name": name} | launch), flush=True)
+
+
+if __name__ == "__main__":
+    main()
