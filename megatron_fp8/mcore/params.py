@@ -187,7 +187,13 @@ def memory_warning(model_chunks: list[Any]) -> str | None:
 def _warn_memory(module: Any) -> None:
     warning = memory_warning([module])
     if warning and not (dist.is_initialized() and dist.get_rank() > 0):
-        print(f"megatron_fp8: warning: {warning}", file=sys.stderr, flush=True)
+        _say_once(f"megatron_fp8: warning: {warning}")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """A model has several chunks, and one warning is enough."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def broadcast_codes_too(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +119,38 @@ def _plain_config() -> None:
         optimizer = build_optimizer(config, chunks, ddp=DISTRIBUTED)
         losses = [train_step(config, chunks, optimizer, step, **OPTIONS)[0] for step in range(2)]
         assert losses[1] < losses[0]
+
+
+MEMORY: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "codes": ("blockwise", DISTRIBUTED, None),
+    "two-way": ("mxfp8", {}, "slightly more than BF16"),
+    "shared": ("rowwise", SHARED, "slightly more than BF16"),
+    "unshared": ("rowwise", DISTRIBUTED, "saves nothing here"),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_warning_where_memory_is_above_bf16(ranks: RankPool, name: str) -> None:
+    ranks(1).run(_memory, *MEMORY[name])
+
+
+def _memory(recipe: str, ddp: dict[str, Any], message: str | None) -> None:
+    from megatron_fp8.mcore import params
+    from megatron_fp8.mcore.report import site_report
+
+    shared = {"reuse_grad_buf_for_mxfp8_param_ag": "reuse_grad_buf_for_mxfp8_param_ag" in ddp}
+    said: list[str] = []
+    with model_parallel(), mock.patch.object(params, "_say_once", said.append):
+        _, chunks, _ = built(recipe, ddp=ddp, optim=shared)
+        counted = params.parameter_bytes(chunks)
+        saves_nothing = message is not None and "nothing" in message
+        assert counted["weights"] == (0 if saves_nothing else 8)
+        notes = {note for site in site_report(chunks, gather=False) for note in site["notes"]}
+        assert any("stays BF16" in note for note in notes) == saves_nothing
+    if message is None:
+        assert said == [] and counted["warning"] is None
+    else:
+        assert len(said) == 1 and message in said[0] and message in counted["warning"]
 
 
 # ------------------------------------------------------------------------------------------------------- what is sent
