@@ -90,11 +90,14 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
         for part, (name, size) in enumerate(zip(_SPLITS, sizes, strict=True)):
             first, last = (round(float(end) * index.sequences) for end in ends[part : part + 2])
             tokens = int(lengths[first:last].sum())
-            if size and tokens <= seq_length:
+            empty = (
+                tokens == 0 and ends[part] < ends[part + 1]
+            )  # Megatron-Core would count its epochs for ever
+            if empty or (size and tokens <= seq_length):
                 raise ValueError(
                     f"data.split={split!r} leaves {tokens} tokens in {last - first} of {index.sequences} "
                     f"documents of {prefix!r} for {name}, and a sequence takes {seq_length + 1}: give more "
-                    "data, another split, or train.eval_iters=0 to train without validation."
+                    "data, another split, or, to train without validation, train.eval_iters=0 with data.split=1,0,0."
                 )
 
 
