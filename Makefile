@@ -32,7 +32,7 @@ test-slurm: $(VENV)/.test ## the SLURM scripts on a real two-node cluster on thi
 	elif $(PY) -m tests.slurm_cluster || { command -v apt-get >/dev/null && apt-get -qq update \
 			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null \
 			&& $(PY) -m tests.slurm_cluster; }; then \
-		$(PY) -m pytest -m slurm $(ARGS) tests/functional/test_slurm.py; \
+		$(PY) -m pytest -m slurm tests/functional/test_slurm.py; \
 	else \
 		echo "test-slurm DID NOT RUN: it needs Debian's packages slurm-wlm and munge, which could not be installed"; \
 	fi

@@ -4,7 +4,10 @@ Run by `make test-slurm`: it needs root, and Debian's packages slurm-wlm and mun
 """
 
 import json
+import os
 import random
+import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,7 +17,7 @@ import torch
 import yaml
 
 from megatron_fp8.checkpoint_files import complete_checkpoints, read_metadata, read_tensor
-from tests.slurm_cluster import SlurmCluster, missing
+from tests.slurm_cluster import SlurmCluster, missing, processes_naming
 
 pytestmark = pytest.mark.slurm
 
@@ -35,7 +38,7 @@ CONFIG = {
         "eval_interval": 20, "eval_iters": 1, "log_interval": 10, "threads": 1,
     },
     "optimizer": {"lr": 0.01, "lr_warmup_iters": 5, "use_distributed_optimizer": True},
-    "checkpoint": {"save_interval": 1000},
+    "checkpoint": {"save_interval": 25},
 }  # fmt: skip
 
 
@@ -70,12 +73,34 @@ class Runs:
             **knobs,
         )
 
-    def wait_for_iteration(self, name, iteration, timeout=90):
+    def wait_for_iteration(self, name, iteration):
         """Until metrics.jsonl has the iteration."""
-        path, deadline = self.folder / name / "metrics.jsonl", time.monotonic() + timeout
-        while not path.exists() or path.read_text().count("\n") < iteration:
-            assert time.monotonic() < deadline, f"{name} is not at iteration {iteration}:\n{self.said(name)}"
+        path = self.folder / name / "metrics.jsonl"
+        self.until(
+            lambda: path.exists() and path.read_text().count("\n") >= iteration,
+            f"{name} to do iteration {iteration}",
+        )
+
+    def until(self, holds, what, timeout=90):
+        """Wait, and say what every job said if it takes too long."""
+        deadline = time.monotonic() + timeout
+        while not holds():
+            logs = [path.stem for path in self.folder.glob("*.log")]
+            assert time.monotonic() < deadline, f"waited for {what}:\n" + "\n".join(map(self.said, logs))
             time.sleep(0.05)
+
+    def kill_a_rank(self, name):
+        """SIGKILL to one of the run's ranks."""
+        for pid in processes_naming(str(self.folder / name)):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if words[0].decode() == sys.executable and b"torch.distributed.run" not in words:
+                os.kill(pid, signal.SIGKILL)
+                return
+        raise AssertionError(f"{name} has no rank:\n{self.said(name)}")
+
+    def resumed(self, name):
+        """From which iteration each attempt went on."""
+        return [int(n) for n in re.findall(r"^resume .*iteration (\d+) is done", self.said(name), re.M)]
 
     def ended(self, job, name, *, restarts, state="COMPLETED"):
         """Wait for the job's end, and check how it ended."""
@@ -125,32 +150,44 @@ def assert_same_run(runs, name, reference):
         assert torch.equal(value, theirs[key]), key
 
 
+def loses_a_rank_when_it_is_back(runs, job, name, reason):
+    """The job stops for `reason` and is requeued; then a rank dies, and all start again inside the same attempt."""
+    runs.until(lambda: runs.resumed(name), f"{name} to resume")
+    stopped = stopped_at(runs.said(name), reason)
+    assert 3 <= stopped < ITERATIONS
+    runs.wait_for_iteration(name, stopped + 1)
+    runs.kill_a_rank(name)
+    runs.ended(job, name, restarts=1)
+    first, second = runs.resumed(name)
+    assert first == stopped and second in (stopped, 25, 50)
+
+
 def stopped_at(said, reason):
     """The iteration at which rank 0 says that it stopped."""
     (line,) = (line for line in said.splitlines() if f"stopped by {reason} after" in line)
     return int(line.partition(" after ")[2].split()[0])
 
 
-def test_several_nodes_are_preempted_and_resume_to_the_bit(runs, uninterrupted):
+def test_several_nodes_are_preempted_then_lose_a_rank_and_end_with_the_same_bits(runs, uninterrupted):
     """A job of a partition with a higher priority takes both nodes: SIGTERM to the ranks and to torchrun."""
     job = runs.submit("preempted", "several_nodes.sbatch", "--gpus-per-node=1", RANKS_PER_NODE="1")
     runs.wait_for_iteration("preempted", 3)
     options = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
     runs.cluster.command("sbatch", *options)
-    runs.ended(job, "preempted", restarts=1)
-    assert 3 <= stopped_at(runs.said("preempted"), "SIGTERM") < ITERATIONS
+    loses_a_rank_when_it_is_back(runs, job, "preempted", "SIGTERM")
     assert "stopped by preemption" in (runs.folder / "preempted.log").read_text()
     assert_same_run(runs, "preempted", uninterrupted)
 
 
-def test_a_task_per_rank_is_warned_of_its_time_limit_and_resumes_to_the_bit(runs, uninterrupted):
+def test_a_task_per_rank_is_warned_of_its_time_limit_then_loses_a_rank_and_ends_with_the_same_bits(
+    runs, uninterrupted
+):
     """SIGUSR1 to the batch shell, as `--signal=B:USR1@300` sends it, and once more while the ranks save."""
     job = runs.submit("warned", "task_per_rank.sbatch", "--gpus-per-node=1", "--ntasks-per-node=1")
     runs.wait_for_iteration("warned", 3)
     for _ in range(2):
         runs.cluster.command("scancel", "--batch", "--signal=USR1", str(job))
-    runs.ended(job, "warned", restarts=1)
-    assert 3 <= stopped_at(runs.said("warned"), "SIGUSR1") < ITERATIONS
+    loses_a_rank_when_it_is_back(runs, job, "warned", "SIGUSR1")
     assert_same_run(runs, "warned", uninterrupted)
 
 
