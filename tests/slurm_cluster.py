@@ -12,6 +12,7 @@ configuration, key and daemons (if any) are left alone, and every process ends w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -183,6 +184,7 @@ class SlurmCluster:
                     stdin=subprocess.DEVNULL,
                     env=self.environment,
                     cwd=self.folder,
+                    preexec_fn=_end_with_parent,
                 )
             )
 
@@ -224,6 +226,12 @@ class SlurmCluster:
         for process in processes_naming(str(self.folder)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+
+def _end_with_parent() -> None:
+    """In a daemon before it starts: SIGKILL it when the test process dies without a word."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def processes_naming(text: str) -> list[int]:

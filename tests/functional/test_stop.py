@@ -12,6 +12,7 @@ from benchmarks.kills import LIMIT_S, Run, write_config
 from megatron_fp8.checkpoint_files import check_files, latest_checkpoint, read_manifest
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "told", "code"),
     [
