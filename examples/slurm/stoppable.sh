@@ -13,11 +13,12 @@
 
 # run_stoppable COMMAND...  Run an srun command. Returns its exit code if it ended by itself; else requeues, and ends the job.
 run_stoppable() {
-    local stopped="" code=0
+    local stopped="" child="" code=0
     trap 'pass_on SIGUSR1' USR1
     trap 'pass_on SIGTERM' TERM
     "$@" &
-    local child=$!
+    child=$!
+    if [[ -n $stopped ]]; then kill -USR1 "$child"; fi # the signal came first
     # A trapped signal ends `wait` early, with a code above 128: wait again for as long as the child lives.
     wait "$child" || code=$?
     while kill -0 "$child" 2>/dev/null; do
@@ -43,7 +44,7 @@ run_stoppable() {
 pass_on() {
     stopped=$1
     say "$stopped: asking the ranks to save and stop"
-    kill -USR1 "$child"
+    if [[ -n $child ]]; then kill -USR1 "$child" || true; fi # it may have ended just now
 }
 
 say() { echo "$(date '+%F %T') $*"; }
