@@ -26,12 +26,16 @@ MORE: dict[str, Any] = {
 
 
 def masters(seed: int) -> list[torch.Tensor]:
-    """float32 matrices whose rows differ in size by powers of two, so that no two blocks share an amax."""
+    """float32 matrices whose blocks of 128 and of 32 differ in size by powers of two: a wrong block is a wrong scale."""
     found = []
-    for index, shape in enumerate(SHAPES):
+    for index, (rows, cols) in enumerate(SHAPES):
         generator = torch.Generator().manual_seed(100 * seed + index)
-        whole = torch.randn(shape, generator=generator)
-        found.append(whole * torch.exp2(torch.randint(-6, 6, (shape[0], 1), generator=generator)))
+        whole = torch.randn(rows, cols, generator=generator)
+        for block in (128, 32):
+            exponents = torch.randint(-5, 5, (-(-rows // block), -(-cols // block)), generator=generator)
+            size = torch.exp2(exponents.float())
+            whole *= size.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :cols]
+        found.append(whole)
     return found
 
 
