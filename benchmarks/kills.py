@@ -63,6 +63,7 @@ class Run:
     def __init__(self, folder: Path, config: Path, name: str, restarts: int) -> None:
         self.folder, self.log = folder / name, folder / f"{name}.log"
         self.checkpoints = self.folder / "checkpoints"
+        self.leftovers: set[str] = set()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command += [f"--max-restarts={restarts}", "-m", "megatron_fp8", "train"]
         command += [f"--config={config}", f"--run_dir={self.folder}", "--resume=auto"]
@@ -107,12 +108,19 @@ class Run:
         return int(latest.name.partition("_")[2]) if latest else 0
 
     def bytes_in_save(self) -> int:
-        """What a save that is under way has written."""
+        """What a save that is under way has written; what killed ones left does not count."""
         total = 0
-        for path in self.checkpoints.glob(".saving-*/*"):
+        for folder in self.saves() - self.leftovers:
             with suppress(OSError):
-                total += path.stat().st_size
+                total += sum(path.stat().st_size for path in (self.checkpoints / folder).iterdir())
         return total
+
+    def saves(self) -> set[str]:
+        """Folders of saves that are not committed (old checkpoints that are being removed have other names)."""
+        pattern = re.compile(r"\.saving-iter_\d+-[0-9a-f]{8}")
+        with suppress(OSError):
+            return {name for name in os.listdir(self.checkpoints) if pattern.fullmatch(name)}
+        return set()
 
     def until(self, holds: Callable[[], Any], what: str, pause: float = 0.02) -> None:
         """Wait; RuntimeError if the run ends first, or LIMIT_S pass."""
@@ -158,7 +166,7 @@ def _kill(run: Run, moment: str, rank: int) -> Kill:
     run.until(
         lambda: not set(victims.values()) & set(run.ranks().values()), "all of the attempt's ranks were gone"
     )
-    complete = run.complete()
+    complete, run.leftovers = run.complete(), run.saves()
     return Kill(
         moment,
         rank,
