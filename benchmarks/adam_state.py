@@ -51,7 +51,7 @@ def trained(
 def main() -> int:
     """Train, count, tabulate."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--iterations", type=int, default=120)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/adam_state.*")
     wanted = parser.parse_args()
     pool = RankPool()

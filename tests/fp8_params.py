@@ -22,6 +22,13 @@ OVERLAP: dict[str, Any] = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_
 TWO_WAY = ("rowwise", "mxfp8")
 
 
+def mixed_factory(role: str) -> Any:
+    """A custom recipe: square blocks for weights, rows for the rest."""
+    from megatron_fp8.recipe import Float8BlockScaling, Float8RowwiseScaling
+
+    return Float8BlockScaling() if role == "weight" else Float8RowwiseScaling()
+
+
 @dataclass
 class Trained:
     """What one rank saw, a list entry for each step."""

@@ -51,6 +51,12 @@ def test_distributed_optimizer(ranks: RankPool, recipe: str) -> None:
 MOE = {"num_moe_experts": 2, "moe_ffn_hidden_size": 256, "moe_router_load_balancing_type": "none"}
 BF16_LAYERS = {"first_last_layers_bf16": True, "num_layers": 4, "fp8_overrides": {"*.linear_proj": "bf16"}}
 VPP = {"num_layers": 4}
+TP_ONLY = {
+    "tp_only_amax_red": True,
+    "fp8_interval": 2,
+    "fp8_amax_history_len": 4,
+    "fp8_amax_compute_algo": "max",
+}
 CASES = {
     "dp1-distributed": (1, Layout(), "tensorwise", {}, DISTRIBUTED),
     "dp2-replicated": (2, Layout(), "delayed", {}, {}),
@@ -61,6 +67,14 @@ CASES = {
     "vpp-mxfp8": (2, Layout(pp=2, vpp=2), "mxfp8", VPP, OVERLAP),
     "ep2": (2, Layout(ep=2), "blockwise", MOE, DISTRIBUTED),
     "cp2": (2, Layout(cp=2), "delayed", {}, OVERLAP),
+    "tp-only-amax": (2, Layout(), "delayed", TP_ONLY, DISTRIBUTED),
+    "custom": (
+        2,
+        Layout(),
+        "custom",
+        {"fp8_quantizer_factory": "tests.fp8_params.mixed_factory"},
+        DISTRIBUTED,
+    ),
     "bf16-layers": (2, Layout(), "delayed", BF16_LAYERS, DISTRIBUTED),
 }
 
