@@ -154,6 +154,11 @@ class Fp8Parameter(CodedTensor):
         """Its value as an ordinary tensor [rows, cols], rounded once to dtype (default: the nominal one)."""
         return self._stored.quantized.dequantize(dtype)
 
+    @property
+    def cast_amax(self) -> torch.Tensor:
+        """float32 [], the largest magnitude of the values that the codes were last cast from; may be Inf."""
+        return self._stored.amax
+
     def record(self) -> None:
         """Put the last cast's amax and health into the slot: a forward pass uses the weight now."""
         self._stored.quantizer.slot.record(self._stored.amax, self._stored.nonfinite)

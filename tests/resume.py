@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ class Training:
     def __init__(
         self, layout: Layout, recipe: str | None, fields: dict, ddp: dict, seed: int, **options: Any
     ):
+        from megatron_fp8.mcore.adam_fp8 import compact_state
         from megatron_fp8.mcore.params import gather_settings
         from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
@@ -35,9 +37,10 @@ class Training:
             seed=seed,
             sequence=self.options["sequence"],
         )
-        self.optimizer = build_optimizer(
-            self.config, self.chunks, ddp=ddp, optim={"reuse_grad_buf_for_mxfp8_param_ag": share}
-        )
+        with compact_state() if self.options.pop("compact", False) else nullcontext():
+            self.optimizer = build_optimizer(
+                self.config, self.chunks, ddp=ddp, optim={"reuse_grad_buf_for_mxfp8_param_ag": share}
+            )
         self.iteration = 0
 
     def steps(self, count: int) -> list[tuple[float, float]]:

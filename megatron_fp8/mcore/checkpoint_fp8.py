@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from ..param import Fp8Parameter
 from ..quantizer import Quantizer
 from ..recipe import recipe_name
 from ..scaling import compute_scale
@@ -137,7 +138,10 @@ def warm_from_weights(linears: list[Any], cold: set[str]) -> int:
 
 
 def _amax(weight: torch.Tensor) -> torch.Tensor:
-    """Largest finite magnitude, float32 []; 0 if there is none."""
+    """Largest finite magnitude, float32 []; 0 if there is none. An FP8 weight knows it of the values it was cast from."""
+    if isinstance(weight, Fp8Parameter):
+        amax = weight.cast_amax
+        return torch.where(amax.isfinite(), amax, torch.zeros_like(amax)).reshape(())
     magnitudes = weight.detach().float().abs()
     return torch.where(magnitudes.isfinite(), magnitudes, torch.zeros_like(magnitudes)).amax()
 

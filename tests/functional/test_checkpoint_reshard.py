@@ -151,3 +151,38 @@ def megatron_loads(folder: str) -> dict[str, Any]:
 
         loaded = dist_checkpointing.load_plain_tensors(folder)
         return {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in loaded.items()}
+
+
+OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize("fields", [{}, {"fp8_param": True}], ids=["bf16-weights", "fp8-weights"])
+def test_weights_are_stored_as_their_masters_rounded(ranks, tmp_path, fields):
+    """With overlapped gathers the live weights of other ranks' shards are one step old; FP8 ones have lost bits."""
+    case = (Layout(), "delayed", {**HISTORY, **fields}, OVERLAP, str(tmp_path))
+    ranks(2).run(trains_and_saves, *case)
+    tensors = tensors_of(tmp_path / NAME)
+    weights = {name for name in tensors if not name.startswith("optimizer.") and ".fp8_state." not in name}
+    assert len(weights) == 2 * 7 + 3
+    for name in weights:
+        master = tensors[f"optimizer.state.param.{name}"]
+        assert torch.equal(tensors[name], master.bfloat16()), name
+        assert tensors[name].dim() == 1 or not torch.equal(master, master.bfloat16().float()), name
+
+
+def test_fp8_weights_are_cast_with_the_scale_that_they_get(ranks, tmp_path):
+    """From BF16 to delayed scaling over TP=2: the scale that the shards share is the one that weights are cast with."""
+    ranks(1).run(trains_and_saves, Layout(), None, {}, {}, str(tmp_path / "bf16"))
+    losses = []
+    for fp8_param in (False, True):
+        fields = {**HISTORY, "fp8_param": fp8_param}
+        case = (
+            Layout(tp=2),
+            "delayed",
+            fields,
+            {},
+            str(tmp_path / "bf16" / NAME),
+            str(tmp_path / f"{fp8_param}"),
+        )
+        losses.append(ranks(2).run(loads_and_saves, *case)[0][1])
+    assert losses[0] == losses[1]

@@ -58,6 +58,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks, tmp_path, name):
     assert ranks(2).run(resumes_exactly, *CASES[name], str(tmp_path)) == [{}, {}]
 
 
+@pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["dp2", "dp2-sharded"])
+def test_compact_moments_resume_exactly_too(ranks, tmp_path, ddp):
+    """They are stored in float32, and become the same codes again."""
+    case = (Layout(), "tensorwise", {}, ddp, str(tmp_path))
+    assert ranks(2).run(resumes_exactly, *case, compact=True) == [{}, {}]
+
+
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout()], ids=["tp2", "dp2"])
 def test_an_asynchronous_save_holds_the_iteration_it_was_made_after(ranks, tmp_path, layout):
     """Two more iterations run while the files are being written."""
