@@ -46,8 +46,6 @@ def prepare(sharded_state: dict[str, Any], *, copy: bool) -> dict[str, Any]:
         if is_main_replica(shard.replica_id):
             if copy:
                 shard.data = shard.data.detach().to("cpu", copy=True)
-            elif type(shard.data.detach()) is not torch.Tensor:
-                shard.data = shard.data.detach().clone()  # codes that show themselves as values become values
             tensors.setdefault(shard.key, []).append(shard)
     return torch_dist.mcore_to_pyt_state_dict(tensors, False)
 
