@@ -26,6 +26,7 @@ from megatron_fp8.kernels.block_matmul import block_matmul
 from megatron_fp8.kernels.fp8_transpose import transpose
 from megatron_fp8.kernels.multi_amax import update_delayed
 from megatron_fp8.kernels.norm_quantize import rms_norm
+from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
 from megatron_fp8.kernels.quantize import (
     Record,
     measure,
@@ -126,7 +127,7 @@ def launches() -> dict[str, Callable[[], Any]]:
     weight = empty(4096, 4096, dtype=torch.float8_e4m3fn)
     by_row, square = empty(32, 8192).t(), empty(32, 32)
     gamma, one, record = empty(4096, dtype=torch.bfloat16), empty(), Record(empty(), empty())
-    many = torch.int64
+    master, pieces, many = empty(1 << 22), empty(1 << 22, dtype=torch.uint8), torch.int64
     return {
         "measure": lambda: measure(x, rows=True, cols=True, record=record),
         "delayed": lambda: quantize_tensor(x, E4M3, scale=one, record=record),
@@ -145,6 +146,8 @@ def launches() -> dict[str, Callable[[], Any]]:
         "swiglu-grad-blockwise": lambda: quantize_blocks(swiglu_grad(dy, x), E4M3, block=128, record=record),
         "swiglu-weight-grad": lambda: swiglu_weight_grad(dy, x),
         "transpose": lambda: transpose(codes),
+        "piece-amax": lambda: piece_amax(master, 0, (4096, 4096), torch.bfloat16, square, one),
+        "piece-cast": lambda: piece_cast(master, 0, (4096, 4096), torch.bfloat16, square, pieces, E4M3),
         "update": lambda: update_delayed(
             empty(900),
             empty(900),

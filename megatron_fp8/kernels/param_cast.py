@@ -1,0 +1,134 @@
+"""Casting a piece of a float32 master into FP8 codes: the distributed optimizer's part of a sharded weight.
+
+A rank owns the elements offset .. offset + n of the flattened weight [rows, cols]. Both passes round them to the model's
+dtype on the way, so no rounded copy is written; tiles are those of the whole matrix, masked to the piece, so blocks are
+the whole's. Between the passes ranks max-reduce the amaxes (param_shard.py says why that gives the codes of the whole).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import FloatFormat
+from .elements import INF, count_nonfinite, encode, magnitudes, narrow, record, widen, without_nan
+from .tiles import is_e4m3
+
+SIDE = 128
+"""Rows and columns of a tile: the square block of blockwise weights."""
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def piece_amax(
+    master: torch.Tensor,
+    offset: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    amax: torch.Tensor,
+    nonfinite: torch.Tensor,
+) -> None:
+    """Max the amaxes of a piece into ``amax``, and add its number of NaN and Inf elements to ``nonfinite`` (float32 []).
+
+    Args:
+        master: float32 [n], contiguous.
+        offset: where in the flattened weight it starts.
+        shape: [rows, cols] of the whole weight.
+        dtype: the model's, to which elements are rounded first.
+        amax: float32, contiguous, >= 0: [] for one scale a tensor, [ceil(rows / 128), ceil(cols / 128)] for square
+            blocks.
+    """
+    if master.numel():
+        grid, first = _grid(master, offset, shape)
+        _piece_amax[grid](
+            master, offset, shape[1], master.numel(), first, amax.view(torch.int32), nonfinite, grid[0],
+            DTYPE=_DTYPES[dtype], PER_BLOCK=_per_block(amax, shape), SIDE=SIDE, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def piece_cast(
+    master: torch.Tensor,
+    offset: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    scale: torch.Tensor,
+    codes: torch.Tensor,
+    fmt: FloatFormat,
+) -> None:
+    """Write the codes of a piece under the whole's scales.
+
+    Args:
+        master, offset, shape, dtype: as in piece_amax.
+        scale: float32, contiguous, shaped as piece_amax's amax.
+        codes: fmt.dtype or uint8 [n], contiguous: the piece's own.
+    """
+    if master.numel():
+        grid, first = _grid(master, offset, shape)
+        _piece_cast[grid](
+            master, offset, shape[1], master.numel(), first, scale, codes.view(torch.uint8), grid[0],
+            DTYPE=_DTYPES[dtype], E4M3=is_e4m3(fmt), PER_BLOCK=_per_block(scale, shape), SIDE=SIDE,
+            num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _grid(master: torch.Tensor, offset: int, shape: tuple[int, int]) -> tuple[tuple[int, int], int]:
+    """(tiles across, tiles down that hold some of the piece), and the first row of tiles."""
+    assert master.is_contiguous() and master.dtype == torch.float32, "a flat float32 piece"
+    rows, cols = shape
+    assert offset >= 0 and offset + master.numel() <= rows * cols, "the piece lies inside the weight"
+    assert cols < 1 << 24, "offsets inside a tile are 32-bit numbers"
+    first = offset // cols // SIDE
+    last = (offset + master.numel() - 1) // cols // SIDE
+    return (triton.cdiv(cols, SIDE), last - first + 1), first
+
+
+def _per_block(per_block: torch.Tensor, shape: tuple[int, int]) -> bool:
+    blocks = (triton.cdiv(shape[0], SIDE), triton.cdiv(shape[1], SIDE))
+    assert per_block.is_contiguous() and (per_block.ndim == 0 or per_block.shape == blocks), (
+        "[] or one a block"
+    )
+    return per_block.ndim > 0
+
+
+@triton.jit
+def _place(offset, cols, n, first, SIDE: tl.constexpr):
+    """(where this tile's corner is in the piece, element offsets from it, which are in the piece, the block's row)."""
+    tile_row = first + tl.program_id(1)
+    corner = tile_row.to(tl.int64) * SIDE * cols + tl.program_id(0) * SIDE - offset
+    across = tl.arange(0, SIDE)[None, :]
+    away = tl.arange(0, SIDE)[:, None] * cols + across
+    held = (tl.program_id(0) * SIDE + across < cols) & (corner + away >= 0) & (corner + away < n)
+    return corner, away, held, tile_row
+
+
+@triton.jit
+def _piece_amax(
+    master, offset, cols, n, first, amax, nonfinite, blocks_across,
+    DTYPE: tl.constexpr, PER_BLOCK: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    corner, away, held, tile_row = _place(offset, cols, n, first, SIDE)
+    value = tl.load((master + corner) + away, mask=held, other=0.0)
+    bits = magnitudes(widen(narrow(value, DTYPE)))
+    top = tl.max(bits)
+    count = tl.zeros_like(top)
+    if top >= INF:
+        count = count_nonfinite(bits)
+        top = tl.max(without_nan(bits))
+    block = 0
+    if PER_BLOCK:
+        block = tile_row * blocks_across + tl.program_id(0)
+    record(amax + block, nonfinite, top, count)
+
+
+@triton.jit
+def _piece_cast(
+    master, offset, cols, n, first, scale, codes, blocks_across,
+    DTYPE: tl.constexpr, E4M3: tl.constexpr, PER_BLOCK: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    corner, away, held, tile_row = _place(offset, cols, n, first, SIDE)
+    value = tl.load((master + corner) + away, mask=held, other=0.0)
+    block = 0
+    if PER_BLOCK:
+        block = tile_row * blocks_across + tl.program_id(0)
+    product = widen(narrow(value, DTYPE)) * tl.load(scale + block)
+    tl.store((codes + corner) + away, encode(product, E4M3), mask=held)
