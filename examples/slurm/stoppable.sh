@@ -52,7 +52,8 @@ say() { echo "$(date '+%F %T') $*"; }
 # What each task starts with. SLURM delivers a step's signal to all its processes, and SIGUSR1 would kill torchrun, which
 # has no handler for it and does not pass it on, and a Python that is still starting. What a shell ignores its children
 # ignore from their start on; the ranks then install a handler of their own, and nobody else needs to hear the signal.
-deaf_to_usr1=(bash -c 'trap "" USR1; exec "$@"' --)
+# The end of the job is announced to the batch shell, which requeues: ranks must not stop for it by themselves.
+task_shell=(bash -c 'trap "" USR1; unset SLURM_JOB_END_TIME; exec "$@"' --)
 
 # The address of the job's first node, as SLURM knows it, and a port that other jobs on that node do not use.
 first_node_address() {
