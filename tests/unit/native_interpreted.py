@@ -178,7 +178,11 @@ def linear(name: str) -> None:
             outcome = run(site, x, w, dy, bias)
             site.state.finish_iteration()
         kinds = set(fake.calls)
+        fast = [made["fast"] for made in fake.history[-3:]]
     product = PRODUCTS.get(name)
+    assert fast == [product in ("tensor", "row"), False, False], (
+        "fast accumulation is fprop's, and never with blocks"
+    )
     assert kinds == ({product} if product else {"block", "block 1d"}), kinds
     emulating, _ = make_site(name)
     for _ in range(2):

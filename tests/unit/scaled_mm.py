@@ -28,7 +28,7 @@ class FakeTorch:
 
     calls: Counter[str] = field(default_factory=Counter)
     refuse: dict[str, str] = field(default_factory=dict)
-    last: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
     wrong: str = ""
 
     def scaled_mm(
@@ -80,7 +80,7 @@ class FakeTorch:
     def _product(self, kind, a, b, first, second, bias, out_dtype, fast):
         if kind in self.refuse:
             raise RuntimeError(self.refuse[kind])
-        (m, k), n = a.shape, b.shape[1]
+        k, n = a.shape[1], b.shape[1]
         assert a.dtype in F8 and b.dtype in F8 and torch.float8_e4m3fn in (a.dtype, b.dtype)
         assert a.stride() == (k, 1), f"a must be row-major, has strides {a.stride()}"
         assert b.shape[0] == k and b.stride() == (1, k), f"b must be column-major, has strides {b.stride()}"
@@ -95,14 +95,13 @@ class FakeTorch:
         if self.wrong == kind:
             result[:, 128:] *= 2
         self.calls[kind] += 1
-        self.last = {
-            "kind": kind,
-            "out": out_dtype,
-            "bias": bias is not None,
-            "fast": fast,
-            "shape": (m, n, k),
-        }
+        self.history.append({"kind": kind, "out": out_dtype, "bias": bias is not None, "fast": fast})
         return result.to(out_dtype)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last product: its kind, dtype, whether it added a bias, whether it accumulated fast."""
+        return self.history[-1]
 
 
 def unswizzle(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
