@@ -32,5 +32,5 @@ train 2 fp8 $((2 * ITERATIONS)) "${tensor[@]}" --model.fp8=hybrid --model.fp8_fo
 train 2 back $((3 * ITERATIONS)) "${pipeline[@]}" --model.fp8=null --resume="$RUNS/fp8" "$@"
 
 for run in bf16 fp8 back; do
-    "$PYTHON" -m megatron_fp8 inspect "$RUNS/$run" | head -4
+    "$PYTHON" -m megatron_fp8 inspect "$RUNS/$run" | sed -n 1,4p
 done
