@@ -263,15 +263,23 @@ def arguments(plan: Plan, a: QuantizedSide, b: QuantizedSide) -> tuple[torch.Ten
 
 
 def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """Row-major [rows, k], zero-padded; codes themselves if they are so. A transposed view is copied."""
+    """Row-major [rows, k], zero-padded; codes themselves if they are so. A transposed view is turned (GPUs: a kernel)."""
     byte = codes.view(torch.uint8)
     if byte.shape != (rows, k):
         padded = byte.new_zeros(rows, k)
         padded[: byte.shape[0], : byte.shape[1]] = byte
         byte = padded
+    elif byte.stride(0) == 1 and byte.stride(1) >= rows and _has_kernels(byte):
+        from ..kernels.fp8_transpose import transpose  # loads Triton
+
+        byte = transpose(byte.t())
     elif byte.stride() != (k, 1):  # of one row or column too, where contiguous() looks away
         byte = torch.empty(rows, k, dtype=torch.uint8, device=byte.device).copy_(byte)
     return byte.view(codes.dtype)
+
+
+def _has_kernels(codes: torch.Tensor) -> bool:
+    return codes.is_cuda
 
 
 def place_scale(plan: Plan, side: QuantizedSide, *, first: bool) -> torch.Tensor:

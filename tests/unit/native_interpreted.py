@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 
-from megatron_fp8.backends import emulated, native
-from megatron_fp8.kernels import block_matmul
+from megatron_fp8.backends import emulated, native, native_layout
+from megatron_fp8.kernels import block_matmul, fp8_transpose
 from megatron_fp8.kernels import quantize as kernels
 from megatron_fp8.plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
@@ -200,6 +200,29 @@ def linear(name: str) -> None:
         assert slot.arena.last_amax[slot.index] == other.arena.last_amax[other.index], "recorded amaxes"
 
 
+def transposed_views() -> None:
+    """Codes that lie in the other order (gathered shards, FP8 parameters) are turned by the kernel, where kernels run."""
+    codes = torch.arange(48 * 160).to(torch.uint8).view(48, 160).view(torch.float8_e4m3fn)
+    calls: Counter[str] = Counter()
+    original = fp8_transpose.transpose
+
+    def counting(turned):
+        calls["transpose"] += 1
+        return original(turned)
+
+    everywhere = mock.patch.object(native_layout, "_has_kernels", return_value=True)
+    with mock.patch.object(fp8_transpose, "transpose", counting), everywhere:
+        for view, shape, count in (
+            (codes.t(), (160, 48), 1),
+            (codes, (48, 160), 0),
+            (codes[:1].t(), (160, 1), 1),
+        ):
+            calls.clear()
+            found = native_layout.place_codes(view, *shape)
+            assert found.stride() == (shape[1], 1) and calls["transpose"] == count, (shape, found.stride())
+            assert_same_bytes(found, view)
+
+
 @contextmanager
 def counting_blocks():
     calls: Counter[str] = Counter()
@@ -221,6 +244,7 @@ CHECKS = {
     "kernels dispatched": (kernels_dispatched,),
     "rules without a kernel": (rules_without_a_kernel,),
     "blocks that torch lacks": (blocks_that_torch_lacks,),
+    "transposed views": (transposed_views,),
 }
 
 

@@ -29,6 +29,7 @@ CHECKS = [
         "kernels dispatched",
         "rules without a kernel",
         "blocks that torch lacks",
+        "transposed views",
     ),
 ]
 
