@@ -390,8 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = [r.check for r in results if r.verdict == "FAIL"]
     rows = [(r.check, r.verdict, f"{r.seconds:.1f}", r.detail.partition("\n")[0]) for r in results]
     body = table(("check", "verdict", "seconds", "detail"), rows)
-    counts = {v: sum(r.verdict == v for r in results) for v in ("PASS", "FAIL", "not run")}
-    verdict = ", ".join(f"{n} {v}" for v, n in counts.items())
+    verdict = ", ".join(f"{sum(r.verdict == v for r in results)} {v}" for v in ("PASS", "FAIL", "not run"))
     write("gpu_check", "GPU check", record, f"{body}\n\n{verdict}", [asdict(r) for r in results], wanted.out)
     print(verdict + (f": {', '.join(failed)}" if failed else ""))
     return EXIT_FAILED if failed or not results else 0
