@@ -372,9 +372,9 @@ def main(arguments: list[str] | None = None) -> int:
     record = environment(machine)
     print(describe(record), flush=True)
     checks = {name: check for name, check in all_checks().items() if wanted.only in name}
-    if any(name.startswith("training") for name in checks):
-        from benchmarks.gpu_models import leave_megatron, start_megatron
+    from benchmarks.gpu_models import leave_megatron, start_megatron
 
+    if any(name.startswith("training") for name in checks):
         start_megatron()
     results = []
     for name, check in checks.items():
@@ -385,8 +385,7 @@ def main(arguments: list[str] | None = None) -> int:
         for line in rest:
             print(f"{'':<46}{line}")
         machine.empty()
-    if any(name.startswith("training") for name in checks):
-        leave_megatron()
+    leave_megatron()
     failed = [r.check for r in results if r.verdict == "FAIL"]
     rows = [(r.check, r.verdict, f"{r.seconds:.1f}", r.detail.partition("\n")[0]) for r in results]
     body = table(("check", "verdict", "seconds", "detail"), rows)
