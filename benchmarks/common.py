@@ -1,8 +1,4 @@
-"""What every benchmark shares: interleaved timing, a record of the machine, tables, and result files.
-
-Times on a shared machine drift, so contenders are never timed one after another: each repetition runs all of
-them once, in turn, and a ratio is the median of the ratios inside the repetitions.
-"""
+"""What every benchmark shares: interleaved timing (megatron_fp8/timing.py), a record of the machine, and result files."""
 
 from __future__ import annotations
 
@@ -13,64 +9,32 @@ import importlib.metadata
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_fp8.timing import Timing, interleave, processor_name, table
+
+__all__ = [
+    "RESULTS",
+    "Timing",
+    "argument_parser",
+    "clock_of",
+    "command_line",
+    "describe",
+    "environment",
+    "interleave",
+    "keep_memory",
+    "processor_name",
+    "table",
+    "write_results",
+]
+
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one contender, one number for each repetition."""
-
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Median seconds."""
-        return statistics.median(self.seconds)
-
-    @property
-    def spread(self) -> float:
-        """Interquartile range as a fraction of the median; 0 for fewer than four repetitions."""
-        return _spread(self.seconds)
-
-    def ratio_to(self, other: Timing) -> tuple[float, float]:
-        """(median, relative interquartile range) of self / other, repetition by repetition."""
-        ratios = [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
-        return statistics.median(ratios), _spread(ratios)
-
-
-def _spread(values: Sequence[float]) -> float:
-    if len(values) < 4:
-        return 0.0
-    low, middle, high = statistics.quantiles(values, n=4)
-    return (high - low) / middle
-
-
-def interleave(
-    contenders: Mapping[str, Callable[[], Any]],
-    repetitions: int,
-    *,
-    warmup: int = 2,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Timing]:
-    """Run all contenders in turn, `repetitions` times over, after `warmup` untimed rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for repetition in range(-warmup, repetitions):
-        for name, run in contenders.items():
-            start = clock()
-            run()
-            if repetition >= 0:
-                seconds[name].append(clock() - start)
-    return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
 def keep_memory() -> None:
@@ -97,16 +61,6 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def processor_name() -> str:
-    """The processor's name as the kernel gives it, or the architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
 def describe(record: Mapping[str, Any]) -> str:
     """One line of an environment record."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -114,20 +68,6 @@ def describe(record: Mapping[str, Any]) -> str:
         f"{record['processor']}, {record['cores']} cores, {record['threads']} threads ({record['capability']}), "
         f"Python {record['python']}, {versions}, {record['date']}; {record['measured']}"
     )
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up in a terminal too; all but the first column to the right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
-    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
 
 
 def write_results(

@@ -62,6 +62,15 @@ class TransformerConfig(megatron_config.TransformerConfig):
     fp8_stochastic_rounding: bool = False
     """Round grad_output stochastically, reproducibly for a seed."""
 
+    fp8_size_filter: str | None = None
+    """A table of measured GEMMs (`megatron-fp8 bench --tune --out FILE`): sites that are too small for FP8 to pay on this
+    device run in BF16, each with the measurement in the report. None: size decides nothing. A table's path and not a
+    speed-up to ask for: what pays is measured, so a number without its table would be a guess. Overrides by name win."""
+
+    fp8_size_filter_tokens: int | None = None
+    """Tokens of a microbatch by which the table decides: micro batch size x sequence length / context parallel size.
+    `megatron-fp8 train` knows them; None elsewhere needs a table of one token count."""
+
     fp8_high_precision_warmup: float = 0.0
     """Fraction of training that runs in BF16 before FP8 starts; delayed scaling's histories are filled meanwhile."""
 

@@ -11,6 +11,8 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from megatron_fp8.size_filter import load_table
+
 if TYPE_CHECKING:
     from megatron_fp8.mcore.config import TransformerConfig
 
@@ -41,6 +43,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
     _check_epsilon(config.fp8_amax_epsilon)
     _check_phases(config)
     _check_overrides(config)
+    _check_size_filter(config)
     _check_bf16_layers(config)
     _check_factory(config)
     _check_interleaving(config)
@@ -134,6 +137,30 @@ def _check_overrides(config: TransformerConfig) -> None:
         if not isinstance(glob, str) or not glob:
             raise ValueError(f"fp8_overrides has the key {glob!r}: keys are globs such as '*.linear_proj'.")
         one_of(f"fp8_overrides[{glob!r}]", target, ("bf16", *RECIPES))
+
+
+def _check_size_filter(config: TransformerConfig) -> None:
+    """The table itself; whether it is this device's is known when a site is planned."""
+    path, tokens = config.fp8_size_filter, config.fp8_size_filter_tokens
+    if tokens is not None:
+        _integer("fp8_size_filter_tokens", tokens, 1, "the tokens of a microbatch")
+    if path is None or not config.fp8:
+        return
+    if not isinstance(path, str) or not path:
+        raise ValueError(
+            f"fp8_size_filter={path!r} must be the path of a table that `megatron-fp8 bench --tune` wrote."
+        )
+    if not config.fp8_wgrad:
+        raise ValueError(
+            f"fp8_size_filter={path!r} with fp8_wgrad=False: its times are of three GEMMs in FP8. Set fp8_wgrad=True, or"
+            " drop the filter."
+        )
+    measured = load_table(path).recipe
+    if measured != config.fp8_recipe:
+        raise ValueError(
+            f"fp8_size_filter={path!r} was measured with recipe {measured!r}, and fp8_recipe is {config.fp8_recipe!r}:"
+            f" measure again with `bench --tune --recipe {config.fp8_recipe}`, or drop the filter."
+        )
 
 
 def _check_bf16_layers(config: TransformerConfig) -> None:
@@ -265,7 +292,7 @@ def _warn_without_effect(config: TransformerConfig) -> None:
             if is_set(name):
                 _warn(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
     if not config.fp8:
-        for name in ("fp8_recipe", "fp8_backend", "fp8_stochastic_rounding", *_PHASES):
+        for name in ("fp8_recipe", "fp8_backend", "fp8_stochastic_rounding", "fp8_size_filter", *_PHASES):
             if is_set(name):
                 _warn(
                     f"{name}={getattr(config, name)!r} has no effect because fp8 is None (training in BF16)"

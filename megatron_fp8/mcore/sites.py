@@ -25,6 +25,7 @@ from ..plan import SitePlan, bf16_site, check_overrides_match, fp8_site, matchin
 from ..site import GemmSite
 from ..state import Fp8State
 from . import compat
+from .size_filter import announce, check_something_left, filtered
 
 
 def state_of(config: Any) -> Fp8State:
@@ -68,9 +69,14 @@ def resolve(config: Any, name: str, layer: LayerBeingBuilt | None, device: torch
 
 
 def make_site(linear: Any, name: str, state: Fp8State | None = None) -> GemmSite:
-    """The site of an FP8 linear under this name; ``state`` is its model's (some modules hold a copy of the config)."""
+    """The site of an FP8 linear under this name; ``state`` is its model's (some modules hold a copy of the config).
+
+    The size filter decides last, on sites that run the config's recipe: what was asked for by name stays.
+    """
     config = linear.config
     plan = resolve(config, name, linear.fp8_layer, linear.weight.device)
+    if matching_override(name, getattr(config, "fp8_overrides", None) or {}) is None:
+        plan = filtered(config, plan, linear)
     state = state or state_of(config)
     group, stream = None, 0
     if parallel_state.model_parallel_is_initialized():
@@ -102,6 +108,7 @@ def prepare(model_chunks: list[Any]) -> None:
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 _refuse_foreign_layers(model.config, name)
                 count_plain_linear(module, state)
+        announce(linear.fp8_site.plan for linear in fp8_linears([model]))
         if hasattr(model.config, "freeze"):
             model.config.freeze()
         model.__dict__["_fp8_prepared"] = True
@@ -126,18 +133,24 @@ def fp8_linears(model_chunks: list[Any]) -> list[Any]:
     return [m for chunk in model_chunks for m in unwrap(chunk).modules() if hasattr(m, "bind_fp8_site")]
 
 
-def check_overrides(model_chunks: list[Any]) -> None:
-    """ValueError, on all ranks, for an fp8_overrides glob that matches no site of any pipeline stage. Collective."""
+def check_plan(model_chunks: list[Any]) -> None:
+    """What only all pipeline stages together can tell. Collective; on all ranks the same.
+
+    Raises:
+        ValueError: an fp8_overrides glob matches no site, or fp8_size_filter leaves none in FP8.
+    """
     config = unwrap(model_chunks[0]).config
     overrides = getattr(config, "fp8_overrides", None) or {}
-    if not (config.fp8 and overrides):
+    if not (config.fp8 and (overrides or getattr(config, "fp8_size_filter", None))):
         return
-    names = [linear.fp8_site.plan.name for linear in fp8_linears(model_chunks)]
+    plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
+    entries = [(plan.name, plan.precision, plan.reason) for plan in plans]
     if dist.is_initialized():
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, names)
-        names = [name for part in everyone for name in part]
-    check_overrides_match(overrides, names)
+        dist.all_gather_object(everyone, entries)
+        entries = [entry for part in everyone for entry in part]
+    check_overrides_match(overrides, (name for name, _, _ in entries))
+    check_something_left((precision, reason) for _, precision, reason in entries)
 
 
 def _refuse_foreign_layers(config: Any, name: str) -> None:

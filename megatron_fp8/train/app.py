@@ -122,20 +122,23 @@ def prepare(arguments: list[str], launch: Any) -> Any:
 def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -> Any:
     """Data, model, optimizer and report of a run whose ranks have met. None after a dry run."""
     from megatron_fp8.mcore.iteration import set_training_length
-    from megatron_fp8.mcore.sites import check_overrides
+    from megatron_fp8.mcore.sites import check_plan
     from megatron_fp8.train import checkpoints, data, model
+    from megatron_fp8.train.config import tokens_of_microbatch
     from megatron_fp8.train.loop import Trainer
     from megatron_fp8.train.metrics import Display, MetricsWriter, model_flops_per_token
     from megatron_fp8.train.report import build_report, format_report, write_report
 
     set_training_length(config, run.train.train_iters)
+    if config.fp8_size_filter_tokens is None:
+        config.fp8_size_filter_tokens = tokens_of_microbatch(run)
     chosen = None if run.dry_run else checkpoints.choose(run)
     prefixes = data.find_data(run.data, tokenizer, vocab_size)
     datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
     chunks = model.build_chunks(config, run, vocab_size)
     optimizer = model.build_optimizer(config, run, chunks)
     scheduler = model.build_scheduler(run, optimizer)
-    check_overrides(chunks)
+    check_plan(chunks)
     parameters = model.count_parameters(chunks)
     report = build_report(run, config, chunks, parameters, launch.launcher)
     flops = model_flops_per_token(

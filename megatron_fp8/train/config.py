@@ -113,6 +113,11 @@ def load(path: str | Path, *overrides: str) -> RunConfig:
     return parse([f"--config={path}", *overrides])
 
 
+def tokens_of_microbatch(run: RunConfig) -> int:
+    """Tokens that a tensor-parallel group multiplies at once: what the GEMMs of a run have for M."""
+    return run.train.micro_batch_size * run.train.seq_length // run.model.context_parallel_size
+
+
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="megatron-fp8 train", exit_on_error=False, add_help=False)
     parser.add_argument("--config", action="config")

@@ -13,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 
 STREAM: list[tuple[str, ...]] = [
+    ("timing",),
     ("formats",),
     ("kernels",),
     ("cast",),
@@ -27,6 +28,7 @@ STREAM: list[tuple[str, ...]] = [
     ("param",),
     ("param_shard",),
     ("plan",),
+    ("size_filter",),
     ("context",),
     ("tp", "site"),
     ("linear",),
@@ -34,7 +36,7 @@ STREAM: list[tuple[str, ...]] = [
     ("checkpoint_files",),
     ("mcore",),
     ("train",),
-    ("doctor", "inspector"),
+    ("bench", "doctor", "inspector"),
     ("cli",),
     ("__main__",),
 ]

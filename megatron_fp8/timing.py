@@ -1,0 +1,122 @@
+"""Interleaved timing, on CPU and GPU, and the name of the machine: what every benchmark is made of.
+
+Times on a shared machine drift, so contenders are never timed one after another: each repetition runs all of them once,
+in turn, and a ratio is the median of the ratios inside the repetitions.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_L2_BYTES = 256 * 2**20  # more than any L2 cache holds
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one contender, one number for each repetition."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range as a fraction of the median; 0 for fewer than four repetitions."""
+        return _spread(self.seconds)
+
+    def ratio_to(self, other: Timing) -> tuple[float, float]:
+        """(median, relative interquartile range) of self / other, repetition by repetition."""
+        ratios = [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
+        return statistics.median(ratios), _spread(ratios)
+
+
+def _spread(values: Sequence[float]) -> float:
+    if len(values) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / middle
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], Any]],
+    repetitions: int,
+    *,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Run all contenders in turn, `repetitions` times over, after `warmup` untimed rounds. For work on the CPU."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for repetition in range(-warmup, repetitions):
+        for name, run in contenders.items():
+            start = clock()
+            run()
+            if repetition >= 0:
+                seconds[name].append(clock() - start)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def interleave_on(
+    device: torch.device, contenders: Mapping[str, Callable[[], Any]], repetitions: int, *, warmup: int = 2
+) -> dict[str, Timing]:
+    """``interleave`` on a device. On a GPU: between two CUDA events, with a cold L2.
+
+    What the GPU waits for Python counts, as it does in training without CUDA graphs.
+    """
+    if device.type == "cpu":
+        return interleave(contenders, repetitions, warmup=warmup)
+    flush = torch.empty(_L2_BYTES, dtype=torch.uint8, device=device)
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in contenders}
+    for repetition in range(-warmup, repetitions):
+        for name, run in contenders.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            start.record()
+            run()
+            end.record()
+            if repetition >= 0:
+                marks[name].append((start, end))
+    torch.cuda.synchronize(device)
+    return {
+        name: Timing(tuple(start.elapsed_time(end) * 1e-3 for start, end in pairs))
+        for name, pairs in marks.items()
+    }
+
+
+def device_label(device: torch.device) -> str:
+    """The GPU's name, or the processor's: what timings belong to."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+
+
+def processor_name() -> str:
+    """The processor's name as the kernel gives it, or the architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns line up in a terminal too; all but the first column to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
