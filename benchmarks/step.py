@@ -3,9 +3,9 @@
 A Llama-like GPT of 8 layers, hidden size 512, 4 x 256 tokens, one rank: forward and backward through Megatron-Core's
 schedule and DistributedDataParallel, with the weights quantised anew (as after an optimizer step) and the amaxes
 settled. BF16 is the same model without fp8, whose linears are Megatron-Core's own: they round weight gradients to BF16
-before they add them up, while FP8 weight gradients leave their GEMM in float32. On a CPU a BF16 GEMM with a float32
-result takes about twice as long as one with a BF16 result, which makes about half of what FP8 costs here.
-Goals: <= 1.35 x BF16 where scales are powers of two, <= 2 x where they are float32.
+before they add them up, while FP8 weight gradients leave their GEMM in float32. Where the processor has AVX512-BF16 that
+costs nothing (megatron_fp8/kernels/gemm.c); elsewhere a BF16 GEMM with a float32 result takes two to four times as long.
+Goals: <= 1.25 x BF16 where scales are powers of two, <= 1.75 x where they are float32.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from megatron_fp8 import mcore
 
 LAYERS, HIDDEN, HEADS, FFN, VOCAB = 8, 512, 8, 1408, 512
 BATCH, SEQUENCE = 4, 256
-GOALS = {"rowwise": 1.35, "blockwise": 1.35, "mxfp8": 1.35, "tensorwise": 2.0, "delayed": 2.0}
+GOALS = {"rowwise": 1.25, "blockwise": 1.25, "mxfp8": 1.25, "tensorwise": 1.75, "delayed": 1.75}
 SITES_PER_LAYER, GEMMS_PER_SITE = 4, 3
 
 
