@@ -42,6 +42,21 @@ class Gemm(NamedTuple):
         return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
 
 
+class Ratio(NamedTuple):
+    """FP8's time over BF16's: the median, and the interquartile range as a fraction of it."""
+
+    median: float
+    spread: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether FP8 is faster by more than the noise: most turns were, not half of them."""
+        return self.median * (1 + self.spread / 2) < 1
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} x BF16's time (spread {self.spread:.0%})"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Whether FP8 pays for a shape, and the measurement that says so."""
@@ -59,7 +74,7 @@ class SizeTable:
         device: as timing.device_label gives it.
         backend, recipe, roles: what was measured; roles maps each role to its Rule in words.
         date: of the measurement.
-        ratios: shape -> median time of FP8 over that of BF16.
+        ratios: shape -> time of FP8 over that of BF16.
     """
 
     path: str
@@ -68,7 +83,7 @@ class SizeTable:
     recipe: str
     roles: dict[str, str | None]
     date: str
-    ratios: dict[Gemm, float]
+    ratios: dict[Gemm, Ratio]
 
     def check(self, device: str, backend: str, recipe: Recipe) -> None:
         """ValueError if the table was measured on another device, backend or recipe than runs here."""
@@ -85,11 +100,11 @@ class SizeTable:
                 f"fp8_size_filter={self.path!r} was measured with recipe {self.recipe} as {self.roles}, and this one is"
                 f" {roles_of(recipe)}. {_remedy(self.path)}"
             )
-        if min(self.ratios.values()) >= 1:
+        if not any(ratio.pays for ratio in self.ratios.values()):
             best = min(self.ratios, key=self.ratios.__getitem__)
             raise ValueError(
                 f"fp8_size_filter={self.path!r} leaves no GEMM in FP8: on {self.device} with {self.recipe} the best that"
-                f" was measured, {best}, takes {self.ratios[best]:.2f} times as long as in BF16. Drop fp8_size_filter to"
+                f" was measured, {best}, takes {self.ratios[best]}. Drop fp8_size_filter to"
                 " train in FP8 all the same, or set fp8=None to train in BF16."
             )
 
@@ -115,15 +130,14 @@ class SizeTable:
         when = f"on {self.device}, {self.date}"
         if gemm in self.ratios:
             ratio = self.ratios[gemm]
-            return Verdict(ratio < 1, f"{gemm} takes {ratio:.2f} x BF16's time, measured {when}")
+            return Verdict(ratio.pays, f"{gemm} takes {ratio}, measured {when}")
         smaller = [measured for measured in self.ratios if measured.within(gemm)]
         if not smaller:
             return Verdict(False, f"{gemm} was not measured, nor any as small in every dimension, {when}")
-        nearest = max(smaller, key=lambda measured: (measured.volume, self.ratios[measured]))
+        nearest = max(smaller, key=lambda measured: (measured.volume, self.ratios[measured].median))
         ratio = self.ratios[nearest]
         return Verdict(
-            ratio < 1,
-            f"{gemm} was not measured; the nearest below, {nearest}, {ratio:.2f} x BF16's time {when}",
+            ratio.pays, f"{gemm} was not measured; the nearest below, {nearest}, takes {ratio} {when}"
         )
 
 
@@ -163,7 +177,7 @@ def _load(path: str, changed: int) -> SizeTable:
     rows = content.get("rows")
     if not isinstance(rows, list) or not rows:
         raise _wrong(path, f"rows={str(rows)[:60]} must be a list of measured shapes")
-    ratios: dict[Gemm, float] = {}
+    ratios: dict[Gemm, Ratio] = {}
     for number, row in enumerate(rows):
         gemm, ratio = _row(path, f"rows[{number}]", row)
         if gemm in ratios:
@@ -173,18 +187,21 @@ def _load(path: str, changed: int) -> SizeTable:
     return SizeTable(path, roles=content["roles"], ratios=ratios, **texts)
 
 
-def _row(path: str, where: str, row: Any) -> tuple[Gemm, float]:
+def _row(path: str, where: str, row: Any) -> tuple[Gemm, Ratio]:
     if not isinstance(row, dict):
-        raise _wrong(path, f"{where}={row!r} must have k, n, tokens and ratio")
+        raise _wrong(path, f"{where}={row!r} must have k, n, tokens, ratio and spread")
     for key in Gemm._fields:
         value = row.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise _wrong(path, f"{where}.{key}={value!r} must be a positive integer")
-    ratio: Any = row.get("ratio")
-    number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
-    if not number or not math.isfinite(ratio) or ratio <= 0:
-        raise _wrong(path, f"{where}.ratio={ratio!r} must be a positive number, FP8's time over BF16's")
-    return Gemm(row["k"], row["n"], row["tokens"]), float(ratio)
+    for key, least in (("ratio", "above 0"), ("spread", "of at least 0")):
+        number: Any = row.get(key)
+        good = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+        if not good or number < 0 or (number == 0 and key == "ratio"):
+            raise _wrong(
+                path, f"{where}.{key}={number!r} must be a number {least}, of FP8's time over BF16's"
+            )
+    return Gemm(row["k"], row["n"], row["tokens"]), Ratio(float(row["ratio"]), float(row["spread"]))
 
 
 def _wrong(path: str, why: str) -> ValueError:

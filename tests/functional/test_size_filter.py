@@ -26,7 +26,9 @@ def make_table(path: Path, rows: dict[tuple[int, int, int], float], **changes: A
     from megatron_fp8 import Format
     from megatron_fp8.recipe import MXFP8BlockScaling
 
-    entries = [{"k": k, "n": n, "tokens": t, "ratio": ratio} for (k, n, t), ratio in rows.items()]
+    entries = [
+        {"k": k, "n": n, "tokens": t, "ratio": ratio, "spread": 0.0} for (k, n, t), ratio in rows.items()
+    ]
     found = {"format": FORMAT, "device": processor_name(), "backend": "emulated", "recipe": "mxfp8"}
     found |= {"roles": roles_of(MXFP8BlockScaling(fp8_format=Format.HYBRID)), "date": "2026-11-21"}
     path.write_text(json.dumps({**found, "rows": entries, **changes}))
@@ -64,14 +66,14 @@ def test_small_gemms_run_in_bf16_and_say_so(ranks: RankPool, tmp_path: Path) -> 
     for layer in (0, 1):
         reasons = {site: entries[f"decoder.layers.{layer}.{site}"]["reason"] for site in SITES}
         assert reasons[SITES[0]] == (
-            f"fp8_size_filter: K 256 x N 512 at 256 tokens takes 1.20 x BF16's time, measured {when}"
+            f"fp8_size_filter: K 256 x N 512 at 256 tokens takes 1.20 x BF16's time (spread 0%), measured {when}"
         )
-        assert reasons[SITES[1]].endswith(f"takes {SMALL:.2f} x BF16's time, measured {when}")
+        assert reasons[SITES[1]].endswith(f"takes {SMALL:.2f} x BF16's time (spread 0%), measured {when}")
     fc1 = entries["decoder.layers.0.mlp.linear_fc1"]["reason"]
     assert fc1.startswith("fp8 recipe of the config; ") and f"takes {FC1:.2f} x BF16's time" in fc1
     fc2 = entries["decoder.layers.0.mlp.linear_fc2"]["reason"]
     assert (
-        f"K 512 x N 256 at 256 tokens was not measured; the nearest below, K 256 x N 256 at 256 tokens, {SMALL:.2f}"
+        f"K 512 x N 256 at 256 tokens was not measured; the nearest below, K 256 x N 256 at 256 tokens, takes {SMALL:.2f}"
         in fc2
     )
     assert "fp8_size_filter" not in entries["decoder.layers.1.mlp.linear_fc2"]["reason"]

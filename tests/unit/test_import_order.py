@@ -33,10 +33,12 @@ STREAM: list[tuple[str, ...]] = [
     ("tp", "site"),
     ("linear",),
     ("fp8_utils",),
+    ("bench",),
     ("checkpoint_files",),
     ("mcore",),
     ("train",),
-    ("bench", "doctor", "inspector"),
+    ("doctor", "inspector"),
+    ("bench_command",),
     ("cli",),
     ("__main__",),
 ]

@@ -11,6 +11,7 @@ from megatron_fp8.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from megatron_fp8.size_filter import FORMAT, Gemm, load_table, roles_of
 
 RECIPE = Float8CurrentScaling()
+ROW = {"k": 16, "n": 16, "tokens": 16, "ratio": 0.5, "spread": 0.0}
 ROWS = {
     (256, 256, 64): 1.5,
     (512, 512, 64): 1.1,
@@ -21,7 +22,7 @@ ROWS = {
 
 
 def content(**changes):
-    rows = [{"k": k, "n": n, "tokens": t, "ratio": ratio} for (k, n, t), ratio in ROWS.items()]
+    rows = [{"k": k, "n": n, "tokens": t, "ratio": ratio, "spread": 0.1} for (k, n, t), ratio in ROWS.items()]
     found = {
         "format": FORMAT,
         "device": "a GPU",
@@ -64,17 +65,26 @@ def test_a_shape_is_decided_by_what_was_measured_at_most_as_large(tmp_path, shap
     assert verdict.reason.startswith(f"K {k} x N {n} at {tokens} tokens ")
     assert "a GPU, 2026-11-21" in verdict.reason
     if nearest is not None:
-        assert f"the nearest below, {Gemm(*nearest)}, {ratio:.2f} x BF16's time" in verdict.reason
+        assert f"the nearest below, {Gemm(*nearest)}, takes {ratio:.2f} x BF16's time" in verdict.reason
     elif ratio is not None:
-        assert f"takes {ratio:.2f} x BF16's time, measured" in verdict.reason
+        assert f"takes {ratio:.2f} x BF16's time (spread 10%), measured" in verdict.reason
     else:
         assert "was not measured, nor any as small" in verdict.reason
 
 
-def test_a_ratio_of_one_does_not_pay(tmp_path):
-    rows = [{"k": 16, "n": 16, "tokens": 16, "ratio": 1.0}, {"k": 32, "n": 16, "tokens": 16, "ratio": 0.99}]
+def test_one_does_not_pay_nor_what_noise_could_be(tmp_path):
+    rows = [{**ROW, "k": 16 * i, "ratio": r, "spread": s} for i, (r, s) in enumerate(NOISE, 1)]
     table = load_table(write(tmp_path / "t.json", content(rows=rows)))
-    assert not table.verdict(Gemm(16, 16, 16)).pays and table.verdict(Gemm(32, 16, 16)).pays
+    assert [table.verdict(Gemm(16 * i, 16, 16)).pays for i in range(1, 6)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+NOISE = [(1.0, 0.0), (0.99, 0.0), (0.89, 1.18), (0.8, 0.49), (0.8, 0.51)]
 
 
 def test_a_changed_file_is_read_again(tmp_path):
@@ -100,9 +110,9 @@ def test_only_the_same_device_backend_and_recipe(tmp_path):
 
 
 def test_a_table_in_which_nothing_pays_is_an_error(tmp_path):
-    rows = [{"k": 64, "n": 64, "tokens": t, "ratio": r} for t, r in ((1, 1.7), (8, 1.25))]
+    rows = [{**ROW, "tokens": t, "ratio": r} for t, r in ((1, 1.7), (8, 1.25))]
     table = load_table(write(tmp_path / "t.json", content(rows=rows)))
-    with pytest.raises(ValueError, match=r"leaves no GEMM in FP8.* at 8 tokens, takes 1\.25 times.*Drop"):
+    with pytest.raises(ValueError, match=r"leaves no GEMM in FP8.* at 8 tokens, takes 1\.25 x BF16.*Drop"):
         table.check("a GPU", "native", RECIPE)
 
 
@@ -113,11 +123,10 @@ def test_tokens_are_given_or_the_only_ones(tmp_path):
         ValueError, match=r"measured at 64, 128 tokens, and fp8_size_filter_tokens is None: set"
     ):
         several.tokens(None)
-    one = load_table(write(tmp_path / "b.json", content(rows=[{"k": 1, "n": 1, "tokens": 64, "ratio": 0.5}])))
+    one = load_table(write(tmp_path / "b.json", content(rows=[{**ROW, "tokens": 64}])))
     assert one.tokens(None) == 64 and one.tokens(7) == 7
 
 
-ROW = {"k": 16, "n": 16, "tokens": 16, "ratio": 0.5}
 MALFORMED = {
     "not JSON": ("{", "it is not JSON"),
     "a list": ([], "its format is '\\[\\]'"),
@@ -130,7 +139,9 @@ MALFORMED = {
     "a size of 0": (content(rows=[ROW, {**ROW, "k": 0}]), r"rows\[1\].k=0 must be a positive integer"),
     "a size of True": (content(rows=[{**ROW, "n": True}]), r"rows\[0\].n=True must be"),
     "a ratio of NaN": (content(rows=[{**ROW, "ratio": float("nan")}]), r"rows\[0\].ratio=nan must be"),
-    "a ratio of -1": (content(rows=[{**ROW, "ratio": -1}]), r"rows\[0\].ratio=-1 must be a positive"),
+    "a ratio of -1": (content(rows=[{**ROW, "ratio": -1}]), r"rows\[0\].ratio=-1 must be a number above 0"),
+    "no spread": (content(rows=[{**ROW, "spread": None}]), r"rows\[0\].spread=None must be"),
+    "a ratio of 0": (content(rows=[{**ROW, "ratio": 0}]), r"rows\[0\].ratio=0 must be a number above 0"),
     "a ratio in words": (content(rows=[{**ROW, "ratio": "1"}]), r"rows\[0\].ratio='1' must be"),
     "a row that is a list": (content(rows=[[1, 2]]), r"rows\[0\]=\[1, 2\] must have"),
     "a shape twice": (content(rows=[ROW, ROW]), r"rows\[1\] measures K 16 x N 16 at 16 tokens a second"),
