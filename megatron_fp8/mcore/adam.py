@@ -62,12 +62,24 @@ class Adam(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p]["exp_avg"] = torch.zeros_like(p)
                 self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+        moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
+        self._update(group, before, params, *moments)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        before: int,
+        params: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+    ) -> None:
+        """torch's own step on these parameters and float32 moments, in place, after ``before`` steps."""
         beta1, beta2 = group["betas"]
         adam(
             params,
             [p.grad for p in params],
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
+            exp_avgs,
+            exp_avg_sqs,
             [],
             # A tensor of its own for each: torch's function increments every one.
             [torch.tensor(float(before)) for _ in params],

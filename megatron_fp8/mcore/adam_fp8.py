@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.adam import adam
 
 from ..backends.emulated import quantize
 from ..coded import CodedTensor
@@ -114,29 +113,13 @@ class CompactAdam(Adam):
     def _step_group(self, group: dict[str, Any]) -> None:
         before = group.get("step", 0)
         group["step"] = before + 1
-        beta1, beta2 = group["betas"]
         for p in group["params"]:
             if p.grad is None:
                 continue
             state = self.state[p]
             # One parameter's moments are float32 at a time.
             moments = [_value(state.get(name), p) for name in ("exp_avg", "exp_avg_sq")]
-            adam(
-                [p],
-                [p.grad],
-                [moments[0]],
-                [moments[1]],
-                [],
-                [torch.tensor(float(before))],
-                decoupled_weight_decay=self.adam_w_mode,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            self._update(group, before, [p], [moments[0]], [moments[1]])
             for name, moment, eight in zip(("exp_avg", "exp_avg_sq"), moments, (True, False), strict=True):
                 if isinstance(state.get(name), Moment):
                     state[name].write(moment)

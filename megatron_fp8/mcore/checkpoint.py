@@ -31,6 +31,7 @@ from ..fp8_utils import is_float8tensor
 from .checkpoint_fp8 import fit_to_checkpoint, is_slot_key, recipes_of, warm_from_weights
 from .checkpoint_rng import put_back, sharded_streams
 from .checkpoint_store import load_shards
+from .report import parallel_layout
 from .sites import fp8_linears, prepare, state_of, unwrap
 
 # Keys must agree between runs whose layers differ in kind (BF16 and FP8) and in number a stage.
@@ -76,15 +77,7 @@ def layout_facts(chunks: list[Any]) -> dict[str, Any]:
     """The parallel layout and the precision that a checkpoint was saved in, for people and for comparison."""
     config = unwrap(chunks[0]).config
     return {
-        "layout": {
-            "tensor": config.tensor_model_parallel_size,
-            "pipeline": config.pipeline_model_parallel_size,
-            "virtual_pipeline": config.virtual_pipeline_model_parallel_size,
-            "context": config.context_parallel_size,
-            "expert": config.expert_model_parallel_size,
-            "data": parallel_state.get_data_parallel_world_size(),
-            "sequence_parallel": config.sequence_parallel,
-        },
+        "layout": parallel_layout(config),
         "precision": {
             "params_dtype": str(config.params_dtype).removeprefix("torch."),
             "fp8": config.fp8,

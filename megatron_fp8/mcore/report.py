@@ -5,10 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..plan import bf16_site
 from .sites import prepare, unwrap
+
+
+def parallel_layout(config: Any) -> dict[str, Any]:
+    """How the ranks of this run share a model of this config: sizes by kind of parallelism."""
+    return {
+        "tensor": config.tensor_model_parallel_size,
+        "pipeline": config.pipeline_model_parallel_size,
+        "virtual_pipeline": config.virtual_pipeline_model_parallel_size,
+        "context": config.context_parallel_size,
+        "expert": config.expert_model_parallel_size,
+        "data": parallel_state.get_data_parallel_world_size(),
+        "sequence_parallel": config.sequence_parallel,
+    }
 
 
 def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[str, Any]]:

@@ -67,19 +67,13 @@ def versions() -> dict[str, str]:
 
 
 def _parallel(config: Any, launcher: str) -> dict[str, Any]:
-    from megatron.core import parallel_state
+    from megatron_fp8.mcore.report import parallel_layout
 
     return {
         "launcher": launcher,
         "world_size": dist.get_world_size(),
         "backend": dist.get_backend(),
-        "tensor": config.tensor_model_parallel_size,
-        "pipeline": config.pipeline_model_parallel_size,
-        "virtual_pipeline": config.virtual_pipeline_model_parallel_size,
-        "context": config.context_parallel_size,
-        "expert": config.expert_model_parallel_size,
-        "data": parallel_state.get_data_parallel_world_size(),
-        "sequence_parallel": config.sequence_parallel,
+        **parallel_layout(config),
         "threads_per_rank": torch.get_num_threads(),
     }
 
