@@ -77,7 +77,7 @@ class Adam(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         adam(
             params,
-            [p.grad for p in params],
+            [p.grad for p in params if p.grad is not None],
             exp_avgs,
             exp_avg_sqs,
             [],
