@@ -39,7 +39,7 @@ sizes, and a shape in between is decided by the nearest smaller one. Options of 
 
 How to read it: `x BF16` is time over BF16's time, so less than 1 is faster. The weight is quantised anew in every linear,
 as in a run with one microbatch; more of them share one quantisation (the weight cache) and gain more than is shown. On a
-GPU, Python's launches count, as they do in a run without CUDA graphs. On a CPU FP8 is emulated: it cannot be faster.
+GPU, Python's launches count, as they do in a run without CUDA graphs. On a CPU FP8 is emulated, which is more work.
 Exit code 1: a result was wrong. The transformer layer, whole steps, torchao and Transformer Engine: benchmarks/ in the
 repository (make bench, make gpu-bench).
 """
