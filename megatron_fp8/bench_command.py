@@ -254,7 +254,7 @@ def _write_table(
     described = {"backend": backend, "recipe": recipe_name(recipe), "roles": roles_of(recipe)}
     _write(path, {"format": FORMAT, **record, **described, "rows": entries})
     pays = sum(ratio.pays for ratio in load_table(path).ratios.values())
-    print(f"FP8 pays for {pays} of {len(entries)} shapes: there it is faster by more than half the spread.")
+    print(f"FP8 pays for {pays} of {len(entries)} shapes (it is faster by more than half the spread).")
     if pays:
         print(f"Use it: megatron-fp8 train ... --model.fp8_size_filter={path}")
     else:
