@@ -5,34 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_fp8.size_filter import FORMAT, roles_of
+from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.timing import processor_name
 from tests.fp8_gpt import MOE, OPTIONS, SITES, Watched, fp8_config, watched_gemms
 from tests.gpt import build_chunks, train
 from tests.ranks import Layout, RankPool, model_parallel
+from tests.size_table import make_table
 
 ONE, PP = Layout(), Layout(pp=2)
 TOKENS = 256  # OPTIONS: micro batch 2, sequence 128
 SMALL, FC1 = 1.4, 0.6
-
-
-def make_table(path: Path, rows: dict[tuple[int, int, int], float], **changes: Any) -> str:
-    from megatron_fp8 import Format
-    from megatron_fp8.recipe import MXFP8BlockScaling
-
-    entries = [
-        {"k": k, "n": n, "tokens": t, "ratio": ratio, "spread": 0.0} for (k, n, t), ratio in rows.items()
-    ]
-    found = {"format": FORMAT, "device": processor_name(), "backend": "emulated", "recipe": "mxfp8"}
-    found |= {"roles": roles_of(MXFP8BlockScaling(fp8_format=Format.HYBRID)), "date": "2026-11-21"}
-    path.write_text(json.dumps({**found, "rows": entries, **changes}))
-    return str(path)
 
 
 def trained(layout: Layout, path: str, fields: dict[str, Any]) -> tuple[Watched, str]:
@@ -111,7 +98,7 @@ def test_foreign_tables_and_settings_that_do_not_fit_are_errors(ranks: RankPool,
     cases = (
         (make_table(tmp_path / "device.json", rows, device="NVIDIA H100"), {}, "device 'NVIDIA H100'"),
         (
-            make_table(tmp_path / "recipe.json", rows, recipe="delayed"),
+            make_table(tmp_path / "recipe.json", rows, recipe=DelayedScaling()),
             {},
             "recipe 'delayed', and fp8_recipe is 'mxfp8'",
         ),
@@ -130,16 +117,21 @@ def test_foreign_tables_and_settings_that_do_not_fit_are_errors(ranks: RankPool,
         assert words in (said := ranks(1).run(refused, path, fields)[0]), said
 
 
-def shapes(fields: dict[str, Any], layout: Layout) -> tuple[Any, Any]:
-    from megatron_fp8.mcore.sites import fp8_linears
+def shapes(fields: dict[str, Any], layout: Layout) -> tuple[dict[str, tuple[int, int]], Any]:
+    """Of each linear of a model, [K, N] by name; and what the config's shapes are said to be."""
     from megatron_fp8.mcore.size_filter import gemm_shapes
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel(layout):
         config = fp8_config(layout, "mxfp8", num_layers=1, **fields)
+        (chunk,) = build_chunks(config, spec=get_gpt_layer_fp8_spec)
         found = {
-            tuple(linear.weight.shape)
-            for linear in fp8_linears(build_chunks(config, spec=get_gpt_layer_fp8_spec))
+            ("experts." if "experts" in name else "") + name.rpartition(".")[2]: (
+                module.weight.shape[1],
+                module.weight.shape[0],
+            )
+            for name, module in chunk.named_modules()
+            if hasattr(module, "bind_fp8_site")
         }
         return found, gemm_shapes(config, 128)
 
@@ -150,7 +142,7 @@ def shapes(fields: dict[str, Any], layout: Layout) -> tuple[Any, Any]:
 def test_the_shapes_of_a_config_are_the_models(ranks: RankPool, fields: dict[str, Any], world: int) -> None:
     """What `bench --tune --config` measures is what the model multiplies."""
     found, derived = ranks(world).run(shapes, fields, Layout(tp=world))[0]
-    assert {(gemm.n, gemm.k) for gemm in derived.values()} == found
+    assert {name: (gemm.k, gemm.n) for name, gemm in derived.items()} == found
     tokens = {name: gemm.tokens for name, gemm in derived.items()}
     assert tokens["linear_qkv"] == 128 and tokens.get("experts.linear_fc1", 64) == 64  # top 2 of 4
 

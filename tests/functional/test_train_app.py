@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.train.config import known_keys
+from tests.size_table import make_table
 
 ROOT = Path(__file__).parents[2]
 APP = str(Path(__file__).with_name("app.py"))
@@ -245,6 +247,8 @@ def test_every_bad_input_is_named_before_training(folder, config):
     index.write_bytes(pair.with_suffix(".idx").read_bytes())
     (folder / "good.bin").write_bytes(pair.read_bytes())
     (folder / "good.idx").write_bytes(index.read_bytes())
+    # Of two token counts: the run's own, 2 x 64, must decide, and nothing as small was measured.
+    table = make_table(folder / "table.json", {(8, 8, 4096): 0.5, (8, 8, 8192): 0.5}, DelayedScaling())
     cases = {
         "--model.fp8=int8": "fp8='int8'",
         "--model.fp8_format=mxfp9": "Did you mean 'mxfp8'",
@@ -252,6 +256,8 @@ def test_every_bad_input_is_named_before_training(folder, config):
         "--model.num_layers_at_start_in_bf16=5": "num_layers_at_start_in_bf16=5",
         "--model.fp8_format=custom --model.fp8_quantizer_factory=no_such.factory": "no_such.factory",
         "--model.fp8_backend=native": "native",
+        f"--model.fp8_size_filter={table}": "at 128 tokens was not measured, nor any as small in every dimension",
+        "--model.fp8_size_filter=no.json": "fp8_size_filter='no.json' is not a table of measured GEMMs: it cannot be",
         "--model.fp8_overrides={'*.no_such_layer': bf16}": "no_such_layer",
         "--model.tensor_model_parallel_size=2": "world size 1 does not divide by tensor 2",
         "--train.global_batch_size=3": "train.global_batch_size=3",
