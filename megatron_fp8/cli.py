@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 USAGE = """\
@@ -23,7 +24,16 @@ COMMANDS = ("train", "report", "inspect", "bench", "doctor")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns its exit code (0 done, 1 failed, 2 bad input)."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if arguments else 2

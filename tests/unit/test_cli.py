@@ -1,0 +1,34 @@
+"""The command line's own part: which command, and readers that leave."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_fp8.cli import COMMANDS, USAGE, main
+
+
+def test_a_reader_that_leaves_is_no_failure():
+    """`megatron-fp8 ... | head` closes the pipe before all is written."""
+    command = [sys.executable, "-m", "megatron_fp8", "--help"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        complaint = process.stderr.read()
+    assert (process.returncode, complaint) == (0, "")
+
+
+def test_an_unknown_command_is_named_with_the_nearest_one(capsys):
+    assert main(["trian"]) == 2
+    assert "'trian' is not a command" in (said := capsys.readouterr().err) and "Did you mean 'train'?" in said
+
+
+def test_every_command_is_in_the_help(capsys):
+    assert main([]) == 2 and main(["--help"]) == 0
+    assert capsys.readouterr().out.count(USAGE) == 2
+    for command in COMMANDS:
+        assert f"\n  {command} " in USAGE
