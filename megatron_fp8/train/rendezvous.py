@@ -4,7 +4,7 @@ torchrun keeps one TCP store for its ranks and hands it to every attempt (torch 
 retry gets a new one). The first thing a rank does there is to read its peers' addresses, and after a restart it may find
 those of ranks that are dead: gloo is refused the connection, or waits. So the keys of each attempt get their own prefix.
 
-The attempt's number is only known on one node: with several, each agent counts the restarts that its own ranks caused.
+The attempt's number is only known on one node: with several, each torchrun counts the restarts that its own ranks caused.
 There torchrun must be told not to share its store; the ranks then make one themselves, at a port of its own each time.
 """
 
