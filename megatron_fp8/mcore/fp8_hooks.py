@@ -13,7 +13,7 @@ from .patching import Patch
 
 def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
-    from . import param_optimizer, params
+    from . import grad_norm, param_optimizer, params
     from .activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from .iteration import skip_on_nonfinite
     from .spec import Fp8SpecProvider
@@ -99,6 +99,7 @@ def patches() -> list[Patch]:
         ),
         *params.patches(),
         *param_optimizer.patches(),
+        *grad_norm.patches(),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fp8_gpt import RECIPES
-from tests.fp8_params import DISTRIBUTED, OVERLAP, param_training, whole_masters
+from tests.fp8_params import CLIP, DISTRIBUTED, OVERLAP, param_training, whole_masters
 from tests.ranks import Layout, RankPool
 
 
@@ -24,7 +24,10 @@ def same(
         assert repr(after.losses) == repr(before.losses)
         # An Inf under MX's largest scale is decoded beyond bfloat16: that loss is NaN, with FP8 parameters or without.
         assert recipe == "mxfp8" or all(map(math.isfinite, after.losses))
-        assert after.norms == (pytest.approx(before.norms, rel=1e-6) if options.get("ddp") else before.norms)
+        assert repr(after.norms) == repr(before.norms)
+        assert all(
+            not stepped or norm > CLIP for stepped, norm in zip(after.stepped, after.norms, strict=True)
+        )
         assert after.evaluated == before.evaluated
         assert after.nonfinite == before.nonfinite
     weights, expected = whole_masters(param), whole_masters(plain)
