@@ -53,6 +53,7 @@ def train_params(
     sick: tuple[int, ...],
     evaluate: bool,
     batch: int,
+    clip: float,
 ) -> Trained:
     """A rank case. ``sick`` steps meet an Inf in a linear's input on rank 0 and are skipped by all."""
     from megatron_fp8.mcore.iteration import iteration_counts
@@ -64,7 +65,7 @@ def train_params(
     shared = fp8_param and recipe in TWO_WAY and ddp.get("use_distributed_optimizer", False)
     shared = shared and not ddp.get("unshared", False)
     ddp = {k: v for k, v in ddp.items() if k != "unshared"}
-    optim: dict[str, Any] = {"clip_grad": CLIP}
+    optim: dict[str, Any] = {"clip_grad": clip}
     if shared:
         ddp = {**ddp, "reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}
         optim["reuse_grad_buf_for_mxfp8_param_ag"] = True
@@ -156,9 +157,10 @@ def param_training(
     sick: tuple[int, ...] = (),
     evaluate: bool = False,
     batch: int = 4,
+    clip: float = CLIP,
 ) -> list[Trained]:
     """train_params on every rank, once per session for the same arguments."""
-    arguments = (layout, recipe, fp8_param, fields or {}, ddp or {}, steps, sick, evaluate, batch)
+    arguments = (layout, recipe, fp8_param, fields or {}, ddp or {}, steps, sick, evaluate, batch, clip)
     key = repr((world, arguments))
     if key not in _known:
         _known[key] = ranks(world).run(train_params, *arguments)
