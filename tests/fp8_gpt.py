@@ -91,6 +91,18 @@ def watched_training(
     return seen
 
 
+def record_steps(optimizer: Any, stepped: list[bool]) -> None:
+    """Note whether each of the optimizer's steps was taken; train_step takes a skipped one for a failure."""
+    step = optimizer.step
+
+    def recorded_step() -> tuple[bool, float, Any]:
+        taken, norm, zeros = step()
+        stepped.append(taken)
+        return True, norm or 0.0, zeros
+
+    optimizer.step = recorded_step
+
+
 @contextmanager
 def watched_gemms(seen: Watched) -> Iterator[None]:
     """Counts every GEMM that a site multiplies, and every amax that a cast records."""

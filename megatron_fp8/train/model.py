@@ -25,6 +25,7 @@ from megatron_fp8.mcore.params import gather_settings
 from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from megatron_fp8.train.config import RunConfig
 from megatron_fp8.train.initial import draw_weights
+from megatron_fp8.train.model_section import what_failed
 
 
 def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> list[Any]:
@@ -38,7 +39,7 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
             _build_stage(config, run, vocab_size, stage if stages else None) for stage in range(stages or 1)
         ]
     except AssertionError as error:
-        raise ValueError(f"the model does not fit this layout: {error}") from error
+        raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=run.optimizer.overlap_grad_reduce,

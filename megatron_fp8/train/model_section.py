@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 import typing
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -125,7 +127,15 @@ def transformer_config(section: Any) -> TransformerConfig:
     try:
         return TransformerConfig(**given)
     except (AssertionError, TypeError, NotImplementedError) as error:
-        raise ValueError(f"the model section does not fit together: {error}") from error
+        raise ValueError(f"the model section does not fit together: {what_failed(error)}") from error
+
+
+def what_failed(error: BaseException) -> str:
+    """What an error of Megatron-Core says; of an assertion without words, the line that failed."""
+    if str(error):
+        return str(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at `{where.line}` ({Path(where.filename).name}:{where.lineno})"
 
 
 def padded_vocab_size(section: Any, tokenizer_vocab_size: int) -> int:

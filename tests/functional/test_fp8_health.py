@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fp8_gpt import OPTIONS, fp8_config
+from tests.fp8_gpt import OPTIONS, fp8_config, record_steps
 from tests.gpt import build_chunks, build_optimizer, train_step
 from tests.ranks import Layout, RankPool, model_parallel
 
@@ -53,14 +53,7 @@ def sick_training(
         config = fp8_config(layout, recipe, **fields)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, ddp=ddp)
         optimizer = build_optimizer(config, chunks, ddp=ddp)
-        step = optimizer.step
-
-        def recorded_step() -> tuple[bool, float, Any]:
-            stepped, norm, zeros = step()
-            seen.stepped.append(stepped)
-            return True, norm or 0.0, zeros  # train_step takes a skipped step for a failure
-
-        optimizer.step = recorded_step
+        record_steps(optimizer, seen.stepped)
         for index in range(STEPS):
             before = masters(optimizer)
             ill = index in sick and dist.get_rank() == SICK_RANK

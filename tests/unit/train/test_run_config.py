@@ -127,6 +127,8 @@ def test_conflicts_of_two_names_are_seen_through_the_config():
         (["--model.num_layers=0"], "model.num_layers=0"),
         (["--model.sequence_parallel=true"], "sequence parallelism"),
         (["--model.num_query_groups=3", "--model.tensor_model_parallel_size=2"], "num_query_groups"),
+        # An assertion of Megatron-Core's that says nothing: what failed is shown.
+        (["--model.transformer_impl=inference_optimized"], '`assert self.normalization == "RMSNorm"`'),
     ],
 )
 def test_models_that_cannot_be(options, words):
