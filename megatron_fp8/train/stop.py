@@ -13,13 +13,15 @@ between two steps. Rejected: a rank that decides by itself. Its peers would wait
     the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it
 
 A signal that is listened to never ends the process by itself: one that comes while the checkpoint is being written is
-noted again, and changes nothing. A process that hangs is ended by SIGKILL, as torchrun and SLURM do after their grace
-time. Before training starts there is nothing to save, and SIGTERM ends a process at once, as ever: torchrun sends it to
-all ranks when one of them has died, and they may be waiting for that one to join them. SIGUSR1 is noted even then.
+noted again, and changes nothing, and one that comes while Python shuts down, after its handlers are gone, is ignored. A
+process that hangs is ended by SIGKILL, as torchrun and SLURM do after their grace time. Before training starts there is
+nothing to save, and SIGTERM ends a process at once, as ever: torchrun sends it to all ranks when one of them has died,
+and they may be waiting for that one to join them. SIGUSR1 is noted even then.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -48,7 +50,10 @@ class StopRequest:
 
     def listen(self, name: str) -> None:
         """Note the signal `name` (one of REASONS) from now on, to the end of the process. Main thread only."""
-        signal.signal(signal.Signals[name], self._note)
+        number = signal.Signals[name]
+        signal.signal(number, self._note)
+        # Shutting down, Python gives a handler's signal its default back, which kills; an ignored one stays ignored.
+        atexit.register(signal.signal, number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted[signal.Signals(number).name] = True

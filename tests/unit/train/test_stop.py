@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -30,6 +32,25 @@ def test_a_signal_is_noted_as_often_as_it_comes_and_ends_nothing(name):
         os.kill(os.getpid(), signal.Signals[name])
     assert stop.votes() == [float(reason == name) for reason in REASONS]
     assert stop.reason is None  # nothing is agreed yet
+
+
+@pytest.mark.parametrize("name", REASONS[:2])
+def test_a_signal_while_python_shuts_down_ends_nothing(name):
+    """An object of the main module's dies after Python has given its handlers up."""
+    program = f"""
+import os, signal
+from megatron_fp8.train.stop import StopRequest
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.Signals[{name!r}]):
+        kill(pid, number)
+        print("told", flush=True)
+
+last = Last()
+StopRequest({{}}).listen({name!r})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
 
 
 def test_the_first_reason_that_any_rank_has_counts_and_stays():
