@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from ..state import Fp8State, IterationCounts
 from . import is_installed
-from .sites import check_plan, prepare, state_of, unwrap
+from .sites import check_plan, state_of, unwrap
 
 _last = IterationCounts()
 _last_is_fp8 = False
@@ -36,7 +36,6 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
         )
     state = state_of(config)
     if config.fp8 and state.iteration == 0:
-        prepare(model_chunks)
         check_plan(model_chunks)
     _last = state.finish_iteration()
     _last_is_fp8 = bool(config.fp8)

@@ -134,11 +134,12 @@ def fp8_linears(model_chunks: list[Any]) -> list[Any]:
 
 
 def check_plan(model_chunks: list[Any]) -> None:
-    """What only all pipeline stages together can tell. Collective; on all ranks the same.
+    """What only all pipeline stages together can tell; prepares the chunks. Collective; on all ranks the same.
 
     Raises:
         ValueError: an fp8_overrides glob matches no site, or fp8_size_filter leaves none in FP8.
     """
+    prepare(model_chunks)
     config = unwrap(model_chunks[0]).config
     overrides = getattr(config, "fp8_overrides", None) or {}
     if not (config.fp8 and (overrides or getattr(config, "fp8_size_filter", None))):

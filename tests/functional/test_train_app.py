@@ -217,8 +217,10 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survived(folder, confi
 
 def test_dry_run_builds_and_checks_but_trains_nothing(folder, config):
     out = folder / "runs" / "dry"
-    done = run("-m", "megatron_fp8", "train", f"--config={config}", f"--run_dir={out}", "--dry-run")
+    override = "--model.fp8_overrides={'*.linear_proj': bf16}"
+    done = run("-m", "megatron_fp8", "train", f"--config={config}", f"--run_dir={out}", override, "--dry-run")
     assert done.returncode == 0, done.stderr
+    assert "fp8_overrides '*.linear_proj'" in done.stdout and "(3 sites)" in done.stdout
     assert "ln(384) = 5.9506" in done.stdout and "[192, 64]" not in done.stdout.split("shapes")[0]
     assert "linear_qkv.weight" in done.stdout and "precision" in done.stdout
     assert not out.exists()
@@ -258,7 +260,7 @@ def test_every_bad_input_is_named_before_training(folder, config):
         "--model.fp8_backend=native": "native",
         f"--model.fp8_size_filter={table}": "at 128 tokens was not measured, nor any as small in every dimension",
         "--model.fp8_size_filter=no.json": "fp8_size_filter='no.json' is not a table of measured GEMMs: it cannot be",
-        "--model.fp8_overrides={'*.no_such_layer': bf16}": "no_such_layer",
+        "--model.fp8_overrides={'*.no_such_layer': bf16}": "no_such_layer' matches no GEMM site; the sites are decoder.layers.0.",
         "--model.tensor_model_parallel_size=2": "world size 1 does not divide by tensor 2",
         "--train.global_batch_size=3": "train.global_batch_size=3",
         "--train.seq_length=65 --model.context_parallel_size=1 --data.split=1": "data.split='1'",
