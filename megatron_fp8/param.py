@@ -32,10 +32,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .backends.emulated import Quantized
+from . import kernels
+from .backends import native
+from .backends.emulated import Quantized, block_scales
 from .coded import CodedTensor
 from .quantizer import Quantizer
-from .recipe import Granularity, Rule
+from .recipe import BLOCK_128X128, TENSOR, Granularity, Rule
+from .scaling import compute_scale_inv
 from .tensor import Float8Tensor, QuantizedSide
 
 
@@ -43,6 +46,23 @@ def granularities(rule: Rule) -> list[Granularity]:
     """How elements share scales, once for each set of codes; the second is the columnwise side's, not transposed."""
     given = rule.granularity
     return [given] if given.symmetric else [given, Granularity(given.cols, given.rows)]
+
+
+def cast_by_kernel(quantizer: Quantizer, device: torch.device) -> bool:
+    """Whether kernels round a master and cast it straight into its one set of codes (kernels/param_cast.py)."""
+    return (
+        quantizer.backend is native
+        and kernels.run_on(device)
+        and quantizer.rule.granularity in (TENSOR, BLOCK_128X128)
+    )
+
+
+def whole_scales(quantizer: Quantizer, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, inverse) under which a matrix with these amaxes is cast: the history's where it has one, else its own."""
+    delayed = quantizer.delayed_scale()
+    if delayed is None:
+        return block_scales(amax, quantizer.rule)
+    return delayed, compute_scale_inv(delayed)
 
 
 class _Stored:
@@ -86,6 +106,9 @@ class _Stored:
 
     def write(self, x: torch.Tensor) -> None:
         """Quantise a matrix into the codes."""
+        if cast_by_kernel(self.quantizer, x.device):
+            self._write_by_kernel(x)
+            return
         done: Quantized = self.quantizer.quantize(x.to(self.dtype), "both")
         row, column = done.tensor.rowwise, done.tensor.columnwise
         assert row is not None and column is not None
@@ -96,6 +119,21 @@ class _Stored:
         for codes, new in zip(self.codes, fresh, strict=True):
             codes.copy_(new.view(torch.uint8))
         self.set_scales(scale_invs, done.amax, done.nonfinite)
+
+    def _write_by_kernel(self, x: torch.Tensor) -> None:
+        """Two reads of the matrix, no rounded copy, and codes written once, where they stay."""
+        from .kernels.param_cast import piece_amax, piece_cast  # loads Triton
+
+        quantizer, shape, device = self.quantizer, (x.shape[0], x.shape[1]), x.device
+        side = quantizer.rule.granularity.rows
+        blocks = [-(-size // side) for size in shape] if side else []
+        amax, nonfinite = torch.zeros(blocks, device=device), torch.zeros([], device=device)
+        flat = x.to(torch.float32).contiguous().view(-1)
+        piece_amax(flat, 0, shape, self.dtype, amax, nonfinite)
+        scale, scale_inv = whole_scales(quantizer, amax)
+        piece_cast(flat, 0, shape, self.dtype, scale, self.codes[0].view(-1), quantizer.rule.fmt)
+        quantizer.slot.arena.counts.casts += 1
+        self.set_scales([scale_inv], amax.amax() if amax.numel() else torch.zeros_like(nonfinite), nonfinite)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All memory of the parameter that stays: codes and scales."""
@@ -236,14 +274,14 @@ class Fp8Parameter(CodedTensor):
     def move(self, device: Any) -> Fp8Parameter:
         """An FP8 parameter on another device, with the same codes, scales and attributes."""
         old = self._stored
-        new = _Stored(old.quantizer, old.dtype, [codes.to(device) for codes in old.codes])
+        new = type(old)(old.quantizer, old.dtype, [codes.to(device) for codes in old.codes])
         new.initial = old.initial
         new.take_scales(old, device)
         return type(self)(new)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Parameter:
         old = self._stored
-        new = _Stored(old.quantizer, old.dtype, [codes.clone() for codes in old.codes])
+        new = type(old)(old.quantizer, old.dtype, [codes.clone() for codes in old.codes])
         new.initial = None if old.initial is None else old.initial.clone()
         new.take_scales(old, self.device)
         copied = _as_parameter(type(self)(new), self.requires_grad)

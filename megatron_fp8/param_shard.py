@@ -6,6 +6,9 @@ the data-parallel ranks in one collective; then each rank casts its piece with t
 pieces together, and the scales, which every rank computes for itself, are those of casting the whole BF16 weight, bit
 for bit.
 
+On a GPU both passes are kernels that round as they read (kernels/param_cast.py): no BF16 piece is made, and nothing is
+read back. What they give is the same to the bit.
+
 Rejected: gathering first and casting after. It would send twice the bytes, and need a BF16 copy of every weight.
 """
 
@@ -18,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .backends.emulated import block_scales, cast_blocks
-from .param import Fp8Parameter, granularities
+from .backends.emulated import cast_blocks
+from .param import Fp8Parameter, cast_by_kernel, granularities, whole_scales
 from .recipe import Granularity
-from .scaling import block_amaxes, compute_scale_inv
+from .scaling import block_amaxes
 
 
 def quantize_shards(
@@ -63,6 +66,7 @@ class _Piece:
         self.param = param
         self.master = None if master is None or master.numel() == 0 else master
         self.offset = offset or 0
+        self.by_kernel = cast_by_kernel(param.quantizer, param.device)
         self.granularities = granularities(param.rule)
         rows, cols = param.shape
         # Whole blocks above the piece's first row, so that its own first block is the matrix's.
@@ -89,7 +93,13 @@ class _Piece:
             for g in self.granularities
         ]
         nonfinite = torch.zeros(1, device=device)
-        if self.master is not None:
+        if self.master is not None and self.by_kernel:
+            from .kernels.param_cast import piece_amax  # loads Triton
+
+            (amax,) = whole
+            amax = amax.view(()) if self.granularities[0].is_tensor else amax
+            piece_amax(self._flat(), self.offset, (rows, cols), self.param.dtype, amax, nonfinite.view(()))
+        elif self.master is not None:
             parts, count = block_amaxes(
                 self._matrix(self.master), [(g.rows, g.cols) for g in self.granularities]
             )
@@ -106,23 +116,36 @@ class _Piece:
     def cast(self, amaxes: list[torch.Tensor], nonfinite: torch.Tensor) -> None:
         """Write the codes of this rank's elements, and the scales of all."""
         param, quantizer = self.param, self.param.quantizer
-        delayed = quantizer.delayed_scale()
         scale_invs = []
         for index, (g, amax) in enumerate(zip(self.granularities, amaxes, strict=True)):
             amax = amax.view(()) if g.is_tensor else amax
-            if delayed is None:
-                scale, scale_inv = block_scales(amax, param.rule)
-            else:
-                scale, scale_inv = delayed, compute_scale_inv(delayed)
+            scale, scale_inv = whole_scales(quantizer, amax)
             scale_invs.append(scale_inv)
-            if self.master is not None:
+            if self.master is not None and self.by_kernel:
+                self._cast_by_kernel(scale)
+            elif self.master is not None:
                 own = scale if g.is_tensor else self._rows_of(scale, g)
                 codes = cast_blocks(self._matrix(self.master), own, g, param.rule, False, None)
                 start = self.offset - self.top * param.shape[1]
                 param.set_shard(index, self.offset, codes.view(-1)[start : start + self.master.numel()])
         quantizer.slot.arena.counts.casts += self.master is not None
         amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=param.device)
-        param.set_scales(scale_invs, amax, nonfinite.view(()) if nonfinite else None)
+        # Where kernels run, a count stays on the GPU, 0 or not: to ask it would be to wait.
+        count = nonfinite.view(()) if self.by_kernel or nonfinite else None
+        param.set_scales(scale_invs, amax, count)
+
+    def _flat(self) -> torch.Tensor:
+        """float32 [n], contiguous: what kernels read."""
+        assert self.master is not None
+        return self.master.detach().to(torch.float32).contiguous().view(-1)
+
+    def _cast_by_kernel(self, scale: torch.Tensor) -> None:
+        from .kernels.param_cast import piece_cast  # loads Triton
+
+        param, flat = self.param, self._flat()
+        codes = param.codes[0].view(-1)[self.offset : self.offset + flat.numel()]
+        shape = (param.shape[0], param.shape[1])
+        piece_cast(flat, self.offset, shape, param.dtype, scale.contiguous(), codes, param.rule.fmt)
 
 
 def _blocks(size: int, block: int) -> int:

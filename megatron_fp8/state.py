@@ -4,7 +4,8 @@ Each (GEMM site, role) has a slot in one arena per reduction group. A cast write
 elements into the slot; ``Fp8State.finish_iteration`` then, for every arena,
 
 * reduces both rows over the group in one collective, whatever the number of slots;
-* for delayed scaling, recomputes scales and rolls histories, vectorised over all slots;
+* for delayed scaling, recomputes scales and rolls histories, vectorised over all slots (on a GPU in one launch for each
+  format, and nothing is read back once every slot has a scale);
 * adds up the iteration's health, which the optimizer step consults, and clears the rows.
 
 Leaving a context does nothing. Transformer Engine updates when its autocast context is left, which is why delayed
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import kernels
 from .formats import FloatFormat
 from .phases import Phase, Phases
 from .recipe import DelayedScaling
@@ -215,6 +217,11 @@ class Arena:
 
     def _update_delayed(self, delayed: DelayedScaling, held: _History, due: bool) -> None:
         held.grow()
+        if kernels.run_on(self.device):
+            seen = self._update_in_one_launch(delayed, held, due)
+            if due:
+                held.warm_up(seen)
+            return
         value = self.rows[0, held.index]
         value = torch.where(value.isinf(), torch.zeros_like(value), value)
         seen = value != 0
@@ -227,6 +234,22 @@ class Arena:
             self.scale[held.index] = torch.where(seen, fresh, self.scale[held.index])
             held.warm_up(seen)
         held.roll(seen)
+
+    def _update_in_one_launch(self, delayed: DelayedScaling, held: _History, due: bool) -> torch.Tensor:
+        from .kernels.multi_amax import update_delayed  # loads Triton
+
+        return update_delayed(
+            self.rows[0],
+            self.scale,
+            held.index,
+            held.head,
+            held.rows,
+            held.fp8_max,
+            margin=delayed.margin,
+            epsilon=delayed.amax_epsilon,
+            most_recent=delayed.amax_compute_algo == "most_recent",
+            due=due,
+        )
 
 
 class _History:
@@ -243,6 +266,7 @@ class _History:
         self.index = torch.zeros(0, dtype=torch.int64, device=device)
         self.head = torch.zeros(0, dtype=torch.int64, device=device)
         self.rows = torch.zeros(0, 0, device=device)
+        self.fp8_max = torch.zeros(0, device=device)
 
     def add(self, slot: Slot) -> None:
         slot.column = len(self.slots)
@@ -261,6 +285,7 @@ class _History:
         self.rows = rows
         self.head = torch.cat([self.head, self.head.new_zeros(want - have)])
         self.index = torch.tensor([s.index for s in self.slots], device=device)
+        self.fp8_max = torch.tensor([s.fmt.max for s in self.slots], device=device)
 
     def put(self, value: torch.Tensor) -> None:
         """Write the running entry of every slot."""

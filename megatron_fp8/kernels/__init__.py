@@ -1,1 +1,21 @@
-"""Compiled loops over elements. Each equals torch operations elsewhere in the package bit for bit; none is required."""
+"""Kernels: compiled C for CPUs (cpu.py), Triton for NVIDIA GPUs (the other files; importing them loads Triton)."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+def run_on(device: torch.device) -> bool:
+    """Whether Triton kernels run on tensors of this device: an NVIDIA GPU, and Triton is installed.
+
+    Those that make codes need compute capability 8.9 besides, which the native backend has made sure of.
+    """
+    return device.type == "cuda" and _installed()
+
+
+@cache
+def _installed() -> bool:
+    return not vars(torch.version).get("hip") and find_spec("triton") is not None

@@ -1,0 +1,28 @@
+"""Which Triton kernels are launched, compiled or interpreted, and what they read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from megatron_fp8.kernels.elements import _probe
+
+
+@contextmanager
+def launched() -> Iterator[Counter[str]]:
+    """Counts launches by kernel; with the source's kind where it computes what it reads: 'cast_tensor of norm'."""
+    counts: Counter[str] = Counter()
+    kernel = type(_probe)
+    original = kernel.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("warmup"):
+            source = kwargs.get("SOURCE", "plain")
+            counts[self.fn.__name__ + ("" if source == "plain" else f" of {source}")] += 1
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(kernel, "run", run):
+        yield counts
