@@ -31,6 +31,7 @@ A config file has the sections model, train, optimizer, data and checkpoint; eve
   --model.first_last_layers_bf16=true          keep the first and the last layer in BF16
   --model.fp8_high_precision_warmup=0.1        the first tenth in BF16; ..._healing=0.05: the last twentieth
   --model.tensor_model_parallel_size=2         also pipeline_model_parallel_size, sequence_parallel, ...
+  --model.fp16=true                float16 with a loss scale (docs/loss_scaling.md) where it is not BF16
   --model.NAME=...                 any field of Megatron-Core's TransformerConfig
   --train.train_iters=300          also micro_batch_size, global_batch_size, seq_length, eval_interval, ...
   --optimizer.lr=3e-3              also lr_warmup_iters, min_lr, weight_decay, clip_grad, ...
@@ -166,7 +167,9 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
         report["bigram_entropy"] = entropy
         write_report(report, folder)
         trainer.writer = MetricsWriter(folder, start.iteration if continues else 0)
-        trainer.display = Display(run.train.train_iters, run.train.log_interval, start.iteration)
+        trainer.display = Display(
+            run.train.train_iters, run.train.log_interval, start.iteration, start.skipped
+        )
     return trainer
 
 
@@ -211,11 +214,14 @@ def run_folder(folder: Path, *, keep: bool = False) -> Path:
 
 def _dry_run(trainer: Any, chunks: list[Any], vocab_size: int, first: bool) -> None:
     """Print this rank's shapes and check the first loss: an untrained model guesses evenly, ln V nats."""
+    from megatron_fp8.param import Fp8Parameter
+
     if first:
         print("shapes on this rank:")
         for chunk in chunks:
             for name, parameter in chunk.module.named_parameters():
-                print(f"  {name.removeprefix('module.'):<70} {list(parameter.shape)} {parameter.dtype}")
+                dtype = parameter.rule.fmt.dtype if isinstance(parameter, Fp8Parameter) else parameter.dtype
+                print(f"  {name.removeprefix('module.'):<70} {list(parameter.shape)} {dtype}")
     loss, even = trainer.first_loss(), math.log(vocab_size)
     if first:
         print(f"first loss {loss:.4f}, ln({vocab_size}) = {even:.4f}", flush=True)

@@ -217,12 +217,20 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survived(folder, confi
 
 def test_dry_run_builds_and_checks_but_trains_nothing(folder, config):
     out = folder / "runs" / "dry"
-    override = "--model.fp8_overrides={'*.linear_proj': bf16}"
-    done = run("-m", "megatron_fp8", "train", f"--config={config}", f"--run_dir={out}", override, "--dry-run")
+    more = ["--model.fp8_overrides={'*.linear_proj': bf16}", "--model.fp8_param=true", "--dry-run"]
+    done = run("-m", "megatron_fp8", "train", f"--config={config}", f"--run_dir={out}", *more)
     assert done.returncode == 0, done.stderr
     assert "fp8_overrides '*.linear_proj'" in done.stdout and "(3 sites)" in done.stdout
     assert "ln(384) = 5.9506" in done.stdout and "[192, 64]" not in done.stdout.split("shapes")[0]
     assert "linear_qkv.weight" in done.stdout and "precision" in done.stdout
+    weights = [line.split() for line in done.stdout.splitlines() if "layers.2." in line and "weight" in line]
+    kinds = {line[0].rpartition("layers.2.")[2]: line[-1] for line in weights if "norm" not in line[0]}
+    assert kinds == {
+        "self_attention.linear_qkv.weight": "torch.float8_e4m3fn",
+        "self_attention.linear_proj.weight": "torch.bfloat16",
+        "mlp.linear_fc1.weight": "torch.float8_e4m3fn",
+        "mlp.linear_fc2.weight": "torch.float8_e4m3fn",
+    }
     assert not out.exists()
 
 
