@@ -14,6 +14,7 @@ import torch
 
 from .context import building_layer, disabled_reason, fp8_disabled
 from .formats import parse_format
+from .inference import prepare_for_inference
 from .param import Fp8Parameter
 from .param_shard import quantize_shards
 from .recipe import (
@@ -38,6 +39,7 @@ __all__ = [
     "is_float8tensor",
     "modify_underlying_storage",
     "post_all_gather_processing",
+    "prepare_model_for_fp8_inference",
     "quantize_param_shard",
 ]
 
@@ -193,3 +195,15 @@ def post_all_gather_processing(model_params: Sequence[Fp8Parameter]) -> None:
 
 def correct_amax_history_if_needed(model: Any) -> None:
     """Nothing: an amax enters the history when a forward pass uses the weight, so copies leave no trace there."""
+
+
+def prepare_model_for_fp8_inference(model: Any) -> Any:
+    """The same model, its FP8 linears' weights quantised once and their tokens padded where kernels like it. In place.
+
+    Megatron-Core's inference wrappers call it with a GPTModel; a model of nn.Fp8Linear may be given too. More choices:
+    inference.prepare_for_inference. A model that was prepared already is left alone.
+
+    Raises:
+        ValueError: the model has no FP8 linear.
+    """
+    return model if hasattr(model, "fp8_inference") else prepare_for_inference(model)

@@ -121,6 +121,10 @@ class GemmSite:
             self._weight = kept
         return kept.quantized
 
+    def forget_weight(self) -> None:
+        """Drop the weight that was kept: another one took its place for good."""
+        self._weight = None
+
     def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
         """Place and random stream of this backward's grad_output; each backward of an iteration has its own stream."""
         iteration, count = self._backwards

@@ -74,17 +74,12 @@ class CoreAttention(DotProductAttention):
                     "without a given mask, bias or packed sequences"
                 )
             context = _zigzag(query, key, value, self.cp_group, self.softmax_scale, causal)
-        elif (
-            self._extra
-            or not plain
-            or any(x is not None for x in given)
-            or (causal and len(query) != len(key))
-        ):
+        elif self._extra or not plain or any(x is not None for x in given):
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             )
         else:
-            context = _sdpa(query, key, value, self.softmax_scale, is_causal=causal)
+            context = _sdpa(query, key, value, self.softmax_scale, **_causal_mask(query, key, causal))
         return context.flatten(2)
 
 
@@ -98,6 +93,17 @@ def _beyond_sdpa(attention: DotProductAttention) -> list[str]:
         "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
     }
     return [name for name, used in options.items() if used]
+
+
+def _causal_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
+    """How scaled_dot_product_attention is told; fewer queries than keys are the last ones (a KV cache has the rest)."""
+    queries, keys = len(query), len(key)
+    if queries == keys or not causal:
+        return {"is_causal": causal}
+    if queries == 1:
+        return {}
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    return {"attn_mask": seen}
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:

@@ -75,10 +75,18 @@ def _without_te() -> list[Patch]:
     """Names that Megatron-Core uses as if Transformer Engine were always there."""
     from packaging.version import Version
 
+    from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
     from megatron_fp8.mcore.norm import Norm
     from megatron_fp8.mcore.patching import Patch
 
     found = [
+        Patch(
+            "megatron.core.fp8_utils",
+            "prepare_model_for_fp8_inference",
+            prepare_model_for_fp8_inference,
+            "without Transformer Engine it raises, and so does every inference wrapper of an FP8 model",
+            everywhere=True,
+        ),
         Patch(
             "megatron.core.utils",
             "_te_version",

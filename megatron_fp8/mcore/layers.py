@@ -18,7 +18,7 @@ from ..linear import fp8_linear
 from ..site import GemmSite
 from ..tp import TensorParallel
 from .checkpoint_fp8 import sharded_slots, take_slots
-from .sites import count_high_precision, make_site
+from .sites import count_high_precision, make_site, prepare
 
 
 class _Fp8Site:
@@ -35,6 +35,11 @@ class _Fp8Site:
         self.save_original_input = False  # Megatron sets it where the input is recomputed anyway
         self._site: GemmSite | None = None
         self._reasons = ForwardReasons()
+
+    @staticmethod
+    def name_sites(model: Any) -> None:
+        """Give every FP8 linear of the model its named site, unless that was done."""
+        prepare([model])
 
     def bind_fp8_site(self, site: GemmSite) -> None:
         """Take the site that the model's plan has for this layer."""

@@ -20,8 +20,9 @@ STREAM: list[tuple[str, ...]] = [
     ("scaling",),
     ("recipe",),
     ("tensor",),
+    ("unwritten",),
     ("backends.emulated", "backends"),
-    ("phases",),
+    ("phases", "loss_scaler"),
     ("state",),
     ("quantizer",),
     ("coded",),
@@ -32,6 +33,9 @@ STREAM: list[tuple[str, ...]] = [
     ("context",),
     ("tp", "site"),
     ("linear",),
+    ("nn",),
+    ("calibration",),
+    ("inference",),
     ("fp8_utils",),
     ("bench",),
     ("checkpoint_files",),
@@ -44,7 +48,7 @@ STREAM: list[tuple[str, ...]] = [
 ]
 """From left to right. Names in one group do not import each other; the files inside a package may."""
 
-PACKAGES = {"kernels", "backends", "backends.emulated", "mcore", "train"}
+PACKAGES = {"kernels", "backends", "backends.emulated", "inference", "mcore", "train"}
 POSITION = {name: i for i, group in enumerate(STREAM) for name in group}
 
 

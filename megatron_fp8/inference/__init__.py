@@ -1,0 +1,15 @@
+"""Inference in FP8: weights quantised once, any number of tokens, static or dynamic activation scales."""
+
+from .memory import model_bytes, storage_bytes, tensors_of
+from .prepare import InferenceReport, PreparedSite, prepare_for_inference
+from .sampling import Sampler
+
+__all__ = [
+    "InferenceReport",
+    "PreparedSite",
+    "Sampler",
+    "model_bytes",
+    "prepare_for_inference",
+    "storage_bytes",
+    "tensors_of",
+]

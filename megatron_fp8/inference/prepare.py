@@ -1,0 +1,157 @@
+"""A model made ready for inference: weights quantised once, their high-precision copies freed, activations as asked for.
+
+    model = prepare_for_inference(model)                             # activations scaled as the recipe does in training
+    model = prepare_for_inference(model, calibration=calibration)    # ... with static scales
+
+Every linear keeps its module, its name and its GEMM site; only its weight becomes codes (weights.py) and, with static
+scales, its input's quantizer another (static.py). What the training forward computes and what inference computes is
+therefore one code path, and the logits are the same bytes.
+
+Rejected: modules of our own for inference. Everything that walks a model by class (parallel layouts, checkpoints, export)
+would have to know them, and two forward passes drift apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ..backends import emulated
+from ..calibration import Calibration, fp8_modules
+from ..param import Fp8Parameter
+from ..recipe import recipe_name
+from .memory import model_bytes
+from .padding import Padding, alignment
+from .static import StaticQuantizer, why_not_static
+from .weights import inference_weight
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True)
+class PreparedSite:
+    """One linear: its recipe, how weights and activations are scaled, and its bytes before and after."""
+
+    name: str
+    recipe: str
+    weight: str
+    activations: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass
+class InferenceReport:
+    """What was prepared. ``total_before`` and ``total_after`` are the whole model's parameters and buffers."""
+
+    sites: list[PreparedSite] = field(default_factory=list)
+    high_precision: list[str] = field(default_factory=list)
+    total_before: int = 0
+    total_after: int = 0
+
+    def __str__(self) -> str:
+        before, after = (sum(getattr(s, f"bytes_{when}") for s in self.sites) for when in ("before", "after"))
+        kinds = sorted({(s.recipe, s.weight, s.activations) for s in self.sites})
+        lines = [f"{r}: weights {w}, activations {a}" for r, w, a in kinds]
+        lines.append(
+            f"{len(self.sites)} linears in FP8: {before:,} -> {after:,} bytes;"
+            f" {len(self.high_precision)} stay as they are; model {self.total_before:,} -> {self.total_after:,} bytes"
+        )
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def prepare_for_inference(
+    model: Model, *, calibration: Calibration | None = None, pad_tokens: int | None = None
+) -> Model:
+    """Quantise the weights of every FP8 linear once, free them in high precision, and switch to evaluation. In place.
+
+    Args:
+        model: a Megatron-Core model of this package's layers, or one that convert_to_fp8 converted. No parameter of it
+            takes gradients afterwards. To keep a model that trains, prepare a deep copy.
+        calibration: static activation scales; None scales activations as the recipe does (delayed: by its history).
+        pad_tokens: pad every FP8 linear's tokens to a multiple of this; None: to the recipe's alignment, on backends
+            whose kernels like it; 1: never. The result is the same.
+
+    Returns:
+        The model; ``model.fp8_inference`` is its InferenceReport.
+
+    Raises:
+        ValueError: the model has no FP8 linear, the calibration is of another model or lacks a tensor, a recipe takes no
+            static scales, or pad_tokens is less than 1. Nothing was changed then.
+    """
+    if pad_tokens is not None and pad_tokens < 1:
+        raise ValueError(f"pad_tokens={pad_tokens}: give a number of tokens from 1, or None")
+    linears = fp8_modules(model)
+    active = [linear for linear in linears if linear.fp8_site.quantizers["weight"] is not None]
+    if not active:
+        raise ValueError(
+            "the model has no FP8 linear to prepare: build it with fp8='hybrid' (Megatron-Core), or convert it with"
+            " convert_to_fp8 first"
+        )
+    static = {} if calibration is None else _static_quantizers(active, calibration)
+    report = InferenceReport(total_before=model_bytes(model))
+    report.high_precision = [linear.fp8_site.plan.name for linear in linears if linear not in active]
+    shared: dict[int, Any] = {}
+    for linear in active:
+        report.sites.append(_prepare(linear, static.get(linear.fp8_site.plan.name), pad_tokens, shared))
+    model.requires_grad_(False)
+    model.eval()
+    report.total_after = model_bytes(model)
+    model.fp8_inference = report  # type: ignore[assignment]
+    return model
+
+
+def _static_quantizers(linears: list[Any], calibration: Calibration) -> dict[str, StaticQuantizer]:
+    calibration.check(linears)
+    found = {}
+    for linear in linears:
+        site = linear.fp8_site
+        quantizer = site.quantizers["input"]
+        if quantizer is None:
+            continue
+        if reason := why_not_static(quantizer.rule):
+            raise ValueError(
+                f"static activation scales do not exist for recipe {recipe_name(site.plan.recipe)!r} ({site.plan.name}):"
+                f" {reason}"
+            )
+        scale = calibration.scale(site.plan.name, quantizer.rule).to(linear.weight.device)
+        found[site.plan.name] = StaticQuantizer(quantizer.rule, quantizer.slot, quantizer.backend, scale)
+    return found
+
+
+def _prepare(
+    linear: Any, static: StaticQuantizer | None, pad_tokens: int | None, shared: dict[int, Any]
+) -> PreparedSite:
+    site = linear.fp8_site
+    before = model_bytes(linear)
+    old = linear.weight
+    if id(old) not in shared:  # a weight that two linears share stays shared
+        shared[id(old)] = (inference_weight(old, site.quantizers["weight"]), old)
+    linear._parameters["weight"] = shared[id(old)][0]  # its place among the parameters stays
+    site.forget_weight()
+    if static is not None:
+        site.quantizers["input"] = static
+    multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))
+    if multiple > 1:
+        Padding(linear, multiple)
+    quantizer = site.quantizers["input"]
+    if quantizer is None:
+        activations = "in high precision"
+    elif isinstance(quantizer, StaticQuantizer):
+        activations = "static, one scale per tensor"
+    elif quantizer.delayed_scale() is not None:
+        activations = "static, by the history of delayed scaling"
+    else:
+        activations = f"dynamic, one scale per {quantizer.rule.granularity}"
+    assert isinstance(linear.weight, Fp8Parameter)
+    return PreparedSite(
+        site.plan.name,
+        recipe_name(site.plan.recipe),
+        f"{linear.weight.rule.fmt.name} per {linear.weight.rule.granularity}",
+        activations,
+        before,
+        model_bytes(linear),
+    )

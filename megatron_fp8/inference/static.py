@@ -1,0 +1,54 @@
+"""Static activation scales: known before the token comes, from calibration.
+
+A dynamic scale needs the amax of the activations at hand: a pass over them, and, where one scale is the whole tensor's, a
+dependence of every token on all others in the batch. A static one is a number. What lies above the calibrated amax
+saturates.
+
+With per-tensor recipes it takes the place of the tensor's scale. With per-row scales ('rowwise': weights per channel) the
+rows of activations all get the same one, in the shape that the GEMM of that recipe takes. Blocks of 128 or 32 values have
+their scales from their own values, and no calibration replaces those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..backends.emulated import Direction, Quantized
+from ..quantizer import Quantizer
+from ..recipe import ROW, TENSOR, Rule
+from ..state import Slot
+from ..tensor import Float8Tensor
+
+
+class StaticQuantizer(Quantizer):
+    """A quantizer with one scale for ever: float32 [], multiplies on the way in."""
+
+    def __init__(self, rule: Rule, slot: Slot, backend: ModuleType, scale: torch.Tensor):
+        super().__init__(rule, slot, backend)
+        self.scale = scale
+
+    def quantize(self, x: torch.Tensor, direction: Direction, **_: Any) -> Quantized:
+        """x [rows, cols] with the static scale, rowwise: the forward pass needs no other direction."""
+        assert direction == "rowwise", "static scales are for inference, which has no backward"
+        rule = replace(self.rule, granularity=TENSOR, delayed=False)
+        done: Quantized = self.backend.quantize(x, rule, direction, scale=self.scale)
+        self.slot.arena.counts.casts += 1
+        side = done.tensor.rowwise
+        assert side is not None
+        if self.rule.granularity == ROW:
+            side = replace(side, granularity=ROW, scale_inv=side.scale_inv.expand(x.shape[0], 1).contiguous())
+        return replace(done, tensor=Float8Tensor(side, None, x.dtype))
+
+
+def why_not_static(rule: Rule) -> str | None:
+    """Why activations quantised by this rule cannot have a static scale; None if they can."""
+    if rule.granularity in (TENSOR, ROW):
+        return None
+    return (
+        f"its activations have a scale for every {rule.granularity} block, made from the block itself:"
+        " choose tensorwise, delayed or rowwise (weights per channel), or dynamic activations"
+    )

@@ -1,0 +1,84 @@
+"""A weight for inference: one byte a value whatever the recipe, for the forward product alone.
+
+A weight in training needs codes for both directions of its GEMMs; where blocks are one wide those are two bytes a value.
+Inference reads the rowwise side and nothing else. ``inference_weight`` quantises it once, with the quantizer of its GEMM
+site, so the codes are those that training's forward multiplies; the high-precision weight is then nobody's, and freed.
+
+It is an Fp8Parameter: a GEMM site uses its codes as they are, and everything else (a state dict, a copy, an export) sees
+the dequantised matrix. Rejected: keeping the quantised matrix in the site's weight cache and an empty tensor in the
+module. Then state dicts, deep copies and ``.to(device)`` would see the empty one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..param import Fp8Parameter, _Stored, fp8_parameter
+from ..quantizer import Quantizer
+from ..tensor import Float8Tensor, QuantizedSide
+
+
+class _StoredRows(_Stored):
+    """Codes of the rowwise side only, where the other side would have codes of its own."""
+
+    def view(self) -> None:
+        rule = self.quantizer.rule
+        (codes,), (scale_inv,) = self.codes, self.scale_invs
+        side = QuantizedSide(
+            codes.view(rule.fmt.dtype),
+            scale_inv,
+            rule.granularity,
+            rule.scale != "fp32",
+            self.nonfinite is None,
+        )
+        self.quantized = Float8Tensor(side, None, self.dtype)
+
+    def write(self, x: torch.Tensor) -> None:
+        done = self.quantizer.quantize(x.to(self.dtype), "rowwise")
+        side = done.tensor.rowwise
+        assert side is not None
+        self.codes[0].copy_(side.codes.view(torch.uint8))
+        self.set_scales([side.scale_inv], done.amax, done.nonfinite)
+
+
+class RowwiseFp8Parameter(Fp8Parameter):
+    """An FP8 weight of one direction: y = x @ w^T can be computed, gradients through it cannot."""
+
+
+def inference_weight(weight: torch.Tensor, quantizer: Quantizer) -> Any:
+    """The frozen FP8 parameter of a weight [N, K] for y = x @ weight^T: one byte a value, and scales.
+
+    A weight that lives as FP8 already keeps its codes; of one with codes for each direction, the rowwise ones. Attributes
+    that were set on the weight are taken over; ``requires_grad`` is False.
+
+    Args:
+        quantizer: the site's, for the role 'weight'; a delayed scale that is warm is used as training uses it.
+    """
+    if isinstance(weight, Fp8Parameter):
+        return _from_fp8(weight)
+    if quantizer.rule.granularity.symmetric:
+        parameter = fp8_parameter(weight, quantizer)
+        parameter.clear_high_precision_init_val()
+        return parameter.requires_grad_(False)
+    value = weight.detach()
+    stored = _StoredRows(quantizer, value.dtype, [torch.empty_like(value, dtype=torch.uint8)])
+    stored.write(value)
+    return _as_parameter(stored, weight)
+
+
+def _from_fp8(weight: Fp8Parameter) -> Any:
+    if weight.quantizer.rule.granularity.symmetric or isinstance(weight, RowwiseFp8Parameter):
+        weight.clear_high_precision_init_val()
+        return weight.requires_grad_(False)
+    old = weight._stored
+    stored = _StoredRows(old.quantizer, old.dtype, old.codes[:1])
+    stored.set_scales(old.scale_invs[:1], old.amax, old.nonfinite)
+    return _as_parameter(stored, weight)
+
+
+def _as_parameter(stored: _Stored, weight: torch.Tensor) -> Any:
+    made = torch.nn.Parameter(RowwiseFp8Parameter(stored), requires_grad=False)
+    made.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
+    return made
