@@ -1,8 +1,9 @@
-"""FP8 training for Megatron-Core, and the numbers it is made of.
+"""FP8 training for Megatron-Core and for any PyTorch model, and the numbers it is made of.
 
 Importing this package loads torch only; Megatron-Core comes with ``TransformerConfig`` or ``megatron_fp8.mcore``.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .formats import Format
@@ -11,15 +12,35 @@ from .tensor import Float8Tensor
 
 if TYPE_CHECKING:
     from .mcore.config import TransformerConfig
+    from .nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_step
 
 __version__ = "0.1.0"
 
-__all__ = ["Float8Tensor", "Format", "TransformerConfig", "__version__", "quantize"]
+_LATER = {
+    "TransformerConfig": ".mcore.config",
+    "Fp8Config": ".nn",
+    "Fp8Linear": ".nn",
+    "convert_to_fp8": ".nn",
+    "fp8_autocast": ".nn",
+    "fp8_step": ".nn",
+}
+"""Names that are imported when they are first used, and the module each is in."""
+
+__all__ = [
+    "Float8Tensor",
+    "Format",
+    "Fp8Config",
+    "Fp8Linear",
+    "TransformerConfig",
+    "__version__",
+    "convert_to_fp8",
+    "fp8_autocast",
+    "fp8_step",
+    "quantize",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TransformerConfig":
-        from .mcore.config import TransformerConfig
-
-        return TransformerConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name], __name__), name)

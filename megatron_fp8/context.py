@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
+
+from .recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class LayerBeingBuilt:
 
 _building: ContextVar[LayerBeingBuilt | None] = ContextVar("building", default=None)
 _disabled: ContextVar[str | None] = ContextVar("disabled", default=None)
+_recipe: ContextVar[Recipe | None] = ContextVar("recipe", default=None)
 _remembered: ContextVar[bool] = ContextVar("remembered", default=False)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
 
 
 @contextmanager
@@ -66,37 +70,59 @@ def disabled_reason() -> str | None:
     return _disabled.get()
 
 
+@contextmanager
+def fp8_switched(reason: str | None, recipe: Recipe | None) -> Iterator[None]:
+    """Sites called inside run as said here, whatever is said around it.
+
+    Args:
+        reason: why they run in high precision; None switches on again those that an outer context switched off.
+        recipe: what sites of a converted PyTorch model run in place of their own; None: their own.
+    """
+    tokens = _disabled.set(reason), _recipe.set(recipe)
+    try:
+        yield
+    finally:
+        _disabled.reset(tokens[0])
+        _recipe.reset(tokens[1])
+
+
+def recipe_override() -> Recipe | None:
+    """The recipe that sites of a converted PyTorch model run here in place of their own, None if theirs."""
+    return _recipe.get()
+
+
 def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
     """The function, finding FP8 on or off as it is now, whenever and in whatever thread it is called.
 
     torch.utils.checkpoint.checkpoint(remember_fp8(module), x) recomputes as it computed.
     """
-    reason = disabled_reason()
+    reason, recipe = disabled_reason(), recipe_override()
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        tokens = _disabled.set(reason), _remembered.set(True)
+        token = _remembered.set(True)
         try:
-            return function(*args, **kwargs)
+            with fp8_switched(reason, recipe):
+                return function(*args, **kwargs)
         finally:
-            _disabled.reset(tokens[0])
-            _remembered.reset(tokens[1])
+            _remembered.reset(token)
 
     return call
 
 
-class ForwardReasons:
-    """Why FP8 was switched off around the forwards of one site in this iteration, for recomputations to answer alike."""
+class Settled(Generic[A]):
+    """What ``ambient`` said around the forwards of one site in this iteration, for recomputations to answer alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, ambient: Callable[[], A]) -> None:
+        self._ambient = ambient
         self._iteration = -1
-        self._met: set[str | None] = set()
+        self._met: set[A] = set()
 
-    def settle(self, site: str, iteration: int, training: bool) -> str | None:
-        """Why FP8 is switched off around this call, None if it is not.
+    def settle(self, site: str, iteration: int, training: bool) -> A:
+        """What it says of this call.
 
         RuntimeError: a recomputation that nobody told, of one of several forwards that differed.
         """
-        reason = disabled_reason()
+        reason = self._ambient()
         if not in_recompute():
             if training:
                 if iteration != self._iteration:
@@ -107,11 +133,18 @@ class ForwardReasons:
             return reason
         if len(self._met) > 1:
             raise RuntimeError(
-                f"{site} ran with FP8 switched off and on (or off for several reasons) in one iteration, and"
+                f"{site} ran with FP8 switched off and on (or in several ways) in one iteration, and"
                 " torch.utils.checkpoint does not say which call it recomputes: checkpoint"
                 " megatron_fp8.context.remember_fp8(function) in place of the function"
             )
         return next(iter(self._met))
+
+
+class ForwardReasons(Settled[str | None]):
+    """Why FP8 was switched off around the forwards of one site in this iteration."""
+
+    def __init__(self) -> None:
+        super().__init__(disabled_reason)
 
 
 def in_recompute() -> bool:

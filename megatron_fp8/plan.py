@@ -11,7 +11,7 @@ pipelines and a module called twice each meet the wrong ambient, in silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -60,19 +60,30 @@ class SitePlan:
 
 
 def fp8_site(
-    name: str, layer: int | None, recipe: Recipe, backend: str, reason: str, *, fp8_wgrad: bool = True
+    name: str,
+    layer: int | None,
+    recipe: Recipe,
+    backend: str,
+    reason: str,
+    *,
+    fp8_wgrad: bool = True,
+    unquantized: Collection[str] = (),
 ) -> SitePlan:
     """The plan of a site that runs in FP8 as ``recipe`` says; GEMMs with an unquantised operand run in bf16.
 
-    If that leaves no GEMM in FP8 it is a bf16 site, and nothing is quantised.
+    Roles in ``unquantized`` stay in high precision whatever the recipe has for them. If that leaves no GEMM in FP8 it is
+    a bf16 site, and nothing is quantised.
     """
-    rules = {role: recipe.rule(role) for role in ("input", "weight", "grad_output")}
+    rules = {
+        role: None if role in unquantized else recipe.rule(role)
+        for role in ("input", "weight", "grad_output")
+    }
     gemms: dict[str, Precision] = {
         gemm: "fp8" if rules[a] and rules[b] else "bf16" for gemm, (a, b) in GEMM_OPERANDS.items()
     }
     plain = [role for role, rule in rules.items() if rule is None]
     if plain:
-        reason += f"; {', '.join(plain)} not quantised by the recipe"
+        reason += f"; {', '.join(plain)} not quantised {'as asked' if unquantized else 'by the recipe'}"
     if not fp8_wgrad and gemms["wgrad"] == "fp8":
         gemms["wgrad"] = "bf16"
         reason += "; fp8_wgrad=False: wgrad in high precision, which saves the input unquantised"

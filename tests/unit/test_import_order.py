@@ -48,7 +48,7 @@ STREAM: list[tuple[str, ...]] = [
 ]
 """From left to right. Names in one group do not import each other; the files inside a package may."""
 
-PACKAGES = {"kernels", "backends", "backends.emulated", "inference", "mcore", "train"}
+PACKAGES = {"kernels", "backends", "backends.emulated", "nn", "inference", "mcore", "train"}
 POSITION = {name: i for i, group in enumerate(STREAM) for name in group}
 
 

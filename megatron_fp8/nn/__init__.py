@@ -1,0 +1,25 @@
+"""FP8 for any PyTorch model: three lines in a notebook.
+
+from megatron_fp8.nn import convert_to_fp8, register_fp8_step
+
+model = convert_to_fp8(model)            # in place; prints what was converted, what not, and why
+register_fp8_step(optimizer, model)      # scales and histories are updated once an iteration
+"""
+
+from .autocast import fp8_autocast
+from .config import DEFAULT_SKIP, Fp8Config
+from .convert import Fp8Report, convert_from_fp8, convert_to_fp8
+from .linear import Fp8Linear
+from .step import fp8_step, register_fp8_step
+
+__all__ = [
+    "DEFAULT_SKIP",
+    "Fp8Config",
+    "Fp8Linear",
+    "Fp8Report",
+    "convert_from_fp8",
+    "convert_to_fp8",
+    "fp8_autocast",
+    "fp8_step",
+    "register_fp8_step",
+]

@@ -1,0 +1,192 @@
+"""Fp8Config: everything that can be said about FP8 in a PyTorch model, checked when it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..formats import Format
+from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
+
+Skip = str | Callable[[str, Any], bool]
+"""A glob of module names, or a function of (name, module) that says whether the module stays as it is."""
+
+DEFAULT_SKIP: tuple[Skip, ...] = ("*embed*", "*final*norm*", "ln_f", "lm_head", "output_layer", "embed_out")
+"""What stays in high precision unless told otherwise: embeddings, the final norm and the output projection."""
+
+GRANULARITIES = {
+    "tensor": "tensorwise",
+    "channel": "rowwise",
+    "row": "rowwise",
+    "block": "blockwise",
+    "mx": "mxfp8",
+}
+"""How many values share a scale -> the recipe that does it."""
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """How the linears of a model run in FP8.
+
+    Args:
+        recipe: 'tensorwise' (default), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or an instance of a class of
+            megatron_fp8.recipe, which brings its own formats, margin and epsilon.
+        granularity: the recipe by what shares a scale: 'tensor', 'channel' (or 'row'), 'block' (128x128, 1x128) or 'mx'
+            (1x32). Give this or ``recipe``.
+        forward_format: 'e4m3', of weights and activations.
+        backward_format: of gradients, 'e4m3' or 'e5m2'; None takes the recipe's own: E5M2 for delayed and tensorwise.
+        quantize_weights, quantize_activations, quantize_gradients: whether that operand is quantised. A GEMM with one
+            that is not runs in high precision, the other operand dequantised.
+        margin: powers of two of headroom below the largest code; per-tensor scales only.
+        epsilon: a largest magnitude is taken to be at least this (0: off).
+        skip: globs of module names and predicates (name, module) -> bool; those modules stay as they are.
+        min_features: linears with fewer in or out features stay as they are; tensor cores multiply 16 at a time.
+        size_filter: a table of ``megatron-fp8 bench --tune``: GEMMs stay in high precision where FP8 does not pay.
+        size_filter_tokens: tokens of a microbatch, where the table has several counts.
+        backend: 'auto', 'native', 'emulated', ...
+        fallback: 'error', or 'warn' to leave linears in high precision that cannot run as asked; printed and reported.
+
+    Raises:
+        ValueError: a value is unknown, two contradict each other, or nothing would be quantised.
+    """
+
+    recipe: Recipe | str | None = None
+    granularity: str | None = None
+    forward_format: str = "e4m3"
+    backward_format: str | None = None
+    quantize_weights: bool = True
+    quantize_activations: bool = True
+    quantize_gradients: bool = True
+    margin: int = 0
+    epsilon: float = 0.0
+    skip: tuple[Skip, ...] = DEFAULT_SKIP
+    min_features: int = 16
+    size_filter: str | None = None
+    size_filter_tokens: int | None = None
+    backend: str = "auto"
+    fallback: Literal["error", "warn"] = "error"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip", as_skip(self.skip))
+        if self.forward_format != "e4m3":
+            raise ValueError(
+                f"forward_format={self.forward_format!r}: weights and activations are 'e4m3'; no hardware multiplies E5M2"
+                " by E5M2, and E5M2 has a bit of precision less"
+            )
+        if self.backward_format not in (None, "e4m3", "e5m2"):
+            raise ValueError(f"backward_format={self.backward_format!r}: use 'e5m2', 'e4m3' or None")
+        if self.fallback not in ("error", "warn"):
+            raise ValueError(f"fallback={self.fallback!r}: use 'error' or 'warn'")
+        if (
+            isinstance(self.min_features, bool)
+            or not isinstance(self.min_features, int)
+            or self.min_features < 1
+        ):
+            raise ValueError(f"min_features={self.min_features!r}: a whole number >= 1 is needed")
+        for name in ("quantize_weights", "quantize_activations", "quantize_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: use True or False")
+        if len(self.unquantized) > 1:
+            raise ValueError(
+                f"{' and '.join(self.unquantized)} not quantised: every GEMM needs two quantised operands to run in FP8,"
+                " and none is left; quantise at least two of weights, activations and gradients"
+            )
+        self._resolve()
+
+    @property
+    def resolved_recipe(self) -> Recipe:
+        """The recipe, as an instance."""
+        return self._resolve()
+
+    @property
+    def unquantized(self) -> tuple[str, ...]:
+        """Roles that stay in high precision."""
+        flags = {
+            "weight": self.quantize_weights,
+            "input": self.quantize_activations,
+            "grad_output": self.quantize_gradients,
+        }
+        return tuple(role for role, quantized in flags.items() if not quantized)
+
+    def with_recipe(self, recipe: Recipe | str) -> Fp8Config:
+        """The same with another recipe; an instance brings its own formats, margin and epsilon."""
+        if isinstance(recipe, str):
+            return replace(self, recipe=recipe, granularity=None, margin=0, epsilon=0.0)
+        return replace(self, recipe=recipe, granularity=None, backward_format=None, margin=0, epsilon=0.0)
+
+    def _resolve(self) -> Recipe:
+        if self.recipe is not None and self.granularity is not None:
+            raise ValueError(
+                f"recipe={self.recipe!r} and granularity={self.granularity!r} say the same thing twice: give one of them"
+            )
+        if self.granularity is not None and self.granularity not in GRANULARITIES:
+            raise ValueError(
+                f"granularity={self.granularity!r} is unknown: use one of {', '.join(map(repr, GRANULARITIES))}"
+            )
+        if self.recipe is not None and not isinstance(self.recipe, str):
+            self._refuse_beside_instance()
+            return self.recipe
+        name = self.recipe or GRANULARITIES.get(self.granularity or "tensor", "tensorwise")
+        check_recipe_name(name)
+        if name == "custom":
+            raise ValueError(
+                "recipe='custom' has no meaning by itself: give megatron_fp8.recipe.CustomRecipe(function of the role)"
+            )
+        return RECIPES[name](**self._options(name))
+
+    def _options(self, name: str) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if self.backward_format is not None:
+            options["fp8_format"] = Format.HYBRID if self.backward_format == "e5m2" else Format.E4M3
+        if self.margin:
+            if name not in ("delayed", "tensorwise"):
+                raise ValueError(
+                    f"margin={self.margin} does not exist for {name!r}: only per-tensor scales (delayed, tensorwise) keep"
+                    " headroom; leave margin=0"
+                )
+            options["margin"] = self.margin
+        if self.epsilon:
+            if name == "mxfp8":
+                raise ValueError(f"epsilon={self.epsilon} does not exist for 'mxfp8': leave epsilon=0")
+            options["amax_epsilon"] = self.epsilon
+        return options
+
+    def _refuse_beside_instance(self) -> None:
+        recipe_name(self.recipe)  # type: ignore[arg-type]
+        given = {"backward_format": self.backward_format, "margin": self.margin, "epsilon": self.epsilon}
+        twice = [f"{name}={value!r}" for name, value in given.items() if value]
+        if twice:
+            raise ValueError(
+                f"recipe={self.recipe!r} is an instance and brings its own {', '.join(given)}: say it there, not"
+                f" in {', '.join(twice)}"
+            )
+        if isinstance(self.recipe, CustomRecipe) and self.unquantized:
+            raise ValueError(
+                f"CustomRecipe decides for itself what is quantised: return None for {', '.join(self.unquantized)} there"
+            )
+
+
+def as_skip(skip: Any) -> tuple[Skip, ...]:
+    """One glob, one predicate or an iterable of them, as a tuple; ValueError for anything else."""
+    entries = (skip,) if isinstance(skip, str) or callable(skip) else tuple(skip or ())
+    for entry in entries:
+        if not (callable(entry) or (isinstance(entry, str) and entry)):
+            raise ValueError(
+                f"skip: {entry!r} is neither a glob of module names, such as 'layers.0.*', nor a function of"
+                " (name, module)"
+            )
+    return entries
+
+
+def make_config(recipe: Recipe | str | Fp8Config | None, config: Fp8Config | None) -> Fp8Config:
+    """The config that either argument means; ValueError if both are given, or one is of another type."""
+    if recipe is not None and config is not None:
+        raise ValueError(
+            f"recipe={recipe!r} and config={config!r} are both given: put the recipe into the config"
+        )
+    if isinstance(recipe, Fp8Config):
+        return recipe
+    if config is not None and not isinstance(config, Fp8Config):
+        raise ValueError(f"config={config!r}: an Fp8Config is needed")
+    return config or Fp8Config(recipe=recipe)

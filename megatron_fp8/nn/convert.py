@@ -1,0 +1,219 @@
+"""convert_to_fp8: the linears of a PyTorch model become Fp8Linears, in place, and a table says which and why.
+
+A linear is converted by changing its class. The module stays the same object with the same parameters, buffers and hooks,
+so optimizers, tied weights, references held elsewhere and state-dict keys cannot notice; nor can a model that is one
+linear. Rejected: a new module in its place, which has to copy all of that, and copies what it knows of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..recipe import Recipe, recipe_name
+from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
+from .family import Family, plan_linear
+from .linear import Fp8Linear
+from .report import Fp8Report, Row
+
+M = TypeVar("M", bound=nn.Module)
+
+DEFAULT: Any = object()
+"""The skip list of the config: DEFAULT_SKIP, unless the config has another."""
+
+_FAST_PATH = "_fp8_fast_path"  # handles of hooks that turn off fused kernels which read weights past a linear's forward
+
+
+def convert_to_fp8(
+    model: M, recipe: Recipe | str | None = None, *, config: Fp8Config | None = None, skip: Any = DEFAULT
+) -> M:
+    """Make the model's linears run in FP8, in place: same parameters, tying, dtype, device, hooks and state-dict keys.
+
+    Prints a table of what was converted, what was not and why (on rank 0), and keeps it as ``model.fp8_report``. The
+    converted model runs in FP8 without any context. Training calls ``fp8_step(model)`` once an iteration.
+
+    Args:
+        model: any module. Convert before torch.compile and fully_shard; DistributedDataParallel may come before or after.
+        recipe: 'tensorwise' (what None means), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or a recipe instance.
+        config: an Fp8Config, in place of a recipe.
+        skip: modules that stay as they are, in place of the config's list: a glob, a function (name, module) -> bool, or
+            a list of them. A glob matches a full name or its last part, and covers what is inside the module. The
+            default is DEFAULT_SKIP (embeddings, the final norm, the output projection), and linears tied to an embedding.
+
+    Returns:
+        The model. A linear that was converted before is left as it is.
+
+    Raises:
+        ValueError: a glob of the user's matches no module, the model has no linear to convert, a setting is wrong, or
+            the backend cannot run on a weight's device. The model is unchanged then.
+    """
+    settings = make_config(recipe, config)
+    if skip is not DEFAULT:
+        if settings.skip != DEFAULT_SKIP and as_skip(skip) != settings.skip:
+            raise ValueError("skip is given twice, to convert_to_fp8 and in its config: give it once")
+        settings = Fp8Config(**{**vars(settings), "skip": skip})
+    _check_globs(model, settings.skip)
+    family = Family(settings, model)
+    tied = _embedding_weights(model) if settings.skip == DEFAULT_SKIP else set()
+    rows, chosen = [], []
+    for name, module in _modules_with_weights(model):
+        row = _consider(model, name, module, settings, tied)
+        rows.append(row)
+        if row.converted and not isinstance(module, Fp8Linear):
+            chosen.append((name, module))
+    report = Fp8Report(tuple(rows))
+    if not report.converted:
+        raise ValueError(_nothing_to_convert(model, report, settings))
+    for name, module in chosen:
+        module.__class__ = Fp8Linear
+        assert isinstance(module, Fp8Linear)
+        module.join_family(family, name)
+    _leave_fast_paths(model)
+    model.fp8_report = report  # type: ignore[assignment]
+    if not (dist.is_initialized() and dist.get_rank() != 0):
+        print(report)
+    return model
+
+
+def convert_from_fp8(model: M) -> M:
+    """Undo ``convert_to_fp8``: every Fp8Linear is an nn.Linear again, with the weights it has now. In place.
+
+    Raises:
+        ValueError: the model has no FP8 linear; or one was sharded by fully_shard, which keeps a class of its own.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    if not linears:
+        raise ValueError(f"{type(model).__name__} has no FP8 linear to convert back")
+    foreign = [type(module).__name__ for module in linears if type(module) is not Fp8Linear]
+    if foreign:
+        raise ValueError(
+            f"{foreign[0]} is a subclass of Fp8Linear and cannot become an nn.Linear: convert back before fully_shard, or"
+            " load the state dict into an unconverted model"
+        )
+    for linear in linears:
+        linear.fp8_family.leave(linear)
+        for key in ("_family", "fp8_name", "_sites", "_reasons", "_recipes"):
+            del linear.__dict__[key]
+        linear.__class__ = nn.Linear  # type: ignore[assignment]
+    for module in model.modules():
+        for handle in module.__dict__.pop(_FAST_PATH, ()):
+            handle.remove()
+        module.__dict__.pop("fp8_report", None)
+    return model
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a glob matches the name, its last part, or those of a module that it is in."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        if fnmatchcase(".".join(parts[:end]), pattern) or fnmatchcase(parts[end - 1], pattern):
+            return True
+    return False
+
+
+def _modules_with_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of those that hold parameters themselves, or are linears; a shared module once."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) or any(True for _ in module.parameters(recurse=False)):
+            yield name, module
+
+
+def _consider(model: nn.Module, name: str, module: nn.Module, config: Fp8Config, tied: set[int]) -> Row:
+    """The module's row: whether it can be converted, and why."""
+    weight = next(module.parameters(recurse=False), None)
+    kind = type(module).__name__
+    shape = () if weight is None else tuple(weight.shape)
+    dtype = "" if weight is None else str(weight.dtype).removeprefix("torch.")
+    if isinstance(module, Fp8Linear):
+        recipe = recipe_name(module.fp8_config.resolved_recipe)
+        return Row(name, kind, shape, True, recipe, "is an Fp8Linear already: left as it is")
+    reason = _reason_to_skip(model, name, module, config, tied)
+    if reason is not None:
+        return Row(name, kind, shape, False, dtype, reason)
+    assert isinstance(module, nn.Linear)
+    device = module.weight.device
+    recipe = recipe_name(config.resolved_recipe)
+    if device.type == "meta":
+        return Row(
+            name, kind, shape, True, recipe, "on the meta device: the backend is chosen where it will run"
+        )
+    plan = plan_linear(config, name, (module.out_features, module.in_features), device)
+    if plan.precision == "bf16":
+        return Row(name, kind, shape, False, dtype, plan.reason)
+    return Row(name, kind, shape, True, f"{recipe}, {plan.backend}", plan.reason)
+
+
+def _reason_to_skip(
+    model: nn.Module, name: str, module: nn.Module, config: Fp8Config, tied: set[int]
+) -> str | None:
+    for entry in config.skip:
+        if isinstance(entry, str) and matches(name, entry):
+            return f"skip {entry!r}"
+        if callable(entry) and entry(name, module):
+            return f"skip {getattr(entry, '__name__', 'function')}"
+    if not isinstance(module, nn.Linear):
+        return "not a linear"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "MultiheadAttention reads its weight and never calls it"
+    if isinstance(module, nn.LazyLinear):
+        return "has no shape yet: run a batch through the model, then convert"
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is a subclass of nn.Linear, which may compute something else"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance, and would go past FP8"
+    if id(module.weight) in tied:
+        return "tied to an embedding"
+    if not module.weight.is_floating_point() or module.weight.dtype == torch.float64:
+        return f"{module.weight.dtype} weights cannot be quantised"
+    smallest = min(module.in_features, module.out_features)
+    if smallest < config.min_features:
+        return f"{smallest} features: below {config.min_features} FP8 would multiply padding"
+    return None
+
+
+def _embedding_weights(model: nn.Module) -> set[int]:
+    return {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+
+
+def _check_globs(model: nn.Module, skip: tuple[Skip, ...]) -> None:
+    """ValueError for a glob that matches nothing, unless it is one of the defaults: those name what models often have."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in skip:
+        if callable(pattern) or pattern in DEFAULT_SKIP:
+            continue
+        if not any(matches(name, pattern) for name in names):
+            raise ValueError(
+                f"skip={pattern!r} matches no module of {type(model).__name__}; its modules are {', '.join(names[:8])}"
+                f"{', ...' if len(names) > 8 else ''}"
+            )
+
+
+def _nothing_to_convert(model: nn.Module, report: Fp8Report, config: Fp8Config) -> str:
+    linears = [(row.name, row.reason) for row in report.rows if row.reason != "not a linear"]
+    if not linears:
+        return f"{type(model).__name__} has no nn.Linear: there is nothing to convert to FP8"
+    reasons = "; ".join(f"{name or type(model).__name__}: {reason}" for name, reason in linears[:6])
+    return (
+        f"no linear of {type(model).__name__} would run in FP8 ({reasons}): change skip, min_features or the size filter,"
+        " or leave the model as it is"
+    )
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """torch's TransformerEncoderLayer has an inference kernel that reads its linears' weights; a hook turns it off."""
+    for module in model.modules():
+        if not isinstance(module, nn.TransformerEncoderLayer) or _FAST_PATH in module.__dict__:
+            continue
+        inside = [m for m in module.modules() if isinstance(m, Fp8Linear)]
+        if inside:
+            handle = inside[0].register_forward_pre_hook(_no_fast_path)
+            module.__dict__[_FAST_PATH] = [handle]
+
+
+def _no_fast_path(module: nn.Module, args: Any) -> None:
+    """Its presence is what counts."""

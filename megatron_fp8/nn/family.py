@@ -1,0 +1,181 @@
+"""The FP8 linears of one model: what they share, and how each comes to its GEMM site.
+
+A family has one Fp8Config and, for every device its weights are on, one Fp8State: one arena, so one collective an
+iteration, however many linears. Sites are made when the first of its linears runs, all together and in module order:
+then the weights are where they will be (a model may be converted on the meta device and moved later), and ranks whose
+data takes different branches still hold the same slots.
+
+A linear made by itself is a family of its own, until ``fp8_step(model)`` finds it in a model and unites the model's.
+
+A copy of a model (deepcopy, pickle) is another family: the same plan, state of its own that starts cold.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ..backends import choose_backend
+from ..plan import SitePlan, bf16_site, fp8_site
+from ..recipe import Recipe, recipe_name
+from ..site import GemmSite
+from ..size_filter import Gemm, load_table
+from ..state import Fp8State
+from ..timing import device_label
+from .config import Fp8Config
+
+if TYPE_CHECKING:
+    from .linear import Fp8Linear
+
+
+class Family:
+    """The FP8 linears of one model.
+
+    Attributes:
+        config: how they run.
+        states: device -> FP8 state.
+        owed: the optimizer stepped after casts that no ``fp8_step`` has settled.
+        iteration: how many iterations ``fp8_step`` has finished.
+    """
+
+    def __init__(self, config: Fp8Config, root: torch.nn.Module | None = None):
+        self.config = config
+        self.states: dict[torch.device, Fp8State] = {}
+        self.owed = False
+        self.iteration = 0
+        self._members: list[weakref.ref[Fp8Linear]] = []
+        self._root = None if root is None else weakref.ref(root)
+        _watch_optimizers(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy takes the config; its linears join it as they are copied."""
+        return {"config": self.config}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.__init__(saved["config"])  # type: ignore[misc]
+
+    def join(self, linear: Fp8Linear) -> None:
+        """Take in a linear."""
+        self._members.append(weakref.ref(linear))
+
+    def leave(self, linear: Fp8Linear) -> None:
+        """Let go of a linear."""
+        self._members = [ref for ref in self._members if ref() not in (linear, None)]
+
+    @property
+    def members(self) -> list[Fp8Linear]:
+        """The linears that are alive, in module order."""
+        return [linear for ref in self._members if (linear := ref()) is not None]
+
+    @property
+    def lone(self) -> bool:
+        """Whether it is that of one linear which no conversion has put into a model's, and is at its start."""
+        return self._root is None and len(self._members) == 1 and self.iteration == 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are casts, in training, that no ``fp8_step`` has settled."""
+        return any(state.counts.fp8_gemms for state in self.states.values())
+
+    def state(self, device: torch.device) -> Fp8State:
+        """The state on a device, made on first use."""
+        if device not in self.states:
+            self.states[device] = Fp8State(device, iteration=self.iteration)
+        return self.states[device]
+
+    def bind(self, device: torch.device) -> None:
+        """Make the sites of every linear whose weight is on this device."""
+        for linear in self.members:
+            if linear.weight.device == device:
+                linear.make_site(device)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Every parameter of the model: an optimizer that holds one of them trains it."""
+        root = None if self._root is None else self._root()
+        if root is not None:
+            yield from root.parameters()
+        for linear in self.members:
+            yield from linear.parameters()
+
+
+_families: weakref.WeakSet[Family] = weakref.WeakSet()
+_hook: Any = None
+
+
+def _watch_optimizers(family: Family) -> None:
+    """Every optimizer of torch tells when it stepped; one hook for the process, made with the first family."""
+    global _hook
+    _families.add(family)
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_after_optimizer_step)
+
+
+def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Weights of the optimizer's models are other ones now; casts before this step must be settled before the next."""
+    stepped: set[int] | None = None
+    for family in list(_families):
+        if not family.states:
+            continue
+        if stepped is None:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(parameter) in stepped for parameter in family.parameters()):
+            family.owed = family.owed or family.waiting
+            for state in family.states.values():
+                state.epoch += 1  # kept codes of the weights are stale, even where no version counter says so
+
+
+def plan_linear(
+    config: Fp8Config, name: str, shape: tuple[int, int], device: torch.device, recipe: Recipe | None = None
+) -> SitePlan:
+    """What a linear of shape (out features, in features) runs on a device, and why.
+
+    Args:
+        recipe: in place of the config's.
+
+    Raises:
+        ValueError: the backend cannot run there, unless config.fallback is 'warn'; or the size filter's table is wrong.
+    """
+    taken = recipe or config.resolved_recipe
+    try:
+        backend, why = choose_backend(config.backend, device, taken)
+    except ValueError as error:
+        if config.fallback != "warn":
+            raise
+        print(f"megatron_fp8: {name} runs in high precision: {error}", file=sys.stderr)
+        return bf16_site(name, None, f"fallback: {error}")
+    reason = f"{'recipe of fp8_autocast; ' if recipe else ''}backend: {why}"
+    plan = fp8_site(
+        name,
+        None,
+        taken,
+        backend.name,
+        reason,
+        unquantized=config.unquantized,
+    )
+    if config.size_filter is None or plan.precision == "bf16" or recipe is not None:
+        return plan
+    table = load_table(config.size_filter)
+    table.check(device_label(device), backend.name, taken)
+    verdict = table.verdict(Gemm(shape[1], shape[0], table.tokens(config.size_filter_tokens)))
+    return plan if verdict.pays else bf16_site(name, None, f"does not pay: {verdict.reason}")
+
+
+def site_of(
+    family: Family, name: str, shape: tuple[int, int], device: torch.device, recipe: Recipe | None
+) -> GemmSite:
+    """The site of a linear under its name; under fp8_autocast's recipe it has slots of another name."""
+    plan = plan_linear(family.config, name, shape, device, recipe)
+    state = family.state(device)
+    if recipe is not None:
+        plan = SitePlan(**{**vars(plan), "name": f"{name}@{recipe_name(recipe)}"})
+    return GemmSite(plan, state, None, seed=state.seed, stream=_rank())
+
+
+def _rank() -> int:
+    """Data-parallel ranks see other tokens, so stochastic rounding draws other bits."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,0 +1,166 @@
+"""Fp8Linear: nn.Linear with its GEMMs in FP8. Parameters, initialisation, state-dict keys and hooks are nn.Linear's."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..context import ForwardReasons, Settled, in_recompute, recipe_override
+from ..linear import fp8_linear
+from ..recipe import Recipe
+from ..site import GemmSite
+from .config import Fp8Config, make_config
+from .family import Family, site_of
+
+
+class Fp8Linear(torch.nn.Linear):
+    """y = x @ weight^T + bias, with fprop, dgrad and wgrad in FP8.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as nn.Linear's.
+        recipe: as convert_to_fp8's; None is 'tensorwise'.
+        config: an Fp8Config in place of a recipe.
+
+    The input is [..., in_features], float32, bfloat16 or float16; the output [..., out_features] in its dtype, under
+    torch.autocast in autocast's. The weight may have another dtype; its gradient has the weight's. NaN in the input gives
+    NaN where it is multiplied; Inf saturates, and both are counted (``fp8_step(model).nonfinite``). A dimension that does
+    not suit the hardware is padded, never an error.
+
+    FP8 runs without any context; ``fp8_autocast`` only overrides. Training calls ``fp8_step(model)`` once an iteration.
+
+    Raises:
+        ValueError: the recipe or config is wrong; the backend cannot run on the device, at the first forward; the input's
+            last dimension is not in_features, or its dtype is another.
+        RuntimeError: an optimizer stepped and ``fp8_step`` was not called before the next forward in training mode.
+    """
+
+    fp8_name: str
+    _family: Family
+    _sites: dict[tuple[torch.device, Recipe | None], GemmSite]
+    _reasons: ForwardReasons
+    _recipes: Settled[Recipe | None]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        recipe: Recipe | str | None = None,
+        config: Fp8Config | None = None,
+    ):
+        resolved = make_config(recipe, config)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.join_family(Family(resolved), "linear")
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        recipe: Recipe | str | None = None,
+        *,
+        config: Fp8Config | None = None,
+    ) -> Fp8Linear:
+        """The same module, in place: its class becomes Fp8Linear, and nothing else of it changes.
+
+        Raises ValueError: it is not exactly an nn.Linear.
+        """
+        if type(linear) is not torch.nn.Linear:
+            raise ValueError(
+                f"from_linear({type(linear).__name__}): exactly an nn.Linear is needed, a subclass may compute"
+                " something else in its forward"
+            )
+        family = Family(make_config(recipe, config))
+        linear.__class__ = cls
+        assert isinstance(linear, Fp8Linear)
+        linear.join_family(family, "linear")
+        return linear
+
+    # ------------------------------------------------------------------------------------------------------- its family
+
+    def join_family(self, family: Family, name: str) -> None:
+        """Become one of a model's linears, under this name."""
+        self.__dict__.update(
+            _family=family,
+            fp8_name=name,
+            _sites={},
+            _reasons=ForwardReasons(),
+            _recipes=Settled(recipe_override),
+        )
+        family.join(self)
+
+    @property
+    def fp8_family(self) -> Family:
+        """What it shares with the other linears of its model."""
+        return self._family
+
+    @property
+    def fp8_config(self) -> Fp8Config:
+        """How it runs."""
+        return self._family.config
+
+    @property
+    def fp8_site(self) -> GemmSite:
+        """Its GEMM site on the weight's device: plan, quantizers and slots."""
+        return self.make_site(self.weight.device)
+
+    def make_site(self, device: torch.device, recipe: Recipe | None = None) -> GemmSite:
+        """The site on a device, under fp8_autocast's recipe if one is given; made when first asked for."""
+        key = (device, recipe)
+        if key not in self._sites:
+            shape = (self.out_features, self.in_features)
+            self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
+        return self._sites[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: sites hold slots of this model's state, so a copy makes its own."""
+        drop = ("_sites", "_reasons", "_recipes")
+        return {key: value for key, value in self.__dict__.items() if key not in drop}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.join_family(self._family, self.fp8_name)
+
+    # ---------------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        family, device = self._family, self.weight.device
+        if family.owed and self.training and not in_recompute():
+            raise RuntimeError(
+                "the optimizer stepped and fp8_step was not called: scales and histories would never be updated. Call"
+                " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
+                " register_fp8_step(optimizer, model) once"
+            )
+        if (device, None) not in self._sites:
+            family.bind(device)
+        site = self._sites[device, None]
+        name, iteration = self.fp8_name, site.state.iteration
+        off = self._reasons.settle(name, iteration, self.training)
+        recipe = self._recipes.settle(name, iteration, self.training)
+        if recipe is not None and site.is_fp8:
+            site = self.make_site(device, recipe)
+        if off is not None or not site.runs_fp8:
+            return self._high_precision(input, site, off is None)
+        if torch.is_autocast_enabled(device.type):
+            input = input.to(torch.get_autocast_dtype(device.type))
+        with nullcontext() if self.training else site.state.uncounted():
+            return fp8_linear(input, self.weight, self.bias, site, training=self.training)
+
+    def _high_precision(self, x: torch.Tensor, site: GemmSite, observe: bool) -> torch.Tensor:
+        """nn.Linear's own forward; outside the FP8 phase delayed scaling learns from it."""
+        y = functional.linear(x, self.weight, self.bias)
+        if self.training:
+            site.state.counts.hp_gemms += 1
+            if observe and site.is_fp8:
+                site.observe(x, self.weight, y, record=not in_recompute())
+        return y
+
+    def extra_repr(self) -> str:
+        """nn.Linear's, and the recipe."""
+        return f"{super().extra_repr()}, recipe={self.fp8_config.resolved_recipe!r}"

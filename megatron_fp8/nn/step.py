@@ -1,0 +1,134 @@
+"""The end of an iteration: ``fp8_step`` settles what the iteration's casts recorded, once, in one collective.
+
+Rejected: to update when a context is left, or in the backward of the first or last layer. Gradient accumulation, a module
+that is called twice and recomputation each have several of those in one iteration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..site import GemmSite
+from ..state import Arena, Fp8State, IterationCounts
+from .family import Family
+from .linear import Fp8Linear
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """A module's name without what torch.compile, checkpoint wrappers and DistributedDataParallel put into it."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[:1] == ["module"] and len(parts) > 1 else parts)
+
+
+def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Linear]:
+    """Name -> FP8 linear of a model, bare or wrapped; a linear with two names under the first. ValueError if none is."""
+    found = {plain_name(n): m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no FP8 linear: call convert_to_fp8(model) first")
+    return found
+
+
+def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
+    """Finish an iteration: amaxes and health are shared by all ranks, scales and histories updated, counts begun anew.
+
+    Call it once an iteration, after the last backward, whatever the number of forwards; before or after
+    ``optimizer.step()``. Before is better: ``nonfinite`` of what it returns says whether this step should be skipped.
+
+    Args:
+        model: converted, or holding Fp8Linears; wrapped by DistributedDataParallel, fully_shard or torch.compile or not.
+        group: the ranks that train this model; None: all of torch.distributed, if it is initialised. Collective: one
+            all-reduce for the whole model, whatever its size.
+
+    Returns:
+        What the iteration did on this rank: fp8_gemms, hp_gemms, casts, amax_collectives; and nonfinite, the NaN and Inf
+        that were cast, the same on all ranks.
+
+    Raises:
+        ValueError: the model has no FP8 linear.
+        RuntimeError: ranks hold different FP8 linears.
+    """
+    total = IterationCounts()
+    for family in families_of(model):
+        for device in {linear.weight.device for linear in family.members}:
+            if device.type != "meta":
+                family.bind(device)
+        for state in family.states.values():
+            _set_group(state, group)
+            counts = state.finish_iteration()
+            for field in fields(IterationCounts):
+                setattr(total, field.name, getattr(total, field.name) + getattr(counts, field.name))
+        family.iteration += 1
+        family.owed = False
+    return total
+
+
+def register_fp8_step(optimizer: Optimizer, model: torch.nn.Module, *, group: Any = None) -> RemovableHandle:
+    """``fp8_step(model)`` at the beginning of every ``optimizer.step()``, from now on.
+
+    Returns a handle, ``handle.remove()`` undoes it. A step that a gradient scaler skips does not come here; the next
+    one that is taken settles both iterations.
+
+    Raises ValueError: the model has no FP8 linear.
+    """
+    fp8_linears(model)
+
+    def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        fp8_step(model, group=group)
+
+    return optimizer.register_step_pre_hook(step)
+
+
+def _set_group(state: Fp8State, group: Any) -> None:
+    """The model may have been converted before torch.distributed was initialised, so ranks are looked for now."""
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    for arena in state.arenas:
+        arena.group = group
+
+
+def families_of(model: torch.nn.Module) -> list[Family]:
+    """The families of a model's linears; linears made one by one are united into one family here."""
+    linears = fp8_linears(model)
+    lone = {name: linear for name, linear in linears.items() if linear.fp8_family.lone}
+    by_config: dict[Any, dict[str, Fp8Linear]] = {}
+    for name, linear in lone.items():
+        by_config.setdefault(linear.fp8_config, {})[name] = linear
+    for config, members in by_config.items():
+        _unite(Family(config, model), members)
+    return list({id(linear.fp8_family): linear.fp8_family for linear in linears.values()}.values())
+
+
+def _unite(family: Family, members: dict[str, Fp8Linear]) -> None:
+    """Make these linears one family; what their slots have recorded so far goes with them."""
+    recorded: dict[str, GemmSite] = {}
+    for name, linear in members.items():
+        old = linear.fp8_family
+        if old.states:
+            recorded[name] = linear.fp8_site
+            family.owed = family.owed or old.owed
+            state = family.state(linear.weight.device)
+            for field in fields(IterationCounts):
+                done = sum(getattr(s.counts, field.name) for s in old.states.values())
+                setattr(state.counts, field.name, getattr(state.counts, field.name) + done)
+        old.leave(linear)
+        linear.join_family(family, name)
+    for name, linear in members.items():
+        if name in recorded:
+            _move_records(recorded[name], linear.fp8_site)
+
+
+def _move_records(old: GemmSite, new: GemmSite) -> None:
+    for role, quantizer in old.quantizers.items():
+        taker = new.quantizers[role]
+        if quantizer is not None and taker is not None:
+            arena: Arena = quantizer.slot.arena
+            amax, nonfinite = arena.rows[:, quantizer.slot.index]
+            taker.slot.record(amax, nonfinite)
