@@ -77,14 +77,18 @@ class Phases:
             )
         return self.length
 
-    def describe(self) -> list[dict[str, Any]]:
-        """[{phase, precision, first, last}, ...] for reports, iterations from 1; empty if FP8 runs in all of them."""
+    def describe(self, high_precision: str = "bf16") -> list[dict[str, Any]]:
+        """[{phase, precision, first, last}, ...] for reports, iterations from 1; empty if FP8 runs in all of them.
+
+        Args:
+            high_precision: the name of the model's own dtype.
+        """
         if self.trivial:
             return []
         ends: list[tuple[Phase, str, int, int]] = [
-            ("warm-up", "bf16", 0, self.start),
+            ("warm-up", high_precision, 0, self.start),
             ("fp8", "fp8", self.start, self.stop),
-            ("healing", "bf16", self.stop, self.require_length()),
+            ("healing", high_precision, self.stop, self.require_length()),
         ]
         return [
             {"phase": phase, "precision": precision, "first": first + 1, "last": last}

@@ -13,13 +13,11 @@ from .patching import Patch
 
 def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
-    from . import grad_norm, param_optimizer, params
+    from . import grad_norm, loss_scaler, param_optimizer, params
     from .activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
-    from .iteration import skip_on_nonfinite
     from .spec import Fp8SpecProvider
 
     core = "megatron.core"
-    optimizer = f"{core}.optimizer.optimizer"
     checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
     return [
         Patch(
@@ -68,20 +66,6 @@ def patches() -> list[Patch]:
             wrap=True,
         ),
         Patch(
-            f"{optimizer}.MixedPrecisionOptimizer",
-            "prepare_grads",
-            skip_on_nonfinite,
-            "a step whose casts saw NaN or Inf is skipped",
-            wrap=True,
-        ),
-        Patch(
-            f"{optimizer}.FP32Optimizer",
-            "prepare_grads",
-            skip_on_nonfinite,
-            "a step whose casts saw NaN or Inf is skipped",
-            wrap=True,
-        ),
-        Patch(
             f"{core}.fusions.fused_bias_swiglu",
             "bias_swiglu_impl",
             store_swiglu_input_in_fp8,
@@ -100,6 +84,7 @@ def patches() -> list[Patch]:
         *params.patches(),
         *param_optimizer.patches(),
         *grad_norm.patches(),
+        *loss_scaler.patches(),
     ]
 
 

@@ -40,7 +40,7 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
     _last = state.finish_iteration()
     _last_is_fp8 = bool(config.fp8)
     if _last_is_fp8:
-        _announce_switch(state)
+        _announce_switch(state, "FP16" if config.fp16 else "BF16")
     if _last_is_fp8 and _groups_are_partial(config):
         # A pipeline stage, or an expert's ranks, saw only its own tensors: share the verdict with everybody.
         worst = torch.tensor(_last.nonfinite, dtype=torch.int64, device=state.device)
@@ -62,13 +62,13 @@ def set_training_length(config: Any, iterations: int) -> None:
     state.phases = replace(state.phases, length=iterations)
 
 
-def _announce_switch(state: Fp8State) -> None:
+def _announce_switch(state: Fp8State, own: str) -> None:
     """A line, on the first rank, where the next iteration's precision is another than that of the one just finished."""
     before, now = state.phases.at(state.iteration - 1), state.phase
     if before == now or (dist.is_initialized() and dist.get_rank() != 0):
         return
-    precision = "FP8" if now == "fp8" else "BF16"
-    over = "FP8" if before == "fp8" else f"the {before} in BF16"
+    precision = "FP8" if now == "fp8" else own
+    over = "FP8" if before == "fp8" else f"the {before} in {own}"
     print(f"megatron_fp8: {precision} from iteration {state.iteration + 1} on, {over} is over", flush=True)
 
 
@@ -90,12 +90,3 @@ def found_nonfinite() -> bool:
 def iteration_counts() -> dict[str, int]:
     """What the last finished iteration did on this rank: fp8_gemms, hp_gemms, casts, amax_collectives, ..."""
     return asdict(_last)
-
-
-def skip_on_nonfinite(prepare_grads: Any) -> Any:
-    """Megatron's prepare_grads, which tells whether to skip the step, with FP8's health added."""
-
-    def prepare_grads_with_health(self: Any) -> bool:
-        return bool(prepare_grads(self)) or found_nonfinite()
-
-    return prepare_grads_with_health

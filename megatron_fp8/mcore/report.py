@@ -25,6 +25,16 @@ def parallel_layout(config: Any) -> dict[str, Any]:
     }
 
 
+def own_precision(config: Any) -> str:
+    """What a report calls the model's own dtype, which FP8 is the alternative to: 'bf16', or 'fp16'."""
+    return "fp16" if config.fp16 else "bf16"
+
+
+def _named(precision: str, own: str) -> str:
+    """A plan's precision, the high one by its name in this model."""
+    return own if precision == "bf16" else precision
+
+
 def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[str, Any]]:
     """One entry per GEMM site: SitePlan.as_dict(), what was noted at run time, and the phases of an FP8 site's run
     (Phases.describe: empty where it is all FP8).
@@ -35,13 +45,14 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
             copies of a site are one entry. Entries come in layer order.
     """
     prepare(model_chunks)
+    own = own_precision(unwrap(model_chunks[0]).config)
     entries: list[dict[str, Any]] = []
     for chunk in model_chunks:
         model = unwrap(chunk)
         for name, module in model.named_modules():
             if hasattr(module, "bind_fp8_site"):
                 site = module.fp8_site
-                phases = site.state.phases.describe() if site.is_fp8 else []
+                phases = site.state.phases.describe(own) if site.is_fp8 else []
                 entries.append({**site.plan.as_dict(), "notes": sorted(site.notes), "phases": phases})
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 plain = bf16_site(name, None, "not inside a transformer layer: stays in the model's dtype")
@@ -54,5 +65,7 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
     for entry in entries:
         known = merged.setdefault(entry["name"], entry)
         known["notes"] = sorted({*known["notes"], *entry["notes"]})
+        known["precision"] = _named(known["precision"], own)
+        known["gemms"] = {gemm: _named(precision, own) for gemm, precision in known["gemms"].items()}
     last = len(merged)
     return sorted(merged.values(), key=lambda e: last if e["layer"] is None else e["layer"])

@@ -25,10 +25,11 @@ from megatron_fp8.train.report import versions
 
 @dataclass
 class Start:
-    """Where training starts: iterations finished and samples consumed; lines for people."""
+    """Where training starts: iterations finished, of them skipped, and samples consumed; lines for people."""
 
     iteration: int = 0
     samples: int = 0
+    skipped: int = 0
     folder: Path | None = None
     lines: list[str] = field(default_factory=list)
 
@@ -86,7 +87,9 @@ def resume(
         seed_streams(zlib.crc32(f"{run.train.seed} {manifest.iteration}".encode()))
         lines.append(_note("another parallel layout: random streams (dropout) start anew"))
     lines += map(_note, _data_notes(run, manifest))
-    return Start(manifest.iteration, state["consumed_samples"], folder, lines)
+    taken = state["scheduler_steps"] - 1  # the scheduler is one step ahead of the optimizer
+    skipped = manifest.iteration - taken
+    return Start(manifest.iteration, state["consumed_samples"], skipped, folder, lines)
 
 
 def _note(text: str) -> str:

@@ -19,12 +19,13 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from megatron_fp8.train.model_section import ModelSection, transformer_config
+from megatron_fp8.train.model_section import ModelSection, settle_precision, transformer_config
 from megatron_fp8.train.sections import (
     CheckpointSection,
     DataSection,
     OptimizerSection,
     TrainSection,
+    check_loss_scaling,
     check_sections,
 )
 
@@ -104,7 +105,9 @@ def parse(arguments: list[str]) -> RunConfig:
         dry_run=values["dry_run"],
         debug=values["debug"],
     )
+    settle_precision(run.model)
     check_sections(run.train, run.optimizer, run.checkpoint, run.resume)
+    check_loss_scaling(run.optimizer, fp16=run.model.fp16)
     return run
 
 

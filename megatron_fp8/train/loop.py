@@ -112,6 +112,7 @@ class Trainer:
     def _timed_step(self, iteration: int, training: list[Iterator[Any]]) -> IterationMetrics:
         start = time.perf_counter()
         learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
+        loss_scale = float(self.optimizer.get_loss_scale()) if self.run.model.fp16 else None
         loss, updated, grad_norm = self.step(training)
         self.samples += self.run.train.global_batch_size
         if torch.cuda.is_available():
@@ -127,6 +128,7 @@ class Trainer:
             tokens_per_s=self.tokens_per_step / seconds,
             mfu=self._flops_per_step / seconds / (peak * dist.get_world_size()) if peak else None,
             skipped=int(not updated),
+            loss_scale=loss_scale,
             nonfinite=counts["nonfinite"],
             fp8_gemms=counts["fp8_gemms"],
             hp_gemms=counts["hp_gemms"],

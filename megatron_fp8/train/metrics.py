@@ -11,6 +11,7 @@ metrics.jsonl has one object per iteration:
     tokens_per_s      this iteration's
     mfu               of the BF16 peak of all GPUs together; null on CPU and on GPUs whose peak is not known
     skipped           1 if the optimizer step was skipped (something was not finite), else 0
+    loss_scale        by which the loss was multiplied in this iteration; null unless the model is FP16
     nonfinite         NaN and Inf that FP8 casts met, over all ranks
     fp8_gemms         GEMMs that ran in FP8 on this rank, hp_gemms: linear-layer GEMMs that did not
     amax_collectives  collectives that reduced amax and health
@@ -53,6 +54,7 @@ class IterationMetrics:
     tokens_per_s: float
     mfu: float | None
     skipped: int
+    loss_scale: float | None
     nonfinite: int
     fp8_gemms: int
     hp_gemms: int
@@ -140,11 +142,15 @@ def _continued(path: Path, finished: int) -> TextIO:
 
 
 class Display:
-    """Progress for people: a bar on a terminal, else a line every `log_interval` iterations."""
+    """Progress for people: a bar on a terminal, else a line every `log_interval` iterations.
 
-    def __init__(self, iterations: int, log_interval: int, finished: int = 0) -> None:
+    Args:
+        finished, skipped: iterations that were done, and of them skipped, when the run was resumed.
+    """
+
+    def __init__(self, iterations: int, log_interval: int, finished: int = 0, skipped: int = 0) -> None:
         self._iterations, self._log_interval, self._finished = iterations, log_interval, finished
-        self._skipped = 0
+        self._skipped = skipped
         self._bar: Any = None
         if sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -166,6 +172,8 @@ class Display:
         if metrics.mfu is not None:
             text += f"  MFU {metrics.mfu:.1%}"
         text += f"  skipped {self._skipped}"
+        if metrics.loss_scale is not None:
+            text += f"  loss scale {metrics.loss_scale:,.6g}"
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=text)
         elif metrics.iteration % self._log_interval == 0 or metrics.iteration in (

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_fp8.mcore.adam_fp8 import compact_state
 from megatron_fp8.mcore.config import TransformerConfig
+from megatron_fp8.mcore.loss_scaler import set_max_scale
 from megatron_fp8.mcore.params import gather_settings
 from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from megatron_fp8.train.config import RunConfig
@@ -57,6 +58,17 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
     return chunks
 
 
+def build_model(config: TransformerConfig, run: RunConfig, vocab_size: int) -> Any:
+    """The whole model of one pipeline stage, not wrapped for data parallelism: for inference.
+
+    Raises ValueError if the model cannot be built in this layout.
+    """
+    try:
+        return _build_stage(config, run, vocab_size, None)
+    except AssertionError as error:
+        raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
+
+
 def _build_stage(config: TransformerConfig, run: RunConfig, vocab_size: int, stage: int | None) -> Any:
     model = GPTModel(
         config=config,
@@ -87,6 +99,7 @@ def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]
     wanted = run.optimizer
     with compact_state() if wanted.state_dtype == "fp8" else nullcontext():
         optimizer = get_megatron_optimizer(_optimizer_config(config, run), chunks)
+    set_max_scale(optimizer, wanted.max_loss_scale)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if wanted.overlap_grad_reduce:
@@ -113,8 +126,12 @@ def _optimizer_config(config: TransformerConfig, run: RunConfig) -> OptimizerCon
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
-        # A constant scale of 1 changes no gradient and makes Megatron look for Inf and NaN in them.
-        loss_scale=None if config.fp16 else 1.0,
+        # In BF16 a constant scale of 1 changes no gradient and makes Megatron look for Inf and NaN in them.
+        loss_scale=wanted.loss_scale if config.fp16 else 1.0,
+        initial_loss_scale=wanted.initial_loss_scale,
+        min_loss_scale=wanted.min_loss_scale,
+        loss_scale_window=wanted.loss_scale_window,
+        hysteresis=wanted.hysteresis,
         use_distributed_optimizer=wanted.use_distributed_optimizer,
         overlap_param_gather=wanted.overlap_param_gather,
         fp8_recipe=config.fp8_recipe if config.fp8 and config.fp8_param else None,

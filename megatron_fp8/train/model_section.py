@@ -27,8 +27,9 @@ _NOT_IN_A_FILE = frozenset(
 )  # fmt: skip
 _DTYPE = Literal["bfloat16", "float16", "float32"]
 _TYPES: dict[str, Any] = {
-    "params_dtype": _DTYPE,
-    "pipeline_dtype": typing.Optional[_DTYPE],  # noqa: UP045 (a typing form, built at run time)
+    "bf16": typing.Optional[bool],  # noqa: UP045 (a typing form, built at run time)
+    "params_dtype": typing.Optional[_DTYPE],  # noqa: UP045
+    "pipeline_dtype": typing.Optional[_DTYPE],  # noqa: UP045
     "autocast_dtype": typing.Optional[_DTYPE],  # noqa: UP045
     "activation_func": Literal["gelu", "silu", "relu", "squared_relu"],
     "pipeline_model_parallel_layout": typing.Optional[str],  # noqa: UP045
@@ -38,13 +39,14 @@ _TYPES: dict[str, Any] = {
     "fp8_recipe": typing.Optional[str],  # noqa: UP045
     "fp8_amax_compute_algo": str,
 }
-# The app trains in BF16 (and FP8 over it); for the rest Megatron-Core's defaults hold.
+# The app trains in BF16 (and FP8 over it) unless fp16 is asked for, see settle_precision; for the rest Megatron-Core's
+# defaults hold.
 _DEFAULTS: dict[str, Any] = {
     "num_layers": 0,
     "hidden_size": 0,
     "num_attention_heads": 0,
-    "bf16": True,
-    "params_dtype": "bfloat16",
+    "bf16": None,
+    "params_dtype": None,
     "activation_func": "gelu",
     "fp8_recipe": None,
     "cuda_graph_scope": "full",
@@ -61,6 +63,8 @@ class GPTOptions:
     vocab_size: int | None = None
     """None: the tokenizer's. Padded to a multiple of make_vocab_size_divisible_by x tensor parallel size."""
     make_vocab_size_divisible_by: int = 128
+    padded_vocab_size: int | None = None
+    """Rows of the vocabulary, whatever the tensor parallel size; None: as make_vocab_size_divisible_by says."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     rotary_percent: float = 1.0
     rotary_base: int = 10000
@@ -92,6 +96,25 @@ ModelSection.__doc__ = (
 )
 
 
+def settle_precision(section: Any) -> None:
+    """Fill in `bf16` and `params_dtype` where they are None: BF16 unless fp16 is set, parameters of the model's dtype.
+
+    Raises ValueError if what was given does not fit together.
+    """
+    if section.bf16 is None:
+        section.bf16 = not section.fp16
+    if section.fp16 and section.bf16:
+        raise ValueError("model.fp16=true and model.bf16=true: give one of them.")
+    dtype = "float16" if section.fp16 else "bfloat16" if section.bf16 else "float32"
+    if section.params_dtype is None:
+        section.params_dtype = dtype
+    if section.fp16 and section.params_dtype != dtype:
+        raise ValueError(
+            f"model.params_dtype={section.params_dtype!r} with model.fp16=true: the parameters are float16, their"
+            " float32 masters are the optimizer's. Leave params_dtype out."
+        )
+
+
 def transformer_config(section: Any) -> TransformerConfig:
     """The `TransformerConfig` that a model section describes.
 
@@ -103,6 +126,7 @@ def transformer_config(section: Any) -> TransformerConfig:
                 f"model.{name}={getattr(section, name)} must be at least 1: give it, or a config file such "
                 "as --config examples/configs/tiny_gpt_cpu.yaml."
             )
+    settle_precision(section)
     # What is at Megatron's default is left out; what this section defaults itself (a recipe: None) is not, so
     # that two names for one thing can be told apart.
     fields = dataclasses.fields(TransformerConfig)
@@ -150,6 +174,14 @@ def padded_vocab_size(section: Any, tokenizer_vocab_size: int) -> int:
             f"model.vocab_size={size} is less than the tokenizer's {tokenizer_vocab_size} ids: raise it, or "
             "leave it out."
         )
+    if section.padded_vocab_size is not None:
+        ranks = section.tensor_model_parallel_size
+        if section.padded_vocab_size < size or section.padded_vocab_size % ranks:
+            raise ValueError(
+                f"model.padded_vocab_size={section.padded_vocab_size} must be at least the vocabulary's {size} and a "
+                f"multiple of model.tensor_model_parallel_size={ranks}: change it, or leave it out."
+            )
+        return section.padded_vocab_size
     if section.make_vocab_size_divisible_by < 1:
         raise ValueError(
             f"model.make_vocab_size_divisible_by={section.make_vocab_size_divisible_by} must be at least 1."

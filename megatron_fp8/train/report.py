@@ -25,7 +25,7 @@ def build_report(
     'sites' has one entry per linear-layer GEMM site of the whole model, all pipeline stages together.
     """
     from megatron_fp8.mcore.params import parameter_bytes
-    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.report import own_precision, site_report
     from megatron_fp8.mcore.sites import state_of
 
     return {
@@ -36,10 +36,11 @@ def build_report(
         "parameters": parameters,
         "precision": {
             "bf16": config.bf16,
+            "fp16": config.fp16,
             "fp8": config.fp8,
             "fp8_recipe": config.fp8_recipe if config.fp8 else None,
             "fp8_param": parameter_bytes(chunks) if config.fp8 and config.fp8_param else None,
-            "phases": state_of(config).phases.describe() if config.fp8 else [],
+            "phases": state_of(config).phases.describe(own_precision(config)) if config.fp8 else [],
         },
         "run_dir": run.run_dir,
         "sites": site_report(chunks),
@@ -97,10 +98,12 @@ def read_report(folder: Path) -> dict[str, Any]:
 def format_report(report: dict[str, Any]) -> str:
     """`report` as people read it: a few lines of facts, then the precision map by layer."""
     precision, parallel = report["precision"], report["parallel"]
+    own = "FP16" if precision.get("fp16") else "BF16" if precision["bf16"] else "float32"
     if precision["fp8"]:
         what = f"FP8 {precision['fp8']}, recipe {precision['fp8_recipe']}"
+        what += " over FP16, with a loss scale" if own == "FP16" else ""
     else:
-        what = "BF16 (fp8 is off)" if precision["bf16"] else "float32 (fp8 is off)"
+        what = f"{own} (fp8 is off)"
     sizes = ", ".join(
         f"{name} {parallel[name]}"
         for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "data")

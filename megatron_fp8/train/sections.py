@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +58,18 @@ class OptimizerSection:
     """Largest norm of the whole gradient; 0 switches clipping (and the norm) off."""
     state_dtype: Literal["float32", "fp8"] = "float32"
     """How Adam keeps its moments. fp8: the first in E4M3, the second in float16, 3.06 bytes a parameter and not 8."""
+    loss_scale: float | None = None
+    """With model.fp16: a loss scale that never changes; None: one that is searched for (docs/loss_scaling.md)."""
+    initial_loss_scale: float = 2.0**32
+    """The first loss scale. Too large costs a skipped step for each halving."""
+    min_loss_scale: float = 1.0
+    """The loss scale is never lower."""
+    max_loss_scale: float = 2.0**32
+    """The loss scale is never higher. The one name here that Megatron-Core does not have."""
+    loss_scale_window: int = 1000
+    """Consecutive steps without an overflow after which the loss scale doubles."""
+    hysteresis: int = 2
+    """Consecutive overflows after which the loss scale is halved; each one skips its step."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -130,6 +143,31 @@ def check_sections(
         _at_least(f"checkpoint.{name}", getattr(checkpoint, name), 0)
     if not resume.strip():
         raise ValueError("resume='' must be 'auto', 'never' or the path of a checkpoint.")
+
+
+_LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "max_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def check_loss_scaling(optimizer: OptimizerSection, *, fp16: bool) -> None:
+    """Raise ValueError if the loss scale cannot be as asked for, or there is none because the model is not FP16."""
+    default = OptimizerSection()
+    for name in ("loss_scale", *_LOSS_SCALING):
+        value = getattr(optimizer, name)
+        if not fp16 and value != getattr(default, name):
+            raise ValueError(
+                f"optimizer.{name}={value} has no effect without model.fp16=true (BF16 needs no loss scaling): leave it"
+                " out."
+            )
+    if optimizer.loss_scale is not None and not 0 < optimizer.loss_scale < math.inf:
+        raise ValueError(f"optimizer.loss_scale={optimizer.loss_scale} must be finite and greater than 0.")
+    low, first, high = optimizer.min_loss_scale, optimizer.initial_loss_scale, optimizer.max_loss_scale
+    if not 0 < low <= first <= high < math.inf:
+        raise ValueError(
+            f"optimizer.min_loss_scale={low}, initial_loss_scale={first}, max_loss_scale={high} must be finite, above 0"
+            " and in this order."
+        )
+    for name in ("loss_scale_window", "hysteresis"):
+        _at_least(f"optimizer.{name}", getattr(optimizer, name), 1)
 
 
 def _at_least(name: str, value: float, least: float) -> None:

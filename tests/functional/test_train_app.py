@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 APP = str(Path(__file__).with_name("app.py"))
 FIELDS = [
     "iteration", "lm_loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "mfu", "skipped",
-    "nonfinite", "fp8_gemms", "hp_gemms", "amax_collectives", "peak_memory",
+    "loss_scale", "nonfinite", "fp8_gemms", "hp_gemms", "amax_collectives", "peak_memory",
 ]  # fmt: skip
 MEASURED = {"tokens_per_s", "peak_memory"}  # not a function of config and seed
 

@@ -19,7 +19,7 @@ from megatron_fp8.train.show import losses
 
 STEP = IterationMetrics(
     iteration=1, lm_loss=2.5, grad_norm=1.0, learning_rate=1e-3, tokens=64, tokens_per_s=10.0, mfu=None,
-    skipped=0, nonfinite=0, fp8_gemms=3, hp_gemms=4, amax_collectives=1, peak_memory=1 << 20,
+    skipped=0, loss_scale=None, nonfinite=0, fp8_gemms=3, hp_gemms=4, amax_collectives=1, peak_memory=1 << 20,
 )  # fmt: skip
 
 
