@@ -31,6 +31,7 @@ from ..fp8_utils import is_float8tensor
 from .checkpoint_fp8 import fit_to_checkpoint, is_slot_key, recipes_of, warm_from_weights
 from .checkpoint_rng import put_back, sharded_streams
 from .checkpoint_store import load_shards
+from .loss_scaler import scalers
 from .report import parallel_layout
 from .sites import fp8_linears, prepare, state_of, unwrap
 
@@ -63,13 +64,11 @@ def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     """The part of the state that is numbers and not tensors, for the manifest; the same on every rank."""
     steps = {int(group["step"]) for group in optimizer.param_groups if "step" in group}
     assert len(steps) <= 1, f"parameter groups took different numbers of steps: {steps}"
-    scaler = _scaler(optimizer)
+    scaler = next(iter(scalers(optimizer)), None)
     return {
         "optimizer_step": steps.pop() if steps else 0,
         "fp8_iteration": state_of(unwrap(chunks[0]).config).iteration,
-        "loss_scaler": None
-        if scaler is None
-        else {name: float(value) for name, value in scaler.state_dict().items()},
+        "loss_scaler": scaler and {name: float(value) for name, value in scaler.state_dict().items()},
     }
 
 
@@ -236,23 +235,14 @@ def _check_same_model(folder: Path, wanted: dict[str, Any], stored: dict[str, An
         )
 
 
-def _scaler(optimizer: Any) -> Any:
-    """The dynamic loss scaler, None if there is none."""
-    scaler = getattr(_optimizers(optimizer)[0], "grad_scaler", None)
-    return scaler if scaler is not None and scaler.state_dict() else None
-
-
 def _take_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
     step = int(state["optimizer_step"])
     for group in optimizer.param_groups:
         if step:
             group["step"] = step
-    for each in _optimizers(optimizer) if state.get("loss_scaler") else []:
-        saved = dict(state["loss_scaler"])
-        saved["scale"] = torch.tensor([saved["scale"]], dtype=torch.float32)
-        for name in ("growth_tracker", "hysteresis_tracker"):
-            saved[name] = int(saved[name])
-        each.grad_scaler.load_state_dict(saved)
+    # One that this run has no use for is dropped; one that the checkpoint lacks starts anew.
+    for scaler in scalers(optimizer) if state.get("loss_scaler") else []:
+        scaler.load_state_dict(state["loss_scaler"])
     fp8 = state_of(unwrap(chunks[0]).config)
     fp8.iteration = int(state["fp8_iteration"])
     fp8.epoch += 1  # whatever was quantised before is of other weights

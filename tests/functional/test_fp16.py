@@ -1,0 +1,112 @@
+"""FP16 models under Megatron-Core: gradients with and without the loss scale, overflows skipped by all ranks together."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fp8_gpt import fp8_config, record_steps
+from tests.functional.test_fp8_health import OVERLAP, made_sick, masters
+from tests.gpt import build_chunks, build_optimizer, train_step
+from tests.ranks import Layout, RankPool, model_parallel
+
+FP16: dict[str, Any] = {
+    "fp16": True,
+    "bf16": False,
+    "params_dtype": torch.float16,
+    "pipeline_dtype": torch.float16,
+}
+SMALL: dict[str, Any] = {"sequence": 64, "micro_batch": 2, "global_batch": 4}
+SIZE = {"hidden_size": 128, "ffn_hidden_size": 256}
+SCALER = {"initial_loss_scale": 2.0**14, "hysteresis": 2, "loss_scale_window": 3}
+MOE = {
+    "num_moe_experts": 2,
+    "moe_ffn_hidden_size": 256,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@dataclass
+class Seen:
+    """What one rank saw, an entry for each step; ``scales`` after it, of each optimizer of the chain."""
+
+    losses: list[float] = field(default_factory=list)
+    stepped: list[bool] = field(default_factory=list)
+    changed: list[bool] = field(default_factory=list)
+    scales: list[list[float]] = field(default_factory=list)
+    nonfinite: list[int] = field(default_factory=list)
+    skipped: int = 0
+    histories_finite: bool = True
+
+
+def fp16_training(
+    layout: Layout,
+    recipe: str | None,
+    sick: dict[int, tuple[str, float]],
+    steps: int,
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+    sick_rank: int = 1,
+) -> Seen:
+    """A rank case: steps in FP16, in some of them NaN or Inf in weights, inputs or gradients of one rank."""
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.loss_scaler import scalers
+    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    seen = Seen()
+    with model_parallel(layout):
+        config = fp8_config(layout, recipe, **{**SIZE, **FP16, **fields})
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=64, ddp=ddp)
+        optimizer = build_optimizer(config, chunks, ddp=ddp, optim=SCALER)
+        record_steps(optimizer, seen.stepped)
+        for step in range(steps):
+            before = masters(optimizer)
+            ill = step in sick and dist.get_rank() == sick_rank
+            with made_sick(chunks[0], *sick[step]) if ill else nullcontext():
+                loss, _ = train_step(config, chunks, optimizer, step, **SMALL)
+            seen.losses.append(loss)
+            seen.changed.append(masters(optimizer) != before)
+            seen.scales.append([float(scaler.scale) for scaler in scalers(optimizer)])
+            seen.nonfinite.append(iteration_counts()["nonfinite"])
+        seen.skipped = scalers(optimizer)[0].rule.skipped
+        for slot in state_of(config).slots():
+            if slot.delayed is not None:
+                kept = slot.arena.saved_slot(slot)
+                seen.histories_finite &= all(
+                    bool(kept[part].isfinite().all()) for part in ("scale", "amax_history")
+                )
+    return seen
+
+
+# Two overflows in succession halve the scale once (hysteresis 2), one alone does not; three clean steps double it.
+SICK = {1: ("inputs", math.inf), 2: ("gradients", math.nan), 4: ("weights", math.inf)}
+SCALES = [2.0**14, 2.0**14, 2.0**13, 2.0**13, 2.0**13, 2.0**13, 2.0**13, 2.0**14]
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any], dict[str, Any], int]] = {
+    "tp2-sp": (Layout(tp=2, sp=True), {}, {}, 2),
+    "pp2": (Layout(pp=2), {}, {}, 2),
+    "dp2-distributed": (Layout(), {}, OVERLAP, 2),
+    "ep2": (Layout(ep=2), MOE, {}, 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_skip_by_all_ranks_and_one_scale_everywhere(ranks: RankPool, name: str) -> None:
+    layout, fields, ddp, world = LAYOUTS[name]
+    everyone = ranks(world).run(fp16_training, layout, "delayed", SICK, len(SCALES), fields, ddp)
+    clean = [step not in SICK for step in range(len(SCALES))]
+    for seen in everyone:
+        assert seen.stepped == seen.changed == clean
+        assert [set(scales) for scales in seen.scales] == [{scale} for scale in SCALES]
+        assert [n == 0 for n in seen.nonfinite] == clean
+        assert seen.skipped == len(SICK) and seen.histories_finite
+        losses = [loss for loss, good in zip(seen.losses, clean, strict=True) if good]
+        assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+    assert everyone[0].losses[0] == everyone[1].losses[0]
