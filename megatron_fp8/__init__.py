@@ -12,7 +12,7 @@ from .tensor import Float8Tensor
 
 if TYPE_CHECKING:
     from .mcore.config import TransformerConfig
-    from .nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_step
+    from .nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_matmul, fp8_step
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ _LATER = {
     "Fp8Linear": ".nn",
     "convert_to_fp8": ".nn",
     "fp8_autocast": ".nn",
+    "fp8_matmul": ".nn",
     "fp8_step": ".nn",
 }
 """Names that are imported when they are first used, and the module each is in."""
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "convert_to_fp8",
     "fp8_autocast",
+    "fp8_matmul",
     "fp8_step",
     "quantize",
 ]

@@ -10,6 +10,8 @@ from .autocast import fp8_autocast
 from .config import DEFAULT_SKIP, Fp8Config
 from .convert import Fp8Report, convert_from_fp8, convert_to_fp8
 from .linear import Fp8Linear
+from .matmul import fp8_matmul
+from .state_dict import fp8_state_dict, load_fp8_state_dict
 from .step import fp8_step, register_fp8_step
 
 __all__ = [
@@ -20,6 +22,9 @@ __all__ = [
     "convert_from_fp8",
     "convert_to_fp8",
     "fp8_autocast",
+    "fp8_matmul",
+    "fp8_state_dict",
     "fp8_step",
+    "load_fp8_state_dict",
     "register_fp8_step",
 ]

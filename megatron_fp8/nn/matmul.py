@@ -1,0 +1,55 @@
+"""fp8_matmul: one differentiable matrix product in FP8, without a layer, a model or state."""
+
+from __future__ import annotations
+
+import torch
+
+from ..backends import choose_backend
+from ..linear import fp8_linear
+from ..plan import fp8_site
+from ..recipe import Recipe, recipe_name
+from ..site import GemmSite
+from ..state import Fp8State
+from .config import Fp8Config
+
+
+def fp8_matmul(
+    a: torch.Tensor, b: torch.Tensor, recipe: Recipe | str | None = None, *, backend: str = "auto"
+) -> torch.Tensor:
+    """a @ b with operands cast to FP8, and its two gradients computed in FP8 as well.
+
+        fprop  y  = a @ b            a as the recipe's 'input', b as its 'weight'
+        dgrad  da = dy @ b^T         dy as its 'grad_output': E5M2 under hybrid recipes
+        wgrad  db = a^T @ dy
+
+    Args:
+        a: [..., K], float32, bfloat16 or float16.
+        b: [K, N], the same dtype.
+        recipe: name or instance; None is 'tensorwise'. DelayedScaling has no history here and scales by the tensor at
+            hand, as in its first iteration.
+        backend: 'auto', or a backend's name.
+
+    Returns:
+        [..., N] in a's dtype, accumulated in float32 and rounded once. What is saved for backward are codes, one byte a
+        value. NaN gives NaN where it is multiplied; Inf saturates.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, the recipe is unknown, or the backend cannot run on a's device.
+    """
+    taken = Fp8Config(recipe=recipe).resolved_recipe
+    if b.ndim != 2 or a.ndim < 1:
+        raise ValueError(
+            f"fp8_matmul of {tuple(a.shape)} and {tuple(b.shape)}: a [..., K] and one matrix b [K, N] are needed; loop"
+            " over a batch of b"
+        )
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(
+            f"fp8_matmul of {tuple(a.shape)} and {tuple(b.shape)}: a's last dimension and b's first must be equal"
+        )
+    if a.dtype != b.dtype or a.device != b.device:
+        raise ValueError(
+            f"fp8_matmul of {a.dtype} on {a.device} and {b.dtype} on {b.device}: give both the same dtype and device"
+        )
+    chosen, why = choose_backend(backend, a.device, taken)
+    plan = fp8_site(f"fp8_matmul {recipe_name(taken)}", None, taken, chosen.name, why)
+    return fp8_linear(a, b.t(), None, GemmSite(plan, Fp8State(a.device), None), training=False)
