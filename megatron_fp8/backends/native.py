@@ -18,6 +18,7 @@ import torch
 from ..formats import ROLES
 from ..recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, GEMM_OPERANDS, ROW, TENSOR, Recipe, Rule
 from ..tensor import Float8Tensor, QuantizedSide
+from ..unwritten import source_of, written
 from . import emulated
 from .emulated import AmaxReduction, Direction, Quantized, Region, check_matrix, check_operands
 from .native_layout import Operand, Plan, arguments, block_scales, place_codes, plan, row_scales
@@ -91,6 +92,11 @@ def kernel_reason(rule: Rule) -> str | None:
     return None if granularity == BLOCK_1X32 else f"{granularity} blocks with {scale} scales"
 
 
+def turns_codes(rule: Rule) -> bool:
+    """Whether the columnwise side of an input is a transposed view of codes in row order: only without a kernel."""
+    return kernel_reason(rule) is not None
+
+
 def quantize(
     x: torch.Tensor,
     rule: Rule,
@@ -102,41 +108,44 @@ def quantize(
 ) -> Quantized:
     """Quantise a matrix in one or both directions; arguments and errors are emulated.quantize's, and so are all bits.
 
-    x is read once for both directions where the rule allows (delayed, blocks), else twice. The columnwise side's codes
-    are contiguous [cols, rows], as the GEMM reads them, and block scales lie as it wants them. Nothing waits for the GPU:
-    the amax and the non-finite count stay there.
+    x is read once for both directions where the rule allows (delayed, blocks), else twice. An Unwritten one is computed
+    as it is read and stays unwritten: to compute it twice moves fewer bytes than to write it and read it. The columnwise
+    side's codes are contiguous [cols, rows], as the GEMM reads them, and block scales lie as it wants them. Nothing
+    waits for the GPU: the amax and the non-finite count stay there.
     """
     check_matrix(x, direction)
     if kernel_reason(rule) is not None:
+        x = written(x)
         return emulated.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
     from ..kernels import quantize as kernels  # loads Triton, which importing the package must not
 
     record = kernels.Record.new(x.device)
+    matrix = source_of(x)
     granularity, pow2 = rule.granularity, rule.scale != "fp32"
     margin, epsilon = rule.margin, rule.epsilon
     if scale is not None:
-        sides = kernels.quantize_tensor(x, rule.fmt, direction, scale=scale, record=record)
+        sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record)
     elif granularity.is_tensor:
-        kernels.measure(x, record=record)
+        kernels.measure(matrix, record=record)
         amax = record.amax
         if reduce_amax is not None:
             amax = amax.clone()
             reduce_amax(amax)
         sides = kernels.quantize_tensor(
-            x, rule.fmt, direction, amax=amax, pow2=pow2, margin=margin, epsilon=epsilon
+            matrix, rule.fmt, direction, amax=amax, pow2=pow2, margin=margin, epsilon=epsilon
         )
     elif granularity == ROW:
         row_amax, col_amax = kernels.measure(
-            x, rows=direction != "columnwise", cols=direction != "rowwise", record=record
+            matrix, rows=direction != "columnwise", cols=direction != "rowwise", record=record
         )
         if col_amax is not None and reduce_amax is not None:
             reduce_amax(col_amax)
         sides = kernels.quantize_rows(
-            x, rule.fmt, row_amax, col_amax, pow2=pow2, margin=margin, epsilon=epsilon
+            matrix, rule.fmt, row_amax, col_amax, pow2=pow2, margin=margin, epsilon=epsilon
         )
     else:
         sides = kernels.quantize_blocks(
-            x,
+            matrix,
             rule.fmt,
             direction,
             block=granularity.cols,

@@ -31,9 +31,19 @@ def rms_norm(
         weight: [hidden], any of these dtypes; 1 + weight is the factor if zero_centered_gamma.
     """
     x = unit_stride(x)
-    return Source(
-        "norm", x.shape[0], x.shape[1], x, row_rstd(x, eps), unit_stride(weight), float(zero_centered_gamma)
-    )
+    return normalized(x, row_rstd(x, eps), weight, float(zero_centered_gamma))
+
+
+def normalized(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, offset: float = 0.0) -> Source:
+    """x * rstd * (weight + offset), two float32 products and one rounding: rms_norm with the statistic at hand.
+
+    Args:
+        x, weight: as in rms_norm.
+        rstd: float32 [rows], contiguous.
+        offset: what is added to the weight.
+    """
+    x = unit_stride(x)
+    return Source("norm", x.shape[0], x.shape[1], x, rstd, unit_stride(weight), offset)
 
 
 def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The four passes over a matrix, as Triton kernels. Each program takes one tile; quantize.py launches them.
+"""The passes over a matrix, as Triton kernels. Each program takes one tile; quantize.py launches them.
 
 The first arguments are a Source's (tiles.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols, rows] are
 contiguous; amaxes are int32 views of float32; a flag says which of them are there. Programs along axis 0 take columns.
@@ -178,6 +178,17 @@ def quantize_tiles(
         store(col_codes, tl.trans(codes), left, top, cols, rows)
     if VALUES:
         store(values, narrow(tile, values.dtype.element_ty), top, left, rows, cols)
+
+
+@triton.jit
+def write_values(
+    x, x_stride, first, first_stride, second, offset, rows, cols, values,
+    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The matrix itself, [rows, cols] in its dtype."""
+    tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
+    top, left = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    store(values, narrow(tile, values.dtype.element_ty), top, left, rows, cols)
 
 
 @triton.jit

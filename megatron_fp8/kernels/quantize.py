@@ -27,7 +27,7 @@ import torch
 import triton
 
 from ..formats import FloatFormat
-from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles
+from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
 from .tiles import Source, Tile, as_bytes, codes_like, is_e4m3, plain
 
 Direction = Literal["rowwise", "columnwise", "both"]
@@ -256,6 +256,15 @@ def quantize_blocks(
             None if s is None else s.view(torch.float8_e8m0fnu) for s in (row_scale, col_scale)
         )
     return out.sides(row_scale, col_scale)
+
+
+def write(source: Source) -> torch.Tensor:
+    """The matrix that a Source computes, [rows, cols] in its dtype, contiguous: the values that codes are made of."""
+    tile = _tile(source)
+    values = torch.empty(source.rows, source.cols, dtype=source.x.dtype, device=source.x.device)
+    if values.numel():
+        write_values[source.grid(tile)](**source.arguments(), values=values, **tile.options())
+    return values
 
 
 def _tile(source: Source) -> Tile:

@@ -33,6 +33,7 @@ from megatron_fp8.kernels.quantize import (
     quantize_blocks,
     quantize_rows,
     quantize_tensor,
+    write,
 )
 from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
 
@@ -140,6 +141,8 @@ def launches() -> dict[str, Callable[[], Any]]:
         "mx": lambda: quantize_blocks(x, E4M3, block=32, kind="e8m0", record=record),
         "norm": lambda: quantize_tensor(rms_norm(x, gamma), E4M3, scale=one, record=record),
         "norm-blockwise": lambda: quantize_blocks(rms_norm(x, gamma), E4M3, block=128, record=record),
+        "norm-written": lambda: write(rms_norm(x, gamma)),
+        "swiglu-grad-written": lambda: write(swiglu_grad(dy, x, gamma)),
         "swiglu": lambda: quantize_tensor(swiglu(x), E4M3, scale=one, record=record),
         "swiglu-blockwise": lambda: quantize_blocks(swiglu(x, gamma), E4M3, block=128, record=record),
         "swiglu-grad": lambda: quantize_tensor(swiglu_grad(dy, x), E5M2, scale=one, record=record),

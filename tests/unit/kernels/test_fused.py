@@ -17,6 +17,7 @@ from megatron_fp8.kernels.quantize import (
     quantize_blocks,
     quantize_rows,
     quantize_tensor,
+    write,
 )
 from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
 from megatron_fp8.mcore import norm
@@ -46,6 +47,7 @@ def assert_codes(source, fmt, what):
     sides = quantize_tensor(source, fmt, scale=scale, record=record, values=True)
     values = sides.values
     assert values is not None
+    assert_same_bytes(write(source), values, f"{what} written")
     expected = emulated.quantize(values, Rule(fmt, TENSOR), "both", scale=scale)
     assert_quantized(sides, expected, f"{what} tensor")
     assert_recorded(record, expected, what)

@@ -73,7 +73,7 @@ def test_nothing_spills(launches):
 def test_memory_is_accessed_sixteen_bytes_at_a_time(launches):
     """Also where codes are written transposed."""
     for launch in [*named(launches, *QUANTISING), *named(launches, "transpose")]:
-        if launch["kernel"] in ("cast_tensor", "cast_rows", "quantize_tiles", "_transpose"):
+        if launch["kernel"] in ("cast_tensor", "cast_rows", "quantize_tiles", "write_values", "_transpose"):
             assert "ld.global.v4.b32" in launch["opcodes"], launch["name"]
             stores = {o for o in launch["opcodes"] if o.startswith("st.global")}
             assert "st.global.v4.b32" in stores, launch["name"]
