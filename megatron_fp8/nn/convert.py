@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..recipe import Recipe, recipe_name
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
@@ -127,7 +128,7 @@ def _consider(model: nn.Module, name: str, module: nn.Module, config: Fp8Config,
     """The module's row: whether it can be converted, and why."""
     weight = next(module.parameters(recurse=False), None)
     kind = type(module).__name__
-    shape = () if weight is None else tuple(weight.shape)
+    shape = () if weight is None or is_lazy(weight) else tuple(weight.shape)
     dtype = "" if weight is None else str(weight.dtype).removeprefix("torch.")
     if isinstance(module, Fp8Linear):
         recipe = recipe_name(module.fp8_config.resolved_recipe)
