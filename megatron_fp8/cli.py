@@ -10,16 +10,18 @@ usage: megatron-fp8 COMMAND ...
 
 FP8 training for Megatron-Core models.
 
-  train    train a GPT on real text: megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml
-  report   show what a run ran, layer by layer, and how it went: megatron-fp8 report runs/tiny_gpt_cpu
-  inspect  show what is in a checkpoint: megatron-fp8 inspect runs/tiny_gpt_cpu
-  bench    time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
-  doctor   say what this machine can run and what is missing, and run an FP8 GEMM on each backend
+  train      train a GPT on real text: megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml
+  report     show what a run ran, layer by layer, and how it went: megatron-fp8 report runs/tiny_gpt_cpu
+  inspect    show what is in a checkpoint: megatron-fp8 inspect runs/tiny_gpt_cpu
+  calibrate  measure a trained model's activations, for static scales: megatron-fp8 calibrate runs/tiny_gpt_cpu
+  generate   continue a prompt: megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def "
+  bench      time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
+  doctor     say what this machine can run and what is missing, and run an FP8 GEMM on each backend
 
 `megatron-fp8 COMMAND --help` says more. Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
 """
 
-COMMANDS = ("train", "report", "inspect", "bench", "doctor")
+COMMANDS = ("train", "report", "inspect", "calibrate", "generate", "bench", "doctor")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,6 +52,14 @@ def _run(arguments: list[str]) -> int:
         from megatron_fp8.inspector import main as inspect
 
         return inspect(rest)
+    if command == "calibrate":
+        from megatron_fp8.train.calibrate import main as calibrate
+
+        return calibrate(rest)
+    if command == "generate":
+        from megatron_fp8.train.generate import main as generate
+
+        return generate(rest)
     if command == "bench":
         from megatron_fp8.bench_command import main as bench
 

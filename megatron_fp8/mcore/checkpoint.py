@@ -132,6 +132,23 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     return resumed
 
 
+def load_weights(folder: Path, model: Any) -> None:
+    """Put a checkpoint's weights, and its delayed-scaling state, into a model without an optimizer. Collective.
+
+    Delayed weights that the checkpoint has no scale of get one from their largest values.
+
+    Raises ValueError, on every rank and before anything is changed: the checkpoint is of another model.
+    """
+    prepare([model])
+    stored = read_metadata(folder).state_dict_metadata
+    wanted = _model_state([model])
+    missing, _ = fit_to_checkpoint(wanted["model0"], stored)
+    _check_same_model(folder, wanted, stored)
+    unwrap(model).load_state_dict(load_shards(folder, wanted)["model0"])
+    warm_from_weights(fp8_linears([model]), _slots(missing))
+    state_of(unwrap(model).config).epoch += 1  # whatever was quantised before is of other weights
+
+
 def _metadata() -> dict[str, Any]:
     return {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,9 @@ class Tokenizer(Protocol):
     def encode(self, text: bytes) -> np.ndarray:
         """Ids of `text` [bytes] as a 1-D integer array, without the end of document."""
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; what is not UTF-8 (yet) as U+FFFD, the end of document left out."""
+
 
 class ByteTokenizer:
     """Every byte is a token (ids 0-255); 256 ends a document."""
@@ -35,6 +39,9 @@ class ByteTokenizer:
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
@@ -79,6 +86,9 @@ class JsonTokenizer:
     def encode(self, text: bytes) -> np.ndarray:
         ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
         return np.asarray(ids, dtype=np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([i for i in ids if i != self.eod], skip_special_tokens=False)
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:

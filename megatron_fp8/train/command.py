@@ -1,0 +1,83 @@
+"""What the commands on a trained checkpoint share: options, bad input as one line and exit code 2, ranks given back."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises ValueError instead of ending the process, and has the options of every such command."""
+
+    def __init__(self, command: str, description: str):
+        super().__init__(
+            prog=f"megatron-fp8 {command}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
+        self.add_argument("--config", metavar="FILE", help="the run's config, where the checkpoint has none")
+        self.add_argument("--recipe", help="FP8 recipe, or bf16 (default: the one it was trained with)")
+        self.add_argument("--fp8", choices=["hybrid", "e4m3"], help="element formats (default: the run's)")
+        self.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}. {self.prog} --help says more.")
+
+    def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """(options, options of the run's model section such as --model.fp8_pow2_scales=true)."""
+        options, rest = self.parse_known_args(arguments)
+        for argument in rest:
+            if not argument.startswith("--model.") or "=" not in argument:
+                self.error(
+                    f"{argument} is not an option (of the run's config --model.NAME=VALUE may be given)"
+                )
+        return options, rest
+
+
+def run_command(
+    parser: Parser,
+    arguments: list[str],
+    prepare: Callable[[argparse.Namespace, list[str], Any], Any],
+    work: Callable[[Any], None],
+) -> int:
+    """Parse, ``prepare(options, run options, launch)``, ``work(what was prepared)``; the exit code.
+
+    ValueError, RuntimeError and OSError of prepare, and ValueError of work, are bad input; other exceptions failures.
+    """
+    from megatron_fp8.train import parallel
+
+    warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
+    try:
+        try:
+            options, run_options = parser.parse(arguments)
+            prepared = prepare(options, run_options, parallel.find_launch())
+        except (RuntimeError, OSError) as error:
+            raise ValueError(str(error)) from error
+        work(prepared)
+        return EXIT_DONE
+    except ValueError as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return EXIT_BAD_INPUT
+    except BrokenPipeError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return EXIT_FAILED
+    finally:
+        parallel.leave()
+
+
+def say(text: str, launch: Any) -> None:
+    """A line for people, on stderr, from the first rank."""
+    if launch.rank == 0:
+        print(text, file=sys.stderr, flush=True)
