@@ -6,6 +6,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.fp8_gpt import fp8_config, record_steps
 from tests.functional.test_fp8_health import OVERLAP, made_sick, masters
 from tests.gpt import build_chunks, build_optimizer, train_step
 from tests.ranks import Layout, RankPool, model_parallel
+from tests.resume import Training
 
 FP16: dict[str, Any] = {
     "fp16": True,
@@ -110,3 +112,106 @@ def test_one_skip_by_all_ranks_and_one_scale_everywhere(ranks: RankPool, name: s
         losses = [loss for loss, good in zip(seen.losses, clean, strict=True) if good]
         assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
     assert everyone[0].losses[0] == everyone[1].losses[0]
+
+
+def overflow_in_an_experts_gradient(fp16: bool) -> tuple[list[bool], list[bool], list[float]]:
+    """A rank case: three steps without FP8; in the second, one expert's reduced gradient is infinite on rank 1.
+
+    Returns (stepped, changed, scales of the dense weights' optimizer and of the experts').
+    """
+    from megatron_fp8.mcore.loss_scaler import scalers
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    stepped: list[bool] = []
+    changed: list[bool] = []
+    layout = Layout(ep=2)
+    with model_parallel(layout):
+        config = fp8_config(layout, None, **SIZE, **MOE, **(FP16 if fp16 else {}))
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=64)
+        scaling = {**SCALER, "hysteresis": 1} if fp16 else {"loss_scale": 1.0}
+        optimizer = build_optimizer(config, chunks, optim=scaling)
+        step = optimizer.step
+
+        def step_with_overflow() -> Any:
+            if len(stepped) == 1 and dist.get_rank() == 1:
+                expert = next(p for name, p in chunks[0].named_parameters() if "local_experts" in name)
+                expert.main_grad.view(-1)[3] = math.inf
+            return step()
+
+        optimizer.step = step_with_overflow
+        record_steps(optimizer, stepped)
+        for index in range(3):
+            before = masters(optimizer)
+            train_step(config, chunks, optimizer, index, **SMALL)
+            changed.append(masters(optimizer) != before)
+        return stepped, changed, [float(scaler.scale) for scaler in scalers(optimizer)]
+
+
+@pytest.mark.parametrize("fp16", [True, False], ids=["fp16", "bf16"])
+def test_an_experts_overflow_is_everybodys(ranks: RankPool, fp16: bool) -> None:
+    """Megatron-Core alone skips the step on the expert's rank only, and lowers the experts' scale only."""
+    for stepped, changed, scales in ranks(2).run(overflow_in_an_experts_gradient, fp16):
+        assert stepped == changed == [True, False, True]
+        assert scales == ([2.0**13] * 2 if fp16 else [])
+
+
+def resumed(layout: Layout, recipe: str, ddp: dict[str, Any], folder: str) -> dict[str, tuple[Any, Any]]:
+    """A rank case: what differs between nine steps and five, a checkpoint, a new model and four more; {}: nothing.
+
+    A step before the checkpoint is skipped, and a growth of the scale is due in the step after it.
+    """
+    from megatron_fp8.mcore.loss_scaler import scalers
+
+    def started(seed: int) -> Training:
+        with mock.patch("tests.resume.build_optimizer", with_scaler):
+            training = Training(layout, recipe, {**SIZE, **FP16}, ddp, seed=seed, **SMALL)
+        record_steps(training.optimizer, [])
+        return training
+
+    def scaler(training: Training) -> list[dict[str, float]]:
+        states = [each.state_dict() for each in scalers(training.optimizer)]
+        return [{name: float(value) for name, value in state.items()} for state in states]
+
+    found: list[dict[str, Any]] = []
+    with model_parallel(layout):
+        training = started(7)
+        training.steps(1)
+        with made_sick(training.chunks[0], "inputs", math.inf):
+            training.steps(1)
+        training.steps(3)
+        at_save = scaler(training)
+        checkpoint = training.save(folder)
+        found.append({"at load": at_save, "losses": training.steps(4), "at end": scaler(training)})
+        found[0] |= training.digests()
+    with model_parallel(layout, seed=99):
+        training = started(8)
+        notes = training.load(checkpoint)
+        found.append({"at load": scaler(training), "losses": training.steps(4), "at end": scaler(training)})
+        found[1] |= training.digests()
+    assert notes == []
+    assert at_save == [{"scale": 2.0**14, "growth_tracker": 3, "hysteresis_tracker": 1, "skipped": 1}]
+    assert found[0]["at end"][0] == {
+        "scale": 2.0**15,
+        "growth_tracker": 3,
+        "hysteresis_tracker": 1,
+        "skipped": 1,
+    }
+    return {name: (found[0][name], found[1][name]) for name in found[0] if found[0][name] != found[1][name]}
+
+
+def with_scaler(config: Any, chunks: list[Any], *, ddp: Any, optim: dict[str, Any]) -> Any:
+    """build_optimizer with a loss scale that moves soon."""
+    scaling = {"initial_loss_scale": 2.0**15, "hysteresis": 1, "loss_scale_window": 4}
+    return build_optimizer(config, chunks, ddp=ddp, optim={**optim, **scaling})
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "ddp"),
+    [(Layout(tp=2, sp=True), "delayed", {}), (Layout(pp=2), "mxfp8", {}), (Layout(), "delayed", OVERLAP)],
+    ids=["tp2-sp", "pp2", "dp2-distributed"],
+)
+def test_a_resumed_run_has_the_scale_and_every_bit(
+    ranks: RankPool, tmp_path: Any, layout: Layout, recipe: str, ddp: dict[str, Any]
+) -> None:
+    for differences in ranks(2).run(resumed, layout, recipe, ddp, str(tmp_path)):
+        assert differences == {}
