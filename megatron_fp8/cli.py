@@ -15,13 +15,15 @@ FP8 training for Megatron-Core models.
   inspect    show what is in a checkpoint: megatron-fp8 inspect runs/tiny_gpt_cpu
   calibrate  measure a trained model's activations, for static scales: megatron-fp8 calibrate runs/tiny_gpt_cpu
   generate   continue a prompt: megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def "
+  export     write a checkpoint for transformers and vLLM: megatron-fp8 export runs/mine out --format=fp8-channel
+  import     make a run of a Llama, Qwen2 or Qwen3 directory: megatron-fp8 import Llama-3.2-1B runs/llama
   bench      time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
   doctor     say what this machine can run and what is missing, and run an FP8 GEMM on each backend
 
 `megatron-fp8 COMMAND --help` says more. Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
 """
 
-COMMANDS = ("train", "report", "inspect", "calibrate", "generate", "bench", "doctor")
+COMMANDS = ("train", "report", "inspect", "calibrate", "generate", "export", "import", "bench", "doctor")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,6 +62,14 @@ def _run(arguments: list[str]) -> int:
         from megatron_fp8.train.generate import main as generate
 
         return generate(rest)
+    if command == "export":
+        from megatron_fp8.huggingface.commands import export_main
+
+        return export_main(rest)
+    if command == "import":
+        from megatron_fp8.huggingface.commands import import_main
+
+        return import_main(rest)
     if command == "bench":
         from megatron_fp8.bench_command import main as bench
 

@@ -31,6 +31,7 @@ from ..fp8_utils import is_float8tensor
 from .checkpoint_fp8 import fit_to_checkpoint, is_slot_key, recipes_of, warm_from_weights
 from .checkpoint_rng import put_back, sharded_streams
 from .checkpoint_store import load_shards
+from .checkpoint_weights import has_optimizer, start_optimizer
 from .loss_scaler import scalers
 from .report import parallel_layout
 from .sites import fp8_linears, prepare, state_of, unwrap
@@ -117,10 +118,18 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
         missing, present = missing + lacking, present + having
     if resumed.same_layout:
         wanted["rng"] = sharded_streams(empty=True)
-    _master_names(wanted["optimizer"], stored)
+    if has_optimizer(stored):
+        _master_names(wanted["optimizer"], stored)
+    else:
+        start_optimizer(wanted["optimizer"], _MASTERS)
+        resumed.notes.append(
+            "the checkpoint holds weights alone: masters start from them, the optimizer afresh"
+        )
     _check_same_model(folder, wanted, stored)
 
-    loaded = load_shards(folder, wanted)
+    # On its own: of weights alone both want the same tensors, in other dtypes.
+    optimizing = load_shards(folder, {"optimizer": wanted.pop("optimizer")})
+    loaded = {**load_shards(folder, wanted), **optimizing}
     for name, chunk in zip(model, chunks, strict=True):
         unwrap(chunk).load_state_dict(loaded[name])
     optimizer.load_state_dict(loaded["optimizer"])

@@ -41,6 +41,7 @@ STREAM: list[tuple[str, ...]] = [
     ("checkpoint_files",),
     ("mcore",),
     ("train",),
+    ("huggingface",),
     ("doctor", "inspector"),
     ("bench_command",),
     ("cli",),
@@ -48,7 +49,7 @@ STREAM: list[tuple[str, ...]] = [
 ]
 """From left to right. Names in one group do not import each other; the files inside a package may."""
 
-PACKAGES = {"kernels", "backends", "backends.emulated", "nn", "inference", "mcore", "train"}
+PACKAGES = {"kernels", "backends", "backends.emulated", "nn", "inference", "mcore", "train", "huggingface"}
 POSITION = {name: i for i, group in enumerate(STREAM) for name in group}
 
 

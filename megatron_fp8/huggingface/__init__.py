@@ -1,0 +1,13 @@
+"""Checkpoints of this package to and from directories of Hugging Face's form, in BF16 and FP8.
+
+architectures   what the models are called, and which tensor is which: data
+config          config.json <-> the run config's model section
+layout          Megatron-Core's fused matrices <-> the parts they are made of
+formats         FP8 weights as compressed-tensors and as DeepSeek's 128x128 blocks write them
+directory       sharded safetensors, read and written
+exporter        a checkpoint becomes a directory
+importer        a directory becomes a checkpoint
+commands        `megatron-fp8 export` and `megatron-fp8 import`
+
+Everything but the importer's last step works on names and tensors alone, without ranks and without Megatron-Core.
+"""

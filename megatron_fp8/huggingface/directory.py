@@ -1,0 +1,169 @@
+"""A directory of Hugging Face's form: config.json, and safetensors in one file or in several with an index.
+
+A directory is written under another name beside its place and renamed when everything in it is on the disk: whoever looks
+sees a whole model or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..checkpoint_files import sync, write_file
+
+CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `path` when the block ends well, and is removed when it does not.
+
+    Raises ValueError: `path` is there already and not empty, or cannot be written.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{str(path)!r} is there already: give a new folder, or remove it.")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for entry in [*unfinished.rglob("*"), unfinished]:
+            sync(entry)
+        unfinished.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be written ({error}): give another folder.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as Hugging Face's tools do."""
+    write_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> list[str]:
+    """Write named tensors as they come, in files of at most `shard_bytes` (or one tensor); the files' names.
+
+    One shard is in memory at a time. A single file has no index, several have one, as Hugging Face's tools write them.
+    """
+    shards: list[dict[str, int]] = []
+    waiting: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        save_file(waiting, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in waiting.items()})
+        waiting.clear()
+
+    for name, tensor in tensors:
+        if waiting and sum(t.nbytes for t in waiting.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        waiting[name] = tensor.contiguous()
+    flush()
+
+    count = len(shards)
+    names = [
+        f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+        for number in range(1, count + 1)
+    ]
+    readable = folder.stat().st_mode & 0o666  # safetensors makes files that only their owner reads
+    for number, name in enumerate(names):
+        (folder / f"shard-{number}").rename(folder / name).chmod(readable)
+    if count > 1:
+        places = {tensor: name for name, held in zip(names, shards, strict=True) for tensor in held}
+        total = sum(sum(held.values()) for held in shards)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    return names
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a file. Raises ValueError: it is missing, unreadable, or no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{str(path.parent)!r} has no {path.name}: give a folder as transformers' save_pretrained writes it."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} is not an object, but {type(content).__name__}.")
+    return content
+
+
+class Tensors:
+    """The tensors of a directory, by name, read when asked for. A context manager.
+
+    Raises ValueError: there are no safetensors, a file is missing or damaged, or the index names what is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files = contextlib.ExitStack()
+        self._handles: dict[str, Any] = {}
+        if (folder / INDEX).exists():
+            places = read_json(folder / INDEX).get("weight_map") or {}
+        else:
+            single = folder / "model.safetensors"
+            handle = self._handles[single.name] = self._open(single)
+            places = dict.fromkeys(handle.keys(), single.name)
+        for file in set(places.values()) - set(self._handles):
+            if Path(file).name != file:
+                raise ValueError(f"{str(folder / INDEX)!r} names a file outside of its folder: {file!r}.")
+            self._handles[file] = self._open(folder / file)
+        self._places: dict[str, str] = places
+        for name, file in places.items():
+            if name not in self._handles[file].keys():  # noqa: SIM118
+                raise ValueError(f"{str(folder / file)!r} has no {name}, which its index says it has.")
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._files.enter_context(safe_open(path, framework="pt"))
+        except FileNotFoundError:
+            raise ValueError(
+                f"{str(path.parent)!r} has no {path.name}: weights are read from safetensors only."
+            ) from None
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{str(path)!r} is damaged or no safetensors file ({error}).") from error
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._places)
+
+    def shape(self, name: str) -> list[int]:
+        """Shape of a tensor, which is not read."""
+        return list(self._handles[self._places[name]].get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._handles[self._places[name]].get_tensor(name)

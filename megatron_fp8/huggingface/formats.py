@@ -1,0 +1,232 @@
+"""FP8 weights in files: what is written beside the codes, under which name, and how config.json announces it.
+
+    name         scale per    scale beside `weight`          quant_method
+    fp8-tensor   tensor       weight_scale float32 [1]       compressed-tensors, format float-quantized
+    fp8-channel  output row   weight_scale float32 [N, 1]    compressed-tensors, format float-quantized
+    fp8-block    128x128      weight_scale_inv float32       fp8, weight_block_size [128, 128] (DeepSeek-V3's)
+                              [N / 128, K / 128]
+
+In all of them weight = code * scale: what this package calls scale_inv, whatever the file calls it. Codes and scales are
+docs/numerics.md's, the same as training makes: `quantize(weight, recipe, 'weight')`.
+
+Per tensor, the projections that are one GEMM (query, key and value; gate and up) share one scale, that of the fused
+matrix. Training has it so, and an inference engine that fuses them takes one scale: with three it would have to
+requantise two. The output head and the embedding stay in high precision.
+
+Blocks must be whole. Readers disagree about partial ones (transformers divides the rows evenly among the scales), and
+vLLM wants each part of a fused matrix to end on a block.
+
+Sources: compressed-tensors 0.20 (quantization/lifecycle/initialize.py: names, shapes), vLLM
+(compressed_tensors_w8a8_fp8.py, fp8.py), DeepSeek-V3's config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..fp8_utils import get_fp8_recipe
+from ..quantizer import quantize
+from ..recipe import (
+    BLOCK_128X128,
+    ROW,
+    TENSOR,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Granularity,
+    Recipe,
+)
+from ..tensor import QuantizedSide
+
+BLOCK = 128
+CODES = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How FP8 weights are written.
+
+    Attributes:
+        name: on the command line.
+        recipe: what quantises the weights, where the run says nothing else.
+        scale: the last part of the scales' names.
+        strategy: compressed-tensors' word for who shares a scale; None: DeepSeek's form.
+    """
+
+    name: str
+    recipe: Recipe
+    scale: str
+    strategy: str | None
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        WeightFormat("fp8-tensor", Float8CurrentScaling(), "weight_scale", "tensor"),
+        WeightFormat("fp8-channel", Float8RowwiseScaling(), "weight_scale", "channel"),
+        WeightFormat("fp8-block", Float8BlockScaling(), "weight_scale_inv", None),
+    )
+}
+
+
+def weight_recipe(chosen: WeightFormat, section: Mapping[str, Any]) -> Recipe:
+    """The run's own recipe where it is of the format's kind (its margin, epsilon, powers of two), else the format's."""
+    if not section.get("fp8"):
+        return chosen.recipe
+    defaults = {"fp8_margin": 0, "fp8_recipe": "delayed"}
+    recipe_of_run = {**defaults, **section}
+    if recipe_of_run["fp8_recipe"] in ("delayed", "custom"):
+        return chosen.recipe
+    recipe = get_fp8_recipe(SimpleNamespace(**recipe_of_run))
+    return recipe if type(recipe) is type(chosen.recipe) else chosen.recipe
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def encode(
+    weights: Mapping[str, torch.Tensor], chosen: WeightFormat, recipe: Recipe
+) -> dict[str, torch.Tensor]:
+    """Codes and scales, by name, of the weights [N, K] of one GEMM, given by name (`....weight`).
+
+    Raises ValueError naming the tensor: it holds NaN or Inf, or does not consist of whole blocks.
+    """
+    for name, weight in weights.items():
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"{name} holds NaN or Inf: a scale would hide it. Export an earlier checkpoint.")
+        if chosen.name == "fp8-block" and (weight.shape[0] % BLOCK or weight.shape[1] % BLOCK):
+            raise ValueError(
+                f"{name} is {list(weight.shape)}, which are no multiples of {BLOCK}: --format=fp8-block needs whole "
+                "128x128 blocks. Use --format=fp8-channel, or leave the layer out with --ignore."
+            )
+    together = recipe.rule("weight")
+    assert together is not None
+    found: dict[str, torch.Tensor] = {}
+    if together.granularity.is_tensor:
+        side = _rowwise(torch.cat(list(weights.values())), recipe)
+        sides = [(codes, side.scale_inv) for codes in side.codes.split([len(w) for w in weights.values()])]
+    else:
+        sides = [(side.codes, side.scale_inv) for side in (_rowwise(w, recipe) for w in weights.values())]
+    for name, (codes, scale) in zip(weights, sides, strict=True):
+        found[name] = codes
+        found[_sibling(name, chosen.scale)] = (scale.reshape(1) if scale.dim() == 0 else scale).clone()
+    return found
+
+
+def _rowwise(weight: torch.Tensor, recipe: Recipe) -> QuantizedSide:
+    side = quantize(weight, recipe, "weight").rowwise
+    assert side is not None and side.codes.dtype == CODES, "weights are E4M3 in every recipe"
+    return side
+
+
+def _sibling(name: str, last: str) -> str:
+    return f"{name.rpartition('.')[0]}.{last}"
+
+
+def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inputs: bool) -> dict[str, Any]:
+    """config.json's `quantization_config`.
+
+    Args:
+        ignore: names of linears that stay in high precision.
+        static_inputs: an input_scale stands beside every quantised weight.
+    """
+    ignore = list(ignore)
+    if chosen.strategy is None:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            # transformers and newer vLLM read the first, older vLLM the second
+            "modules_to_not_convert": ignore,
+            "ignored_layers": ignore,
+        }
+    per_tensor = static_inputs or chosen.strategy == "tensor"
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**number, "strategy": chosen.strategy, "dynamic": False},
+                "input_activations": {
+                    **number,
+                    "strategy": "tensor" if per_tensor else "token",
+                    "dynamic": not static_inputs,
+                },
+                "output_activations": None,
+            }
+        },
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def check_readable(config: dict[str, Any]) -> None:
+    """Raise ValueError if config.json announces a quantisation that is none of the FP8 forms."""
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if not quantization:
+        return
+    method, form = quantization.get("quant_method"), quantization.get("format")
+    if method == "fp8":
+        block = quantization.get("weight_block_size")
+        if block not in (None, [BLOCK, BLOCK], (BLOCK, BLOCK)):
+            raise ValueError(f"config.json has weight_block_size={block}: only [128, 128] can be imported.")
+        return
+    if method == "compressed-tensors" and form in ("float-quantized", "naive-quantized"):
+        for group in quantization.get("config_groups", {}).values():
+            weights = group.get("weights") or {}
+            kind = weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)
+            if kind != ("float", 8, True) or weights.get("strategy") not in ("tensor", "channel"):
+                raise ValueError(
+                    f"config.json has weights of {weights} in quantization_config: symmetric 8-bit floats per tensor or "
+                    "per channel can be imported."
+                )
+        return
+    raise ValueError(
+        f"config.json has quantization_config quant_method={method!r}, format={form!r}: 'compressed-tensors' with "
+        "'float-quantized', and 'fp8' can be imported."
+    )
+
+
+def scale_name(weight: str, names: set[str]) -> str | None:
+    """The name of the scale beside a weight, if one is there."""
+    siblings = [_sibling(weight, last) for last in ("weight_scale", "weight_scale_inv")]
+    return next((name for name in siblings if name in names), None)
+
+
+def is_companion(name: str) -> bool:
+    """Whether a tensor belongs to a quantised weight, or to its inputs."""
+    return name.rpartition(".")[2] in ("weight_scale", "weight_scale_inv", "input_scale")
+
+
+def decode(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """code * scale in float32 [N, K].
+
+    Raises ValueError naming the tensor: the scale's shape fits no form.
+    """
+    rows, cols = codes.shape
+    granularity: Granularity
+    if scale.numel() == 1:
+        granularity, scale = TENSOR, scale.reshape(())
+    elif scale.numel() == rows and scale.shape[0] == rows:
+        granularity, scale = ROW, scale.reshape(rows, 1)
+    elif list(scale.shape) == [-(-rows // BLOCK), -(-cols // BLOCK)]:
+        granularity = BLOCK_128X128
+    else:
+        raise ValueError(
+            f"{name} is {list(codes.shape)} with scales {list(scale.shape)}: one, one per row, or one per 128x128 block "
+            "can be imported."
+        )
+    return QuantizedSide(codes, scale.float(), granularity, pow2=False).dequantize(torch.float32)

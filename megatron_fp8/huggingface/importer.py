@@ -1,0 +1,153 @@
+"""A directory of Hugging Face's form becomes a run that `megatron-fp8 train` goes on from.
+
+    RUN_DIR/config.yaml                     the model section, and where the tokenizer is
+    RUN_DIR/checkpoints/iter_0000000        the weights alone: training starts at iteration 0 with a fresh optimizer
+    RUN_DIR/tokenizer.json, ...             copied
+
+Weights are stored as exactly as they come: BF16 as BF16; what other formats hold, and FP8 codes times their scales, as
+float32. Training makes its float32 masters from them, so no bit is lost, and its BF16 or FP8 weights from the masters.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from ..checkpoint_files import Manifest, write_file
+from .architectures import Entry, entries
+from .config import architecture_of, heads_of, model_section
+from .directory import CONFIG, TOKENIZER_FILES, Tensors, new_directory, read_json
+from .formats import check_readable, decode, is_companion, scale_name
+from .layout import join_qkv, pad_rows
+from .shapes import part_shapes
+
+LONGEST_SEQUENCE = 4096
+"""Imported models train on sequences of at most this, where they could be longer: a run may ask for more."""
+
+# Some files hold what follows from the config.
+_IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+
+
+@dataclass
+class Imported:
+    """What was imported: the family, sizes, and how many of the matrices were FP8."""
+
+    architecture: str
+    parameters: int
+    fp8_weights: int
+    padding: int
+
+
+def import_directory(
+    source: Path, run_dir: Path, progress: Callable[[Iterable[Any], int], Iterable[Any]]
+) -> Imported:
+    """Make the new run `run_dir` from the directory `source`.
+
+    Args:
+        progress: (items, how many) -> the same items, shown while they pass.
+
+    Raises ValueError, and leaves nothing behind: the family or a field is not known, a tensor is missing, left over, of
+    another shape, of a kind that cannot be read, or not finite; `run_dir` is there already.
+    """
+    config = read_json(source / CONFIG)
+    section = model_section(config)
+    check_readable(config)
+    architecture = architecture_of(config)
+    tied = section["share_embeddings_and_output_weights"]
+    listed = list(entries(architecture, section["num_layers"], tied))
+    with Tensors(source) as tensors, new_directory(run_dir) as folder:
+        _check_tensors(source, tensors, listed, section)
+        found = {
+            entry.megatron: _megatron_tensor(entry, tensors, section)
+            for entry in progress(listed, len(listed))
+        }
+        run = _run_config(config, section, source, run_dir)
+        write_file(folder / "config.yaml", yaml.safe_dump(run, sort_keys=False))
+        for name in TOKENIZER_FILES:
+            if (source / name).exists():
+                shutil.copyfile(source / name, folder / name)
+        _save(folder, found, run)
+        fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
+    parameters = sum(tensor.numel() for tensor in found.values())
+    padding = section["padded_vocab_size"] - section["vocab_size"]
+    return Imported(
+        architecture.name, parameters - (1 if tied else 2) * padding * section["hidden_size"], fp8, padding
+    )
+
+
+def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section: dict[str, Any]) -> None:
+    """ValueError unless the directory has the model's tensors, all of them and no others, in the config's shapes."""
+    names = tensors.names()
+    wanted = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
+    if missing := sorted(set(wanted) - names):
+        raise ValueError(f"{str(source)!r} has no {missing[0]}, which its config.json asks for.")
+    for name in sorted(names - set(wanted)):
+        belongs = is_companion(name) and f"{name.rpartition('.')[0]}.weight" in wanted
+        tied = name == "lm_head.weight" and section["share_embeddings_and_output_weights"]
+        if tied and not torch.equal(tensors[name], tensors["model.embed_tokens.weight"]):
+            raise ValueError(
+                f"{str(source)!r} has a lm_head.weight of its own, and tie_word_embeddings=true in its config.json."
+            )
+        if not (belongs or tied or name.endswith(_IGNORED)):
+            raise ValueError(f"{str(source)!r} has {name}, which its config.json does not ask for.")
+    for name, shape in wanted.items():
+        if tensors.shape(name) != shape:
+            raise ValueError(
+                f"{name} is {tensors.shape(name)} in {str(source)!r}, and its config.json says {shape}."
+            )
+
+
+def _megatron_tensor(entry: Entry, tensors: Tensors, section: dict[str, Any]) -> torch.Tensor:
+    """One tensor of a checkpoint, from its parts."""
+    parts = [_high_precision(name, tensors) for name in entry.parts]
+    if entry.qkv:
+        dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else torch.float32
+        query, key, value = (part.to(dtype) for part in parts)
+        parts = [join_qkv(query, key, value, heads_of(section))]
+    (tensor,) = parts
+    return pad_rows(tensor, section["padded_vocab_size"]) if entry.vocabulary else tensor
+
+
+def _high_precision(name: str, tensors: Tensors) -> torch.Tensor:
+    """A tensor without a bit lost: bfloat16 where it is stored so, else float32."""
+    tensor, scale = tensors[name], scale_name(name, tensors.names())
+    if scale is not None:
+        if tensor.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"{name} is {tensor.dtype} with a scale: float8_e4m3fn can be imported.")
+        tensor = decode(name, tensor, tensors[scale])
+    elif tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"{name} is {tensor.dtype} without a scale: it cannot be imported.")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} holds NaN or Inf: the file is damaged, or training diverged.")
+    return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
+
+
+def _run_config(
+    config: dict[str, Any], section: dict[str, Any], source: Path, run_dir: Path
+) -> dict[str, Any]:
+    """config.yaml of the run: what is not there keeps its default."""
+    positions = config.get("max_position_embeddings") or LONGEST_SEQUENCE
+    run: dict[str, Any] = {"model": section, "train": {"seq_length": min(positions, LONGEST_SEQUENCE)}}
+    if (source / "tokenizer.json").exists():
+        run["data"] = {"tokenizer": str(run_dir / "tokenizer.json")}
+    return {**run, "run_dir": str(run_dir)}
+
+
+def _save(folder: Path, tensors: dict[str, torch.Tensor], run: dict[str, Any]) -> None:
+    """The weights as a checkpoint of iteration 0."""
+    from ..mcore.checkpoint_weights import save_weights
+
+    state = {
+        "optimizer_step": 0,
+        "fp8_iteration": 0,
+        "loss_scaler": None,
+        "scheduler_steps": 1,  # the schedule is one step ahead of the optimizer
+        "consumed_samples": 0,
+    }
+    save_weights(folder / "checkpoints", tensors, Manifest(0, state, {"run": run}))

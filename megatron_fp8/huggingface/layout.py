@@ -1,0 +1,59 @@
+"""Megatron-Core's fused query-key-value matrix and its three parts.
+
+With grouped queries each key and value head serves several query heads. Megatron-Core lays the output rows out group by
+group, so that a tensor-parallel rank that takes a run of rows has whole groups:
+
+    rows of linear_qkv    q0 q1 q2 q3 k0 v0 | q4 q5 q6 q7 k1 v1         8 heads, 2 groups; each letter is head_dim rows
+    Hugging Face          q0 ... q7,  k0 k1,  v0 v1                     three matrices
+
+Within a head nothing moves: with rotary_interleaved=False Megatron-Core rotates the first half of a head against the
+second, as rotate_half of transformers does. (Meta's own Llama files rotate neighbours; they are another format.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of attention: query heads, groups (key and value heads), and values of a head."""
+
+    heads: int
+    groups: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.heads % self.groups:
+            raise ValueError(
+                f"{self.heads} attention heads do not divide among {self.groups} groups of keys and values: "
+                "num_attention_heads must be a multiple of num_key_value_heads (num_query_groups)."
+            )
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows of the query, key and value projections."""
+        return self.heads * self.head_dim, self.groups * self.head_dim, self.groups * self.head_dim
+
+
+def split_qkv(fused: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of a fused weight [rows, hidden] or bias [rows]; contiguous copies."""
+    rest = fused.shape[1:]
+    grouped = fused.reshape(heads.groups, -1, heads.head_dim, *rest)
+    query, key, value = grouped.split([heads.heads // heads.groups, 1, 1], dim=1)
+    parts = [part.reshape(-1, *rest).contiguous() for part in (query, key, value)]
+    return parts[0], parts[1], parts[2]
+
+
+def join_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """The fused weight or bias: what split_qkv takes apart."""
+    rest = query.shape[1:]
+    parts = [part.reshape(heads.groups, -1, heads.head_dim, *rest) for part in (query, key, value)]
+    return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+
+def pad_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
+    """`matrix` with rows of zeros at its end, `rows` in all."""
+    return torch.cat([matrix, matrix.new_zeros(rows - len(matrix), *matrix.shape[1:])])
