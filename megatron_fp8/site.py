@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 import zlib
 from dataclasses import dataclass
@@ -15,12 +16,29 @@ from .cast import RandomKey
 from .param import Fp8Parameter
 from .plan import SitePlan
 from .quantizer import Quantizer
-from .recipe import DelayedScaling
+from .recipe import GEMM_OPERANDS, DelayedScaling
+from .side_layout import SideLayout
 from .state import Fp8State, Group
 from .tensor import Float8Tensor, QuantizedSide
 
 Operand = QuantizedSide | torch.Tensor
 """One side of a GEMM: quantised, or the high-precision matrix in the same orientation (contraction last)."""
+
+
+_sites: weakref.WeakValueDictionary[int, GemmSite] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _register(site: GemmSite) -> torch.Tensor:
+    """A number for the site, int64 [] on the CPU: what compiled code knows it by."""
+    number = next(_numbers)
+    _sites[number] = site
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def site_by_handle(handle: torch.Tensor) -> GemmSite:
+    """The site that has this handle."""
+    return _sites[int(handle)]
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,9 @@ class GemmSite:
                     slot = arena.add(delayed, rule.fmt)
                     slot.name = f"{plan.name}.{role}"
                     self.quantizers[role] = Quantizer(rule, slot, self.backend)
+        rule = plan.rules.get("input") if self.backend is not None else None
+        self.saved_layout = "" if rule is None else str(SideLayout.of(rule, self.backend.turns_codes(rule)))  # type: ignore[union-attr]
+        self.handle = _register(self)
         self._seed, self._stream = seed, stream
         self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
         self._weight: _KeptWeight | None = None
@@ -76,6 +97,12 @@ class GemmSite:
     def runs_fp8(self) -> bool:
         """Whether the plan's FP8 is in force in this iteration, outside warm-up and healing."""
         return self.is_fp8 and self.state.phase == "fp8"
+
+    def computes(self, role: str) -> bool:
+        """Whether this operand is only ever quantised, by kernels that can compute it: all its GEMMs are FP8."""
+        quantizer = self.quantizers[role]
+        in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm, roles in GEMM_OPERANDS.items() if role in roles)
+        return quantizer is not None and quantizer.computes and in_fp8
 
     def observe(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, record: bool) -> None:
         """Fill delayed scaling's histories from a linear that ran in high precision: y [..., N] = x [..., K] @ weight^T.

@@ -79,6 +79,11 @@ def notes(device: torch.device, recipe: Recipe) -> list[str]:
     return []
 
 
+def turns_codes(rule: Rule) -> bool:
+    """Whether the columnwise side of an input is a transposed view of codes in row order: always."""
+    return True
+
+
 def quantize(
     x: torch.Tensor,
     rule: Rule,

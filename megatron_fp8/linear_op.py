@@ -1,0 +1,238 @@
+"""The linear layer in compiled code: two operators that torch.compile calls and does not look into.
+
+    linear           y, codes, scales  =  x, weight, bias, site       codes and scales: what backward keeps of x
+    linear_backward  dx, dw, dbias     =  dy, (x | codes, scales), weight, site
+
+A cast records into a slot, a weight is quantised once an iteration, kernels are launched by pointer, stochastic rounding
+counts its calls: state that a tracer would have to guard on, or would bake in. So all of it stays inside, eager, and the
+graph sees tensors only: what is saved for backward is an output like any other (one byte a value), and compilers may
+plan its memory, offload it and fuse around it. The native kernels fuse amax, cast and transpose themselves; little is
+left that a compiler could add inside.
+
+What crosses as an argument, and why so:
+
+* the site, as a number in an int64 tensor on the CPU. A Python number would be a constant of the graph, and each layer of
+  a model compiled block by block would be compiled anew;
+* its ``saved_layout``, a string with all that the outputs' layouts depend on: guarded, so that layers of one recipe
+  share a graph and layers of another do not;
+* the number of this call in the trace. Two calls of one layer on one input may look equal, and are not: each adds to
+  the gradient. No compiler may merge them.
+
+Effects that the graph does not see: slots (a maximum and a sum, in any order), counters, the kept weight, main_grad. No
+result in the graph reads them. An operator that is recomputed by activation checkpointing runs inside a backward and
+records nothing, as in eager mode. The weight's codes stay with the site between forward and backward, and are made again
+from the same weight if another one took their place.
+
+Rejected: tracing through, as torchao does, with everything in torch operations. It suits tensors that carry their
+state; here slots, caches and Triton launches would each need a functional twin, and bits would differ from eager mode's.
+Rejected: an effect token through the graph (torch's effectful operators): it orders what needs no order, and versions of
+torch in use split backward effects wrongly (pytorch#172248). Rejected: disabling compilation around the layer, a graph
+break in each linear (Transformer Engine's way for years).
+
+CUDA graphs: an operator with Python state must not be replayed alone, so both are tagged ``cudagraph_unsafe``: with
+mode="reduce-overhead" the rest of a graph is captured, and they run between. To capture all, capture the step
+(docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from .context import in_recompute
+from .linear_passes import Call, backward, forward, keeps_codes
+from .side_layout import SideLayout
+from .site import GemmSite, Operand, side_of, site_by_handle
+from .tensor import QuantizedSide
+from .tp import TensorParallel
+
+_TAGS = [torch.Tag.needs_exact_strides] + (
+    [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+)
+_calls = itertools.count()
+
+
+@torch.compiler.assume_constant_result
+def _next_call() -> int:
+    """The number of a call, asked while tracing; a constant of that graph."""
+    return next(_calls)
+
+
+def traced_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    site: GemmSite,
+    tp: TensorParallel,
+    *,
+    training: bool,
+    save_original_input: bool,
+) -> Tensor:
+    """fp8_linear while torch.compile traces. The weight is quantised once an iteration, whatever its layer was told."""
+    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
+    call = Call(site, tp, training, False, save_original_input)
+    keeps = needs_wgrad and keeps_codes(x.shape[:-1].numel(), call)
+    y, _, _ = torch.ops.megatron_fp8.linear(
+        x, weight, bias, site.handle, site.saved_layout, _describe(tp), keeps, training, _next_call()
+    )
+    return y
+
+
+@torch.library.custom_op("megatron_fp8::linear", mutates_args=(), tags=_TAGS)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    site: Tensor,
+    layout: str,
+    tp: str,
+    keeps: bool,
+    training: bool,
+    number: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [..., N]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else empty.
+
+    Args:
+        site: int64 [] on the CPU, a GemmSite's handle.
+        layout: its saved_layout.
+        tp: the communication, from ``_describe``.
+        training: amaxes and health are recorded, unless this is a recomputation; counters count.
+        number: tells this call from others; not used.
+    """
+    found = site_by_handle(site)
+    call = Call(found, _parallel(tp), training and not in_recompute(), False, not keeps)
+    with nullcontext() if training else found.state.uncounted():
+        done = forward(x, weight, bias, call, keeps)
+    if not keeps:
+        return done.y, x.new_empty(0), x.new_empty(0)
+    assert isinstance(done.x, QuantizedSide)
+    return done.y, *SideLayout.parse(layout).take_apart(done.x)
+
+
+@linear.register_fake
+def _(x, weight, bias, site, layout, tp, keeps, training, number):
+    parallel = _parallel(tp)
+    shape = [*x.shape[:-1], weight.shape[0]]
+    if parallel.sequence_parallel:
+        shape[0] = shape[0] * parallel.size if parallel.kind == "column" else shape[0] // parallel.size
+    y = x.new_empty(shape)
+    if not keeps:
+        return y, x.new_empty(0), x.new_empty(0)
+    lies, size = SideLayout.parse(layout), (x.shape[-1], x.shape[:-1].numel())
+    return y, lies.codes(*size).empty(x.device), lies.scales(*size).empty(x.device)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, site, layout, tp, keeps, _, number = inputs
+    _, codes, scales = output
+    needs_wgrad = ctx.needs_input_grad[1]
+    kept = [codes, scales] if keeps else [x] if needs_wgrad else []
+    ctx.save_for_backward(weight, site, *kept)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(codes, scales)
+    ctx.arguments = (layout, tp, number)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    weight, site, *kept = ctx.saved_tensors
+    needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
+    dx, dw, dbias = torch.ops.megatron_fp8.linear_backward(
+        dy,
+        kept,
+        weight,
+        site,
+        *ctx.arguments,
+        needs_dgrad,
+        needs_wgrad,
+        ctx.bias_dtype if needs_dbias else None,
+    )
+    grads = (dx if needs_dgrad else None, dw if needs_wgrad else None, dbias if needs_dbias else None)
+    return *grads, *[None] * 6
+
+
+torch.library.register_autograd("megatron_fp8::linear", _differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("megatron_fp8::linear_backward", mutates_args=(), tags=_TAGS)
+def linear_backward(
+    dy: Tensor,
+    kept: list[Tensor],
+    weight: Tensor,
+    site: Tensor,
+    layout: str,
+    tp: str,
+    number: int,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx [..., K], dw [N, K] and dbias [N]; what was not asked for is empty.
+
+    Args:
+        dy: [..., N].
+        kept: codes and scales, or the input itself, or nothing where there is no dw.
+        bias_dtype: None if dbias is not wanted.
+        site, layout, tp, number: as in ``linear``.
+    """
+    found = site_by_handle(site)
+    call = Call(found, _parallel(tp), False, False, len(kept) == 1)
+    saved_x: Operand | None = None
+    if len(kept) == 1:
+        saved_x = kept[0].reshape(-1, kept[0].shape[-1]).t()
+    elif kept:
+        saved_x = SideLayout.parse(layout).put_together(*kept)
+    saved_w = None
+    if needs_dgrad:
+        quantized = found.quantized_weight(weight, fresh=False, record=False)
+        saved_w = side_of(quantized, "columnwise")
+    done = backward(dy, saved_x, saved_w, weight, call, (needs_dgrad, needs_wgrad), bias_dtype)
+    empty = dy.new_empty(0)
+    dx = empty if done.dx is None else done.dx.view(*_dx_shape(dy, call.tp), weight.shape[1])
+    dw = dy.new_empty(0) if done.dw is None else done.dw
+    return dx, dw, dy.new_empty(0) if done.dbias is None else done.dbias
+
+
+@linear_backward.register_fake
+def _(dy, kept, weight, site, layout, tp, number, needs_dgrad, needs_wgrad, bias_dtype):
+    shape = [*_dx_shape(dy, _parallel(tp)), weight.shape[1]]
+    dx = dy.new_empty(shape if needs_dgrad else 0)
+    dw = weight.new_empty(weight.shape) if needs_wgrad else dy.new_empty(0)
+    dbias = dy.new_empty(0) if bias_dtype is None else dy.new_empty(dy.shape[-1], dtype=bias_dtype)
+    return dx, dw, dbias
+
+
+def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:
+    """Leading dimensions of dx: dy's, but for tokens that are shards on one side of the layer."""
+    shape = list(dy.shape[:-1])
+    if tp.sequence_parallel:
+        shape[0] = shape[0] // tp.size if tp.kind == "column" else shape[0] * tp.size
+    return shape
+
+
+# --------------------------------------------------------------------------------------------------- communication
+
+
+def _describe(tp: TensorParallel) -> str:
+    """A TensorParallel as a constant that a graph can hold: '' is none."""
+    if tp.kind == "none":
+        return ""
+    flags = f"{int(tp.sequence_parallel)} {int(tp.reduce_dgrad)}"
+    return f"{tp.kind} {flags} {tp.rank} {tp.size} {tp.group.group_name}"
+
+
+@lru_cache(maxsize=256)
+def _parallel(described: str) -> TensorParallel:
+    """The TensorParallel that was described."""
+    if not described:
+        return TensorParallel()
+    kind: Any
+    kind, sequence_parallel, reduce_dgrad, rank, size, name = described.split(" ", 5)
+    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return TensorParallel(kind, group, sequence_parallel == "1", reduce_dgrad == "1", int(rank), int(size))
