@@ -3,6 +3,10 @@
 ``supports(device, recipe)`` returns the reason why the backend cannot run there, or not that recipe, or None;
 ``notes(device, recipe)`` says what of the recipe it does in another way than its own. An explicit request that cannot be
 met is an error; 'auto' takes the first that can, in the order of BACKENDS. No request is ever replaced in silence.
+
+Transformer Engine is another kind of backend: it has whole layers in place of quantize and gemm, and only the layer spec
+of a Megatron-Core model can place them. It runs where it is asked for by name and never by 'auto': its numbers are not
+this package's, so that installing it must not change a training.
 """
 
 from __future__ import annotations
@@ -12,14 +16,17 @@ from types import ModuleType
 import torch
 
 from ..recipe import Recipe
-from . import emulated, native
+from . import emulated, native, transformer_engine
 
 BACKENDS: dict[str, ModuleType] = {"native": native, "emulated": emulated}
-"""Backends of this release, best first."""
+"""Backends that quantise and multiply matrices, best first."""
+
+LAYER_BACKENDS: dict[str, ModuleType] = {"transformer_engine": transformer_engine}
+"""Backends that bring layers of their own."""
 
 
 def choose_backend(
-    request: str | None, device: torch.device, recipe: Recipe | None = None
+    request: str | None, device: torch.device, recipe: Recipe | None = None, *, layers: bool = False
 ) -> tuple[ModuleType, str]:
     """The backend for a device and a recipe, and why it was taken.
 
@@ -27,23 +34,30 @@ def choose_backend(
         request: a backend's name, or 'auto' or None.
         device: where the operands live.
         recipe: what they are quantised as; None asks for any.
+        layers: whether the caller can place a backend's own layers.
 
     Raises:
         ValueError: the name is unknown or that backend cannot run there; the message says what can.
     """
     if request not in (None, "auto"):
-        if request not in BACKENDS:
+        known = BACKENDS | LAYER_BACKENDS
+        if request not in known:
             raise ValueError(
-                f"fp8_backend {request!r} is not in this release: use 'auto' or one of {', '.join(BACKENDS)}"
+                f"fp8_backend {request!r} is not in this release: use 'auto' or one of {', '.join(known)}"
                 " ('emulated' runs on every device)"
             )
-        reason = BACKENDS[request].supports(device, recipe)
+        if request in LAYER_BACKENDS and not layers:
+            raise ValueError(
+                f"fp8_backend {request!r} has layers of its own, which only a Megatron-Core model's spec"
+                f" (megatron_fp8.mcore.spec) places: here use 'auto' or one of {', '.join(BACKENDS)}"
+            )
+        reason = known[request].supports(device, recipe)
         if reason is not None:
             raise ValueError(
                 f"fp8_backend {request!r} cannot run on {device}: {reason}; use fp8_backend='auto'"
                 " ('emulated' runs on every device)"
             )
-        return BACKENDS[request], "; ".join(["asked for", *_notes(BACKENDS[request], device, recipe)])
+        return known[request], "; ".join(["asked for", *_notes(known[request], device, recipe)])
     reasons: list[str] = []
     for backend_name, backend in BACKENDS.items():
         reason = backend.supports(device, recipe)

@@ -11,6 +11,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from megatron_fp8.mcore.te_checks import check_te_settings
 from megatron_fp8.size_filter import load_table
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
     if config.fp8:
         _check_available(config)
         _check_pow2(config)
+        check_te_settings(config)
     _warn_without_effect(config)
 
 

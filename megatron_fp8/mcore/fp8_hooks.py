@@ -8,12 +8,13 @@ from typing import Any
 
 from .. import fp8_utils
 from ..context import remember_fp8
+from . import compat
 from .patching import Patch
 
 
 def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
-    from . import grad_norm, loss_scaler, param_optimizer, params
+    from . import grad_norm, loss_scaler, param_optimizer, params, te_context
     from .activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from .spec import Fp8SpecProvider
 
@@ -23,7 +24,7 @@ def patches() -> list[Patch]:
         Patch(
             f"{core}.fp8_utils",
             "get_fp8_context",
-            fp8_utils.get_fp8_context,
+            te_context.get_fp8_context,
             "without Transformer Engine it is a nullcontext: FP8 asked for, BF16 run, nothing said",
             everywhere=True,
         ),
@@ -40,16 +41,20 @@ def patches() -> list[Patch]:
             Fp8SpecProvider,
             "layer specs without Transformer Engine are made of LocalSpecProvider's modules",
         ),
-        Patch(f"{core}.transformer.transformer_block", "te_checkpoint", fp8_checkpoint, checkpoint_why),
-        Patch(
-            f"{core}.transformer.moe.moe_layer", "te_checkpoint", fp8_checkpoint, checkpoint_why, create=True
-        ),
-        Patch(
-            f"{core}.extensions.transformer_engine",
-            "te_checkpoint",
-            fp8_checkpoint,
-            checkpoint_why,
-            create=True,
+        *(
+            Patch(
+                f"{core}.{module}",
+                "te_checkpoint",
+                checkpoint_of_backend,
+                checkpoint_why,
+                wrap=True,
+                create=create,
+            )
+            for module, create in (
+                ("transformer.transformer_block", False),
+                ("transformer.moe.moe_layer", True),
+                ("extensions.transformer_engine", True),
+            )
         ),
         Patch(
             f"{core}.transformer.module.MegatronModule",
@@ -101,6 +106,15 @@ def fp8_checkpoint(
 
     run = remember_fp8(functools.partial(forward, **kwargs))
     return tensor_parallel.checkpoint(run, distribute_saved_activations, *args)
+
+
+def checkpoint_of_backend(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+    """fp8_checkpoint, which leaves Transformer Engine's own FP8 layers to its checkpoint where there is one."""
+    if theirs is None or not compat.has_te():
+        return fp8_checkpoint
+    from . import te_context
+
+    return te_context.checkpoint(fp8_checkpoint, theirs)
 
 
 def prepare_at_first_microbatch(original: Callable[[Any], None]) -> Callable[[Any], None]:

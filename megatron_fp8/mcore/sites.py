@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..backends import choose_backend
+from ..backends import LAYER_BACKENDS, choose_backend
 from ..context import LayerBeingBuilt
 from ..fp8_utils import get_fp8_recipe
 from ..phases import Phases
@@ -26,25 +26,31 @@ from ..site import GemmSite
 from ..state import Fp8State
 from . import compat
 from .size_filter import announce, check_something_left, filtered
+from .te_site import TeSite
 
 
 def state_of(config: Any) -> Fp8State:
     """The FP8 state of all models built from this config object, made on first use. Its phases are the config's."""
     state = config.__dict__.get("_fp8_state")
     if state is None:
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if compat.has_cuda() else torch.device("cpu")
-        )
-        state = config.__dict__["_fp8_state"] = Fp8State(device)
+        state = config.__dict__["_fp8_state"] = Fp8State(model_device())
     warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
     state.phases = Phases(warmup, healing, state.phases.length)
     return state
 
 
-def resolve(config: Any, name: str, layer: LayerBeingBuilt | None, device: torch.device) -> SitePlan:
+def model_device() -> torch.device:
+    """Where Megatron-Core puts models in this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if compat.has_cuda() else torch.device("cpu")
+
+
+def resolve(
+    config: Any, name: str, layer: LayerBeingBuilt | None, device: torch.device, *, te: bool = False
+) -> SitePlan:
     """The plan of one linear. ValueError if FP8 was asked for and cannot run (fp8_fallback='warn' prints and goes BF16).
 
     Order: FP8 off; first and last layers in BF16; overrides by name (which therefore can put such a layer back); recipe.
+    ``te``: the linear is one of Transformer Engine's.
     """
     number = None if layer is None or layer.number < 0 else layer.number
     if not config.fp8:
@@ -57,7 +63,13 @@ def resolve(config: Any, name: str, layer: LayerBeingBuilt | None, device: torch
     reason = "fp8 recipe of the config" if override is None else f"fp8_overrides {override[0]!r}"
     try:
         recipe = get_fp8_recipe(config, None if override is None else override[1])
-        backend, why = choose_backend(getattr(config, "fp8_backend", None), device, recipe)
+        backend, why = choose_backend(getattr(config, "fp8_backend", None), device, recipe, layers=True)
+        if te != (backend.name in LAYER_BACKENDS):
+            raise ValueError(
+                f"{name} is {'a Transformer Engine layer' if te else 'no Transformer Engine layer'}, and the backend is"
+                f" {backend.name!r}: build the model from megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config), which"
+                " takes the layers of config.fp8_backend"
+            )
     except ValueError as error:
         if getattr(config, "fp8_fallback", "error") != "warn":
             raise
@@ -68,16 +80,20 @@ def resolve(config: Any, name: str, layer: LayerBeingBuilt | None, device: torch
     )
 
 
-def make_site(linear: Any, name: str, state: Fp8State | None = None) -> GemmSite:
-    """The site of an FP8 linear under this name; ``state`` is its model's (some modules hold a copy of the config).
+def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
+    """The GemmSite, or TeSite, of an FP8 linear under this name; ``state`` is its model's (some modules hold a copy of
+    the config).
 
     The size filter decides last, on sites that run the config's recipe: what was asked for by name stays.
     """
     config = linear.config
-    plan = resolve(config, name, linear.fp8_layer, linear.weight.device)
+    te = _is_te_linear(linear)
+    plan = resolve(config, name, linear.fp8_layer, linear.weight.device, te=te)
     if matching_override(name, getattr(config, "fp8_overrides", None) or {}) is None:
         plan = filtered(config, plan, linear)
     state = state or state_of(config)
+    if te:
+        return TeSite(plan, state)
     group, stream = None, 0
     if parallel_state.model_parallel_is_initialized():
         group = compat.amax_group(config, expert=linear.is_expert)
@@ -105,8 +121,10 @@ def prepare(model_chunks: list[Any]) -> None:
         for name, module in model.named_modules():
             if hasattr(module, "bind_fp8_site"):
                 module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer), state))
+            elif _is_te_linear(module):
+                _refuse_foreign_layers(model.config, name, "Transformer Engine's linear")
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                _refuse_foreign_layers(model.config, name)
+                _refuse_foreign_layers(model.config, name, "Megatron-Core's plain linear")
                 count_plain_linear(module, state)
         announce(linear.fp8_site.plan for linear in fp8_linears([model]))
         if hasattr(model.config, "freeze"):
@@ -154,11 +172,19 @@ def check_plan(model_chunks: list[Any]) -> None:
     check_something_left((precision, reason) for _, precision, reason in entries)
 
 
-def _refuse_foreign_layers(config: Any, name: str) -> None:
-    """FP8 asked for, and a transformer layer is built from Megatron's plain linears: that would be BF16 in silence."""
+def _is_te_linear(module: Any) -> bool:
+    """Whether a module's GEMMs are Transformer Engine's, told by its classes' names: it need not be installed."""
+    return any(
+        base.__module__.startswith("transformer_engine.") and base.__name__.endswith(("Linear", "MLP"))
+        for base in type(module).__mro__
+    )
+
+
+def _refuse_foreign_layers(config: Any, name: str, whose: str) -> None:
+    """FP8 asked for, and a transformer layer is built from linears that no plan reaches: BF16 in silence."""
     if config.fp8 and re.search(r"(^|\.)layers\.\d+\.", name):
         raise ValueError(
-            f"fp8={config.fp8!r} was asked for, but {name} is Megatron-Core's plain linear, which runs in BF16: build the"
+            f"fp8={config.fp8!r} was asked for, but {name} is {whose}, which runs in BF16: build the"
             " model from megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config), or call megatron_fp8.mcore.install()"
             " before making Megatron's local spec"
         )
@@ -182,11 +208,18 @@ def count_high_precision(
     state: Fp8State, x: torch.Tensor, weight: torch.Tensor | None, y: torch.Tensor
 ) -> None:
     """Count a high-precision linear: one GEMM now, and dgrad and wgrad when (and if) its backward runs."""
-    state.counts.hp_gemms += 1
+    count_linear(state, "hp_gemms", x, weight, y)
+
+
+def count_linear(
+    state: Fp8State, kind: str, x: torch.Tensor, weight: torch.Tensor | None, y: torch.Tensor
+) -> None:
+    """Count a linear whose GEMMs no site multiplies, as ``kind``: 'hp_gemms' or 'fp8_gemms'."""
     gradients = int(x.requires_grad) + int(weight is not None and weight.requires_grad)
+
+    def count(number: int) -> None:
+        setattr(state.counts, kind, getattr(state.counts, kind) + number)
+
+    count(1)
     if y.requires_grad:
-
-        def count(_: torch.Tensor) -> None:
-            state.counts.hp_gemms += gradients
-
-        y.register_hook(count)
+        y.register_hook(lambda _: count(gradients))

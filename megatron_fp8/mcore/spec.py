@@ -10,10 +10,14 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from ..backends import choose_backend, transformer_engine
+from ..fp8_utils import get_fp8_recipe
 from . import is_installed
 from .attention import CoreAttention
 from .layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from .norm import Norm
+from .sites import model_device
+from .te_checks import wants_te
 
 
 class Fp8SpecProvider(LocalSpecProvider):
@@ -47,15 +51,19 @@ class Fp8SpecProvider(LocalSpecProvider):
 
 
 def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
-    """The spec of a GPT layer for this config: dense or MoE, grouped-query attention, any norm.
+    """The spec of a GPT layer for this config: dense or MoE, grouped-query attention, any norm, any backend.
 
     Raises:
         RuntimeError: megatron_fp8.mcore.install() was not called.
-        ValueError: multi-latent attention, or grouped GEMM for experts.
+        ValueError: multi-latent attention; grouped GEMM for experts; Transformer Engine was asked for and cannot run.
     """
     _require_installed()
     if getattr(config, "multi_latent_attention", False):
         raise ValueError("multi_latent_attention=True is not available in this version: set it to False")
+    if _takes_te_layers(config):
+        from .te_layers import te_layer_spec  # its base classes are Transformer Engine's
+
+        return te_layer_spec(config)
     return gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -63,6 +71,20 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
     )
+
+
+def _takes_te_layers(config: Any) -> bool:
+    """Whether Transformer Engine's layers are asked for and can run; if they cannot it is an error, or, with
+    fp8_fallback='warn', each site says so."""
+    if not wants_te(config):
+        return False
+    try:
+        choose_backend(transformer_engine.name, model_device(), get_fp8_recipe(config), layers=True)
+    except ValueError:
+        if config.fp8_fallback != "warn":
+            raise
+        return False
+    return True
 
 
 def _require_installed() -> None:

@@ -191,6 +191,7 @@ def hooks() -> None:
     from megatron.core.transformer import transformer_block
 
     from megatron_fp8 import fp8_utils, mcore
+    from megatron_fp8.mcore import te_context
     from megatron_fp8.mcore.config import IterationEnd
     from tests.gpt import gpt_config
 
@@ -203,7 +204,7 @@ def hooks() -> None:
     assert theirs.get_fp8_context is not fp8_utils.get_fp8_context
     mcore.install()
     mcore.install()
-    assert theirs.get_fp8_context is transformer_block.get_fp8_context is fp8_utils.get_fp8_context
+    assert theirs.get_fp8_context is transformer_block.get_fp8_context is te_context.get_fp8_context
     assert theirs.get_fp8_recipe is fp8_utils.get_fp8_recipe
     with model_parallel():
         for fp8 in ({"fp8": "hybrid", "fp8_recipe": "delayed"}, {}):

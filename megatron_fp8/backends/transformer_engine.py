@@ -1,0 +1,289 @@
+"""Transformer Engine as a backend: its linears cast and multiply, this package says how, and checks that they do.
+
+The other backends are handed a matrix and a rule. Transformer Engine (TE) is handed a layer: casts, GEMMs, communication
+and the amax history are its own, and what it shall do is said once, by a recipe object given to its autocast. So this
+backend has no ``quantize`` and no ``gemm``. It has ``te_recipe``, which turns a recipe of ours into TE's, and
+``disagreements``, which reads from the quantizers that TE made for a layer what they really do.
+
+Both are needed, because TE drops in silence what it does not know. Its recipes are pydantic dataclasses, which ignore
+unknown keywords: ``DelayedScaling(override_linear_precision=...)``, the way Megatron-Core asks for a weight gradient in
+BF16, and ``interval=...`` vanish. Keywords that it knows may have no effect either: ``use_power_2_scales`` and
+``use_f32_scales`` are fields, but quantizers read three QParams, which are attributes of the class, computed from an
+environment variable when it was defined. Here those are set on the recipe object itself, and everything is read back.
+
+Rejected: setting the environment variables. They count only before TE is imported, and for the whole process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module, metadata, util
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from ..formats import ROLES
+from ..recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    recipe_name,
+)
+
+name = "transformer_engine"
+
+MINIMUM = "2.9"
+INSTALL = (
+    "pip install --no-build-isolation 'megatron_fp8[te]' (on Linux with a CUDA build of torch; where no wheel fits that"
+    " torch it is compiled, which needs the CUDA toolkit with nvcc, cuDNN 9.3 or newer, and ninja)"
+)
+
+
+def missing() -> str | None:
+    """Why Transformer Engine cannot be used in this process, with the install line; None if it can."""
+    if util.find_spec("transformer_engine") is None:
+        return f"Transformer Engine is not installed: {INSTALL}"
+    return _import_failure()
+
+
+@functools.cache
+def _import_failure() -> str | None:
+    try:
+        import_module("transformer_engine.pytorch")
+    except Exception as error:  # a missing library is an OSError, the wheel without one a RuntimeError
+        first = str(error).partition("\n")[0]
+        return f"Transformer Engine is installed and does not import ({type(error).__name__}: {first}): {INSTALL}"
+    if Version(version()) < Version(MINIMUM):
+        return f"Transformer Engine {version()} is installed, {MINIMUM} or newer is needed: {INSTALL}"
+    return None
+
+
+def version() -> str:
+    """The installed Transformer Engine's version, by which Megatron-Core goes too."""
+    found = getattr(import_module("transformer_engine"), "__version__", None)
+    return str(found) if found is not None else metadata.version("transformer-engine")
+
+
+def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
+    """Why TE's linears cannot run on the device, or not this recipe; None if they can. TE is asked about the GPU."""
+    reason = missing() or device_reason(device)
+    if reason is not None or recipe is None:
+        return reason
+    return unmapped(recipe) or _refusal_of_te(recipe)
+
+
+def notes(device: torch.device, recipe: Recipe) -> list[str]:
+    """Whose numbers they are: TE's casts and GEMMs are specified by TE, not by this package."""
+    return [f"Transformer Engine {version()} casts and multiplies"]
+
+
+def device_reason(device: torch.device) -> str | None:
+    """Why the device is none of TE's, None if it may be."""
+    return None if device.type == "cuda" else f"Transformer Engine needs a CUDA device, this is {device}"
+
+
+def unmapped(recipe: Recipe) -> str | None:
+    """What of a recipe TE has no way to do, None if all of it maps. Needs no Transformer Engine."""
+    if isinstance(recipe, Float8RowwiseScaling):
+        return "Transformer Engine has no rowwise recipe (its recipes: delayed, tensorwise, blockwise, mxfp8)"
+    if isinstance(recipe, CustomRecipe):
+        return (
+            "Transformer Engine's custom recipes are made of its own quantizers, not of this package's rules"
+        )
+    if recipe.stochastic_rounding:
+        return "Transformer Engine does not round FP8 stochastically"
+    if isinstance(recipe, DelayedScaling):
+        if recipe.amax_epsilon:
+            return f"Transformer Engine's delayed scaling has no amax epsilon ({recipe.amax_epsilon})"
+        if recipe.interval != 1:
+            return f"Transformer Engine updates delayed scales every iteration, not every {recipe.interval}"
+    if isinstance(recipe, Float8CurrentScaling) and recipe.margin:
+        return f"Transformer Engine's tensorwise scaling has no margin ({recipe.margin})"
+    return None
+
+
+def _refusal_of_te(recipe: Recipe) -> str | None:
+    engine = import_module("transformer_engine.pytorch")
+    asked = {MXFP8BlockScaling: "is_mxfp8_available", Float8BlockScaling: "is_fp8_block_scaling_available"}
+    possible, reason = getattr(engine, asked.get(type(recipe), "is_fp8_available"))(return_reason=True)
+    return None if possible else f"Transformer Engine {version()}: {reason}"
+
+
+# ------------------------------------------------------------------------------------------------------------- mapping
+
+# Fields that a version may lack because it lacks what they would switch on; their value means "off".
+_MAY_BE_ABSENT = {"backward_override": None, "enable_2d_quantization": False}
+
+_made: dict[str, Recipe] = {}
+
+
+def te_recipe(recipe: Recipe) -> Any:
+    """TE's recipe object that does what ``recipe`` says, every setting read back from it.
+
+    Raises:
+        ValueError: TE cannot do that (``unmapped``); or a recipe that TE cannot tell from this one is in use already.
+        RuntimeError: the installed TE did not take a setting.
+    """
+    reason = unmapped(recipe)
+    if reason is not None:
+        raise ValueError(f"{reason}: use fp8_backend='native'")
+    classes = import_module("transformer_engine.common.recipe")
+    kind, wanted = _settings(recipe, classes)
+    fields = {field.name for field in dataclasses.fields(kind)}
+    made = kind(**{key: value for key, value in wanted.items() if key in fields})
+    for key, value in wanted.items():
+        if key not in fields and hasattr(made, key):
+            setattr(made, key, value)  # an attribute of the class: no keyword reaches it
+        found = getattr(made, key, _MAY_BE_ABSENT.get(key, "absent"))
+        if found != value:
+            raise RuntimeError(
+                f"Transformer Engine {version()} did not take {key}={value!r} for {kind.__name__}: it has {found!r}."
+                " Use fp8_backend='native', or another version of Transformer Engine"
+            )
+    _refuse_twin(recipe, made)
+    return made
+
+
+def _settings(recipe: Recipe, classes: Any) -> tuple[type, dict[str, Any]]:
+    """TE's class for a recipe, and everything that decides what it does, defaults of TE's included."""
+    wanted: dict[str, Any] = {
+        "fp8_format": classes.Format[recipe.fp8_format.name],  # type: ignore[union-attr]
+        "fp8_dpa": False,
+        "fp8_mha": False,
+        "backward_override": None,  # its default is an environment variable
+    }
+    if isinstance(recipe, DelayedScaling):
+        return classes.DelayedScaling, wanted | {
+            "margin": recipe.margin,
+            "amax_history_len": recipe.amax_history_len,
+            "amax_compute_algo": recipe.amax_compute_algo,
+            "scaling_factor_compute_algo": None,
+            "reduce_amax": True,
+        }
+    if isinstance(recipe, Float8CurrentScaling):
+        pow2 = recipe.use_power_2_scales
+        return classes.Float8CurrentScaling, {
+            **wanted,
+            "use_power_2_scales": pow2,
+            **_quantizer_settings(classes, pow2, recipe.amax_epsilon),
+            "fp8_gemm_fprop": classes.MMParams(use_split_accumulator=False),
+            "fp8_gemm_dgrad": classes.MMParams(use_split_accumulator=True),
+            "fp8_gemm_wgrad": classes.MMParams(use_split_accumulator=True),
+        }
+    if isinstance(recipe, Float8BlockScaling):
+        return classes.Float8BlockScaling, {
+            **wanted,
+            "use_f32_scales": recipe.use_f32_scales,
+            **_quantizer_settings(classes, not recipe.use_f32_scales, recipe.amax_epsilon),
+            "x_block_scaling_dim": 1,
+            "w_block_scaling_dim": 2,
+            "grad_block_scaling_dim": 1,
+        }
+    assert isinstance(recipe, MXFP8BlockScaling)
+    return classes.MXFP8BlockScaling, wanted | {"margin": 0, "enable_2d_quantization": False}
+
+
+def _quantizer_settings(classes: Any, pow2: bool, epsilon: float) -> dict[str, Any]:
+    asked = classes.QParams(power_2_scale=pow2, amax_epsilon=epsilon)
+    if (asked.power_2_scale, asked.amax_epsilon) != (pow2, epsilon):
+        raise RuntimeError(
+            f"Transformer Engine {version()} made {asked!r} of power_2_scale={pow2}, {epsilon}"
+        )
+    return dict.fromkeys(("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"), asked)
+
+
+def _refuse_twin(recipe: Recipe, made: Any) -> None:
+    """TE keeps delayed scaling's amaxes under the recipe's repr, which leaves out the amax algorithm."""
+    other = _made.setdefault(repr(made), recipe)
+    if other != recipe:
+        raise ValueError(
+            f"{recipe} and {other}, in use in this process already, are one to Transformer Engine, which would mix their"
+            " amaxes: it tells recipes apart by what they print, and that leaves the difference out. Use one of them"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def autocast(recipe: Any, group: Any) -> AbstractContextManager[Any]:
+    """TE's context in which its layers run FP8 by this recipe of TE's; ``group`` shares delayed scaling's amaxes."""
+    engine = import_module("transformer_engine.pytorch")
+    return engine.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
+
+
+def high_precision() -> AbstractContextManager[Any]:
+    """A context in which TE's layers run in their own dtype, inside an FP8 one too."""
+    return (
+        import_module("transformer_engine.pytorch").autocast(enabled=False) if is_enabled() else nullcontext()
+    )
+
+
+def is_enabled() -> bool:
+    """Whether TE's layers would run FP8 here."""
+    return bool(_state_manager().is_fp8_enabled())
+
+
+def recipe_in_force() -> Any:
+    """The recipe object of the innermost of TE's contexts."""
+    return _state_manager().get_fp8_recipe()
+
+
+def _state_manager() -> Any:
+    return import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+
+
+# Where a linear keeps its quantizers: of one GEMM's input, weight and output, and of its output's gradient.
+_PLACES = {"input": ("scaling_fwd", 0), "weight": ("scaling_fwd", 1), "grad_output": ("scaling_bwd", 0)}
+_QUANTIZERS = {
+    "delayed": "Float8Quantizer",
+    "tensorwise": "Float8CurrentScalingQuantizer",
+    "blockwise": "Float8BlockQuantizer",
+    "mxfp8": "MXFP8Quantizer",
+}
+
+
+def disagreements(linear: Any, recipe: Recipe) -> list[str]:
+    """In what the quantizers that TE made for a linear differ from the recipe; empty if they do as it says.
+
+    Call it after the linear's first FP8 forward, which makes them.
+    """
+    found = []
+    for role in ROLES:
+        key, index = _PLACES[role]
+        quantizer = linear.quantizers[key][index]
+        for what, (wanted, has) in _compared(recipe, role, quantizer).items():
+            if has != wanted:
+                found.append(f"{role}: {what} is {has!r}, asked for was {wanted!r}")
+    if isinstance(recipe, DelayedScaling):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            state = linear.fp8_meta[key]
+            if state.amax_history.shape[0] != recipe.amax_history_len:
+                found.append(
+                    f"{key}: history of {state.amax_history.shape[0]}, not {recipe.amax_history_len}"
+                )
+    return found
+
+
+def _compared(recipe: Recipe, role: str, quantizer: Any) -> dict[str, tuple[Any, Any]]:
+    """What -> (as the recipe has it, as the quantizer has it)."""
+    rule = recipe.rule(role)
+    assert rule is not None, "a recipe that maps quantises every role"
+    kind = recipe_name(recipe)
+    compared: dict[str, tuple[Any, Any]] = {
+        "quantizer": (_QUANTIZERS[kind], type(quantizer).__name__),
+        "format": (f"kFloat8{rule.fmt.name.upper()}", quantizer.dtype.name),
+    }
+    if kind in ("tensorwise", "blockwise"):
+        compared["power-of-two scale"] = rule.scale == "pow2", bool(quantizer.force_pow_2_scales)
+        compared["amax epsilon"] = rule.epsilon, quantizer.amax_epsilon
+    if kind == "blockwise":
+        wanted = 2 if rule.granularity.symmetric else 1
+        compared["dimensions of a block"] = wanted, quantizer.block_scaling_dim
+    return compared

@@ -1,0 +1,248 @@
+"""What the process with the stand-in does: ``python -m tests.te.cases VERSION CASE...`` prints one JSON object a case."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_fp8 import recipe
+from megatron_fp8.formats import Format
+
+MAPPED: list[Any] = [
+    recipe.DelayedScaling(),
+    recipe.DelayedScaling(margin=2, amax_history_len=7, fp8_format=Format.E4M3),
+    recipe.Float8CurrentScaling(),
+    recipe.Float8CurrentScaling(use_power_2_scales=True, amax_epsilon=1e-3),
+    recipe.Float8BlockScaling(),
+    recipe.Float8BlockScaling(use_f32_scales=True, amax_epsilon=1e-3, fp8_format=Format.HYBRID),
+    recipe.MXFP8BlockScaling(),
+    recipe.MXFP8BlockScaling(fp8_format=Format.HYBRID),
+]
+
+SMALL = {"hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2}
+SHORT = {"sequence": 128, "micro_batch": 1, "global_batch": 2, "vocab": 128}
+# Norms that are layers of their own here are part of Transformer Engine's next linear.
+RENAMED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def config_of(backend: str | None, recipe_name: str | None, **fields: Any) -> Any:
+    """This package's config of the small GPT."""
+    from megatron_fp8 import TransformerConfig
+    from tests.gpt import gpt_config
+
+    fp8 = {"fp8": "hybrid", "fp8_format": recipe_name, "fp8_backend": backend} if recipe_name else {}
+    return gpt_config(cls=TransformerConfig, **{**SMALL, **fp8, **fields})
+
+
+def build(config: Any) -> Any:
+    """Its one chunk, with the weights that the emulated backend's model has."""
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+    from tests.gpt import build_chunks
+
+    (chunk,) = build_chunks(
+        config, spec=get_gpt_layer_fp8_spec, sequence=SHORT["sequence"], vocab=SHORT["vocab"]
+    )
+    if getattr(config, "fp8_backend", None) == "transformer_engine":
+        (source,) = build_chunks(
+            config_of("emulated", "tensorwise", normalization=config.normalization,
+                      add_bias_linear=config.add_bias_linear, gated_linear_unit=config.gated_linear_unit),
+            spec=get_gpt_layer_fp8_spec, sequence=SHORT["sequence"], vocab=SHORT["vocab"],
+        )  # fmt: skip
+        values = {te_name(name): value for name, value in source.named_parameters()}
+        with torch.no_grad():
+            for name, parameter in chunk.named_parameters():
+                parameter.copy_(values[name])
+    return chunk
+
+
+def te_name(name: str) -> str:
+    """A parameter's name in a model of Transformer Engine's layers."""
+    for ours, theirs in RENAMED.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def trained(backend: str | None, recipe_name: str | None, steps: int = 2, **fields: Any) -> dict[str, Any]:
+    """Losses of a short training, the counts of its last iteration, its sites, and what contexts were entered."""
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.report import site_report
+    from tests.gpt import build_optimizer, train_step
+    from tests.ranks import model_parallel
+    from tests.te.standin import Manager
+
+    Manager.entered, Manager.updates = (), 0
+    with model_parallel():
+        config = config_of(backend, recipe_name, **fields)
+        chunk = build(config)
+        optimizer = build_optimizer(config, [chunk])
+        losses = [train_step(config, [chunk], optimizer, step, **SHORT)[0] for step in range(steps)]
+        return {
+            "losses": losses,
+            "counts": iteration_counts(),
+            "sites": site_report([chunk]),
+            "entered": list(Manager.entered),
+            "updates": Manager.updates,
+        }
+
+
+def parity(*names: str) -> dict[str, Any]:
+    """Both backends' trainings, by recipe and options."""
+    options: dict[str, dict[str, Any]] = {
+        "tensorwise": {},
+        "tensorwise pow2": {"fp8_pow2_scales": True, "fp8_amax_epsilon": 0.5},
+        "blockwise": {},
+        "blockwise fp32": {"fp8_pow2_scales": False, "fp8": "e4m3"},
+        "mxfp8": {},
+        "tensorwise gpt": {"llama": False},
+    }
+    return {
+        name: {
+            backend: trained(backend, name.split()[0], **fields)
+            for backend in ("transformer_engine", "emulated")
+        }
+        for name, fields in options.items()
+    }
+
+
+def delayed() -> dict[str, Any]:
+    """Delayed scaling with the first layer in BF16, and recomputed; tensorwise recomputed, and with an override."""
+    bf16 = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    te = "transformer_engine"
+    return {
+        "first": trained(te, "delayed", 1, fp8_amax_history_len=4, **bf16),
+        "recomputed": trained(te, "delayed", 1, fp8_amax_history_len=4, **full),
+        "tensorwise recomputed": trained(te, "tensorwise", 1, **full),
+        "override": trained(te, "tensorwise", 1, fp8_overrides={"*.linear_proj": "bf16"}),
+    }
+
+
+def refusals() -> dict[str, str]:
+    """What is refused, and with which words."""
+    from megatron_fp8.backends import transformer_engine as engine
+    from megatron_fp8.mcore.te_context import get_fp8_context
+    from tests.gpt import build_chunks, build_optimizer, train_step
+    from tests.ranks import model_parallel
+
+    te, found = "transformer_engine", {}
+
+    def train(config: Any, chunk: Any) -> None:
+        train_step(config, [chunk], build_optimizer(config, [chunk]), 0, **SHORT)
+
+    def case(name: str, run: Any) -> None:
+        with model_parallel():
+            try:
+                run()
+            except (ValueError, RuntimeError) as error:
+                found[name] = f"{type(error).__name__}: {error}"
+
+    def megatrons_te_spec() -> None:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        from megatron_fp8.mcore.attention import CoreAttention
+
+        def spec(config: Any) -> Any:
+            made = get_gpt_layer_with_transformer_engine_spec()
+            made.submodules.self_attention.submodules.core_attention = CoreAttention
+            return made
+
+        config = config_of("emulated", "tensorwise")
+        (chunk,) = build_chunks(config, spec=spec, sequence=128, vocab=128)
+        train(config, chunk)
+
+    def our_layers() -> None:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        config = config_of(te, "tensorwise")
+        (chunk,) = build_chunks(
+            config, spec=lambda c: get_gpt_layer_local_spec(normalization="RMSNorm"), sequence=128, vocab=128
+        )
+        train(config, chunk)
+
+    def te_layers_of_another_backend() -> None:
+        config = config_of(te, "tensorwise")
+        chunk = build(config)
+        config.fp8_backend = "emulated"
+        train(config, chunk)
+
+    def outside_the_context() -> None:
+        chunk = build(config_of(te, "tensorwise"))
+        layer = chunk.module.module.decoder.layers[0]
+        layer.mlp.linear_fc1(torch.zeros(128, 1, SMALL["hidden_size"], dtype=torch.bfloat16))
+
+    def another_recipe() -> None:
+        chunk = build(config_of(te, "tensorwise"))
+        layer = chunk.module.module.decoder.layers[0]
+        with get_fp8_context(config_of(te, "mxfp8"), 0):
+            layer.mlp.linear_fc1(torch.zeros(128, 1, SMALL["hidden_size"], dtype=torch.bfloat16))
+
+    def quantizers_that_disobey() -> None:
+        from tests.te import standin
+
+        original = standin._quantizers
+
+        def rounding_on_its_own(*args: Any) -> Any:
+            made = original(*args)
+            made["scaling_bwd"][0].force_pow_2_scales = True
+            return made
+
+        with mock.patch.object(standin, "_quantizers", rounding_on_its_own):
+            config = config_of(te, "tensorwise")
+            train(config, build(config))
+
+    def no_gpu() -> None:
+        with mock.patch.object(engine, "device_reason", DEVICE_REASON):
+            build(config_of(te, "tensorwise"))
+
+    for run in (megatrons_te_spec, our_layers, te_layers_of_another_backend, outside_the_context, another_recipe,
+                quantizers_that_disobey, no_gpu):  # fmt: skip
+        case(run.__name__, run)
+    return found
+
+
+def checkpoints() -> dict[str, Any]:
+    """Names of what is saved of a layer, by backend; and whether the other's weights load into it."""
+    from tests.ranks import model_parallel
+
+    keys = {}
+    with model_parallel():
+        chunks = {name: build(config_of(name, "delayed")) for name in ("transformer_engine", "emulated")}
+        for name, chunk in chunks.items():
+            saved = chunk.module.module.sharded_state_dict()
+            keys[name] = sorted({value.key for value in saved.values() if "fp8_state" not in value.key})
+        states = {name: chunk.module.module.state_dict() for name, chunk in chunks.items()}
+        ours = {te_name(key): value for key, value in states["emulated"].items()}
+        chunks["transformer_engine"].module.module.load_state_dict(ours)
+    return {"keys": keys, "loaded": True}
+
+
+CASES = {case.__name__: case for case in (parity, delayed, refusals, checkpoints)}
+
+
+def main() -> None:
+    """Install the stand-in, run the cases."""
+    version, *names = sys.argv[1:]
+    from tests.te.standin import install
+
+    install(version)
+    global DEVICE_REASON
+    from megatron_fp8.backends import transformer_engine as engine
+
+    DEVICE_REASON = engine.device_reason
+    engine.device_reason = lambda device: None  # the stand-in runs on a CPU
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for name in names:
+        print(json.dumps({name: CASES[name]()}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
