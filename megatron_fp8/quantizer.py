@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from .backends import emulated
+from .backends import emulated, native
 from .backends.emulated import AmaxReduction, Direction, Quantized, Region
 from .cast import RandomKey
 from .recipe import Recipe, Rule
@@ -92,6 +92,11 @@ class Quantizer:
         )
         self.slot.arena.counts.casts += 1
         return quantized
+
+    @property
+    def computes(self) -> bool:
+        """Whether its kernels take a matrix that they have to compute as they read (unwritten.py)."""
+        return self.backend is native and native.kernel_reason(self.rule) is None
 
     def delayed_scale(self) -> torch.Tensor | None:
         """float32 [], the history's scale; None where the matrix at hand gives it (no delayed scaling, or still cold)."""

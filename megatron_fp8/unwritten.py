@@ -38,7 +38,8 @@ class _Cell:
         if self.values is None:
             from .kernels.quantize import write  # loads Triton
 
-            self.values, self.source = write(self.source), None
+            source: Any = self.source
+            self.values, self.source = write(source), None
         return self.values
 
 

@@ -2,6 +2,9 @@
 
 Megatron-Core's version stores ``input.to(float8_e4m3fn)`` without a scale: values under 2^-10 vanish. Here blocks of
 1x128 carry a power-of-two scale each: one byte a value and 3 % for scales.
+
+On GPUs, between two linears that make codes by kernels (fusion.py), SwiGLU writes neither its result nor its gradient:
+both are Unwritten, computed by the linears' kernels in float32 with one rounding, whether the input is stored or kept.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from ..backends import emulated
+from ..backends import emulated, native
 from ..formats import E4M3
 from ..recipe import BLOCK_1X128, Rule
 from ..tensor import QuantizedSide
+from ..unwritten import Unwritten, written
+from . import fusion
 
 _STORE = Rule(E4M3, BLOCK_1X128, "pow2")
 
@@ -48,6 +54,54 @@ class _SwiGLU(torch.autograd.Function):
         return torch.cat([dgate, dy * silu], -1).to(grad_output.dtype), dweights
 
 
+class _UnwrittenSwiGLU(torch.autograd.Function):
+    """_SwiGLU of x [..., 2 n] whose result [..., n] and, where ``unwritten_grad``, gradient are Unwritten.
+
+    ``store`` keeps x for backward in scaled FP8.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, store: bool, unwritten_grad: bool
+    ) -> torch.Tensor:
+        from ..kernels.swiglu_quantize import swiglu  # loads Triton
+
+        x = written(x)
+        tokens = x.reshape(-1, x.shape[-1])
+        ctx.x_shape, ctx.store, ctx.unwritten_grad = x.shape, store, unwritten_grad
+        if store:
+            side = native.quantize(tokens, _STORE, "rowwise").tensor.rowwise
+            assert side is not None
+            ctx.save_for_backward(weights, side.codes, side.scale_inv)
+        else:
+            ctx.save_for_backward(weights, x)
+        return Unwritten(swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from ..kernels.swiglu_quantize import swiglu_grad, swiglu_weight_grad  # loads Triton
+
+        weights, *kept = ctx.saved_tensors
+        dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)
+        x = kept[0].reshape(-1, ctx.x_shape[-1])
+        if ctx.store:  # a code times a power of two is exact in 16 bits too
+            x = QuantizedSide(x, kept[1], BLOCK_1X128, True).dequantize(dy.dtype)
+        dx = Unwritten(swiglu_grad(dy, x, weights), ctx.x_shape)
+        dweights = None
+        if weights is not None and ctx.needs_input_grad[1]:
+            dweights = swiglu_weight_grad(dy, x).view(weights.shape).to(weights.dtype)
+        return dx if ctx.unwritten_grad else dx.written(), dweights, None, None
+
+
+def _unwritten(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
+    """SwiGLU inside an MLP whose second linear makes codes of the result; None elsewhere."""
+    mlp = fusion.running_mlp()
+    if mlp is None or not mlp.linear_fc2.makes_codes_of("input"):
+        return None
+    return _UnwrittenSwiGLU.apply(x, weights, store, mlp.linear_fc1.makes_codes_of("grad_output"))
+
+
 def _stored(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
     x = x if bias is None else x + bias
     y = _SwiGLU.apply(x.reshape(-1, x.shape[-1]), weights)
@@ -55,28 +109,35 @@ def _stored(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | 
 
 
 def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Megatron's bias_swiglu_impl, with the scaled store where fp8_input_store is asked for."""
+    """Megatron's bias_swiglu_impl: unwritten between FP8 linears, and with the scaled store where it is asked for."""
 
     def bias_swiglu_impl(
         input: torch.Tensor,
         bias: torch.Tensor | None,
         fp8_input_store: bool = False,
-        *args: Any,
-        **kwargs: Any,
+        cpu_offload_input: bool = False,
     ) -> torch.Tensor:
+        unwritten = None
+        if bias is None and not cpu_offload_input:
+            unwritten = _unwritten(input, None, fp8_input_store)
+        if unwritten is not None:
+            return unwritten
         if not fp8_input_store:
-            return original(input, bias, fp8_input_store, *args, **kwargs)
+            return original(input, bias, fp8_input_store, cpu_offload_input)
         return _stored(input, bias, None)
 
     return bias_swiglu_impl
 
 
 def store_expert_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Megatron's weighted_bias_swiglu_impl (experts: weights are the router's [tokens, 1]), with the scaled store."""
+    """Megatron's weighted_bias_swiglu_impl (experts: weights are the router's [tokens, 1]); as the one above."""
 
     def weighted_bias_swiglu_impl(
         input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, fp8_input_store: bool = False
     ) -> torch.Tensor:
+        unwritten = _unwritten(input, weights, fp8_input_store) if bias is None else None
+        if unwritten is not None:
+            return unwritten
         if not fp8_input_store:
             return original(input, bias, weights, fp8_input_store)
         return _stored(input, bias, weights)

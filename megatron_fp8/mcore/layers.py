@@ -56,6 +56,12 @@ class _Fp8Site:
         """Whether the next forward uses FP8: planned so, in force this iteration, not switched off around this call."""
         return self._switched_on() and self.fp8_site.runs_fp8
 
+    def makes_codes_of(self, role: str) -> bool:
+        """Whether the next call makes codes, by kernels, of all it reads of this operand, which may come Unwritten."""
+        if torch.compiler.is_compiling() or self.save_original_input:
+            return False
+        return self.runs_fp8() and self.fp8_site.computes(role)
+
     def _switched_on(self) -> bool:
         """A first or last layer's reason to be in BF16 was weighed when the plan was made: an override may have won."""
         weighed = None if self.fp8_layer is None else self.fp8_layer.bf16_reason
