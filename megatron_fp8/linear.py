@@ -18,7 +18,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .context import in_recompute
-from .linear_op import traced_linear
 from .linear_passes import Call, backward, forward
 from .recipe import Granularity
 from .site import GemmSite, Operand, side_of
@@ -68,6 +67,8 @@ def fp8_linear(
         "each rank would add a row-parallel bias, and their sum would count it again"
     )
     if torch.compiler.is_compiling():
+        from .linear_op import traced_linear  # loads torch's compiler, which importing the package must not
+
         return traced_linear(
             x, weight, bias, site, tp, training=training, save_original_input=save_original_input
         )
