@@ -14,7 +14,7 @@ from .patching import Patch
 
 def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
-    from . import grad_norm, loss_scaler, param_optimizer, params, te_context
+    from . import fusion, grad_norm, loss_scaler, param_optimizer, params, te_context
     from .activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from .spec import Fp8SpecProvider
 
@@ -89,6 +89,7 @@ def patches() -> list[Patch]:
         *params.patches(),
         *param_optimizer.patches(),
         *grad_norm.patches(),
+        *fusion.patches(),
         *loss_scaler.patches(),
     ]
 
