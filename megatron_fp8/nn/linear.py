@@ -149,7 +149,10 @@ class Fp8Linear(torch.nn.Linear):
             return self._high_precision(input, site, off is None)
         if torch.is_autocast_enabled(device.type):
             input = input.to(torch.get_autocast_dtype(device.type))
-        with nullcontext() if self.training else site.state.uncounted():
+        with (
+            torch.autocast(device.type, enabled=False),  # it would round the products of the emulated GEMM
+            nullcontext() if self.training else site.state.uncounted(),
+        ):
             return fp8_linear(input, self.weight, self.bias, site, training=self.training)
 
     def _high_precision(self, x: torch.Tensor, site: GemmSite, observe: bool) -> torch.Tensor:

@@ -83,7 +83,9 @@ def test_report_says_what_and_why(capsys):
         "final_norm": "skip '*final*norm*'",
         "lm_head": "skip 'lm_head'",
     }
-    assert str(report) in printed and "blocks.0.0 .. blocks.1.0 (2)" in printed and "mxfp8, emulated" in printed
+    assert (
+        str(report) in printed and "blocks.0.0 .. blocks.1.0 (2)" in printed and "mxfp8, emulated" in printed
+    )
     assert "4 of 7 modules with parameters run in FP8" in printed
     assert report.as_dict()[1]["shape"] == [96, 64]
 
@@ -95,7 +97,10 @@ def test_report_says_what_and_why(capsys):
         ("blocks.0", ["blocks.1.0", "blocks.1.2", "lm_head"]),
         (["blocks.?.2", "lm_head"], ["blocks.0.0", "blocks.1.0"]),
         ((*DEFAULT_SKIP, "0"), ["blocks.1.2"]),
-        (lambda name, module: getattr(module, "out_features", 0) == 96, ["blocks.0.2", "blocks.1.2", "lm_head"]),
+        (
+            lambda name, module: getattr(module, "out_features", 0) == 96,
+            ["blocks.0.2", "blocks.1.2", "lm_head"],
+        ),
         ((), [*CONVERTED, "lm_head"]),
     ],
 )
@@ -120,7 +125,9 @@ def test_tied_head_of_any_name_is_left_by_default():
 
 def test_a_pattern_that_matches_nothing_is_an_error_and_changes_nothing():
     model = make()
-    with pytest.raises(ValueError, match=r"skip='layers\.\*' matches no module of Net; its modules are embed, blocks"):
+    with pytest.raises(
+        ValueError, match=r"skip='layers\.\*' matches no module of Net; its modules are embed, blocks"
+    ):
         convert_to_fp8(model, skip=["layers.*"])
     assert not any(isinstance(m, Fp8Linear) for m in model.modules()) and not hasattr(model, "fp8_report")
 
@@ -144,7 +151,7 @@ class Gated(nn.Linear):
 def test_what_cannot_or_should_not_be_converted_gets_a_row(odd, reason):
     model = convert_to_fp8(nn.ModuleDict({"fine": nn.Linear(64, 64), "odd": odd}))
     assert model.fp8_report.skipped == {"odd": reason} and model.fp8_report.converted == ["fine"]
-    with pytest.raises(ValueError, match="nothing to convert|no linear of ModuleDict"):
+    with pytest.raises(ValueError, match=r"nothing to convert|no linear of ModuleDict"):
         convert_to_fp8(nn.ModuleDict({"odd": odd}))
 
 
@@ -183,7 +190,10 @@ def test_converted_before_is_left_as_it_is():
     convert_to_fp8(model, "delayed", skip=())
     assert model.blocks[0][0].fp8_family is family
     rows = {row.name: row for row in model.fp8_report.rows}
-    assert rows["blocks.0.0"].reason == "is an Fp8Linear already: left as it is" and rows["blocks.0.0"].runs == "mxfp8"
+    assert (
+        rows["blocks.0.0"].reason == "is an Fp8Linear already: left as it is"
+        and rows["blocks.0.0"].runs == "mxfp8"
+    )
     assert rows["lm_head"].runs == "delayed, emulated"
 
 
@@ -231,7 +241,9 @@ def test_copies_run_alike_with_state_of_their_own(how):
     assert twin.fp8_report.converted == CONVERTED
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", MXFP8BlockScaling()])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", MXFP8BlockScaling()]
+)
 def test_recipes_by_name_and_instance(recipe):
     model = convert_to_fp8(make(), recipe)
     model(TOKENS).square().mean().backward()

@@ -1,0 +1,303 @@
+"""fp8_step: once an iteration whatever happened in it; an optimizer that steps without it is found out."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fp8.nn import (
+    Fp8Linear,
+    convert_from_fp8,
+    convert_to_fp8,
+    fp8_autocast,
+    fp8_state_dict,
+    fp8_step,
+    load_fp8_state_dict,
+    register_fp8_step,
+)
+from megatron_fp8.recipe import DelayedScaling
+from tests.unit.compare import assert_same_bytes
+
+DELAYED = DelayedScaling(amax_history_len=3)
+
+
+class Tower(nn.Module):
+    def __init__(self, seed: int = 0, checkpointed: bool | None = None):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.checkpointed = checkpointed
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed is None:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.checkpointed)
+
+
+def batch(seed: int, rows: int = 16) -> torch.Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, hook: bool = False
+) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        if not hook:
+            fp8_step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def state_bytes(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**fp8_state_dict(model), **model.state_dict()}
+
+
+def assert_same_state(mine: nn.Module, other: nn.Module) -> None:
+    ours, theirs = state_bytes(mine), state_bytes(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert_same_bytes(ours[name], theirs[name], name)
+
+
+def sgd(model: nn.Module, **options) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def test_hook_before_and_after_are_the_same():
+    models = [convert_to_fp8(Tower(), DELAYED) for _ in range(3)]
+    first, second, third = models
+    train(first, sgd(first), range(4))
+    optimizer = sgd(second)
+    register_fp8_step(optimizer, second)
+    train(second, optimizer, range(4), hook=True)
+    optimizer = sgd(third)
+    for step in range(4):
+        third(batch(step)).square().mean().backward()
+        optimizer.step()
+        fp8_step(third)
+        optimizer.zero_grad()
+    for other in (second, third):
+        assert_same_state(first, other)
+    slot = first.up.fp8_site.quantizers["input"].slot
+    history = slot.arena.saved_slot(slot)["amax_history"]
+    assert history.tolist() == [0.0, batch(2).abs().max().item(), batch(3).abs().max().item()]
+    assert slot.scale == torch.full([], 448.0) / max(batch(i).abs().max() for i in (1, 2, 3))
+
+
+def test_counts_of_an_iteration():
+    model = convert_to_fp8(Tower())
+    model(batch(0)).sum().backward()
+    counts = fp8_step(model)
+    assert (counts.fp8_gemms, counts.hp_gemms, counts.casts, counts.amax_collectives) == (6, 0, 6, 0)
+    assert fp8_step(model).fp8_gemms == 0
+
+
+def test_accumulation_is_one_iteration_and_weights_are_cast_once():
+    model, whole = convert_to_fp8(Tower(), DELAYED), convert_to_fp8(Tower(), DELAYED)
+    for i in range(3):
+        model(batch(i)).sum().backward()
+    counts = fp8_step(model)
+    assert (counts.fp8_gemms, counts.casts) == (18, 3 * 4 + 2)
+    whole(torch.cat([batch(i) for i in range(3)])).sum().backward()
+    fp8_step(whole)
+    for part in ("scale", "amax_history"):
+        name = f"up.input.{part}"
+        assert_same_bytes(fp8_state_dict(model)[name], fp8_state_dict(whole)[name], name)
+
+
+def test_a_module_called_twice_has_one_history():
+    model = convert_to_fp8(Tower(), DELAYED)
+    (model(batch(0)) + model(batch(1) * 3)).sum().backward()
+    fp8_step(model)
+    slot = model.up.fp8_site.quantizers["input"].slot
+    assert slot.scale == torch.full([], 448.0) / max(batch(0).abs().max(), (batch(1) * 3).abs().max())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_no_bit(reentrant):
+    model, plain = convert_to_fp8(Tower(0, reentrant), DELAYED), convert_to_fp8(Tower(), DELAYED)
+    assert train(model, sgd(model), range(3)) == train(plain, sgd(plain), range(3))
+    assert_same_state(model, plain)
+
+
+def test_an_optimizer_step_without_it_is_an_error():
+    model = convert_to_fp8(Tower(), DELAYED)
+    optimizer = sgd(model)
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    with pytest.raises(
+        RuntimeError, match=r"call\n? ?.*fp8_step\(model\) once an iteration|fp8_step was not called"
+    ):
+        model(batch(1))
+    model.eval()(batch(1))  # evaluation is nobody's iteration
+    model.train()
+    fp8_step(model)
+    model(batch(1))
+
+
+def test_what_is_no_missing_call():
+    model = convert_to_fp8(Tower())
+    optimizer = sgd(model)
+    optimizer.step()  # before anything ran
+    with torch.no_grad(), fp8_autocast(enabled=False):
+        model(batch(0))
+    optimizer.step()  # nothing was cast
+    model(batch(0)).sum().backward()
+    fp8_step(model)
+    optimizer.step()  # settled before
+    model(batch(1))
+    sgd(Tower()).step()  # somebody else's
+    model(batch(1))
+    frozen = convert_to_fp8(Tower().requires_grad_(False))
+    adapter = nn.Linear(32, 32)
+    frozen.adapter = adapter
+    optimizer = sgd(adapter)
+    frozen(adapter(batch(0))).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="fp8_step was not called"):
+        frozen(batch(0))  # trains a part of this model, whose scales would stay
+
+
+def test_optimizers_with_closures_and_two_of_them():
+    model = convert_to_fp8(Tower(), DELAYED)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch(0)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+        fp8_step(model)
+    up, down = sgd(model.up), sgd(model.down)
+    for i in range(2):
+        model(batch(i)).sum().backward()
+        up.step()
+        down.step()
+        fp8_step(model)
+
+
+def test_weights_are_cast_anew_after_every_step_even_without_a_version():
+    """An optimizer that writes through .data leaves no version; between fp8_step and it an evaluation may have cast."""
+
+    class Quiet(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(2.0)
+
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32, bias=False)))
+    optimizer = Quiet(model.parameters(), lr=1.0)
+    before = model(batch(0))
+    before.sum().backward()
+    fp8_step(model)
+    model.eval()(batch(0))
+    optimizer.step()
+    assert_same_bytes(model.train()(batch(0)), 2 * before)
+
+
+def test_several_models_keep_apart():
+    generator, critic = convert_to_fp8(Tower(0), DELAYED), convert_to_fp8(Tower(1), DELAYED)
+    g, c = sgd(generator), sgd(critic)
+    for i in range(2):
+        for _ in range(2):
+            critic(generator(batch(i)).detach()).sum().backward()
+            fp8_step(critic)
+            c.step()
+        critic(generator(batch(i))).sum().backward()
+        fp8_step(generator)
+        g.step()
+        fp8_step(critic)
+    assert (generator.up.fp8_family.iteration, critic.up.fp8_family.iteration) == (2, 6)
+    both = nn.ModuleList([generator, critic])
+    fp8_step(both)
+    assert (generator.up.fp8_family.iteration, critic.up.fp8_family.iteration) == (3, 7)
+
+
+def test_linears_made_one_by_one_become_one_family():
+    class Own(Tower):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = Fp8Linear(32, 64, recipe=DELAYED), Fp8Linear(64, 32, recipe=DELAYED)
+
+    model, converted = Own(), convert_to_fp8(Tower(), DELAYED)
+    assert train(model, sgd(model), range(3)) == train(converted, sgd(converted), range(3))
+    assert model.up.fp8_family is model.down.fp8_family
+    assert_same_state(model, converted)
+    model(batch(0)).sum().backward()
+    sgd(model).step()
+    with pytest.raises(RuntimeError, match="fp8_step was not called"):
+        model(batch(0))
+
+
+def test_state_saved_and_resumed_bit_for_bit():
+    straight = convert_to_fp8(Tower(), DELAYED)
+    optimizer = sgd(straight, momentum=0.9)
+    train(straight, optimizer, range(3))
+    saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict(), fp8_state_dict(straight)))
+    losses = train(straight, optimizer, range(3, 6))
+    for fp8_first in (True, False):
+        resumed = convert_to_fp8(Tower(seed=9), DELAYED)
+        again = sgd(resumed, momentum=0.9)
+        if fp8_first:
+            load_fp8_state_dict(resumed, saved[2])
+        resumed.load_state_dict(saved[0], strict=True)
+        again.load_state_dict(copy.deepcopy(saved[1]))
+        if not fp8_first:
+            load_fp8_state_dict(resumed, saved[2])
+        assert train(resumed, again, range(3, 6)) == losses
+        assert_same_state(resumed, straight)
+    cold = convert_to_fp8(Tower(), DELAYED)
+    cold.load_state_dict(saved[0])
+    assert train(cold, sgd(cold), range(3, 6)) != losses  # the state matters
+
+
+def test_what_the_saved_state_holds():
+    model = convert_to_fp8(Tower(), DELAYED)
+    saved = fp8_state_dict(model)
+    roles = ("input", "weight", "grad_output")
+    parts = ("scale", "amax_history", "warm")
+    names = {f"{n}.{r}.{p}" for n in ("up", "down") for r in roles for p in parts}
+    assert saved.keys() == names | {"up.iteration", "down.iteration"}
+    assert all(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in saved.values())
+    assert fp8_state_dict(convert_to_fp8(Tower())).keys() == {"up.iteration", "down.iteration"}
+    with pytest.raises(ValueError, match=r"18 entries are missing \(down.grad_output.amax_history"):
+        load_fp8_state_dict(model, {"up.iteration": torch.tensor(3), "down.iteration": torch.tensor(3)})
+    with pytest.raises(ValueError, match=r"18 are unknown"):
+        load_fp8_state_dict(convert_to_fp8(Tower()), saved)
+
+
+def test_models_without_fp8_linears():
+    for call in (fp8_step, fp8_state_dict, lambda m: register_fp8_step(sgd(m), m)):
+        with pytest.raises(ValueError, match=r"Tower has no FP8 linear: call convert_to_fp8\(model\) first"):
+            call(Tower())
+    model = convert_to_fp8(Tower())
+    convert_from_fp8(model)
+    with pytest.raises(ValueError, match="has no FP8 linear"):
+        fp8_step(model)
+
+
+def test_a_removed_hook_is_missed():
+    model = convert_to_fp8(Tower(), DELAYED)
+    optimizer = sgd(model)
+    handle = register_fp8_step(optimizer, model)
+    train(model, optimizer, range(2), hook=True)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="fp8_step was not called"):
+        train(model, optimizer, range(2), hook=True)
