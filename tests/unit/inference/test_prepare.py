@@ -1,0 +1,190 @@
+"""Models made ready for inference: the training forward's bytes, any number of tokens, memory that is really gone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fp8.calibration import calibrate
+from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
+from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes
+from megatron_fp8.inference.padding import Padding, pad_tokens
+from megatron_fp8.nn import convert_to_fp8
+from megatron_fp8.param import Fp8Parameter
+from tests.unit.compare import assert_same_bytes
+from tests.unit.inference.models import HIDDEN, IN, OUT, RECIPES, activations, converted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_outputs_are_the_training_forwards_bytes(recipe, dtype):
+    model, x = converted(recipe, dtype), activations(3, 21, dtype=dtype)
+    model.train()
+    trained = model(x).detach()
+    assert prepare_for_inference(model) is model
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    with torch.inference_mode():
+        assert_same_bytes(model(x), trained)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_number_of_tokens_padded_or_not(recipe):
+    plain, padded = (prepare_for_inference(converted(recipe), pad_tokens=n) for n in (1, 32))
+    seen = []
+    padded[0].register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    for shape in [(1,), (7,), (2, 8), (1, 33), (4, 1, 5), ()]:
+        x = activations(*shape)
+        assert_same_bytes(padded(x), plain(x))
+        assert seen[-1] == (*shape, HIDDEN), "the hooks did not cut the padding off"
+
+
+def test_padding_reaches_the_linear_and_leaves_tuples_and_errors_whole():
+    class Linear(nn.Module):
+        def forward(self, x):
+            rows.append(x.shape[:-1].numel())
+            if x.isnan().any():
+                raise FloatingPointError("NaN")
+            return x * 2, "bias"
+
+    rows: list[int] = []
+    linear = Linear()
+    Padding(linear, 16)
+    x = torch.randn(3, 7, 4)
+    y, bias = linear(x)
+    assert rows == [32] and bias == "bias"
+    assert_same_bytes(y, x * 2)
+    with pytest.raises(FloatingPointError):
+        linear(x * torch.nan)
+    assert_same_bytes(linear(x[:1])[0], x[:1] * 2)  # the failed call left nothing behind
+    assert pad_tokens(torch.ones(16, 4), 16).shape == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "static", "alone"),
+    [
+        ("tensorwise", False, False),
+        ("tensorwise", True, True),
+        ("delayed", False, True),
+        ("rowwise", False, True),
+        ("rowwise", True, True),
+        ("blockwise", False, True),
+        ("mxfp8", False, True),
+    ],
+)
+def test_whose_tokens_do_not_depend_on_their_company(recipe, static, alone):
+    """What makes decoding with a cache exact: a token alone gets the bytes it gets among others."""
+    model, x = converted(recipe), activations(40)
+    prepare_for_inference(model, calibration=calibrate(model, [x]) if static else None)
+    together = model(x)
+    one_by_one = torch.cat([model(token) for token in x.split(1)])
+    if alone:
+        assert_same_bytes(one_by_one, together)
+    else:
+        assert not torch.equal(one_by_one, together)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_take_half_of_bfloat16_and_scales(recipe):
+    model = converted(recipe)
+    values, bias = IN * HIDDEN + HIDDEN * OUT, HIDDEN
+    old = [weakref.ref(model[i].weight) for i in (0, 2)]
+    storages = [weakref.ref(model[i].weight.untyped_storage()) for i in (0, 2)]
+    assert model_bytes(model) == 2 * (values + bias)
+    prepare_for_inference(model)
+    gc.collect()
+    assert [ref() for ref in old] == [None, None], "somebody still holds the high-precision weight"
+    assert [ref() for ref in storages] == [None, None]
+    scales = {
+        "delayed": 2 * 4,
+        "tensorwise": 2 * 4,
+        "rowwise": (HIDDEN + OUT) * 4,
+        "blockwise": (2 * 2 + 2 * 2) * 4,
+        "mxfp8": HIDDEN * 5 + OUT * 7,
+    }[recipe]
+    assert model_bytes(model) == values + scales + 2 * bias
+    report = model.fp8_inference
+    assert report.total_after == model_bytes(model) and report.total_before == 2 * (values + bias)
+    # Nothing else in the process holds the weight's size in any form: not the site's cache either.
+    held = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.numel() == IN * HIDDEN]
+    assert storage_bytes(held) <= IN * HIDDEN, "a second set of codes is kept"
+
+
+def test_shared_storage_counts_once():
+    x = torch.zeros(100)
+    assert storage_bytes([x, x[10:20], x.view(10, 10)]) == 400
+
+
+def test_tied_weights_stay_tied():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).bfloat16()
+    model[1].weight = model[0].weight
+    prepare_for_inference(convert_to_fp8(model, "mxfp8"))
+    assert model[0].weight is model[1].weight and isinstance(model[0].weight, Fp8Parameter)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_copies_and_state_dicts_see_the_weights(recipe):
+    model = converted(recipe)
+    high_precision = model[0].weight.detach().clone()
+    names = list(model.state_dict())
+    prepare_for_inference(model)
+    assert list(model.state_dict()) == names == [name for name, _ in model.named_parameters()]
+    value = model.state_dict()["0.weight"].dequantize()
+    assert 0 < (value - high_precision).abs().max() < 0.07 * high_precision.abs().max()
+    copied = copy.deepcopy(model[0].weight)
+    assert_same_bytes(copied.codes[0], model[0].weight.codes[0])
+    assert copied.codes[0].data_ptr() != model[0].weight.codes[0].data_ptr()
+    assert_same_bytes(copied.quantized.rowwise.dequantize(), model[0].weight.quantized.rowwise.dequantize())
+    assert len(model[0].weight.stored_tensors()) == 2  # one set of codes, one of scales
+
+
+def test_a_write_into_a_prepared_weight_quantises_again():
+    model = prepare_for_inference(converted("mxfp8"))
+    weight, value = model[0].weight, torch.randn(HIDDEN, IN).bfloat16()
+    weight.copy_(value)
+    error = (weight.dequantize() - value).float().norm() / value.float().norm()
+    assert 0.01 < error < 0.04
+
+
+def test_megatrons_name_prepares_any_model_once():
+    model = prepare_model_for_fp8_inference(converted("blockwise"))
+    weight = model[0].weight
+    assert isinstance(weight, Fp8Parameter)
+    assert prepare_model_for_fp8_inference(model)[0].weight is weight
+
+
+def test_the_report_says_what_runs():
+    model = convert_to_fp8(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).bfloat16(), "rowwise")
+    text = str(prepare_for_inference(model).fp8_inference)
+    assert "rowwise: weights e4m3 per row, activations dynamic, one scale per row" in text
+    assert "1 linears in FP8: 8,320 -> 4,480 bytes" in text
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "message"),
+    [
+        (lambda: nn.Linear(4, 4), {}, "no FP8 linear"),
+        (converted, {"pad_tokens": 0}, "pad_tokens=0"),
+        (
+            lambda: converted("mxfp8"),
+            {"calibration": "own"},
+            "static activation scales do not exist for recipe 'mxfp8'",
+        ),
+        (lambda: converted("blockwise"), {"calibration": "own"}, "1x128"),
+        (converted, {"calibration": "other"}, "nothing of 0"),
+    ],
+)
+def test_refusals_change_nothing(build, arguments, message):
+    model = build()
+    if "calibration" in arguments:
+        other = (
+            converted() if arguments["calibration"] == "own" else convert_to_fp8(nn.Linear(IN, 32).bfloat16())
+        )
+        arguments = {"calibration": calibrate(other, [activations(4)])}
+    with pytest.raises(ValueError, match=message):
+        prepare_for_inference(model, **arguments)
+    assert model.training and not any(isinstance(p, Fp8Parameter) for p in model.parameters())
