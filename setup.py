@@ -23,8 +23,11 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.9"],
     "gpu": ["triton>=3.4"],
     "optim": ["torchao>=0.18"],
-    "export": ["compressed-tensors>=0.10"],
+    # Writing needs safetensors alone, which is always here; these read what was written.
+    "export": ["accelerate>=1.0", "compressed-tensors>=0.15", "transformers>=5.0"],
     "test": [
+        "accelerate>=1.0",
+        "compressed-tensors>=0.15",
         "gfloat",
         "hypothesis",
         "ml_dtypes>=0.5",
@@ -34,6 +37,7 @@ EXTRAS = {
         "ruff",
         "tokenizers>=0.20",
         "torchao>=0.18",
+        "transformers>=5.0",
         "triton>=3.4",
         "types-psutil",
         "types-PyYAML",

@@ -212,8 +212,5 @@ def hf_config(section: dict[str, Any], vocab_size: int, positions: int) -> dict[
         "max_position_embeddings": positions,
         "rope_theta": float(section.get("rotary_base", 10000)),
         "rope_scaling": scaling,
-        "attention_dropout": 0.0,
-        "initializer_range": section.get("init_method_std", 0.02),
-        "use_cache": True,
         **own,
     }

@@ -24,7 +24,7 @@ from ..recipe import TENSOR, Rule
 from ..scaling import compute_scale_inv
 from ..train.tokenizers import Tokenizer, load_tokenizer
 from .architectures import Entry, entries, gemms
-from .config import exported_architecture, heads_of, hf_config
+from .config import exported_architecture, heads_of, hf_config, model_section
 from .directory import (
     CONFIG,
     GENERATION,
@@ -60,7 +60,7 @@ class Source:
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        return DTYPES[self.section.get("params_dtype", "bfloat16")]
+        return DTYPES[self.section.get("params_dtype") or "bfloat16"]
 
     def shape(self, name: str) -> list[int]:
         """Of a tensor of the checkpoint."""
@@ -121,7 +121,9 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
         raise ValueError(
             f"{str(folder)!r} does not say what model it is of: give its run's config with --config=FILE."
         )
-    return Source(folder, run["model"], run, read_metadata(folder))
+    precision = manifest.facts.get("precision", {})  # two names for one thing are resolved there
+    settled = {name: precision[name] for name in ("params_dtype", "fp8", "fp8_recipe") if name in precision}
+    return Source(folder, {**run["model"], **settled}, run, read_metadata(folder))
 
 
 def export(
@@ -175,23 +177,22 @@ def _config(source: Source, wanted: Wanted) -> tuple[dict[str, Any], Path | None
         missing = "--vocab-size" if vocab is None else "--max-position-embeddings"
         raise ValueError(f"{str(source.folder)!r} does not say it: give {missing}=NUMBER.")
     ours = hf_config(section, int(vocab), int(positions))
-    ours["torch_dtype"] = str(source.dtype).removeprefix("torch.")
-    if not like:
-        if tokenizer is not None:
-            ours["eos_token_id"] = tokenizer.eod
-        return ours, None
-    _check_like(ours, like, wanted.like)
-    like.pop("dtype", None)
-    return {**like, **ours}, wanted.like
+    if like:
+        _check_like(ours, like, wanted.like)
+        like.pop("dtype", None)  # newer files have it for torch_dtype
+    elif tokenizer is not None:
+        ours["eos_token_id"] = tokenizer.eod
+    return {**like, **ours, "torch_dtype": str(source.dtype).removeprefix("torch.")}, wanted.like
 
 
 def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path | None) -> None:
-    """ValueError if the directory is of another model."""
-    for name in ("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if ours[name] != like.get(name):
+    """ValueError if the directory is of a model that computes something else."""
+    theirs = hf_config(model_section(like), like["vocab_size"], ours["max_position_embeddings"])
+    for name, value in theirs.items():
+        if ours[name] != value:
             raise ValueError(
-                f"--like={str(folder)!r} is of another model: {name} is {like.get(name)!r} there and {ours[name]!r} in "
-                "the checkpoint."
+                f"--like={str(folder)!r} is of another model: {name} is {value!r} there and {ours[name]!r} in the "
+                "checkpoint."
             )
 
 

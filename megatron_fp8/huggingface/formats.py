@@ -40,6 +40,7 @@ from ..recipe import (
     Float8RowwiseScaling,
     Granularity,
     Recipe,
+    recipe_name,
 )
 from ..tensor import QuantizedSide
 
@@ -76,14 +77,9 @@ FORMATS = {
 
 def weight_recipe(chosen: WeightFormat, section: Mapping[str, Any]) -> Recipe:
     """The run's own recipe where it is of the format's kind (its margin, epsilon, powers of two), else the format's."""
-    if not section.get("fp8"):
+    if not section.get("fp8") or section.get("fp8_recipe") != recipe_name(chosen.recipe):
         return chosen.recipe
-    defaults = {"fp8_margin": 0, "fp8_recipe": "delayed"}
-    recipe_of_run = {**defaults, **section}
-    if recipe_of_run["fp8_recipe"] in ("delayed", "custom"):
-        return chosen.recipe
-    recipe = get_fp8_recipe(SimpleNamespace(**recipe_of_run))
-    return recipe if type(recipe) is type(chosen.recipe) else chosen.recipe
+    return get_fp8_recipe(SimpleNamespace(**{"fp8_margin": 0, **section}))
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
