@@ -58,7 +58,7 @@ class _Fp8Site:
 
     def makes_codes_of(self, role: str) -> bool:
         """Whether the next call makes codes, by kernels, of all it reads of this operand, which may come Unwritten."""
-        if torch.compiler.is_compiling() or self.save_original_input:
+        if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
             return False
         return self.runs_fp8() and self.fp8_site.computes(role)
 
