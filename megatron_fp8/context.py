@@ -7,6 +7,10 @@ Activation recompute is where an ambient goes wrong: it happens in the backward,
 left, maybe in another thread. Megatron's recompute carries it along (``remember_fp8``). torch.utils.checkpoint knows
 nothing of it; there a site answers as in its forwards (``ForwardReasons``). Rejected: patching torch.utils.checkpoint, of
 which modules hold copies that were imported by name.
+
+torch.compile cannot guard on a context variable, nor on thread-local state (it takes the value it met while tracing for
+ever, in silence). So every switch is also written to a plain object, ``_traced``, which traced code reads and guards on. It
+is the process's: compiled code that several threads run at once must find FP8 switched alike.
 """
 
 from __future__ import annotations
@@ -35,6 +39,17 @@ _disabled: ContextVar[str | None] = ContextVar("disabled", default=None)
 _recipe: ContextVar[Recipe | None] = ContextVar("recipe", default=None)
 _remembered: ContextVar[bool] = ContextVar("remembered", default=False)
 
+
+class _Traced:
+    """The innermost switch, for traced code."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.recipe: Recipe | None = None
+
+
+_traced = _Traced()
+
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
@@ -58,16 +73,13 @@ def layer_being_built() -> LayerBeingBuilt | None:
 @contextmanager
 def fp8_disabled(reason: str | None) -> Iterator[None]:
     """Sites called inside run in high precision; None leaves things as they are around it."""
-    token = _disabled.set(reason if reason is not None else _disabled.get())
-    try:
+    with fp8_switched(disabled_reason() if reason is None else reason, recipe_override()):
         yield
-    finally:
-        _disabled.reset(token)
 
 
 def disabled_reason() -> str | None:
     """Why FP8 is switched off here, None if it is not."""
-    return _disabled.get()
+    return _traced.reason if torch.compiler.is_compiling() else _disabled.get()
 
 
 @contextmanager
@@ -78,17 +90,21 @@ def fp8_switched(reason: str | None, recipe: Recipe | None) -> Iterator[None]:
         reason: why they run in high precision; None switches on again those that an outer context switched off.
         recipe: what sites of a converted PyTorch model run in place of their own; None: their own.
     """
-    tokens = _disabled.set(reason), _recipe.set(recipe)
+    outer = _traced.reason, _traced.recipe
+    tokens = None if torch.compiler.is_compiling() else (_disabled.set(reason), _recipe.set(recipe))
+    _traced.reason, _traced.recipe = reason, recipe
     try:
         yield
     finally:
-        _disabled.reset(tokens[0])
-        _recipe.reset(tokens[1])
+        _traced.reason, _traced.recipe = outer
+        if tokens is not None:
+            _disabled.reset(tokens[0])
+            _recipe.reset(tokens[1])
 
 
 def recipe_override() -> Recipe | None:
     """The recipe that sites of a converted PyTorch model run here in place of their own, None if theirs."""
-    return _recipe.get()
+    return _traced.recipe if torch.compiler.is_compiling() else _recipe.get()
 
 
 def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
@@ -118,11 +134,13 @@ class Settled(Generic[A]):
         self._met: set[A] = set()
 
     def settle(self, site: str, iteration: int, training: bool) -> A:
-        """What it says of this call.
+        """What it says of this call. In traced code nothing is remembered: what it says is in the graph, recomputed or not.
 
         RuntimeError: a recomputation that nobody told, of one of several forwards that differed.
         """
         reason = self._ambient()
+        if torch.compiler.is_compiling():
+            return reason
         if not in_recompute():
             if training:
                 if iteration != self._iteration:
@@ -148,5 +166,8 @@ class ForwardReasons(Settled[str | None]):
 
 
 def in_recompute() -> bool:
-    """Whether this forward runs inside a backward pass: a recomputation, whose amax was recorded the first time."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether this forward runs inside a backward pass: a recomputation, whose amax was recorded the first time.
+
+    Not asked of traced code, which does not know when it will run: there operators ask.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

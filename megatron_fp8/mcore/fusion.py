@@ -24,6 +24,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
 from .norm import Norm
 from .patching import Patch
 
@@ -43,8 +45,8 @@ def connect(layer: Any) -> None:
 
 
 def running_mlp() -> Any:
-    """The MLP whose forward this is, if its linears are this package's; None elsewhere."""
-    return _mlp.get()
+    """The MLP whose forward this is, if its linears are this package's; None elsewhere, and in traced code."""
+    return None if torch.compiler.is_compiling() else _mlp.get()
 
 
 def _asks(linear: Any) -> bool:
@@ -67,6 +69,8 @@ def known_to_activation(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # nothing traced is unwritten: the compiler fuses what it sees
+            return original(self, *args, **kwargs)
         token = _mlp.set(self if _asks(self.linear_fc1) and _asks(self.linear_fc2) else None)
         try:
             return original(self, *args, **kwargs)

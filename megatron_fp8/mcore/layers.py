@@ -80,18 +80,12 @@ class _Fp8Site:
     def _fp8_forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
     ) -> torch.Tensor:
+        site, options = self.fp8_site, {"training": self.training, "save_original_input": self.save_original_input}
+        if torch.compiler.is_compiling():  # a flag that changes would be another graph; the operator sees to the rest
+            return fp8_linear(x, weight, bias, site, tp, **options)
         fresh, self.is_first_microbatch = self.is_first_microbatch, False
-        with nullcontext() if self.training else self.fp8_site.state.uncounted():
-            return fp8_linear(
-                x,
-                weight,
-                bias,
-                self.fp8_site,
-                tp,
-                training=self.training,
-                fresh_weight=fresh,
-                save_original_input=self.save_original_input,
-            )
+        with nullcontext() if self.training else site.state.uncounted():
+            return fp8_linear(x, weight, bias, site, tp, fresh_weight=fresh, **options)
 
     def _after_high_precision(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if self.training:
