@@ -1,0 +1,277 @@
+"""Inference with Megatron-Core's GPT: training's bytes, a KV cache, Megatron's own wrapper, tensor parallelism."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.fp8_gpt import RECIPES, fp8_config
+from tests.gpt import VOCAB, build_chunks
+from tests.ranks import Layout, RankPool, model_parallel
+from tests.unit.compare import assert_same_bytes
+
+LENGTH, BATCH = 40, 2
+PER_TOKEN = ("rowwise", "blockwise", "mxfp8", "static", "delayed")
+
+
+def tokens(length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(3))
+
+
+def forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return model(ids, positions, None, runtime_gather_output=True)
+
+
+def build(layout: Layout, recipe: str | None, **fields: Any) -> Any:
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    chunk = build_chunks(fp8_config(layout, recipe, **fields), spec=get_gpt_layer_fp8_spec)[0]
+    return chunk.module  # without DistributedDataParallel, whose buffer would keep the weights
+
+
+def ready(recipe: str) -> tuple[Any, torch.Tensor]:
+    """A model prepared for inference, and the logits of its training forward before that; 'static' is calibrated."""
+    from megatron_fp8.calibration import calibrate
+    from megatron_fp8.inference import prepare_for_inference
+
+    model = build(Layout(), "tensorwise" if recipe == "static" else recipe)
+    calibration = None
+    if recipe in ("static", "delayed"):
+        calibration = calibrate(model, [tokens()], lambda ids: forward(model, ids))
+    if recipe == "delayed":
+        assert calibration is not None
+        assert calibration.fill_history(model) == 2 * 8
+        calibration = None
+    model.train()
+    trained = forward(model, tokens()).detach()
+    return prepare_for_inference(model, calibration=calibration), trained
+
+
+def decode(model: Any, ids: torch.Tensor, parts: list[int]) -> torch.Tensor:
+    """Logits of all tokens, given to a KV cache in parts of these lengths."""
+    from megatron_fp8.mcore.generation import Decoder
+
+    decoder = Decoder(model, len(ids), LENGTH, every_token=True)
+    found = torch.cat([decoder(part) for part in ids.split(parts, 1)], 1)
+    assert decoder.length == ids.shape[1]
+    return found
+
+
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **mask: Any
+) -> torch.Tensor:
+    """Attention summed in float64, so that one rounding hides the order of the sums."""
+    q64, k64, v64 = (x.permute(1, 2, 0, 3).double() for x in (q, k, v))
+    found = torch.nn.functional.scaled_dot_product_attention(
+        q64, k64, v64, scale=scale, enable_gqa=True, **mask
+    )
+    return found.to(q.dtype).permute(2, 0, 1, 3).contiguous()
+
+
+def decoding(recipe: str) -> dict[str, torch.Tensor]:
+    """A rank case: logits in training, in inference, and decoded: with prompts of 1, 7 and 39 tokens, and in pieces."""
+    with model_parallel(Layout()):
+        model, trained = ready(recipe)
+        ids = tokens()
+        with torch.no_grad():
+            found = {"trained": trained, "full": forward(model, ids)}
+            for name, patch in (("", None), ("exact ", exact_attention)):
+                with mock.patch("megatron_fp8.mcore.attention._sdpa", patch) if patch else nullcontext():
+                    found[f"{name}full"] = forward(model, ids)
+                    for prompt in (1, 7, 39):
+                        parts = [prompt, *[1] * (LENGTH - prompt)]
+                        found[f"{name}prompt {prompt}"] = decode(model, ids, parts)
+                    found[f"{name}pieces"] = decode(model, ids, [7, 12, 1, 20])
+    return found
+
+
+_known: dict[str, dict[str, torch.Tensor]] = {}
+
+
+@pytest.fixture
+def decoded(ranks: RankPool) -> Any:
+    def get(recipe: str) -> dict[str, torch.Tensor]:
+        if recipe not in _known:
+            _known[recipe] = ranks(1).run(decoding, recipe)[0]
+        return _known[recipe]
+
+    return get
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_logits_are_the_training_forwards_bytes(decoded, recipe):
+    found = decoded(recipe)
+    assert_same_bytes(found["full"], found["trained"])
+
+
+WAYS = ("prompt 1", "prompt 7", "prompt 39", "pieces")
+
+
+@pytest.mark.parametrize("recipe", PER_TOKEN)
+def test_decoding_adds_nothing_of_fp8_where_a_tokens_scales_are_its_own(decoded, recipe):
+    """With attention that does not depend on the order of its sums, decoding gives the whole forward's bytes."""
+    found = decoded(recipe)
+    for way in WAYS:
+        assert_same_bytes(found[f"exact {way}"], found["exact full"], way)
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def test_decoding_with_one_dynamic_scale_differs_less_than_fp8_from_bf16(decoded, ranks):
+    """Tensorwise, a token's codes depend on its company: what that costs is bounded by what quantising costs at all."""
+    found = decoded("tensorwise")
+    bf16 = ranks(1).run(high_precision)[0]
+    cost = rms(found["trained"] - bf16["full"])
+    for way in WAYS:
+        assert 0 < rms(found[f"exact {way}"] - found["exact full"]) < cost, way
+    # Attention alone, in BF16, differs by far less.
+    assert 0 < rms(bf16["prompt 1"] - bf16["full"]) < 0.2 * cost
+
+
+def high_precision() -> dict[str, torch.Tensor]:
+    """A rank case: BF16's logits, whole and decoded."""
+    with model_parallel(Layout()):
+        model = build(Layout(), None).eval().requires_grad_(False)
+        return {"full": forward(model, tokens()), "prompt 1": decode(model, tokens(), [1] * LENGTH)}
+
+
+def through_megatrons_wrapper() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A rank case: GPTInferenceWrapper prepares the model and runs it, as Megatron-Core's engines do."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+    from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import (
+        InferenceWrapperConfig,
+    )
+
+    with model_parallel(Layout()):
+        model = build(Layout(), "mxfp8")
+        model.train()
+        trained = forward(model, tokens()).detach()
+        wanted = InferenceWrapperConfig(
+            hidden_size=256,
+            inference_batch_times_seqlen_threshold=-1,
+            fp32_residual_connection=False,
+            params_dtype=torch.bfloat16,
+            padded_vocab_size=VOCAB,
+            inference_max_requests=BATCH,
+            inference_max_seq_length=LENGTH,
+            fp8="hybrid",
+        )
+        context = StaticInferenceContext(BATCH, LENGTH)
+        wrapper = GPTInferenceWrapper(model, wanted, context)
+        wrapper.prep_model_for_inference()
+        positions = torch.arange(LENGTH).expand(BATCH, -1)
+        logits = wrapper.run_one_forward_step(
+            {"tokens": tokens(), "position_ids": positions, "attention_mask": None}
+        )
+        return logits, trained, len(model.fp8_inference.sites)
+
+
+def test_megatrons_own_inference_wrapper_runs_fp8(ranks):
+    logits, trained, sites = ranks(1).run(through_megatrons_wrapper)[0]
+    assert sites == 8
+    assert_same_bytes(logits[:, -1], trained[:, -1])
+
+
+def over_two_ranks(recipe: str) -> tuple[torch.Tensor, torch.Tensor, list[list[int]], int]:
+    """A rank case, TP=2: training forward, inference forward, and sampled tokens."""
+    from megatron_fp8.inference import Sampler, prepare_for_inference
+    from megatron_fp8.mcore.generation import Decoder, generate
+
+    layout = Layout(tp=2)
+    with model_parallel(layout):
+        model = build(layout, recipe)
+        model.train()
+        trained = forward(model, tokens()).detach()
+        prepare_for_inference(model)
+        with torch.no_grad():
+            full = forward(model, tokens())
+        decoder = Decoder(model, BATCH, LENGTH)
+        import torch.distributed as dist
+
+        draws = torch.Generator().manual_seed(dist.get_rank())  # only rank 0's may count
+        made = [
+            t.tolist() for t in generate(decoder, tokens(5), 12, Sampler(vocab_size=300), generator=draws)
+        ]
+        return trained, full, made, model.fp8_inference.sites[0].bytes_after
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_tensor_parallel_ranks_generate_together(ranks, recipe):
+    first, second = ranks(2).run(over_two_ranks, recipe)
+    assert_same_bytes(first[1], first[0])
+    assert_same_bytes(second[1], first[1])
+    assert first[2] == second[2] and len(first[2]) == 12
+    assert all(0 <= token < 300 for step in first[2] for token in step)
+
+
+def refusals() -> list[str]:
+    from megatron_fp8.mcore.generation import Decoder, generate
+
+    said = []
+
+    def refused(attempt: Any) -> None:
+        with pytest.raises(ValueError) as error:
+            attempt()
+        said.append(str(error.value))
+
+    with model_parallel(Layout()):
+        model = build(Layout(), "rowwise")
+        decoder = Decoder(model, BATCH, 8)
+        refused(lambda: decoder(tokens(9)))
+        refused(lambda: decoder(tokens(3)[:1]))
+        refused(lambda: Decoder(model, 0, 8))
+        refused(lambda: next(generate(decoder, tokens(5), 5, lambda *_: None)))
+        assert decoder.length == 0
+        decoder(tokens(8))
+        refused(lambda: decoder(tokens(1)))
+        decoder.reset()
+        decoder(tokens(8))
+        model.module.config.sequence_parallel = True
+        refused(lambda: Decoder(model, BATCH, 8))
+    return said
+
+
+def test_what_does_not_fit_is_refused(ranks):
+    said = ranks(1).run(refusals)[0]
+    for text, part in zip(
+        said,
+        [
+            "tokens [2, 9]",
+            "2 sequences are needed",
+            "must be at least 1",
+            "a prompt of 5 tokens and 5 more",
+            "from 1 to 0 tokens",
+            "sequence_parallel: decoding takes one token at a time",
+        ],
+        strict=True,
+    ):
+        assert part in text
+
+
+def fp8_parameters(recipe: str) -> tuple[int, int, torch.Tensor, torch.Tensor]:
+    """A rank case: weights that live as FP8 already; of two-way ones a direction is dropped."""
+    from megatron_fp8.inference import model_bytes, prepare_for_inference
+
+    with model_parallel(Layout()):
+        model = build(Layout(), recipe, fp8_param=True)
+        model.train()
+        trained = forward(model, tokens()).detach()
+        before = model_bytes(model)
+        prepare_for_inference(model)
+        with torch.no_grad():
+            return before, model_bytes(model), trained, forward(model, tokens())
+
+
+@pytest.mark.parametrize(("recipe", "saved"), [("blockwise", False), ("mxfp8", True)])
+def test_weights_that_live_as_fp8_keep_their_codes(ranks, recipe, saved):
+    before, after, trained, full = ranks(1).run(fp8_parameters, recipe)[0]
+    assert_same_bytes(full, trained)
+    assert (after < before) if saved else (after == before)
