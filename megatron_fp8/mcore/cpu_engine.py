@@ -43,9 +43,9 @@ def _device() -> list[Patch]:
     why = "Megatron-Core asks torch.cuda, which raises on a machine without CUDA"
     return [
         Patch("torch.cuda", "current_device", cpu.current_device, why),
-        Patch("torch.cuda", "set_device", cpu.do_nothing, why),
-        Patch("torch.cuda", "synchronize", cpu.do_nothing, why),
-        Patch("torch.cuda", "empty_cache", cpu.do_nothing, why),
+        Patch("torch.cuda", "set_device", cpu.set_device, why),
+        Patch("torch.cuda", "synchronize", cpu.synchronize, why),
+        Patch("torch.cuda", "empty_cache", cpu.empty_cache, why),
         Patch("torch.cuda", "Stream", cpu.CpuStream, why),
         Patch("torch.cuda", "Event", cpu.CpuEvent, why),
         Patch("torch.cuda", "current_stream", cpu.current_stream, why),
