@@ -50,10 +50,10 @@ class Call:
 
 
 class Forward(NamedTuple):
-    """What a forward gives: y; wgrad's operand, of this rank's tokens; the weight, quantised or as it is."""
+    """What a forward gives: y; wgrad's operand, of this rank's tokens, or None; the weight, quantised or as it is."""
 
     y: torch.Tensor
-    x: Operand
+    x: Operand | None
     weight: Float8Tensor | torch.Tensor
 
 
@@ -133,27 +133,28 @@ def backward(
 # ---------------------------------------------------------------------------------------------------- input, forward
 
 
-def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple[Operand, Operand]:
-    """(operand of fprop, what wgrad will need: this rank's tokens, columnwise)."""
+def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple[Operand, Operand | None]:
+    """(operand of fprop, what wgrad will need: this rank's tokens, columnwise; None if there will be no wgrad)."""
     site, tp = call.site, call.tp
     quantizer = site.quantizers["input"]
     if quantizer is None:
         operand = tp.all_gather(tokens).wait() if call.gathers else tokens
         return operand, tokens.t()
     keeps = needs_wgrad and keeps_codes(tokens.shape[0], call)
+    plain = tokens.t() if needs_wgrad and not keeps else None  # asked of an Unwritten, it would be written
     direction: Any = "both" if keeps else "rowwise"
     if not call.gathers:
         quantized = quantizer(tokens, direction, record=call.record)
-        return side_of(quantized, "rowwise"), side_of(quantized, "columnwise") if keeps else tokens.t()
+        return side_of(quantized, "rowwise"), side_of(quantized, "columnwise") if keeps else plain
     if not _shards_aligned(tokens.shape[0], quantizer.rule.granularity):
         site.notes.add(_misaligned_note("input", tokens.shape[0], quantizer.rule.granularity))
         gathered = tp.all_gather(tokens).wait()
-        return side_of(quantizer(gathered, "rowwise", record=call.record), "rowwise"), tokens.t()
+        return side_of(quantizer(gathered, "rowwise", record=call.record), "rowwise"), plain
     reduce_amax = tp.amax_reduction(site.state.counts)
     quantized = quantizer(tokens, direction, record=call.record, reduce_amax=reduce_amax)
     assert quantized.rowwise is not None
     operand = tp.gather_side(quantized.rowwise, by_column=False).wait()
-    return operand, side_of(quantized, "columnwise") if keeps else tokens.t()
+    return operand, side_of(quantized, "columnwise") if keeps else plain
 
 
 def keeps_codes(tokens: int, call: Call) -> bool:

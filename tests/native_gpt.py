@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 
 from tests.fp8_gpt import digest, fp8_config
-from tests.gpt import train
+from tests.gpt import build_chunks, train
 from tests.ranks import Layout, model_parallel
 
 # One layer, 64 tokens a microbatch, one microbatch: what the interpreter does in seconds.
@@ -93,6 +93,24 @@ def native_training(
         )
         seen.losses = run.losses
     return seen
+
+
+def evaluated(recipe: str) -> Seen:
+    """A rank case: a forward pass in evaluation."""
+    import torch
+
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+    from tests.unit.kernels.launched import launched
+
+    with native_on_cpu(), model_parallel(Layout()):
+        (chunk,) = build_chunks(
+            fp8_config(Layout(), recipe, **MODEL), spec=get_gpt_layer_fp8_spec, sequence=32, vocab=64
+        )
+        chunk.eval()
+        tokens = torch.arange(64).view(2, 32)
+        with torch.no_grad(), launched() as calls:
+            chunk(tokens, tokens, None)
+    return Seen(calls=[calls])
 
 
 def native_trainings(layout: Layout, cases: list[tuple[Any, ...]]) -> list[Seen]:

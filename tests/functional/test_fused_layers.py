@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fp8_gpt import RECIPES
-from tests.native_gpt import HOW, Seen, native_trainings
+from tests.native_gpt import HOW, Seen, evaluated, native_trainings
 from tests.ranks import Layout, RankPool
 
 ONE = Layout()
@@ -36,26 +36,130 @@ def named(kernel: str, source: str) -> str:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_kernel_is_launched_and_nothing_is_written(ranks: RankPool, recipe: str) -> None:
-    """The second step of a layer: each operand by its passes, each statistic once, no BF16 in between."""
-    (found,) = trained(ranks, ONE, *((recipe, how, {}, {}) for how in HOW))
-    fused, written, apart = found
+    """A step of a layer that has its scales: each operand by its passes, each statistic once, no BF16 in between."""
+    steps = 2 if recipe == "delayed" else 1
+    ((fused, written, apart),) = trained(ranks, ONE, *((recipe, how, {}, {}, steps) for how in HOW))
     expected = Counter(
         {named(kernel, source): n for source, n in OPERANDS.items() for kernel in PASSES[recipe]}
     )
     expected["_row_rstd"] = 3  # the final norm too
     if recipe == "delayed":
-        expected["_update"] = 2
-    assert fused.calls[1] == expected
-    # Written first: as many passes, all of them over what four more wrote.
-    assert sum(written.calls[1][kernel] for kernel in QUANTISING) == 12 * len(PASSES[recipe])
-    assert {k: n for k, n in written.calls[1].items() if "written" in k or k.startswith("write")} == {
-        f"write_values of {source}": n for source, n in OPERANDS.items() if source != "plain"
-    }
-    assert not [k for k in apart.calls[1] if " of " in k]
+        expected["_update"] = 2  # one for each format
+    assert fused.calls[-1] == expected
+    # Written first: as many passes, all over matrices in memory, four of which were written for them.
+    assert sum(written.calls[-1][kernel] for kernel in QUANTISING) == 12 * len(PASSES[recipe])
+    assert written_sources(written) == {source: n for source, n in OPERANDS.items() if source != "plain"}
+    assert computed(written) == computed(apart) == set() and not written_sources(apart)
     assert fused.digests == written.digests and fused.losses == written.losses
-    assert fused.digests[0] != fused.digests[1]
     assert fused.counts == written.counts == apart.counts
-    assert fused.counts[1]["fp8_gemms"] == 12
+    assert fused.counts[-1]["fp8_gemms"] == fused.counts[-1]["casts"] == 12
     # Producers that do not know run Megatron's SwiGLU, which rounds silu to BF16 too.
-    for a, b in zip(fused.losses, apart.losses, strict=True):
-        assert abs(a - b) < 2e-3 * b
+    assert abs(fused.losses[-1] - apart.losses[-1]) < 2e-3 * apart.losses[-1]
+
+
+def written_sources(seen: Seen) -> dict[str, int]:
+    """How many results of each kind were written to be read, in the last step."""
+    prefix = "write_values of "
+    return {
+        kernel.removeprefix(prefix): n for kernel, n in seen.calls[-1].items() if kernel.startswith(prefix)
+    }
+
+
+def computed(seen: Seen) -> set[str]:
+    """Kinds of what quantising kernels computed as they read it, in the last step."""
+    return {
+        k.partition(" of ")[2] for k in seen.calls[-1] if " of " in k and not k.startswith("write_values")
+    }
+
+
+MOE = {
+    "num_moe_experts": 2,
+    "moe_ffn_hidden_size": 128,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+}
+ALL = {"norm", "swiglu", "swiglu_grad"}
+# Fields, what is computed by whom quantises, and what is written all the same.
+LAYERS: dict[str, tuple[dict[str, Any], set[str], dict[str, int]]] = {
+    "stored input": ({"activation_func_fp8_input_store": True}, ALL, {}),
+    "full recompute": (
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        ALL,
+        {},
+    ),
+    "mlp recompute": ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, ALL, {}),
+    "norm recompute": (
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        {"swiglu", "swiglu_grad"},
+        {},
+    ),
+    # A router reads its norm; each expert's SwiGLU is weighted.
+    "experts": (MOE, ALL, {}),
+    # linear_fc1 in BF16: its norm is Megatron's business, its gradient is needed as it is.
+    "fc1 in BF16": ({"fp8_overrides": {"*linear_fc1": "bf16"}}, {"norm", "swiglu"}, {"swiglu_grad": 1}),
+    "fc2 in BF16": ({"fp8_overrides": {"*linear_fc2": "bf16"}}, {"norm"}, {}),
+    "wgrad in BF16": ({"fp8_wgrad": False}, set(), {}),
+    "no fused SwiGLU": ({"bias_activation_fusion": False}, {"norm"}, {}),
+    "biases, LayerNorm": ({"add_bias_linear": True, "normalization": "LayerNorm"}, set(), {}),
+    "biases": ({"add_bias_linear": True}, {"norm"}, {}),
+}
+
+
+def test_layers_of_all_kinds(ranks: RankPool) -> None:
+    """What can be computed is, what cannot is not, and the bits are those of results written first."""
+    cases = [("mxfp8", how, fields, {}, 1) for fields, *_ in LAYERS.values() for how in ("fused", "written")]
+    (found,) = trained(ranks, ONE, *cases, ("mxfp8", "fused", {}, {}, 1))
+    plain = found.pop()
+    for name, fused, written in zip(LAYERS, found[::2], found[1::2], strict=True):
+        _, by_reader, in_memory = LAYERS[name]
+        assert computed(fused) == by_reader, name
+        assert written_sources(fused) == in_memory, name
+        assert fused.digests == written.digests and fused.losses == written.losses, name
+        assert computed(written) == set() and len(written_sources(written)) == len(by_reader | set(in_memory))
+        if "recompute" in name:
+            assert fused.digests == plain.digests, f"{name}: recomputed as computed"
+    # The norm alone, beside torch's operations on the same statistic.
+    ((fused, apart),) = trained(
+        ranks, ONE, *(("mxfp8", how, {"bias_activation_fusion": False}, {}, 1) for how in ("fused", "apart"))
+    )
+    assert fused.digests == apart.digests and computed(apart) == set()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "gathered"),
+    [
+        ("mxfp8", Layout(tp=2, sp=True), {}),
+        ("tensorwise", Layout(tp=2, sp=True), {}),
+        # Shards of 32 tokens are no blocks of 128: gathered in BF16, which the norm writes for it.
+        ("blockwise", Layout(tp=2, sp=True), {"norm": 2}),
+        ("rowwise", Layout(tp=2), {}),
+    ],
+)
+def test_tensor_parallel(ranks: RankPool, recipe: str, layout: Layout, gathered: dict[str, int]) -> None:
+    for fused, written in trained(ranks, layout, *((recipe, how, {}, {}, 1) for how in HOW[:2])):
+        assert fused.digests == written.digests and fused.losses == written.losses
+        assert written_sources(fused) == gathered
+        assert computed(fused) == ALL - set(gathered)
+
+
+def test_fp8_parameters(ranks: RankPool) -> None:
+    """With fp8_param the step ends in one amax pass and one cast for each weight, and no weight is cast in forwards."""
+    distributed = {"ddp": {"use_distributed_optimizer": True}}
+    for options in ({}, distributed):
+        cases = [("blockwise", "fused", {"fp8_param": fp8_param}, options, 2) for fp8_param in (False, True)]
+        ((without, with_fp8),) = trained(ranks, ONE, *cases)
+        assert with_fp8.losses == without.losses
+        assert (with_fp8.calls[1]["_piece_amax"], with_fp8.calls[1]["_piece_cast"]) == (4, 4)
+        assert with_fp8.calls[1]["quantize_tiles"] == without.calls[1]["quantize_tiles"] - 4 == 4
+        assert with_fp8.calls[1]["quantize_tiles of norm"] == 2
+
+
+def test_evaluation_writes_nothing(ranks: RankPool) -> None:
+    """Without gradients only codes for fprop are made."""
+    (seen,) = ranks(1).run(evaluated, "mxfp8")
+    assert written_sources(seen) == {} and computed(seen) == {"norm", "swiglu"}
