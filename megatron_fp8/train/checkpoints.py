@@ -83,10 +83,11 @@ def resume(
         state["scheduler_steps"]
     )  # rates are this run's own; only the place on the curve is taken over
     lines = [f"resume      {folder}: iteration {manifest.iteration} is done", *map(_note, resumed.notes)]
-    if not resumed.same_layout:
+    begun = manifest.iteration > 0  # an imported model has no order of samples, and no streams, to go on with
+    if begun and not resumed.same_layout:
         seed_streams(zlib.crc32(f"{run.train.seed} {manifest.iteration}".encode()))
         lines.append(_note("another parallel layout: random streams (dropout) start anew"))
-    lines += map(_note, _data_notes(run, manifest))
+    lines += map(_note, _data_notes(run, manifest) if begun else ())
     taken = state["scheduler_steps"] - 1  # the scheduler is one step ahead of the optimizer
     skipped = manifest.iteration - taken
     return Start(manifest.iteration, state["consumed_samples"], skipped, folder, lines)
