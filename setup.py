@@ -25,6 +25,7 @@ EXTRAS = {
     "optim": ["torchao>=0.18"],
     # Writing needs safetensors alone, which is always here; these read what was written.
     "export": ["accelerate>=1.0", "compressed-tensors>=0.15", "transformers>=5.0"],
+    "examples": ["scikit-learn>=1.4"],
     "test": [
         "accelerate>=1.0",
         "compressed-tensors>=0.15",
@@ -35,6 +36,7 @@ EXTRAS = {
         "pytest",
         "pytest-timeout",
         "ruff",
+        "scikit-learn>=1.4",
         "tokenizers>=0.20",
         "torchao>=0.18",
         "transformers>=5.0",

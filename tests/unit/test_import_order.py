@@ -37,6 +37,7 @@ STREAM: list[tuple[str, ...]] = [
     ("linear_op",),
     ("linear",),
     ("nn",),
+    ("trainer",),
     ("calibration",),
     ("inference",),
     ("fp8_utils",),
