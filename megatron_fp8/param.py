@@ -162,6 +162,21 @@ class Fp8Parameter(CodedTensor):
     def __init__(self, stored: _Stored) -> None:
         super().__init__()
 
+    @classmethod
+    def of_codes(
+        cls,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        codes: torch.Tensor,
+        scale_inv: torch.Tensor,
+        amax: torch.Tensor,
+        nonfinite: torch.Tensor | None,
+    ) -> Fp8Parameter:
+        """Of codes (uint8 [rows, cols]) that exist, of nominal ``dtype``; not a copy, and no torch.nn.Parameter yet."""
+        stored = _Stored(quantizer, dtype, [codes])
+        stored.set_scales([scale_inv], amax, nonfinite)
+        return cls(stored)
+
     # ------------------------------------------------------------------------------------------------------ what it is
 
     @property

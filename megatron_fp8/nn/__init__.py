@@ -9,6 +9,7 @@ register_fp8_step(optimizer, model)      # scales and histories are updated once
 from .autocast import fp8_autocast
 from .config import DEFAULT_SKIP, Fp8Config
 from .convert import Fp8Report, convert_from_fp8, convert_to_fp8
+from .fsdp import enable_fp8_all_gather
 from .linear import Fp8Linear
 from .matmul import fp8_matmul
 from .state_dict import fp8_state_dict, load_fp8_state_dict
@@ -21,6 +22,7 @@ __all__ = [
     "Fp8Report",
     "convert_from_fp8",
     "convert_to_fp8",
+    "enable_fp8_all_gather",
     "fp8_autocast",
     "fp8_matmul",
     "fp8_state_dict",

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ..recipe import Recipe, recipe_name
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .family import Family, plan_linear
+from .fsdp import disable_fp8_all_gather
 from .linear import Fp8Linear
 from .report import Fp8Report, Row
 
@@ -96,6 +97,7 @@ def convert_from_fp8(model: M) -> M:
             f"{foreign[0]} is a subclass of Fp8Linear and cannot become an nn.Linear: convert back before fully_shard, or"
             " load the state dict into an unconverted model"
         )
+    disable_fp8_all_gather(model)
     for linear in linears:
         linear.fp8_family.leave(linear)
         for key in ("_family", "fp8_name", "_sites", "_reasons", "_recipes"):

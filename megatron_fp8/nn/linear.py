@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 from ..context import ForwardReasons, Settled, in_recompute, recipe_override
-from ..linear import fp8_linear
+from ..linear import fp8_linear, observe_high_precision
+from ..param import Fp8Parameter
 from ..recipe import Recipe
 from ..site import GemmSite
 from .config import Fp8Config, make_config
@@ -117,6 +118,14 @@ class Fp8Linear(torch.nn.Linear):
             self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
         return self._sites[key]
 
+    def make_sites(self) -> None:
+        """The sites that a call here and now uses: the model's on the weight's device, one for fp8_autocast's recipe."""
+        device, recipe = self.weight.device, recipe_override()
+        if (device, None) not in self._sites:
+            self._family.bind(device)
+        if recipe is not None and self._sites[device, None].is_fp8:
+            self.make_site(device, recipe)
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: sites hold slots of this model's state, so a copy makes its own."""
         drop = ("_sites", "_reasons", "_recipes")
@@ -137,14 +146,20 @@ class Fp8Linear(torch.nn.Linear):
                 " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
                 " register_fp8_step(optimizer, model) once"
             )
-        if (device, None) not in self._sites:
-            family.bind(device)
+        if torch.compiler.is_compiling():
+            from ..linear_op import prepare_layer  # loads torch's compiler
+
+            prepare_layer(self)
+        else:
+            self.make_sites()
         site = self._sites[device, None]
         name, iteration = self.fp8_name, site.state.iteration
         off = self._reasons.settle(name, iteration, self.training)
         recipe = self._recipes.settle(name, iteration, self.training)
         if recipe is not None and site.is_fp8:
             site = self.make_site(device, recipe)
+        if type(self.weight) is not torch.nn.Parameter:
+            _check_weight(name, self.weight, off is None and recipe is None and site.runs_fp8)
         if off is not None or not site.runs_fp8:
             return self._high_precision(input, site, off is None)
         if torch.is_autocast_enabled(device.type):
@@ -159,11 +174,30 @@ class Fp8Linear(torch.nn.Linear):
         """nn.Linear's own forward; outside the FP8 phase delayed scaling learns from it."""
         y = functional.linear(x, self.weight, self.bias)
         if self.training:
-            site.state.counts.hp_gemms += 1
+            if not torch.compiler.is_compiling():
+                site.state.counts.hp_gemms += 1
             if observe and site.is_fp8:
-                site.observe(x, self.weight, y, record=not in_recompute())
+                return observe_high_precision(x, self.weight, y, site)
         return y
 
     def extra_repr(self) -> str:
         """nn.Linear's, and the recipe."""
         return f"{super().extra_repr()}, recipe={self.fp8_config.resolved_recipe!r}"
+
+
+def _check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
+    """RuntimeError for a weight that cannot be used as it is, or as this call is asked to."""
+    if hasattr(weight, "to_local"):
+        raise RuntimeError(
+            f"{name}: its weight is a DTensor, and FP8 multiplies whole matrices: for tensor parallelism use"
+            " Megatron-Core's layers (megatron_fp8.mcore); under fully_shard call the module that was sharded, not a part of it"
+        )
+    if hasattr(weight, "fsdp_pre_all_gather"):
+        raise RuntimeError(
+            f"{name}: enable_fp8_all_gather prepared its weight for fully_shard, which has not been called"
+        )
+    if isinstance(weight, Fp8Parameter) and not as_built:
+        raise RuntimeError(
+            f"{name}: its weight was gathered as FP8 codes, so it cannot run in high precision or by another recipe here:"
+            " leave enable_fp8_all_gather out to use fp8_autocast with fully_shard"
+        )

@@ -104,7 +104,6 @@ def test_leading_dimensions_vectors_and_nothing():
 def test_torch_autocast_changes_nothing():
     a, b, _ = operands(12, 64, 48, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(fp8_matmul(a, b), fp8_matmul(a, b)) and fp8_matmul(a, b).dtype == torch.float32
         inside = fp8_matmul(a, b)
     assert torch.equal(inside, fp8_matmul(a, b))
 
