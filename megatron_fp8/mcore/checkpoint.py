@@ -152,7 +152,7 @@ def load_weights(folder: Path, model: Any) -> None:
     stored = read_metadata(folder).state_dict_metadata
     wanted = _model_state([model])
     missing, _ = fit_to_checkpoint(wanted["model0"], stored)
-    _check_same_model(folder, wanted, stored)
+    _check_same_model(folder, wanted, stored, "")
     unwrap(model).load_state_dict(load_shards(folder, wanted)["model0"])
     warm_from_weights(fp8_linears([model]), _slots(missing))
     state_of(unwrap(model).config).epoch += 1  # whatever was quantised before is of other weights
@@ -238,7 +238,9 @@ def _is_stored(shard: Any, stored: dict[str, Any]) -> bool:
     return shard.key in stored or f"{shard.key}_w" in stored
 
 
-def _check_same_model(folder: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:
+def _check_same_model(
+    folder: Path, wanted: dict[str, Any], stored: dict[str, Any], otherwise: str = ", or --resume=never"
+) -> None:
     """ValueError, on every rank, if any rank wants a tensor that the checkpoint lacks or has in another shape."""
     problem = ""
     for shard in _shards(wanted):
@@ -257,7 +259,7 @@ def _check_same_model(folder: Path, wanted: dict[str, Any], stored: dict[str, An
     if found := next((text for text in problems if text), ""):
         raise ValueError(
             f"the checkpoint {str(folder)!r} is of another model: {found}. Give the model section it was trained with"
-            " (config.yaml of its run), or --resume=never."
+            f" (config.yaml of its run){otherwise}."
         )
 
 

@@ -78,6 +78,12 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     batches = _batches(options, restored)
     say(f"checkpoint  {restored.folder}, iteration {restored.iteration}", launch)
     out = Path(options.out) if options.out else run_folder_of(restored.folder) / "calibration"
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # found out before the minutes that calibration may take
+    except OSError as error:
+        raise ValueError(
+            f"--out {str(out)!r} cannot be written ({error.strerror}): give another folder"
+        ) from error
     return _Prepared(options, launch, restored, batches, out)
 
 

@@ -19,6 +19,7 @@ import yaml
 from megatron_fp8.checkpoint_files import check_files, find_checkpoint, read_manifest
 from megatron_fp8.mcore.checkpoint import load_weights
 from megatron_fp8.mcore.sites import check_plan
+from megatron_fp8.recipe import check_recipe_name
 from megatron_fp8.train import config as run_config
 from megatron_fp8.train import parallel
 from megatron_fp8.train.config import RunConfig, tokens_of_microbatch
@@ -65,6 +66,8 @@ def recipe_options(recipe: str | None, fp8: str | None, default: str | None = No
         if fp8 is not None:
             raise ValueError(f"--recipe=bf16 and --fp8={fp8} contradict each other: give one of them")
         return ["--model.fp8=null", "--model.fp8_format=null", "--model.fp8_recipe=null"]
+    if recipe is not None:
+        check_recipe_name(recipe)
     if recipe is None:
         return [] if fp8 is None else [f"--model.fp8={fp8}"]
     return [

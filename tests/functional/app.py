@@ -3,6 +3,7 @@
 python tests/functional/app.py watch COUNTS.json train ...     count calls into Megatron-Core
 python tests/functional/app.py poison 2 train ...              the second step's loss is infinite
 python tests/functional/app.py many CASES.json                 several commands; prints [code, stderr] of each
+python tests/functional/app.py heard CASES.json                the same; prints [code, stderr, stdout]
 """
 
 import contextlib
@@ -61,14 +62,14 @@ def poison(step, arguments):
     return main(arguments)
 
 
-def many(path):
+def many(path, with_output=False):
     """Run each command of a file; print their exit codes and what they said."""
     results = []
     for arguments in json.loads(Path(path).read_text()):
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        said, printed = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
             code = main(arguments)
-        results.append([code, said.getvalue()])
+        results.append([code, said.getvalue(), *([printed.getvalue()] if with_output else [])])
     print(json.dumps(results))
     return 0
 
@@ -76,7 +77,10 @@ def many(path):
 if __name__ == "__main__":
     kind, first, rest = sys.argv[1], sys.argv[2], sys.argv[3:]
     sys.exit(
-        {"watch": watch, "poison": lambda n, a: poison(int(n), a), "many": lambda p, _: many(p)}[kind](
-            first, rest
-        )
+        {
+            "watch": watch,
+            "poison": lambda n, a: poison(int(n), a),
+            "many": lambda p, _: many(p),
+            "heard": lambda p, _: many(p, with_output=True),
+        }[kind](first, rest)
     )

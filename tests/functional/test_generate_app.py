@@ -1,0 +1,227 @@
+"""`megatron-fp8 calibrate` and `generate` on a run that was trained here: text, files, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_fp8.calibration import load_calibration
+from megatron_fp8.checkpoint_files import latest_checkpoint
+from tests.functional.test_train_app import APP, MODEL, environment
+
+FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
+FIELDS |= {"fp8_format": "tensorwise", "hidden_dropout": 0.0}
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+CONTEXT = 32
+Heard = dict[str, tuple[int, str, str]]
+
+
+def run(folder: Path, commands: dict[str, list[Any]]) -> Heard:
+    """(exit code, stderr, stdout) of each command, one after the other in one process."""
+    path = folder / "commands.json"
+    path.write_text(json.dumps([list(map(str, command)) for command in commands.values()]))
+    done = subprocess.run(
+        [sys.executable, APP, "heard", str(path)],
+        capture_output=True, text=True, timeout=200, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("generation")
+
+
+@pytest.fixture(scope="module")
+def heard(folder) -> Heard:
+    """Train on the alphabet until the model knows it, then everything below."""
+    (folder / "text.txt").write_text(ALPHABET * 400)
+    (folder / "short.txt").write_text("ham")
+    content = {
+        "model": FIELDS,
+        "train": {
+            "train_iters": 30, "micro_batch_size": 8, "global_batch_size": 8, "seq_length": CONTEXT,
+            "eval_interval": 0, "eval_iters": 0, "threads": 1,
+        },
+        "optimizer": {"lr": 0.01, "lr_warmup_iters": 2},
+        "data": {"paths": [str(folder / "text.txt")], "split": "1,0,0", "cache_dir": str(folder / "cache")},
+        "checkpoint": {"save_interval": 30},
+    }  # fmt: skip
+    config = folder / "small.yaml"
+    config.write_text(yaml.safe_dump(content))
+    other = folder / "other.yaml"
+    other.write_text(yaml.safe_dump({**content, "model": {**FIELDS, "hidden_size": 32, "kv_channels": 16}}))
+    run_dir = folder / "run"
+    generate = ["generate", run_dir, "--prompt", "abcde"]
+    greedy = [*generate, "--temperature", "0"]
+    static = [*greedy, "--activations", "static"]
+    first = run(
+        folder,
+        {
+            "train": ["train", f"--config={config}", f"--run_dir={run_dir}"],
+            "no calibration": static,
+            "calibrate": ["calibrate", run_dir, "--batches", "2"],
+            "percentile": ["calibrate", run_dir, "--data", folder / "text.txt", "--percentile", "99.9",
+                           "--batches", "1", "--batch-size", "4", "--out", folder / "finer"],
+            "greedy": greedy,
+            "greedy again": greedy,
+            "bf16": [*greedy, "--recipe", "bf16"],
+            "mxfp8": [*greedy, "--recipe", "mxfp8"],
+            "static": static,
+            "static channels": [*static, "--recipe", "rowwise", "--calibration", folder / "finer"],
+            "delayed": [*greedy, "--recipe", "delayed"],
+            "seed 1": [*generate, "--seed", "1", "--temperature", "3", "--top-k", "40"],
+            "seed 1 again": [*generate, "--seed", "1", "--temperature", "3", "--top-k", "40"],
+            "seed 2": [*generate, "--seed", "2", "--temperature", "3", "--top-k", "40"],
+            "hot": [*generate, "--temperature", "50", "--max-new-tokens", "20"],
+            "a document": ["generate", run_dir, "--prompt", "", "--max-new-tokens", "3"],
+            "options": [*greedy, "--model.fp8_pow2_scales=true", "--fp8", "e4m3"],
+        },
+    )  # fmt: skip
+    damaged, foreign, unsaid = folder / "damaged", folder / "foreign", folder / "unsaid"
+    for copy in (damaged, foreign, unsaid):
+        shutil.copytree(run_dir, copy)
+    tensors = damaged / "calibration" / "calibration.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    shard = next(latest_checkpoint(foreign / "checkpoints").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    manifest = latest_checkpoint(unsaid / "checkpoints") / "manifest.json"
+    record = json.loads(manifest.read_text())
+    del record["facts"]["run"]
+    manifest.write_text(json.dumps(record))
+    calibrate = ["calibrate", run_dir]
+    return first | run(
+        folder,
+        {
+            "long prompt": ["generate", run_dir, "--prompt", "x" * CONTEXT],
+            "no room": [*generate, "--max-new-tokens", CONTEXT - 4],
+            "damaged calibration": ["generate", damaged, "--prompt", "a", "--activations", "static"],
+            "static blocks": [*static, "--recipe", "blockwise"],
+            "static bf16": [*static, "--recipe", "bf16"],
+            "calibration unused": [*greedy, "--calibration", folder / "finer"],
+            "another shape": [*greedy, "--config", other],
+            "another shape by option": [*greedy, "--model.ffn_hidden_size=64"],
+            "damaged checkpoint": ["generate", foreign, "--prompt", "a"],
+            "no config": ["generate", unsaid, "--prompt", "a"],
+            "its config given": [
+                "generate",
+                unsaid,
+                "--prompt",
+                "abcde",
+                "--temperature",
+                "0",
+                "--config",
+                config,
+            ],
+            "no checkpoint": ["generate", folder / "nowhere", "--prompt", "a"],
+            "no prompt": ["generate", run_dir],
+            "unknown option": [*generate, "--warmth", "3"],
+            "not a number": [*generate, "--temperature", "warm"],
+            "cold": [*generate, "--temperature", "-1"],
+            "unknown recipe": [*generate, "--recipe", "int8"],
+            "no batches": [*calibrate, "--batches", "0"],
+            "percentile of nothing": [*calibrate, "--percentile", "0"],
+            "too little text": [*calibrate, "--data", folder / "short.txt"],
+            "no such text": [*calibrate, "--data", folder / "nothing.txt"],
+            "calibrate bf16": [*calibrate, "--recipe", "bf16"],
+            "unwritable": [*calibrate, "--batches", "1", "--out", folder / "text.txt" / "inside"],
+        },
+    )
+
+
+DONE = ("train", "calibrate", "percentile", "greedy", "bf16", "mxfp8", "static", "static channels", "delayed", "hot",
+        "seed 1", "a document", "options", "its config given")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_it_ends_well(heard, name):
+    code, said, _ = heard[name]
+    assert code == 0, said
+
+
+def test_the_text_is_the_prompt_and_what_follows_it(heard):
+    for name in ("greedy", "bf16", "mxfp8", "static", "static channels", "delayed", "options"):
+        assert heard[name][2] == f"{(ALPHABET * 2)[:CONTEXT]}\n", name
+    assert heard["greedy"][2] == heard["greedy again"][2] == heard["its config given"][2]
+
+
+def test_a_seed_decides_the_draws(heard):
+    assert heard["seed 1"][2] == heard["seed 1 again"][2] != heard["seed 2"][2]
+    hot = heard["hot"][2].removeprefix("abcde")
+    assert not set(hot) <= set(ALPHABET), "a temperature of 50 draws nearly any byte"
+
+
+def test_what_ran_is_said_and_counted(heard):
+    said = heard["static"][1]
+    assert (
+        "iteration 30" in said
+        and "tensorwise: weights e4m3 per tensor, activations static, one scale per tensor" in said
+    )
+    weights = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128  # one of two layers is FP8
+    assert f"4 linears in FP8: {2 * weights:,} -> {weights + 16:,} bytes; 4 stay as they are" in said
+    assert "27 tokens in" in said
+    assert "mxfp8: weights e4m3 per 1x32, activations dynamic, one scale per 1x32" in heard["mxfp8"][1]
+    assert "rowwise: weights e4m3 per row, activations static" in heard["static channels"][1]
+    assert "bfloat16, model" in heard["bf16"][1] and "FP8" not in heard["bf16"][1]
+
+
+def test_a_calibration_is_written_beside_the_run(heard, folder):
+    calibration, finer = load_calibration(folder / "run" / "calibration"), load_calibration(folder / "finer")
+    sites = [f"decoder.layers.{n}.{site}" for n in range(2) for site in (
+        "self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")]  # fmt: skip
+    assert set(calibration.ranges) == {f"{site}.{role}" for site in sites for role in ("input", "weight")}
+    facts = calibration.facts
+    assert (facts["method"], facts["batches"], facts["tokens"], facts["iteration"]) == (
+        "max",
+        2,
+        2 * 8 * CONTEXT,
+        30,
+    )
+    assert finer.facts["method"] == "percentile 99.9" and finer.facts["tokens"] == 4 * CONTEXT
+    for site in sites:
+        assert site in heard["calibrate"][2]
+        assert 0 < finer.ranges[f"{site}.input"].amax < calibration.ranges[f"{site}.input"].amax * 1.5
+
+
+BAD = {
+    "no calibration": "there is no calibration in",
+    "long prompt": "the prompt has 32 tokens and the model's context is 32",
+    "no room": "--max-new-tokens 28: after a prompt of 5 tokens the context of 32 has room for 27",
+    "damaged calibration": "is damaged (calibration.safetensors is not what was written",
+    "static blocks": "static activation scales do not exist for recipe 'blockwise'",
+    "static bf16": "--activations static needs FP8",
+    "calibration unused": "--calibration is for --activations static",
+    "another shape": "is of another model: ",
+    "another shape by option": "mlp.linear_fc1.weight_w is [128, 64] there and [64, 64] here",
+    "damaged checkpoint": "is damaged: __0_0.distcp has",
+    "no config": "does not say what run it is of: give its config with --config=FILE",
+    "no checkpoint": "nowhere",
+    "no prompt": "the following arguments are required: --prompt",
+    "unknown option": "--warmth is not an option",
+    "not a number": "argument --temperature: invalid float value: 'warm'",
+    "cold": "temperature -1.0",
+    "unknown recipe": "fp8 recipe 'int8' is unknown",
+    "no batches": "--batches 0 must be at least 1",
+    "percentile of nothing": "--percentile 0 must be above 0",
+    "too little text": "a sequence has 32: give more text",
+    "no such text": "nothing.txt",
+    "calibrate bf16": "--recipe bf16 has no scales to calibrate",
+    "unwritable": "cannot be written",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(heard, name):
+    code, said, printed = heard[name]
+    assert code == 2, said
+    errors = [line for line in said.splitlines() if not line.startswith(("checkpoint  ", "precision  "))]
+    assert len(errors) == 1 and errors[0].startswith("error: ") and BAD[name] in errors[0], said
+    assert printed == ""
