@@ -84,6 +84,7 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
 def disable_fp8_all_gather(model: torch.nn.Module) -> None:
     """Undo ``enable_fp8_all_gather`` in a model that was not sharded: weights are ordinary parameters again."""
     made: dict[int, torch.nn.Parameter] = {}
+    parameter: Any
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if isinstance(parameter, GatheredAsCodes):

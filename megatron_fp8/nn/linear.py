@@ -190,7 +190,7 @@ def _check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
     if hasattr(weight, "to_local"):
         raise RuntimeError(
             f"{name}: its weight is a DTensor, and FP8 multiplies whole matrices: for tensor parallelism use"
-            " Megatron-Core's layers (megatron_fp8.mcore); under fully_shard call the module that was sharded, not a part of it"
+            " megatron_fp8.mcore; under fully_shard call the module that was sharded, not a part of it"
         )
     if hasattr(weight, "fsdp_pre_all_gather"):
         raise RuntimeError(
