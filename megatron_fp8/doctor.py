@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from importlib import metadata, util
 
+from megatron_fp8.backends.transformer_engine import INSTALL
+
 USAGE = """\
 usage: megatron-fp8 doctor
 
@@ -20,11 +22,12 @@ _PACKAGES = (
     ("torch", "torch", "everything", "pip install torch==2.13.0"),
     ("megatron-core", "megatron.core", "training", "pip install megatron-core==0.16.1"),
     ("triton", "triton", "FP8 kernels on GPUs", "pip install triton (needs a GPU)"),
+    ("transformer-engine", "transformer_engine", "fp8_backend='transformer_engine'", INSTALL),
     (
-        "transformer-engine",
-        "transformer_engine",
-        "Transformer Engine's kernels",
-        "pip install megatron_fp8[te]",
+        "apex",
+        "apex",
+        "Megatron-Core's fused Adam, clipping, LayerNorm and weight gradients",
+        "build https://github.com/NVIDIA/apex with its C++ and CUDA extensions",
     ),
     ("tokenizers", "tokenizers", "--data.tokenizer", "pip install tokenizers"),
 )
@@ -49,9 +52,9 @@ def main(arguments: list[str]) -> int:
     )
     for package, module, purpose, how in _PACKAGES:
         print(f"{package:<27} {_package(package, module) or f'missing, needed for {purpose}: {how}'}")
-    if "transformer_engine" not in BACKENDS:
-        print(f"{'backend transformer_engine':<27} not in this release")
     wrong = [name for name in BACKENDS if not _check_backend(name)]
+    if not _check_transformer_engine():
+        wrong.append("transformer_engine")
     if wrong:
         print(f"error: {', '.join(wrong)} computed a wrong product; please report this", file=sys.stderr)
     return 1 if wrong else 0
@@ -63,10 +66,10 @@ def _package(package: str, module: str) -> str | None:
         if util.find_spec(module) is None:
             return None
         return metadata.version(package)
+    except metadata.PackageNotFoundError:  # a ModuleNotFoundError too, so it comes first
+        return "installed, version unknown"
     except ModuleNotFoundError:  # from find_spec: the parent of a dotted module is absent
         return None
-    except metadata.PackageNotFoundError:
-        return "installed, version unknown"
 
 
 def _check_backend(name: str) -> bool:
@@ -104,4 +107,31 @@ def _check_backend(name: str) -> bool:
         good &= error < 1e-3
         verdict = "good" if error < 1e-3 else "WRONG"
         print(f"{label} {kind}: FP8 GEMM 128 x 256 x 128 {verdict}, error {error:.1e} of the largest value")
+    return good
+
+
+def _check_transformer_engine() -> bool:
+    """Run one of its linears in every recipe, say how it went and whether it did as asked. True unless it did not."""
+    import torch
+
+    from megatron_fp8 import recipe
+    from megatron_fp8.backends import transformer_engine as engine
+
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    label = f"{'backend ' + engine.name:<27}"
+    reason = engine.supports(device)
+    if reason is not None:
+        print(f"{label} cannot run here: {reason}")
+        return True
+    good = True
+    for kind, made in recipe.RECIPES.items():
+        scaling = made() if kind != "custom" else recipe.CustomRecipe(lambda role: None)
+        reason = engine.supports(device, scaling)
+        if reason is not None:
+            print(f"{label} {kind}: cannot run here: {reason}")
+            continue
+        error, wrong = engine.try_linear(scaling, device)
+        good &= error < 0.1 and not wrong
+        verdict = f"{'WRONG' if wrong or error >= 0.1 else 'good'}, {error:.1e} from the unquantised product"
+        print("; ".join([f"{label} {kind}: FP8 linear 128 x 256 x 128 {verdict}", *wrong]))
     return good

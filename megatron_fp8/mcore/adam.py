@@ -96,7 +96,7 @@ class Adam(torch.optim.Optimizer):
 
 def patches() -> list[Patch]:
     """The patches that make Megatron-Core use this Adam; none on a GPU machine that has a fused one."""
-    if compat.has_cuda() and (compat.has_te() or compat.has_apex()):
+    if (compat.has_cuda() and compat.has_te()) or compat.uses_apex("amp_C"):
         return []
     optimizer, distributed = "megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"
     why = "torch's AdamW counts steps per parameter, and the distributed optimizer cannot resume with it"

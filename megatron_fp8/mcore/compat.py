@@ -47,6 +47,12 @@ def has_apex() -> bool:
     return util.find_spec("apex") is not None
 
 
+def uses_apex(extension: str) -> bool:
+    """Whether a part of apex can work here: on a GPU, with the CUDA extension it needs ('amp_C' for Adam and clipping,
+    'fused_layer_norm_cuda', 'fused_weight_gradient_mlp_cuda'); apex can be installed without any."""
+    return has_apex() and has_cuda() and util.find_spec(extension) is not None
+
+
 def has_cuda() -> bool:
     """Whether this process sees a CUDA device. Not cached: tests hide it."""
     import torch
@@ -76,10 +82,10 @@ def _without_te() -> list[Patch]:
     from packaging.version import Version
 
     from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
-    from megatron_fp8.mcore.norm import Norm
+    from megatron_fp8.mcore.apex import norm_class
     from megatron_fp8.mcore.patching import Patch
 
-    found = [
+    return [
         Patch(
             "megatron.core.fp8_utils",
             "prepare_model_for_fp8_inference",
@@ -114,17 +120,13 @@ def _without_te() -> list[Patch]:
                 "activation_recompute_forward": _null_context,
             }.items()
         ),
+        Patch(
+            "megatron.core.transformer.transformer_block",
+            "LayerNormImpl",
+            norm_class(),
+            "the final norm is WrappedTorchNorm, which refuses SP, or with apex its LayerNorm, which refuses RMSNorm",
+        ),
     ]
-    if not has_apex():
-        found.append(
-            Patch(
-                "megatron.core.transformer.transformer_block",
-                "LayerNormImpl",
-                Norm,
-                "the final norm of a model built from a layer spec is WrappedTorchNorm, which refuses SP",
-            )
-        )
-    return found
 
 
 class _NoFp8State:

@@ -11,6 +11,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from megatron_fp8.mcore import compat
 from megatron_fp8.mcore.te_checks import check_te_settings
 from megatron_fp8.size_filter import load_table
 
@@ -266,8 +267,9 @@ _UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("delay_wgrad_compute", bool, "keep it False when training in FP8"),
     (
         "gradient_accumulation_fusion",
-        bool,
-        "keep it False: the FP8 linears accumulate into main_grad without it",
+        lambda value: value and not compat.uses_apex("fused_weight_gradient_mlp_cuda"),
+        "it needs a GPU and apex with fused_weight_gradient_mlp_cuda. Keep it False: FP8 linears accumulate into"
+        " main_grad without it",
     ),
     ("use_kitchen", bool, "keep it False when training in FP8"),
 )

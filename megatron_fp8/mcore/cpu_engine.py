@@ -10,6 +10,7 @@ import importlib
 import types
 from typing import Any
 
+from megatron_fp8.mcore import apex
 from megatron_fp8.mcore import cpu_stubs as cpu
 from megatron_fp8.mcore.patching import Patch, loaded_megatron_modules
 
@@ -35,7 +36,7 @@ def patches() -> list[Patch]:
     """All engine patches, for this process's loaded Megatron-Core. Importing it is a side effect."""
     for module in _MODULES:
         importlib.import_module(module)
-    return [*_device(), *_rng(), *_collectives(), *_moe(), *_eager()]
+    return [*_device(), *_rng(), *_collectives(), *_moe(), *_eager(), *apex.cpu_patches()]
 
 
 def _device() -> list[Patch]:

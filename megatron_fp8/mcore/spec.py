@@ -13,9 +13,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from ..backends import choose_backend, transformer_engine
 from ..fp8_utils import get_fp8_recipe
 from . import is_installed
+from .apex import norm_class
 from .attention import CoreAttention
 from .layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
-from .norm import Norm
 from .sites import model_device
 from .te_checks import wants_te
 
@@ -33,7 +33,7 @@ class Fp8SpecProvider(LocalSpecProvider):
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """RMSNorm or LayerNorm, as config.normalization says."""
-        return Norm
+        return norm_class()
 
     def core_attention(self) -> type:
         """Attention between the projections, in high precision."""

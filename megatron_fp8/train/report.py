@@ -24,6 +24,7 @@ def build_report(
 
     'sites' has one entry per linear-layer GEMM site of the whole model, all pipeline stages together.
     """
+    from megatron_fp8.mcore.apex import apex_use
     from megatron_fp8.mcore.params import parameter_bytes
     from megatron_fp8.mcore.report import own_precision, site_report
     from megatron_fp8.mcore.sites import state_of
@@ -42,6 +43,7 @@ def build_report(
             "fp8_param": parameter_bytes(chunks) if config.fp8 and config.fp8_param else None,
             "phases": state_of(config).phases.describe(own_precision(config)) if config.fp8 else [],
         },
+        "apex": apex_use(config, chunks),
         "run_dir": run.run_dir,
         "sites": site_report(chunks),
     }
@@ -113,6 +115,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"device      {report['device']}",
         *([f"kernels     {report['cpu_kernels']}"] if report.get("cpu_kernels") else []),
         f"versions    {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
+        f"apex        {report.get('apex', 'not known')}",
         f"ranks       {parallel['world_size']} ({parallel['launcher']}, {parallel['backend']}), "
         f"{sizes or 'no model parallelism'}"
         + (", sequence parallel" if parallel["sequence_parallel"] else "")

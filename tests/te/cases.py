@@ -1,7 +1,13 @@
-"""What the process with the stand-in does: ``python -m tests.te.cases VERSION CASE...`` prints one JSON object a case."""
+"""What a process with a stand-in does, one JSON object a case on stdout.
+
+python -m tests.te.cases 2.20.2 parity doctor     # Transformer Engine of that version
+python -m tests.te.cases apex
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from typing import Any
@@ -70,7 +76,9 @@ def te_name(name: str) -> str:
     return name
 
 
-def trained(backend: str | None, recipe_name: str | None, steps: int = 2, **fields: Any) -> dict[str, Any]:
+def trained(
+    backend: str | None, recipe_name: str | None, steps: int = 2, look: Any = None, **fields: Any
+) -> dict[str, Any]:
     """Losses of a short training, the counts of its last iteration, its sites, and what contexts were entered."""
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.report import site_report
@@ -84,6 +92,8 @@ def trained(backend: str | None, recipe_name: str | None, steps: int = 2, **fiel
         chunk = build(config)
         optimizer = build_optimizer(config, [chunk])
         losses = [train_step(config, [chunk], optimizer, step, **SHORT)[0] for step in range(steps)]
+        if look is not None:
+            look(config, chunk)
         return {
             "losses": losses,
             "counts": iteration_counts(),
@@ -199,7 +209,8 @@ def refusals() -> dict[str, str]:
             train(config, build(config))
 
     def no_gpu() -> None:
-        with mock.patch.object(engine, "device_reason", DEVICE_REASON):
+        reason = "Transformer Engine needs a CUDA device, this is cpu"
+        with mock.patch.object(engine, "device_reason", lambda device: reason):
             build(config_of(te, "tensorwise"))
 
     for run in (megatrons_te_spec, our_layers, te_layers_of_another_backend, outside_the_context, another_recipe,
@@ -224,23 +235,67 @@ def checkpoints() -> dict[str, Any]:
     return {"keys": keys, "loaded": True}
 
 
-CASES = {case.__name__: case for case in (parity, delayed, refusals, checkpoints)}
+def doctor() -> dict[str, Any]:
+    """What `megatron-fp8 doctor` prints of this backend, and its exit code."""
+    from megatron_fp8 import doctor as command
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = command.main([])
+    return {"code": code, "lines": [line for line in out.getvalue().splitlines() if "transformer" in line]}
+
+
+def apex() -> dict[str, Any]:
+    """Trainings with apex: what was called of it, what the report says, and losses beside those without it."""
+    from importlib.util import find_spec
+
+    from megatron_fp8.mcore import compat
+    from megatron_fp8.mcore.apex import apex_use
+    from tests.te import apex_standin
+
+    def with_apex(**fields: Any) -> dict[str, Any]:
+        uses: list[str] = []
+        apex_standin.calls.clear()
+        seen = trained("emulated", "tensorwise", 1, look=lambda c, m: uses.append(apex_use(c, [m])), **fields)
+        return {"losses": seen["losses"], "calls": dict(apex_standin.calls), "use": uses[0]}
+
+    bf16 = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
+    on_cpu = with_apex(llama=False)
+    from megatron_fp8 import mcore
+    from megatron_fp8.mcore import apex as served
+
+    with (  # as if there were a GPU
+        mock.patch.object(compat, "uses_apex", lambda extension: find_spec(extension) is not None),
+        mock.patch.object(served, "cpu_patches", list),
+    ):
+        mcore.uninstall()  # patches are chosen when they are installed
+        layer_norm = with_apex(llama=False, gradient_accumulation_fusion=True, **bf16)
+        plain = with_apex(llama=False, **bf16)
+        rms_norm = with_apex()
+    return {"on_cpu": on_cpu, "layer_norm": layer_norm, "plain": plain, "rms_norm": rms_norm}
+
+
+CASES = {case.__name__: case for case in (parity, delayed, refusals, checkpoints, doctor)}
 
 
 def main() -> None:
-    """Install the stand-in, run the cases."""
+    """Install a stand-in, run the cases that are its."""
     version, *names = sys.argv[1:]
-    from tests.te.standin import install
-
-    install(version)
-    global DEVICE_REASON
-    from megatron_fp8.backends import transformer_engine as engine
-
-    DEVICE_REASON = engine.device_reason
-    engine.device_reason = lambda device: None  # the stand-in runs on a CPU
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for name in names:
-        print(json.dumps({name: CASES[name]()}), flush=True)
+    if version == "apex":
+        from tests.te import apex_standin
+
+        apex_standin.install()
+        print(json.dumps({"apex": apex()}), flush=True)
+    else:
+        from megatron_fp8.backends import transformer_engine as engine
+        from tests.te import standin
+
+        standin.install(version)
+        # The stand-in runs on a CPU; the reason that it takes away is tested with it.
+        with mock.patch.object(engine, "device_reason", lambda device: None):
+            for name in names:
+                print(json.dumps({name: CASES[name]()}), flush=True)
     dist.destroy_process_group()
 
 
