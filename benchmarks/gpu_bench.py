@@ -1,7 +1,7 @@
 """How fast is FP8 on this GPU? `python -m benchmarks.gpu_bench` (or `make gpu-bench`), under nine minutes.
 
     python -m benchmarks.gpu_bench                       # all sections
-    python -m benchmarks.gpu_bench --only gemm,layer     # some: roofline, gemm, quantise, linear, layer, step
+    python -m benchmarks.gpu_bench --only gemm,layer     # some: roofline, gemm, quantise, fused, linear, layer, step
     python -m benchmarks.gpu_bench --dry-run             # the same code on a CPU, small, with the emulated backend
 
 Everything is compared with BF16 in the same run; contenders take turns, with a cold L2 and CUDA events. Before anything
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_contenders as contenders
-from benchmarks import gpu_kernels
+from benchmarks import gpu_fused, gpu_kernels
 from benchmarks.common import Timing, table
 from benchmarks.gpu_common import (
     EXIT_FAILED,
@@ -199,6 +199,7 @@ SECTIONS = {
     "roofline": gpu_kernels.roofline,
     "gemm": gpu_kernels.gemm,
     "quantise": gpu_kernels.quantise,
+    "fused": gpu_fused.fused,
     "linear": linear,
     "step": step,
     "layer": layer,

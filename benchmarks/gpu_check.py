@@ -23,11 +23,13 @@ from typing import Any
 
 import torch
 
+from benchmarks import gpu_fused
 from benchmarks.common import table
 from benchmarks.gpu_common import (
     EXIT_FAILED,
     ROOT,
     Machine,
+    NotRun,
     describe,
     environment,
     graphed,
@@ -56,10 +58,6 @@ LIMIT_SECONDS = 520
 # Of |a| |b|: Hopper keeps about 14 bits of a partial sum with fast accumulation, more where it promotes.
 GEMM_BOUND = {True: 2.0**-9, False: 2.0**-11}
 ROLES = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
-
-
-class NotRun(Exception):
-    """A check does not apply here; its text says why."""
 
 
 @dataclass
@@ -331,6 +329,7 @@ def all_checks() -> dict[str, Callable[[Machine], str]]:
             found[f"{what} {name}"] = lambda machine, check=check, name=name: check(machine, name)  # type: ignore[misc]
     for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
         found[f"training {name}"] = lambda machine, name=name: training(machine, name)  # type: ignore[misc]
+    found |= gpu_fused.checks(RECIPES)
     found["sanitiser"] = sanitiser
     return found
 
@@ -374,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     checks = {name: check for name, check in all_checks().items() if wanted.only in name}
     from benchmarks.gpu_models import leave_megatron, start_megatron
 
-    if any(name.startswith("training") for name in checks):
+    if any(name.startswith(("training", "fused")) for name in checks):
         start_megatron()
     results = []
     for name, check in checks.items():

@@ -47,6 +47,10 @@ VERSIONS = ("torch", "triton", "megatron-core", "torchao", "transformer-engine",
 NOT_MEASURED = "not measured"
 
 
+class NotRun(Exception):
+    """A check does not apply here; its text says why."""
+
+
 @dataclass
 class Machine:
     """Where things run: a GPU with the native backend, or, dry, the CPU with the emulated one."""

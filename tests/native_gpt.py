@@ -116,3 +116,15 @@ def evaluated(recipe: str) -> Seen:
 def native_trainings(layout: Layout, cases: list[tuple[Any, ...]]) -> list[Seen]:
     """A rank case: several trainings, one after the other; each entry is native_training's arguments after the layout."""
     return [native_training(layout, *case) for case in cases]
+
+
+def gpu_checks(how: str) -> str:
+    """A rank case: the GPU check of fused layers, here; what it says, or its AssertionError's words."""
+    from benchmarks.gpu_fused import layers
+    from benchmarks.gpu_models import DRY
+
+    with native_on_cpu(how), model_parallel(Layout()):
+        try:
+            return layers("mxfp8", DRY, steps=1)
+        except AssertionError as error:
+            return f"FAIL {error}"

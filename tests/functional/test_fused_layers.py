@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fp8_gpt import RECIPES
-from tests.native_gpt import HOW, Seen, evaluated, native_trainings
+from tests.native_gpt import HOW, Seen, evaluated, gpu_checks, native_trainings
 from tests.ranks import Layout, RankPool
 
 ONE = Layout()
@@ -163,3 +163,10 @@ def test_evaluation_writes_nothing(ranks: RankPool) -> None:
     """Without gradients only codes for fprop are made."""
     (seen,) = ranks(1).run(evaluated, "mxfp8")
     assert written_sources(seen) == {} and computed(seen) == {"norm", "swiglu"}
+
+
+def test_the_gpu_check_sees_what_is_launched(ranks: RankPool) -> None:
+    (right,) = ranks(1).run(gpu_checks, "fused")
+    assert right.startswith("1 layers, 4 launches compute"), right
+    (wrong,) = ranks(1).run(gpu_checks, "written")
+    assert wrong.startswith("FAIL nothing is written between"), wrong

@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import gpu_check, gpu_fused
+from benchmarks.gpu_common import Machine, NotRun
 from megatron_fp8 import kernels
 from megatron_fp8.backends import BACKENDS
 from megatron_fp8.formats import E4M3, E5M2
@@ -154,3 +156,19 @@ def test_weights_with_two_sets_of_codes_are_quantised_whole():
         mine = parameter(recipe, (40, 96), "native", DEVICE)
     assert calls == {"quantize_tiles": 1}, calls
     assert_same_parameter(mine, parameter(recipe, (40, 96), "emulated", HOST), "mxfp8")
+
+
+# ------------------------------------------------------------------------------------------------- the GPU's checks
+
+
+def test_the_gpu_checks_run_here():
+    """What `make gpu-check` runs on a GPU, over interpreted kernels; torch's operations in their place fail it."""
+    machine = Machine(DEVICE, dry=True, deadline=60)
+    with kernels_run:
+        assert "all bits equal" in gpu_fused.update(machine, DelayedScaling(amax_history_len=4), slots=5)
+        assert "all equal" in gpu_fused.masters(machine, Float8BlockScaling(), shape=(130, 140))
+    with mock.patch.object(kernels, "run_on", return_value=False), pytest.raises(AssertionError):
+        gpu_fused.update(machine, DelayedScaling(amax_history_len=4), slots=5)
+    for check in gpu_fused.checks(gpu_check.RECIPES).values():
+        with pytest.raises(NotRun, match="needs a GPU"):
+            check(Machine(HOST, dry=True, deadline=60))

@@ -1,0 +1,180 @@
+"""What layers, the iteration's end and the optimizer hand to fused kernels: that they do, the bits, and the time.
+
+The checks are gpu_check.py's (``--only fused``, ``--only update``, ``--only masters``), the section gpu_bench.py's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import gpu_contenders as contenders
+from benchmarks.gpu_common import Machine, NotRun, graphed, no_synchronisation
+from benchmarks.gpu_kernels import Bench, random
+from benchmarks.gpu_models import TINY, Gpt, Training
+from megatron_fp8 import recipe
+from megatron_fp8.backends import BACKENDS, native
+from megatron_fp8.formats import E4M3, E5M2
+from megatron_fp8.param import fp8_parameter
+from megatron_fp8.param_shard import quantize_shards
+from megatron_fp8.quantizer import Quantizer
+from megatron_fp8.state import Arena, Fp8State
+from megatron_fp8.unwritten import Unwritten, written
+from tests.unit.compare import assert_same_bytes
+from tests.unit.kernels.launched import launched
+
+HOST = torch.device("cpu")
+
+
+def checks(recipes: dict[str, Any]) -> dict[str, Callable[[Machine], str]]:
+    """Every check by name; of the recipes that the device supports."""
+
+    def supported(machine: Machine, name: str) -> Any:
+        if machine.dry:
+            raise NotRun("needs a GPU")
+        reason = native.supports(machine.device, recipes[name])
+        if reason is not None:
+            raise NotRun(reason)
+        return recipes[name]
+
+    found: dict[str, Callable[[Machine], str]] = {
+        "update": lambda machine: update(machine, supported(machine, "delayed"))
+    }
+    for name in ("delayed", "tensorwise", "blockwise"):
+        found[f"masters {name}"] = lambda machine, name=name: masters(machine, supported(machine, name))  # type: ignore[misc]
+    for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
+
+        def check(machine: Machine, name: str = name) -> str:
+            supported(machine, name)
+            return layers(name)
+
+        found[f"fused {name}"] = check
+    return found
+
+
+def layers(name: str, sizes: Gpt = TINY, steps: int = 3) -> str:
+    """A GPT whose norms and SwiGLU its linears' kernels compute, and one where they are written first: the same bits."""
+    outcomes = []
+    for first in (False, True):
+        with launched() as calls, mock.patch.object(native, "source_of", written) if first else nullcontext():
+            run = Training(sizes, name, "native")
+            losses = torch.stack([run.step() for _ in range(steps)])
+        outcomes.append((losses, dict(run.model.named_parameters()), calls))
+    (losses, parameters, calls), (others, their, written_calls) = outcomes
+    computed = Counter({k.partition(" of ")[2]: n for k, n in calls.items() if " of " in k})
+    assert set(computed) == {"norm", "swiglu", "swiglu_grad"}, f"launched: {dict(calls)}"
+    assert not [k for k in calls if k.startswith("write_values")], "nothing is written between"
+    each = steps * sizes.layers
+    found = {k: n for k, n in written_calls.items() if " of " in k}
+    wanted = {f"write_values of {k}": each * (2 if k == "norm" else 1) for k in computed}
+    assert found == wanted, f"written first: {found}"
+    assert_same_bytes(losses, others, "losses")
+    for key, value in parameters.items():
+        assert_same_bytes(value, their[key], key)
+    return f"{each} layers, {computed.total()} launches compute what they quantise; all bits equal"
+
+
+def update(machine: Machine, chosen: recipe.DelayedScaling, slots: int = 900) -> str:
+    """The delayed update against the host's torch operations, and nobody waits once every slot has a scale."""
+    mine, theirs = (Arena(None, device) for device in (machine.device, HOST))
+    for arena in (mine, theirs):
+        for i in range(slots):
+            arena.add(chosen, (E4M3, E5M2)[i % 2])
+    generator = torch.Generator().manual_seed(0)
+    for iteration in range(20):
+        amax = torch.rand(slots, generator=generator) * 2.0 ** (iteration - 10)
+        amax[torch.rand(slots, generator=generator) < 0.1] = 0 if iteration else 1
+        for arena in (mine, theirs):
+            arena.rows[0, :slots] = amax.to(arena.device)
+        with launched() as calls, no_synchronisation(machine) if iteration > 1 else nullcontext():
+            mine.update(iteration)
+        theirs.update(iteration)
+        assert calls == {"_update": 2}, calls
+        assert_same_bytes(mine.scale, theirs.scale, f"scales of iteration {iteration}")
+    for slot, other in zip(mine.slots, theirs.slots, strict=True):
+        for key, value in mine.saved_slot(slot).items():
+            assert_same_bytes(value, theirs.saved_slot(other)[key], f"{key} of slot {slot.index}")
+    return f"{slots} slots, 20 iterations, two launches each: all bits equal, no synchronisation"
+
+
+def masters(machine: Machine, chosen: Any, shape: tuple[int, int] = (1000, 520)) -> str:
+    """FP8 parameters cast from float32 masters, whole and in pieces, against the host's; nobody waits."""
+    count, pairs, cut = 0, [], shape[0] * shape[1] // 7
+    for name, device in (("native", machine.device), ("emulated", HOST)):
+        rule, state = chosen.rule("weight"), Fp8State(device)
+        slot = state.arena(None).add(chosen if rule.delayed else None, rule.fmt)
+        start = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+        pairs.append(fp8_parameter(torch.nn.Parameter(start), Quantizer(rule, slot, BACKENDS[name])))
+    for step in range(3):
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(2 + step)) * 4.0**step
+        here = whole.to(machine.device)
+        for parameter in pairs:
+            parameter.record()
+            parameter.quantizer.slot.arena.update(step)
+        for piece in (None, slice(0, 1), slice(1, cut), slice(cut, shape[0] * shape[1])):
+            with launched() as calls, no_synchronisation(machine):
+                _cast(pairs[0], here, piece)
+            _cast(pairs[1], whole, piece)
+            assert calls == {"_piece_amax": 1, "_piece_cast": 1}, calls
+            for mine, theirs in zip(*(p.stored_tensors() for p in pairs), strict=True):
+                assert_same_bytes(mine, theirs, f"step {step}, {piece}")
+                count += mine.numel()
+            assert_same_bytes(pairs[0].cast_amax, pairs[1].cast_amax, f"step {step}, {piece}: amax")
+    return f"{count:,} codes and scales, all equal, no synchronisation"
+
+
+def _cast(parameter: Any, master: torch.Tensor, piece: slice | None) -> None:
+    if piece is None:
+        parameter.data.copy_(master)
+    else:
+        quantize_shards([parameter], [master.view(-1)[piece]], [piece.start], None)
+
+
+# -------------------------------------------------------------------------------------------------------- the section
+
+
+def fused(bench: Bench) -> None:
+    """Norm and SwiGLU with the quantisation of their result, computed by one kernel, and written first."""
+    machine = bench.machine
+    for what, rows, cols in (("norm", 8192, 4096), ("swiglu", 8192, 14336), ("swiglu_grad", 8192, 28672)):
+        case = f"{what} {rows} x {cols}"
+        if machine.dry:
+            bench.skip("fused", case, "computed", "kernels run on a GPU only")
+            continue
+        source = sources(machine, what, rows, cols)
+        runs: dict[str, Callable[[], Any]] = {}
+        for name, chosen in contenders.RECIPES.items():
+            rule = chosen.rule("grad_output" if what == "swiglu_grad" else "input")
+            scale = torch.full((), 3.0, device=machine.device) if name == "delayed" else None
+            for first in (True, False):
+                run = partial(_quantise, source, rule, scale, first)
+                runs[f"{name} {'written' if first else 'computed'}"] = graphed(machine, run)
+        times = bench.time("fused", case, runs, baseline=())
+        for name in contenders.RECIPES:
+            ratio = times[f"{name} written"].median / times[f"{name} computed"].median
+            print(f"{'':<33}{name:<24} computed is {ratio:.2f} x as fast as written first")
+        machine.empty()
+
+
+def _quantise(source: Callable[[], Any], rule: Any, scale: torch.Tensor | None, first: bool) -> Any:
+    made = source()
+    x = Unwritten(made, (made.rows, made.cols))
+    return native.quantize(x.written() if first else x, rule, "both", scale=scale)
+
+
+def sources(machine: Machine, what: str, rows: int, cols: int) -> Callable[[], Any]:
+    """What makes a Source [rows, cols] anew: the norm's statistic is part of the work."""
+    from megatron_fp8.kernels.norm_quantize import rms_norm
+    from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad
+
+    if what == "norm":
+        return partial(rms_norm, random(machine, rows, cols, seed=1), random(machine, 1, cols, seed=2)[0])
+    if what == "swiglu":
+        return partial(swiglu, random(machine, rows, 2 * cols, seed=1))
+    return partial(swiglu_grad, random(machine, rows, cols // 2, seed=1), random(machine, rows, cols, seed=2))
