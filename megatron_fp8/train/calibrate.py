@@ -97,7 +97,7 @@ def _batches(options: argparse.Namespace, restored: Any) -> list[torch.Tensor]:
     section, length = restored.run.data, restored.run.train.seq_length
     if options.data:
         section.paths = options.data
-    prefixes = find_data(section, restored.tokenizer, restored.run.model.vocab_size)
+    prefixes = find_data(section, restored.tokenizer, restored.vocab_size)
     parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
     tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
     if len(tokens) < length:

@@ -109,7 +109,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
             f" {restored.run.train.seq_length} has room for {room}"
         )
     _make_ready(options, restored, launch)
-    sampler = Sampler(options.temperature, options.top_k, options.top_p, restored.vocab_size)
+    sampler = Sampler(options.temperature, options.top_k, options.top_p, restored.tokenizer.vocab_size)
     return _Prepared(options, launch, restored, prompt, count, sampler)
 
 

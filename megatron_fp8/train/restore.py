@@ -27,24 +27,23 @@ from megatron_fp8.train.model import build_model
 from megatron_fp8.train.model_section import padded_vocab_size, transformer_config
 from megatron_fp8.train.tokenizers import Tokenizer, load_tokenizer
 
-_ALONE = (
-    "--model.pipeline_model_parallel_size=1",
-    "--model.virtual_pipeline_model_parallel_size=null",
-    "--model.context_parallel_size=1",
-    "--model.expert_model_parallel_size=1",
-    "--model.sequence_parallel=false",
-    "--model.recompute_granularity=null",
-    "--model.fp8_param=false",  # prepare_for_inference does what is needed
-    "--model.fp8_high_precision_warmup=0.0",
-    "--model.fp8_high_precision_healing=0.0",
-    "--train.micro_batch_size=1",
-    "--train.global_batch_size=1",
-)
+# What a run's model section says of training, and not of the model.
+_FOR_INFERENCE: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "recompute_granularity": None,
+    "fp8_param": False,  # prepare_for_inference does what is needed
+    "fp8_high_precision_warmup": 0.0,
+    "fp8_high_precision_healing": 0.0,
+}
 
 
 @dataclass
 class Restored:
-    """A trained model on the ranks of this launch. ``run`` has this launch's layout; vocab_size is the tokenizer's."""
+    """A trained model on the ranks of this launch. ``run`` has this launch's layout; vocab_size is padded."""
 
     model: Any
     run: RunConfig
@@ -54,27 +53,24 @@ class Restored:
     iteration: int
 
 
-def recipe_options(recipe: str | None, fp8: str | None, default: str | None = None) -> list[str]:
-    """Options of the model section for `--recipe` and `--fp8`.
+def choose_recipe(section: Any, recipe: str | None, fp8: str | None) -> None:
+    """Put `--recipe` and `--fp8` into a model section, in place.
 
     Args:
         recipe: a recipe's name; 'bf16' for no FP8; None for the run's own.
         fp8: 'hybrid' or 'e4m3'; None for the run's own, or hybrid where it has none.
-        default: the run's own fp8.
+
+    Raises ValueError: the recipe is unknown, or both say different things.
     """
     if recipe == "bf16":
         if fp8 is not None:
-            raise ValueError(f"--recipe=bf16 and --fp8={fp8} contradict each other: give one of them")
-        return ["--model.fp8=null", "--model.fp8_format=null", "--model.fp8_recipe=null"]
+            raise ValueError(f"--recipe bf16 and --fp8 {fp8} contradict each other: give one of them")
+        section.fp8 = section.fp8_format = section.fp8_recipe = None
+        return
     if recipe is not None:
-        check_recipe_name(recipe)
-    if recipe is None:
-        return [] if fp8 is None else [f"--model.fp8={fp8}"]
-    return [
-        f"--model.fp8={fp8 or default or 'hybrid'}",
-        f"--model.fp8_format={recipe}",
-        "--model.fp8_recipe=null",
-    ]
+        section.fp8_format, section.fp8_recipe = check_recipe_name(recipe), None
+        section.fp8 = section.fp8 or "hybrid"
+    section.fp8 = fp8 or section.fp8
 
 
 def restore(
@@ -92,45 +88,44 @@ def restore(
         checkpoint: a checkpoint's folder, a folder of them, or a run's.
         options: of the run config, over the run's own (`--model.NAME=VALUE`).
         config: a run config to use in place of the one that the checkpoint remembers.
-        recipe, fp8: as recipe_options.
+        recipe, fp8: as choose_recipe.
 
     Raises ValueError, on every rank: there is no checkpoint, it is damaged or of another model, or an option is wrong.
     """
     folder = find_checkpoint(Path(checkpoint))
     manifest = read_manifest(folder)
-    trained = _run_of(folder, manifest.facts.get("run"), config)
-    layout = (*_ALONE, f"--model.tensor_model_parallel_size={launch.world_size}")
-    wanted = recipe_options(recipe, fp8, trained.model.fp8)
-    tokenizer = load_tokenizer(trained.data.tokenizer)
-    vocab_size = padded_vocab_size(trained.model, tokenizer.vocab_size)
-    with _as_file(trained.to_dict()) as path:
-        run = run_config.load(path, *layout, f"--model.vocab_size={vocab_size}", *wanted, *options)
+    run = _run_of(folder, manifest.facts.get("run"), config, options)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     if vocab_size % launch.world_size:
         raise ValueError(
             f"the vocabulary of {vocab_size} does not divide among {launch.world_size} ranks: launch fewer"
         )
+    if run.model.fp8_size_filter_tokens is None:
+        run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)  # the same layers in FP8 as in training
+    choose_recipe(run.model, recipe, fp8)
+    for name, value in _FOR_INFERENCE.items():
+        setattr(run.model, name, value)
+    run.model.tensor_model_parallel_size = launch.world_size
+    run.train.micro_batch_size = run.train.global_batch_size = 1
     settings = transformer_config(run.model)
-    if settings.fp8_size_filter_tokens is None:
-        settings.fp8_size_filter_tokens = tokens_of_microbatch(
-            trained
-        )  # the same layers in FP8 as in training
     parallel.join(launch, run.model, run.train)
     parallel.on_first_rank(lambda: check_files(folder, manifest))
     model = build_model(settings, run, vocab_size)
     load_weights(folder, model)
     check_plan([model])
-    return Restored(model, run, tokenizer, tokenizer.vocab_size, folder, manifest.iteration)
+    return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration)
 
 
-def _run_of(folder: Path, saved: Any, config: str | None) -> RunConfig:
+def _run_of(folder: Path, saved: Any, config: str | None, options: list[str]) -> RunConfig:
     if config is not None:
-        return run_config.load(config)
+        return run_config.load(config, *options)
     if not isinstance(saved, dict) or "model" not in saved:
         raise ValueError(
             f"{str(folder)!r} does not say what run it is of: give its config with --config=FILE"
         )
     with _as_file(saved) as path:
-        return run_config.load(path)
+        return run_config.load(path, *options)
 
 
 @contextmanager
