@@ -8,9 +8,9 @@ left, maybe in another thread. Megatron's recompute carries it along (``remember
 nothing of it; there a site answers as in its forwards (``ForwardReasons``). Rejected: patching torch.utils.checkpoint, of
 which modules hold copies that were imported by name.
 
-torch.compile cannot guard on a context variable, nor on thread-local state (it takes the value it met while tracing for
-ever, in silence). So every switch is also written to a plain object, ``_traced``, which traced code reads and guards on. It
-is the process's: compiled code that several threads run at once must find FP8 switched alike.
+torch.compile cannot guard on a context variable, nor on thread-local state (whose value while tracing it takes for ever,
+in silence). So every switch is also written to a plain object, ``_traced``, which traced code reads and guards on. It is
+the process's: compiled code that several threads run at once must find FP8 switched alike.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Settled(Generic[A]):
         self._met: set[A] = set()
 
     def settle(self, site: str, iteration: int, training: bool) -> A:
-        """What it says of this call. In traced code nothing is remembered: what it says is in the graph, recomputed or not.
+        """What it says of this call. Traced code remembers nothing: what it said is in the graph, recomputed or not.
 
         RuntimeError: a recomputation that nobody told, of one of several forwards that differed.
         """

@@ -76,6 +76,21 @@ def fp8_linear(
     return _LinearFunction.apply(x, weight, bias, call, torch.is_grad_enabled())
 
 
+def observe_high_precision(
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, site: GemmSite
+) -> torch.Tensor:
+    """y of a linear that ran in high precision in training, its amaxes recorded for delayed scaling (GemmSite.observe).
+
+    Use what is returned: traced code records on the way from y to it.
+    """
+    if torch.compiler.is_compiling():
+        from .linear_op import traced_observation
+
+        return traced_observation(x, weight, y, site)
+    site.observe(x, weight, y, record=not in_recompute())
+    return y
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -47,6 +47,7 @@ from torch import distributed as dist
 
 from .context import in_recompute
 from .linear_passes import Call, backward, forward, keeps_codes
+from .recipe import DelayedScaling
 from .side_layout import SideLayout
 from .site import GemmSite, Operand, side_of, site_by_handle
 from .tensor import QuantizedSide
@@ -206,6 +207,64 @@ def _(dy, kept, weight, site, layout, tp, number, needs_dgrad, needs_wgrad, bias
     dw = weight.new_empty(weight.shape) if needs_wgrad else dy.new_empty(0)
     dbias = dy.new_empty(0) if bias_dtype is None else dy.new_empty(dy.shape[-1], dtype=bias_dtype)
     return dx, dw, dbias
+
+
+# ------------------------------------------------------------------------------------------------- high precision
+
+
+def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite) -> Tensor:
+    """observe_high_precision while torch.compile traces: y, or a copy of it that cannot be had without the recording."""
+    if not isinstance(site.plan.recipe, DelayedScaling):
+        return y
+    return torch.ops.megatron_fp8.observe(x, weight, y, site.handle, _next_call())
+
+
+@torch.library.custom_op("megatron_fp8::observe", mutates_args=(), tags=_TAGS)
+def observe(x: Tensor, weight: Tensor, y: Tensor, site: Tensor, number: int) -> Tensor:
+    """A copy of y; the amaxes of x and weight are recorded."""
+    if not in_recompute():
+        site_by_handle(site).observe_forward(x, weight)
+    return y.clone()
+
+
+@observe.register_fake
+def _(x, weight, y, site, number):
+    return y.clone()
+
+
+@torch.library.custom_op("megatron_fp8::observe_backward", mutates_args=(), tags=_TAGS)
+def observe_backward(dy: Tensor, site: Tensor, number: int) -> Tensor:
+    """A copy of dy; its amax is recorded."""
+    site_by_handle(site).observe_backward(dy)
+    return dy.clone()
+
+
+@observe_backward.register_fake
+def _(dy, site, number):
+    return dy.clone()
+
+
+def _save_site(ctx: Any, inputs: Any, output: Any) -> None:
+    *_, site, ctx.number = inputs
+    ctx.save_for_backward(site)
+
+
+def _pass_observed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (site,) = ctx.saved_tensors
+    return None, None, torch.ops.megatron_fp8.observe_backward(dy, site, ctx.number), None, None
+
+
+torch.library.register_autograd("megatron_fp8::observe", _pass_observed, setup_context=_save_site)
+
+
+# ------------------------------------------------------------------------------------------------ before the trace
+
+
+@torch.compiler.assume_constant_result
+def prepare_layer(layer: Any) -> bool:
+    """layer.make_sites(), run by the tracer and not traced: what a first forward makes is there before the graph."""
+    layer.make_sites()
+    return True
 
 
 def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:

@@ -50,6 +50,11 @@ class Phases:
         return not (self.warmup or self.healing)
 
     @property
+    def known(self) -> bool:
+        """Whether ``at`` can tell."""
+        return self.trivial or self.length is not None
+
+    @property
     def start(self) -> int:
         """The first iteration of the FP8 phase."""
         return self._iterations(self.warmup)

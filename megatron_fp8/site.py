@@ -112,14 +112,26 @@ class GemmSite:
         """
         if not isinstance(self.plan.recipe, DelayedScaling):
             return
-        slots = {role: quantizer.slot for role, quantizer in self.quantizers.items() if quantizer is not None}
         if record:
-            slots["input"].observe(x.reshape(-1, x.shape[-1]))
-            if self._observed != self.state.iteration:
-                self._observed = self.state.iteration
-                slots["weight"].observe(weight)
+            self.observe_forward(x, weight)
         if y.requires_grad:
-            y.register_hook(lambda dy: slots["grad_output"].observe(dy.reshape(-1, dy.shape[-1])))
+            y.register_hook(self.observe_backward)
+
+    def observe_forward(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Record the amaxes of x and, once an iteration, of the weight."""
+        self._observe("input", x)
+        if self._observed != self.state.iteration:
+            self._observed = self.state.iteration
+            self._observe("weight", weight)
+
+    def observe_backward(self, dy: torch.Tensor) -> None:
+        """Record the amax of y's gradient."""
+        self._observe("grad_output", dy)
+
+    def _observe(self, role: str, x: torch.Tensor) -> None:
+        quantizer = self.quantizers[role]
+        if quantizer is not None:
+            quantizer.slot.observe(x.reshape(-1, x.shape[-1]))
 
     def quantized_weight(
         self, weight: torch.Tensor, *, fresh: bool, record: bool

@@ -327,6 +327,7 @@ class Fp8State:
     counts: IterationCounts = field(default_factory=IterationCounts)
     last: IterationCounts = field(default_factory=IterationCounts)
     arenas: list[Arena] = field(default_factory=list)
+    _phase: Phase | None = field(init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
         return self
@@ -340,10 +341,16 @@ class Fp8State:
         self.arenas[-1].counts = self.counts
         return self.arenas[-1]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The phase is kept: traced code guards on what it reads, and a guard on the iteration would fail in the next."""
+        object.__setattr__(self, name, value)
+        if name in ("iteration", "phases") and "phases" in self.__dict__:
+            self.__dict__["_phase"] = self.phases.at(self.iteration) if self.phases.known else None
+
     @property
     def phase(self) -> Phase:
         """The phase of this iteration. ValueError where the training's length should be known and is not."""
-        return self.phases.at(self.iteration)
+        return self._phase or self.phases.at(self.iteration)
 
     def slots(self) -> list[Slot]:
         """Every slot of every arena."""
@@ -351,7 +358,13 @@ class Fp8State:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is counted inside does not stay counted: evaluation is no part of the iteration that comes after it."""
+        """What is counted inside does not stay counted: evaluation is no part of the iteration that comes after it.
+
+        Nothing is counted while torch.compile traces; its operators use this when they run.
+        """
+        if torch.compiler.is_compiling():
+            yield
+            return
         before = replace(self.counts)
         try:
             yield

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..context import ForwardReasons, in_recompute, layer_being_built
-from ..linear import fp8_linear
+from ..context import ForwardReasons, layer_being_built
+from ..linear import fp8_linear, observe_high_precision
 from ..site import GemmSite
 from ..tp import TensorParallel
 from .checkpoint_fp8 import sharded_slots, take_slots
@@ -48,9 +48,19 @@ class _Fp8Site:
     @property
     def fp8_site(self) -> GemmSite:
         """This layer's site; a layer outside any prepared model resolves its own."""
+        if torch.compiler.is_compiling():
+            from ..linear_op import prepare_layer  # loads torch's compiler
+
+            prepare_layer(self)
+        else:
+            self.make_sites()
+        assert self._site is not None
+        return self._site
+
+    def make_sites(self) -> None:
+        """Resolve this layer on its own, unless a model's plan has."""
         if self._site is None:
             self._site = make_site(self, type(self).__name__)
-        return self._site
 
     def runs_fp8(self) -> bool:
         """Whether the next forward uses FP8: planned so, in force this iteration, not switched off around this call."""
@@ -80,8 +90,13 @@ class _Fp8Site:
     def _fp8_forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
     ) -> torch.Tensor:
-        site, options = self.fp8_site, {"training": self.training, "save_original_input": self.save_original_input}
-        if torch.compiler.is_compiling():  # a flag that changes would be another graph; the operator sees to the rest
+        site, options = (
+            self.fp8_site,
+            {"training": self.training, "save_original_input": self.save_original_input},
+        )
+        if (
+            torch.compiler.is_compiling()
+        ):  # a flag that changes would be another graph; the operator sees to the rest
             return fp8_linear(x, weight, bias, site, tp, **options)
         fresh, self.is_first_microbatch = self.is_first_microbatch, False
         with nullcontext() if self.training else site.state.uncounted():
@@ -91,7 +106,7 @@ class _Fp8Site:
         if self.training:
             count_high_precision(self.fp8_site.state, x, weight, y)
             if self._switched_on():
-                self.fp8_site.observe(x, weight, y, record=not in_recompute())
+                return observe_high_precision(x, weight, y, self.fp8_site)
         return y
 
 
