@@ -49,8 +49,10 @@ def new_directory(path: Path) -> Iterator[Path]:
             sync(entry)
         unfinished.replace(path)
         sync(path.parent)
-    except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be written ({error}): give another folder.") from error
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be written ({error}): make room, or give another folder."
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

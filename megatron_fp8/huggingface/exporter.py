@@ -168,7 +168,7 @@ def _config(source: Source, wanted: Wanted) -> tuple[dict[str, Any], Path | None
     train = source.run.get("train", {})
     like = read_json(wanted.like / CONFIG) if wanted.like else {}
     like.pop("quantization_config", None)
-    tokenizer = _tokenizer(source)
+    tokenizer = None if like else _tokenizer(source)
     vocab = wanted.vocab_size or like.get("vocab_size") or section.get("vocab_size")
     if vocab is None and tokenizer is not None:
         vocab = tokenizer.vocab_size

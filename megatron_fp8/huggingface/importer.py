@@ -141,6 +141,7 @@ def _run_config(
 
 def _save(folder: Path, tensors: dict[str, torch.Tensor], run: dict[str, Any]) -> None:
     """The weights as a checkpoint of iteration 0."""
+    from ..mcore.checkpoint_saver import SaveError
     from ..mcore.checkpoint_weights import save_weights
 
     state = {
@@ -150,4 +151,7 @@ def _save(folder: Path, tensors: dict[str, torch.Tensor], run: dict[str, Any]) -
         "scheduler_steps": 1,  # the schedule is one step ahead of the optimizer
         "consumed_samples": 0,
     }
-    save_weights(folder / "checkpoints", tensors, Manifest(0, state, {"run": run}))
+    try:
+        save_weights(folder / "checkpoints", tensors, Manifest(0, state, {"run": run}))
+    except SaveError as error:
+        raise OSError(str(error).partition(". ")[0]) from error

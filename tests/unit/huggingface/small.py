@@ -1,0 +1,62 @@
+"""A Llama directory made by hand, without transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "intermediate_size": 256,
+    "vocab_size": 200,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def tensors(layers: int = 2) -> dict[str, torch.Tensor]:
+    """The tensors of CONFIG, bfloat16; shapes are written out, not derived."""
+    shapes = {
+        "model.embed_tokens.weight": (200, 128),
+        "lm_head.weight": (200, 128),
+        "model.norm.weight": (128,),
+    }
+    for number in range(layers):
+        layer = f"model.layers.{number}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (128,),
+            f"{layer}.post_attention_layernorm.weight": (128,),
+            f"{layer}.self_attn.q_proj.weight": (256, 128),
+            f"{layer}.self_attn.k_proj.weight": (128, 128),
+            f"{layer}.self_attn.v_proj.weight": (128, 128),
+            f"{layer}.self_attn.o_proj.weight": (128, 256),
+            f"{layer}.mlp.gate_proj.weight": (256, 128),
+            f"{layer}.mlp.up_proj.weight": (256, 128),
+            f"{layer}.mlp.down_proj.weight": (128, 256),
+        }
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def write(folder: Path, config: dict[str, Any] | None = None, **changed: torch.Tensor | None) -> Path:
+    """A directory with some fields of config.json and some tensors (by name; None: left out) changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {**CONFIG, **(config or {})}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v != "absent"}))
+    kept = {name: tensor for name, tensor in {**tensors(), **changed}.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
+    return folder
