@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_fp8.formats import E4M3
+from megatron_fp8.mcore import fusion
 from megatron_fp8.mcore.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
 from megatron_fp8.quantizer import quantize
 from megatron_fp8.recipe import Float8BlockScaling
+from megatron_fp8.unwritten import Unwritten
 from tests.fp8_gpt import MOE, training
 from tests.ranks import Layout, RankPool
+from tests.unit.kernels.launched import launched
 
 
 def never(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -50,19 +57,70 @@ def test_forward_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, weigh
         if weighted and len(shape) == 2
         else None
     )
-    y = swiglu(x, None, True) if weights is None else expert_swiglu(x, None, weights, True)
+    assert_right(x, weights, dtype, store=True)
+
+
+@contextmanager
+def between_fp8_linears() -> Iterator[None]:
+    """As in an MLP both linears of which make codes by kernels."""
+    linear = SimpleNamespace(makes_codes_of=lambda role: True)
+    token = fusion._mlp.set(SimpleNamespace(linear_fc1=linear, linear_fc2=linear))
+    try:
+        yield
+    finally:
+        fusion._mlp.reset(token)
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["kept", "stored"])
+@pytest.mark.parametrize(("shape", "weighted"), [((5, 2, 128), False), ((7, 62), True), ((0, 64), True)])
+def test_unwritten(shape: tuple[int, ...], weighted: bool, store: bool) -> None:
+    """By kernels: the value and all gradients, none of which is written before it is read; bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator).bfloat16().requires_grad_()
+    weights = torch.rand(shape[0], 1, generator=generator).requires_grad_() if weighted else None
+    with between_fp8_linears(), np.errstate(all="ignore"), launched() as calls:
+        y = assert_right(x, weights, torch.bfloat16, store=store)
+    assert isinstance(y, Unwritten) and isinstance(x.grad, Unwritten) and x.grad.source is None
+    wanted = {"write_values of swiglu": 1, "write_values of swiglu_grad": 1}
+    wanted |= {"quantize_tiles": 1} if store else {}
+    wanted |= {"_weight_grad": 1} if weighted else {}
+    assert calls == (wanted if x.numel() else {}), calls
+
+
+def test_what_is_not_computed_by_the_next_linear() -> None:
+    """With a bias, or to be offloaded, Megatron-Core's own runs; and so it does for BF16 linears."""
+    x = torch.zeros(2, 4)
+    with between_fp8_linears():
+        for arguments in ((x, torch.zeros(4), False, False), (x, None, False, True)):
+            with pytest.raises(AssertionError, match="Megatron-Core's own"):
+                swiglu(*arguments)
+        with pytest.raises(AssertionError, match="Megatron-Core's own"):
+            expert_swiglu(x, torch.zeros(4), torch.ones(2, 1))
+        fusion.running_mlp().linear_fc2.makes_codes_of = lambda role: False
+        with pytest.raises(AssertionError, match="Megatron-Core's own"):
+            swiglu(x, None)
+
+
+def assert_right(
+    x: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype, *, store: bool
+) -> torch.Tensor:
+    """y, dx and dweights against autograd of the formula in float64, backward at what was stored. Returns y."""
+    generator = torch.Generator().manual_seed(2)
+    shape = x.shape
+    y = swiglu(x, None, store) if weights is None else expert_swiglu(x, None, weights, store)
     dy = torch.randn(y.shape, generator=generator).to(dtype)
     y.backward(dy)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-8
     assert y.dtype == dtype and y.shape == (*shape[:-1], shape[-1] // 2)
     assert torch.allclose(y.double(), formula(x.detach(), weights), rtol=tolerance, atol=1e-6)
-    seen = stored(x.detach()).requires_grad_()
+    seen = (stored(x.detach()) if store else x.detach().float()).requires_grad_()
     known = None if weights is None else weights.detach().clone().requires_grad_()
     formula(seen, known).backward(dy.double())
     assert x.grad is not None and x.grad.dtype == dtype
     assert torch.allclose(x.grad.float(), seen.grad, rtol=2 * tolerance, atol=1e-5)
     if weights is not None:
         assert torch.allclose(weights.grad, known.grad, rtol=1e-4, atol=1e-5)
+    return y
 
 
 def test_bias_is_added_before() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_fp8 import kernels
 from megatron_fp8.mcore.norm import Norm, rms_norm
+from megatron_fp8.unwritten import Unwritten, written
+from tests.unit.compare import assert_same_bytes
+from tests.unit.kernels.launched import launched
 
 SHAPES = [(1, 1), (7, 129), (3, 5, 64), (1000, 8), (0, 16)]
 
@@ -50,6 +55,28 @@ def test_rms_norm_equals_the_formula_in_float64(shape: tuple[int, ...]) -> None:
     want = values_and_gradients(lambda a, w: written_out(a, w, 1e-5), x, weight, grad)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5, 64), (7, 129), (0, 16)], ids=str)
+def test_an_unwritten_norm_has_the_same_bits(shape: tuple[int, ...], centred: bool) -> None:
+    """Value and gradients, where kernels run: what is kept for backward does not depend on who computes the value."""
+    torch.manual_seed(0)
+    x, weight, grad = (t.bfloat16() for t in (torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)))
+    with mock.patch.object(kernels, "run_on", return_value=True), launched() as calls:
+        both = [
+            values_and_gradients(
+                lambda a, w, u=u: rms_norm(a, w, 0.01, centred, unwritten=u), x, weight, grad
+            )
+            for u in (True, False)
+        ]
+    assert isinstance(both[0][0], Unwritten) and both[0][0].source is not None
+    assert calls == ({"_row_rstd": 2} if x.numel() else {})
+    for what, mine, theirs in zip(("value", "dx", "dw"), *both, strict=True):
+        assert_same_bytes(written(mine), theirs, what)
+    plain = values_and_gradients(lambda a, w: rms_norm(a, w, 0.01, centred), x, weight, grad)
+    for found, expected in zip(both[1], plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-4)  # the statistic's order of sums
 
 
 @pytest.mark.parametrize("centred", [False, True])
