@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_fused
+from benchmarks import gpu_fused, gpu_te
 from benchmarks.common import table
 from benchmarks.gpu_common import (
     EXIT_FAILED,
@@ -329,7 +329,7 @@ def all_checks() -> dict[str, Callable[[Machine], str]]:
             found[f"{what} {name}"] = lambda machine, check=check, name=name: check(machine, name)  # type: ignore[misc]
     for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
         found[f"training {name}"] = lambda machine, name=name: training(machine, name)  # type: ignore[misc]
-    found |= gpu_fused.checks(RECIPES)
+    found |= gpu_fused.checks(RECIPES) | gpu_te.checks()
     found["sanitiser"] = sanitiser
     return found
 

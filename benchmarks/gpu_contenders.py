@@ -17,6 +17,7 @@ from torch import nn
 from benchmarks.gpu_common import Machine
 from benchmarks.gpu_models import Fp8BenchLinear, Layer, Sizes, plain_linear
 from megatron_fp8 import recipe
+from megatron_fp8.backends import transformer_engine as engine
 from megatron_fp8.state import Fp8State
 
 RECIPES: dict[str, Any] = {
@@ -112,35 +113,32 @@ def _torchao(
 def _transformer_engine(
     machine: Machine, sizes: Any, weights: dict[str, nn.Parameter]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    names = {
-        "TE delayed": "DelayedScaling",
-        "TE tensorwise": "Float8CurrentScaling",
-        "TE blockwise": "Float8BlockScaling",
-    }
-    if importlib.util.find_spec("transformer_engine") is None:
-        return {}, dict.fromkeys(names, "transformer_engine is not installed")
+    """Its linears in the recipes that both have, by the mapping that training uses."""
+    names = {f"TE {name}": name for name in RECIPES}
     if machine.dry:
-        return {}, dict.fromkeys(names, "dry run: needs a GPU")
-    try:
-        import transformer_engine.pytorch as te
-        from transformer_engine.common import recipe as te_recipe
+        return {}, dict.fromkeys(names, engine.missing() or "dry run: needs a GPU")
+    found, absent = {}, {}
+    for label, name in names.items():
+        reason = engine.supports(machine.device, RECIPES[name])
+        if reason is not None:
+            absent[label] = reason.partition("\n")[0][:160]
+            continue
+        try:
+            module = build(sizes, weights, _te_linear, _small(machine))
+            found[label] = _Autocast(module, engine.te_recipe(RECIPES[name]))
+        except Exception as error:  # another version's API: its cells say so
+            absent[label] = f"Transformer Engine: {type(error).__name__}: {error}".partition("\n")[0][:160]
+    return found, absent
 
-        def make(weight: nn.Parameter, name: str = "") -> Any:
-            linear = te.Linear(weight.shape[1], weight.shape[0], bias=False, params_dtype=torch.bfloat16)
-            linear.weight = weight
-            return linear
 
-        found, absent = {}, {}
-        for label, kind in names.items():
-            if not hasattr(te_recipe, kind):
-                absent[label] = f"this version of transformer_engine has no {kind}"
-                continue
-            found[label] = _Autocast(build(sizes, weights, make, _small(machine)), getattr(te_recipe, kind)())
-        return found, absent
-    except Exception as error:
-        return {}, dict.fromkeys(
-            names, f"transformer_engine: {type(error).__name__}: {error}".partition("\n")[0][:160]
-        )
+def _te_linear(weight: nn.Parameter, name: str = "") -> Any:
+    import transformer_engine.pytorch as te
+
+    linear = te.Linear(
+        in_features=weight.shape[1], out_features=weight.shape[0], bias=False, params_dtype=torch.bfloat16
+    )
+    linear.weight = weight
+    return linear
 
 
 class _Autocast(nn.Module):
@@ -151,9 +149,7 @@ class _Autocast(nn.Module):
         self.module, self.recipe = module, recipe
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import transformer_engine.pytorch as te
-
-        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+        with engine.autocast(self.recipe, None):
             return self.module(x)
 
 

@@ -245,6 +245,35 @@ def doctor() -> dict[str, Any]:
     return {"code": code, "lines": [line for line in out.getvalue().splitlines() if "transformer" in line]}
 
 
+def gpu_scripts() -> dict[str, Any]:
+    """gpu_check's section, and gpu_bench's contenders, as far as they run here."""
+    from benchmarks import gpu_contenders, gpu_te
+    from benchmarks.gpu_common import open_machine
+    from megatron_fp8.mcore import uninstall
+    from tests.ranks import model_parallel
+
+    machine = open_machine(True, 100)
+    with model_parallel():
+        found: dict[str, Any] = {
+            name: check(machine)
+            for name, check in gpu_te.checks().items()
+            if "blockwise" in name or "pow2" in name
+        }
+    uninstall()
+    weight = torch.nn.Parameter(torch.eye(128, dtype=torch.bfloat16))
+    sizes = gpu_contenders.OneLinear(128, 128)
+    with (
+        mock.patch.object(machine, "dry", False),
+        mock.patch.object(gpu_contenders, "_small", lambda machine: None),
+    ):
+        modules, absent = gpu_contenders._transformer_engine(machine, sizes, {"linear": weight})
+    x = torch.ones(128, 128, dtype=torch.bfloat16)
+    return found | {
+        "contenders": {name: float(module(x).detach().float().mean()) for name, module in modules.items()},
+        "absent": absent,
+    }
+
+
 def apex() -> dict[str, Any]:
     """Trainings with apex: what was called of it, what the report says, and losses beside those without it."""
     from importlib.util import find_spec
@@ -275,7 +304,7 @@ def apex() -> dict[str, Any]:
     return {"on_cpu": on_cpu, "layer_norm": layer_norm, "plain": plain, "rms_norm": rms_norm}
 
 
-CASES = {case.__name__: case for case in (parity, delayed, refusals, checkpoints, doctor)}
+CASES = {case.__name__: case for case in (parity, delayed, refusals, checkpoints, doctor, gpu_scripts)}
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ SITES = {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What both processes saw, by case."""
-    commands = (VERSION, "parity", "delayed", "refusals", "checkpoints", "doctor"), ("apex",)
+    commands = (VERSION, "parity", "delayed", "refusals", "checkpoints", "doctor", "gpu_scripts"), ("apex",)
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.te.cases", *arguments],
@@ -131,6 +131,15 @@ def test_doctor_runs_a_linear_in_each_recipe(seen):
     assert seen["doctor"]["code"] == 0
     good = [line for line in lines if "FP8 linear 128 x 256 x 128 good" in line]
     assert len(good) == 4 and sum("cannot run here" in line for line in lines) == 2, lines
+
+
+def test_the_gpu_scripts_find_it(seen):
+    found = seen["gpu_scripts"]
+    assert found["te linear tensorwise-pow2"].startswith("quantizers as asked; error 3.")
+    assert found["training te blockwise"].endswith("0.0e+00 from the emulated; 4 sites verified")
+    assert set(found["contenders"]) == {"TE delayed", "TE tensorwise", "TE blockwise", "TE mxfp8"}
+    assert set(found["contenders"].values()) == {1.0}, "a product with the identity"
+    assert set(found["absent"]) == {"TE rowwise"} and "no rowwise recipe" in found["absent"]["TE rowwise"]
 
 
 CONFIG = {
