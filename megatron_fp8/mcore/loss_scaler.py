@@ -5,8 +5,9 @@ group, and lets each one's scaler act on it at once. Three things go wrong, all 
 
 * the loss is multiplied by the first scaler's scale and each optimizer divides by its own: after an overflow in an expert
   they differ, and the experts' gradients are wrong by powers of two;
-* without the distributed optimizer an overflow in one rank's expert skips the step there and nowhere else;
-* an FP8 cast saturates an Inf, so gradients look finite, the step counts as clean, and the scale never comes down.
+* an FP8 cast saturates an Inf, so gradients look finite, the step counts as clean, and the scale never comes down;
+* without the distributed optimizer every data-parallel replica decides for itself. Gradients are equal there by then, but
+  where a fault makes them differ, one replica steps, the other does not, and they never meet again.
 
 So the scalers only listen while optimizers prepare their gradients; then one collective over all ranks joins what was
 found in gradients and in FP8 casts, and every scaler gets the same verdict. Rejected: Megatron-Core's DynamicGradScaler

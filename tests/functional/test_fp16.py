@@ -114,9 +114,10 @@ def test_one_skip_by_all_ranks_and_one_scale_everywhere(ranks: RankPool, name: s
     assert everyone[0].losses[0] == everyone[1].losses[0]
 
 
-def overflow_in_an_experts_gradient(fp16: bool) -> tuple[list[bool], list[bool], list[float]]:
-    """A rank case: three steps without FP8; in the second, one expert's reduced gradient is infinite on rank 1.
+def overflow_after_the_reduction(fp16: bool, experts: bool) -> tuple[list[bool], list[bool], list[float]]:
+    """A rank case: three steps without FP8; in the second, one reduced gradient is infinite on rank 1 alone.
 
+    It is that of an expert, which the other rank does not have, or of a weight of which the other rank has a copy.
     Returns (stepped, changed, scales of the dense weights' optimizer and of the experts').
     """
     from megatron_fp8.mcore.loss_scaler import scalers
@@ -124,18 +125,19 @@ def overflow_in_an_experts_gradient(fp16: bool) -> tuple[list[bool], list[bool],
 
     stepped: list[bool] = []
     changed: list[bool] = []
-    layout = Layout(ep=2)
+    layout = Layout(ep=2) if experts else Layout()
     with model_parallel(layout):
-        config = fp8_config(layout, None, **SIZE, **MOE, **(FP16 if fp16 else {}))
+        fields = {**SIZE, **(MOE if experts else {}), **(FP16 if fp16 else {})}
+        config = fp8_config(layout, None, **fields)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=64)
         scaling = {**SCALER, "hysteresis": 1} if fp16 else {"loss_scale": 1.0}
         optimizer = build_optimizer(config, chunks, optim=scaling)
-        step = optimizer.step
+        step, sick = optimizer.step, "local_experts" if experts else "linear_qkv"
 
         def step_with_overflow() -> Any:
             if len(stepped) == 1 and dist.get_rank() == 1:
-                expert = next(p for name, p in chunks[0].named_parameters() if "local_experts" in name)
-                expert.main_grad.view(-1)[3] = math.inf
+                weight = next(p for name, p in chunks[0].named_parameters() if sick in name)
+                weight.main_grad.view(-1)[3] = math.inf
             return step()
 
         optimizer.step = step_with_overflow
@@ -148,11 +150,12 @@ def overflow_in_an_experts_gradient(fp16: bool) -> tuple[list[bool], list[bool],
 
 
 @pytest.mark.parametrize("fp16", [True, False], ids=["fp16", "bf16"])
-def test_an_experts_overflow_is_everybodys(ranks: RankPool, fp16: bool) -> None:
-    """Megatron-Core alone skips the step on the expert's rank only, and lowers the experts' scale only."""
-    for stepped, changed, scales in ranks(2).run(overflow_in_an_experts_gradient, fp16):
+@pytest.mark.parametrize("experts", [True, False], ids=["expert", "replica"])
+def test_what_one_rank_alone_finds_is_everybodys(ranks: RankPool, fp16: bool, experts: bool) -> None:
+    """Megatron-Core alone lowers the experts' scale only, and lets each replica decide for itself."""
+    for stepped, changed, scales in ranks(2).run(overflow_after_the_reduction, fp16, experts):
         assert stepped == changed == [True, False, True]
-        assert scales == ([2.0**13] * 2 if fp16 else [])
+        assert scales == ([2.0**13] * (2 if experts else 1) if fp16 else [])
 
 
 def resumed(layout: Layout, recipe: str, ddp: dict[str, Any], folder: str) -> dict[str, tuple[Any, Any]]:
