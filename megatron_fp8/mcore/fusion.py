@@ -10,8 +10,9 @@ fprop and wgrad), an Unwritten goes along the arrow (unwritten.py), and in backw
 Who reads whom is settled when a layer is built; whether the reader takes codes is asked at every call, since warm-up,
 overrides and disabled regions change it.
 
-Not connected, and written as ever: a norm that Megatron recomputes by itself (it frees the storage of the norm's result,
-and an Unwritten has none); a norm before experts, which the router reads too; LayerNorm, for which there is no kernel.
+Written as ever: a norm that Megatron recomputes by itself, since it frees the storage of the result, and an Unwritten has
+none (Megatron tells the reader, save_original_input, and so it is known); a norm before experts, which the router reads
+too; LayerNorm, for which there is no kernel.
 
 Rejected: asking for fused modules in the layer spec. The model would have other parameter names, and a layer in BF16, or
 in its warm-up, other modules than one in FP8.
@@ -34,13 +35,11 @@ _mlp: ContextVar[Any] = ContextVar("mlp", default=None)
 
 def connect(layer: Any) -> None:
     """Tell the norms of a TransformerLayer which linear reads them."""
-    attention, mlp = layer.self_attention, layer.mlp
-    for norm, reader, recomputed in (
-        (layer.input_layernorm, getattr(attention, "linear_qkv", None), layer.recompute_input_layernorm),
-        (layer.pre_mlp_layernorm, getattr(mlp, "linear_fc1", None), layer.recompute_pre_mlp_layernorm),
+    for norm, reader in (
+        (layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
+        (layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
     ):
-        if isinstance(norm, Norm) and norm.kind == "RMSNorm" and _asks(reader) and not recomputed:
-            assert reader is not None
+        if isinstance(norm, Norm) and norm.kind == "RMSNorm" and reader is not None and _asks(reader):
             norm.reader_takes_codes = functools.partial(reader.makes_codes_of, "input")
 
 
