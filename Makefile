@@ -11,7 +11,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help train test unit test-slurm lint format bench gpu-check gpu-bench gpu-wheels clean
+.PHONY: help train test unit test-slurm lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -75,6 +75,13 @@ gpu-wheels: ## with network: download into wheels/ what a GPU machine without ne
 	mkdir -p $@
 	test -z "$^" || $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
 		--target $@ $^
+
+TE_VERSIONS ?= 2.9.0 2.13.0 2.20.2
+te-signatures: $(VENV)/.test ## with network: is what tests/te records of Transformer Engine what its wheels have?
+	$(PIP) pydantic
+	rm -rf build/te && mkdir -p build/te
+	for v in $(TE_VERSIONS); do $(PY) -m pip download --quiet --no-deps -d build/te transformer-engine==$$v || exit 1; done
+	$(PY) -m tests.te.signatures build/te --check
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .gpu-site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

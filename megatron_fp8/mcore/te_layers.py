@@ -96,10 +96,11 @@ class _TeSiteLinear:
                 " would run in BF16: run the model through Megatron-Core's transformer block after"
                 " megatron_fp8.mcore.install(), or enter megatron_fp8.mcore.te_context.get_fp8_context(config)"
             )
-        if engine.recipe_in_force() is not recipe_of(self.config):
+        here, wanted = engine.recipe_in_force(), recipe_of(self.config)
+        if here is not wanted and repr(here) != repr(wanted):  # some modules hold a copy of the config
             raise RuntimeError(
-                f"{site.plan.name} was called in a Transformer Engine context with another recipe"
-                f" ({engine.recipe_in_force()}) than the config's ({recipe_of(self.config)})"
+                f"{site.plan.name} was called in a Transformer Engine context with another recipe ({here}) than the"
+                f" config's ({wanted})"
             )
 
     def _check_quantizers(self, site: TeSite) -> None:
