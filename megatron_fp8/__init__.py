@@ -11,8 +11,10 @@ from .quantizer import quantize
 from .tensor import Float8Tensor
 
 if TYPE_CHECKING:
+    from .loss_scaler import LossScaler
     from .mcore.config import TransformerConfig
     from .nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_matmul, fp8_step
+    from .trainer import Fp8Trainer
 
 __version__ = "0.1.0"
 
@@ -20,6 +22,8 @@ _LATER = {
     "TransformerConfig": ".mcore.config",
     "Fp8Config": ".nn",
     "Fp8Linear": ".nn",
+    "Fp8Trainer": ".trainer",
+    "LossScaler": ".loss_scaler",
     "convert_to_fp8": ".nn",
     "fp8_autocast": ".nn",
     "fp8_matmul": ".nn",
@@ -32,6 +36,8 @@ __all__ = [
     "Format",
     "Fp8Config",
     "Fp8Linear",
+    "Fp8Trainer",
+    "LossScaler",
     "TransformerConfig",
     "__version__",
     "convert_to_fp8",

@@ -100,8 +100,10 @@ def test_one_ranks_overflow_is_skipped_by_both(ranks: RankPool, recipe: str | No
     assert everyone[0][3] == everyone[1][3], "the ranks' weights differ"
 
 
-def saved_training(folder: str) -> bool:
-    """A rank case: whether training resumed from rank 0's file goes on with the same bits, on every rank."""
+def saved_training(folder: str) -> tuple[bool, int]:
+    """A rank case: whether training resumed from rank 0's file goes on with the same bits; reductions of 6 steps."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
     from megatron_fp8.loss_scaler import LossScaler
     from megatron_fp8.trainer import Fp8Trainer
 
@@ -114,9 +116,17 @@ def saved_training(folder: str) -> bool:
         return Fp8Trainer(model, optimizer, compute_loss, scaler=LossScaler(growth_interval=3), clip_grad=1.0)
 
     def steps(trainer: Fp8Trainer, first: int) -> list[Any]:
-        return [trainer.train_step(batch(first + i, dist.get_rank())) for i in range(3)]
+        return [trainer.train_step(batch(first + i, dist.get_rank()), batch(first + i, 2)) for i in range(3)]
+
+    reductions: list[Any] = []
+
+    def counting(group, bucket):  # torch checks annotations, and has no name for them as text
+        reductions.append(bucket)
+        return allreduce_hook(group, bucket)
 
     whole = started()
+    assert isinstance(whole.model, DistributedDataParallel)
+    whole.model.register_comm_hook(None, counting)
     steps(whole, 0)
     if dist.get_rank() == 0:
         whole.save(Path(folder) / "state.pt")
@@ -125,8 +135,8 @@ def saved_training(folder: str) -> bool:
     again.load(Path(folder) / "state.pt")
     assert steps(whole, 3) == steps(again, 3)
     assert whole.scaler == again.scaler and whole.scaler != LossScaler(growth_interval=3)
-    return all(map(torch.equal, whole.model.parameters(), again.model.parameters()))
+    return all(map(torch.equal, whole.model.parameters(), again.model.parameters())), len(reductions)
 
 
-def test_ranks_resume_from_one_file(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(2).run(saved_training, str(tmp_path)) == [True, True]
+def test_ranks_resume_from_one_file_and_reduce_once_a_step(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2).run(saved_training, str(tmp_path)) == [(True, 6)] * 2

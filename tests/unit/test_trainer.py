@@ -117,7 +117,6 @@ def test_a_sick_batch_skips_one_step_and_nothing_else(recipe: str | None, sick: 
     ill[3, 5] = sick
     step = trainer.train_step(ill)
     assert step.skipped and step.grad_norm is None and not math.isfinite(step.loss)
-    # An Inf of a tensor that is saturated in forward and backward shows nowhere but in the counts.
     assert (step.nonfinite > 0) == (recipe is not None)
     assert same(weights(trainer.model), before)
     assert same(moments_of(trainer), moments)
@@ -129,8 +128,26 @@ def test_a_sick_batch_skips_one_step_and_nothing_else(recipe: str | None, sick: 
         assert all(bool(value.isfinite().all()) for value in fp8_state_dict(trainer.model).values())
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_what_only_a_cast_saw_skips_the_step(recipe: str) -> None:
+    """An Inf that is saturated: loss and gradients are finite, and only the counts know."""
+
+    def finite_loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    trainer = trainer_of(recipe, loss=finite_loss, scaler=LossScaler(hysteresis=1))
+    trainer.train_step(batch(0))
+    before = weights(trainer.model)
+    ill = batch(1)
+    ill[3, 5] = math.inf
+    step = trainer.train_step(ill)
+    assert math.isfinite(step.loss) and step.nonfinite > 0
+    assert all(bool(p.grad.isfinite().all()) for p in trainer.model.parameters() if p.grad is not None)
+    assert step.skipped and same(weights(trainer.model), before)
+    assert trainer.scaler is not None and trainer.scaler.scale == 2.0**15
+
+
 def test_a_scale_that_is_too_large_comes_down_and_training_goes_on() -> None:
-    """What overflows in float16 is saturated by the next cast: without FP8's health the scale would stay."""
     trainer = trainer_of(
         "tensorwise", loss=float16_loss, scaler=LossScaler(2.0**32, hysteresis=1, growth_interval=8)
     )
