@@ -46,6 +46,7 @@ class _Traced:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.recipe: Recipe | None = None
+        self.label = ""
 
 
 _traced = _Traced()
@@ -90,13 +91,13 @@ def fp8_switched(reason: str | None, recipe: Recipe | None) -> Iterator[None]:
         reason: why they run in high precision; None switches on again those that an outer context switched off.
         recipe: what sites of a converted PyTorch model run in place of their own; None: their own.
     """
-    outer = _traced.reason, _traced.recipe
+    outer = _traced.reason, _traced.recipe, _traced.label
     tokens = None if torch.compiler.is_compiling() else (_disabled.set(reason), _recipe.set(recipe))
-    _traced.reason, _traced.recipe = reason, recipe
+    _traced.reason, _traced.recipe, _traced.label = reason, recipe, _label(recipe)
     try:
         yield
     finally:
-        _traced.reason, _traced.recipe = outer
+        _traced.reason, _traced.recipe, _traced.label = outer
         if tokens is not None:
             _disabled.reset(tokens[0])
             _recipe.reset(tokens[1])
@@ -105,6 +106,15 @@ def fp8_switched(reason: str | None, recipe: Recipe | None) -> Iterator[None]:
 def recipe_override() -> Recipe | None:
     """The recipe that sites of a converted PyTorch model run here in place of their own, None if theirs."""
     return _traced.recipe if torch.compiler.is_compiling() else _recipe.get()
+
+
+def recipe_label() -> str:
+    """What tells recipe_override() from others, or an empty text: traced code guards on texts, but on objects by type."""
+    return _traced.label if torch.compiler.is_compiling() else _label(_recipe.get())
+
+
+def _label(recipe: Recipe | None) -> str:
+    return "" if recipe is None else repr(recipe)
 
 
 def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..context import ForwardReasons, Settled, in_recompute, recipe_override
+from ..context import ForwardReasons, Settled, in_recompute, recipe_label, recipe_override
 from ..linear import fp8_linear, observe_high_precision
 from ..param import Fp8Parameter
 from ..recipe import Recipe
@@ -40,9 +40,10 @@ class Fp8Linear(torch.nn.Linear):
 
     fp8_name: str
     _family: Family
-    _sites: dict[tuple[torch.device, Recipe | None], GemmSite]
+    _sites: dict[tuple[torch.device, str], GemmSite]  # '' is its own recipe, others are recipe labels
+    _ready_on: torch.device | None
     _reasons: ForwardReasons
-    _recipes: Settled[Recipe | None]
+    _labels: Settled[str]
 
     def __init__(
         self,
@@ -90,8 +91,9 @@ class Fp8Linear(torch.nn.Linear):
             _family=family,
             fp8_name=name,
             _sites={},
+            _ready_on=None,
             _reasons=ForwardReasons(),
-            _recipes=Settled(recipe_override),
+            _labels=Settled(recipe_label),
         )
         family.join(self)
 
@@ -112,23 +114,37 @@ class Fp8Linear(torch.nn.Linear):
 
     def make_site(self, device: torch.device, recipe: Recipe | None = None) -> GemmSite:
         """The site on a device, under fp8_autocast's recipe if one is given; made when first asked for."""
-        key = (device, recipe)
+        key = (device, "" if recipe is None else repr(recipe))
         if key not in self._sites:
             shape = (self.out_features, self.in_features)
             self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
+            self.__dict__["_ready_on"] = device if recipe is None else self._ready_on
         return self._sites[key]
 
     def make_sites(self) -> None:
         """The sites that a call here and now uses: the model's on the weight's device, one for fp8_autocast's recipe."""
         device, recipe = self.weight.device, recipe_override()
-        if (device, None) not in self._sites:
+        if (device, "") not in self._sites:
             self._family.bind(device)
-        if recipe is not None and self._sites[device, None].is_fp8:
+        if recipe is not None and self._sites[device, ""].is_fp8:
             self.make_site(device, recipe)
+
+    def _require_sites(self, device: torch.device, label: str) -> None:
+        """make_sites, unless they are there: traced code then has nothing of this layer that others do not share."""
+        if (
+            self._ready_on == device and not label
+        ):  # not asked of _sites: a tracer would take its answer for what it holds
+            return
+        if torch.compiler.is_compiling():
+            from ..linear_op import prepare_layer  # loads torch's compiler
+
+            prepare_layer(self)
+        else:
+            self.make_sites()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: sites hold slots of this model's state, so a copy makes its own."""
-        drop = ("_sites", "_reasons", "_recipes")
+        drop = ("_sites", "_ready_on", "_reasons", "_labels")
         return {key: value for key, value in self.__dict__.items() if key not in drop}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -146,20 +162,17 @@ class Fp8Linear(torch.nn.Linear):
                 " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
                 " register_fp8_step(optimizer, model) once"
             )
-        if torch.compiler.is_compiling():
-            from ..linear_op import prepare_layer  # loads torch's compiler
-
-            prepare_layer(self)
-        else:
-            self.make_sites()
-        site = self._sites[device, None]
+        self._require_sites(device, recipe_label())
+        site = self._sites[device, ""]
         name, iteration = self.fp8_name, site.state.iteration
         off = self._reasons.settle(name, iteration, self.training)
-        recipe = self._recipes.settle(name, iteration, self.training)
-        if recipe is not None and site.is_fp8:
-            site = self.make_site(device, recipe)
+        label = self._labels.settle(name, iteration, self.training)
+        if label and site.is_fp8:
+            if (device, label) not in self._sites:
+                raise RuntimeError(f"{name}: enter fp8_autocast(recipe=...) outside of compiled code")
+            site = self._sites[device, label]
         if type(self.weight) is not torch.nn.Parameter:
-            _check_weight(name, self.weight, off is None and recipe is None and site.runs_fp8)
+            _check_weight(name, self.weight, off is None and not label and site.runs_fp8)
         if off is not None or not site.runs_fp8:
             return self._high_precision(input, site, off is None)
         if torch.is_autocast_enabled(device.type):
@@ -174,8 +187,7 @@ class Fp8Linear(torch.nn.Linear):
         """nn.Linear's own forward; outside the FP8 phase delayed scaling learns from it."""
         y = functional.linear(x, self.weight, self.bias)
         if self.training:
-            if not torch.compiler.is_compiling():
-                site.state.counts.hp_gemms += 1
+            _count(site, x, self.weight, y)
             if observe and site.is_fp8:
                 return observe_high_precision(x, self.weight, y, site)
         return y
@@ -183,6 +195,20 @@ class Fp8Linear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's, and the recipe."""
         return f"{super().extra_repr()}, recipe={self.fp8_config.resolved_recipe!r}"
+
+
+def _count(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+    """One GEMM now, dgrad and wgrad in the backward. Traced code counts none: a number it wrote would be guarded on."""
+    if torch.compiler.is_compiling():
+        return
+    site.state.counts.hp_gemms += 1
+    gradients = int(x.requires_grad) + int(weight.requires_grad)
+
+    def count(_: torch.Tensor) -> None:
+        site.state.counts.hp_gemms += gradients
+
+    if y.requires_grad:
+        y.register_hook(count)
 
 
 def _check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
