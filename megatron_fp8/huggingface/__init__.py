@@ -5,6 +5,8 @@ config          config.json <-> the run config's model section
 layout          Megatron-Core's fused matrices <-> the parts they are made of
 formats         FP8 weights as compressed-tensors and as DeepSeek's 128x128 blocks write them
 directory       sharded safetensors, read and written
+source          a checkpoint, as an export reads it
+companions      what stands beside the tensors: config.json, the tokenizer
 exporter        a checkpoint becomes a directory
 importer        a directory becomes a checkpoint
 commands        `megatron-fp8 export` and `megatron-fp8 import`

@@ -106,7 +106,8 @@ def _run(parser: _Parser, arguments: list[str], work: Callable[[argparse.Namespa
 
 def _export(options: argparse.Namespace) -> None:
     from ..calibration import load_calibration
-    from .exporter import Wanted, export, open_source
+    from .exporter import Wanted, export
+    from .source import open_source
 
     form = FORMATS.get(options.format)
     if options.calibration and (form is None or form.strategy is None):

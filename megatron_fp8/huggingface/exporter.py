@@ -7,7 +7,6 @@ training quantised, so the codes are the same (docs/export.md says for which lay
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,58 +16,18 @@ from typing import Any
 import torch
 
 from ..calibration import Calibration
-from ..checkpoint_files import check_files, find_checkpoint, read_manifest, read_metadata, read_tensor
 from ..formats import E4M3
 from ..plan import matching_override
 from ..recipe import TENSOR, Rule
 from ..scaling import compute_scale_inv
-from ..train.tokenizers import Tokenizer, load_tokenizer
 from .architectures import Entry, entries, gemms
-from .config import exported_architecture, heads_of, hf_config, model_section
-from .directory import (
-    CONFIG,
-    GENERATION,
-    TOKENIZER_FILES,
-    new_directory,
-    read_json,
-    write_json,
-    write_tensors,
-)
-from .formats import FORMATS, WeightFormat, encode, quantization_config, weight_recipe
+from .companions import describe, write_companions
+from .config import exported_architecture, heads_of
+from .directory import new_directory, write_tensors
+from .formats import WeightFormat, encode, quantization_config, weight_recipe
 from .layout import split_qkv
 from .shapes import megatron_shape
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_NOT_MODEL = ("optimizer.", "rng.")
-
-
-@dataclass
-class Source:
-    """A checkpoint that is to be exported.
-
-    Attributes:
-        section: the model section of its run.
-        run: all sections that are known.
-        metadata: torch_dist's.
-    """
-
-    folder: Path
-    section: dict[str, Any]
-    run: dict[str, Any]
-    metadata: Any
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the model computes in."""
-        return DTYPES[self.section.get("params_dtype") or "bfloat16"]
-
-    def shape(self, name: str) -> list[int]:
-        """Of a tensor of the checkpoint."""
-        return list(self.metadata.state_dict_metadata[name].size)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, whole, in the model's dtype."""
-        return read_tensor(self.folder, self.metadata, name).to(self.dtype)
+from .source import Source
 
 
 @dataclass(frozen=True)
@@ -105,27 +64,6 @@ class Exported:
     kept: list[str]
 
 
-def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
-    """The checkpoint that a path means, every file of it checked.
-
-    Args:
-        run: the sections of its run, where the checkpoint itself does not say (it was saved from Python).
-
-    Raises ValueError: it is no checkpoint, damaged, or says nothing about its model.
-    """
-    folder = find_checkpoint(path)
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
-    run = run or manifest.facts.get("run")
-    if not run or not run.get("model"):
-        raise ValueError(
-            f"{str(folder)!r} does not say what model it is of: give its run's config with --config=FILE."
-        )
-    precision = manifest.facts.get("precision", {})  # two names for one thing are resolved there
-    settled = {name: precision[name] for name in ("params_dtype", "fp8", "fp8_recipe") if name in precision}
-    return Source(folder, {**run["model"], **settled}, run, read_metadata(folder))
-
-
 def export(
     source: Source, out: Path, wanted: Wanted, progress: Callable[[Iterator[Any], int], Iterator[Any]]
 ) -> Exported:
@@ -140,7 +78,7 @@ def export(
     architecture = exported_architecture(source.section)
     tied = bool(source.section.get("share_embeddings_and_output_weights"))
     listed = list(entries(architecture, source.section["num_layers"], tied))
-    config, like = _config(source, wanted)
+    config = describe(source, wanted.like, wanted.vocab_size, wanted.positions)
     _check_tensors(source, listed, config["vocab_size"])
     kept = _kept_linears(source.section, wanted) if wanted.form else set()
     with new_directory(out) as folder:
@@ -153,71 +91,9 @@ def export(
             )
             parts = _quantised(parts, source.section, kept, wanted)
         files = write_tensors(folder, progress(parts, len(listed)), wanted.shard_bytes)
-        write_json(folder / CONFIG, config)
-        _write_companions(folder, source, config, like)
+        write_companions(folder, source, config, wanted.like)
     linears = sum(map(len, gemms(source.section["num_layers"]).values()))
     return Exported(config, files, linears - len(kept) if wanted.form else 0, sorted(kept, key=_by_layer))
-
-
-# -------------------------------------------------------------------------------------------------------------- config
-
-
-def _config(source: Source, wanted: Wanted) -> tuple[dict[str, Any], Path | None]:
-    """config.json, and the directory from which the rest comes."""
-    section = source.section
-    train = source.run.get("train", {})
-    like = read_json(wanted.like / CONFIG) if wanted.like else {}
-    like.pop("quantization_config", None)
-    tokenizer = None if like else _tokenizer(source)
-    vocab = wanted.vocab_size or like.get("vocab_size") or section.get("vocab_size")
-    if vocab is None and tokenizer is not None:
-        vocab = tokenizer.vocab_size
-    positions = wanted.positions or like.get("max_position_embeddings") or train.get("seq_length")
-    if vocab is None or positions is None:
-        missing = "--vocab-size" if vocab is None else "--max-position-embeddings"
-        raise ValueError(f"{str(source.folder)!r} does not say it: give {missing}=NUMBER.")
-    ours = hf_config(section, int(vocab), int(positions))
-    if like:
-        _check_like(ours, like, wanted.like)
-        like.pop("dtype", None)  # newer files have it for torch_dtype
-    elif tokenizer is not None:
-        ours["eos_token_id"] = tokenizer.eod
-    return {**like, **ours, "torch_dtype": str(source.dtype).removeprefix("torch.")}, wanted.like
-
-
-def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path | None) -> None:
-    """ValueError if the directory is of a model that computes something else."""
-    theirs = hf_config(model_section(like), like["vocab_size"], ours["max_position_embeddings"])
-    for name, value in theirs.items():
-        if ours[name] != value:
-            raise ValueError(
-                f"--like={str(folder)!r} is of another model: {name} is {value!r} there and {ours[name]!r} in the "
-                "checkpoint."
-            )
-
-
-def _tokenizer(source: Source) -> Tokenizer | None:
-    """The tokenizer of the run, if it is known; without a file it is bytes."""
-    data = source.run.get("data")
-    return None if data is None else load_tokenizer(data.get("tokenizer"))
-
-
-def _write_companions(folder: Path, source: Source, config: dict[str, Any], like: Path | None) -> None:
-    """Generation config and tokenizer: from the directory given, else the run's."""
-    tokenizer = source.run.get("data", {}).get("tokenizer")
-    home = like or (Path(tokenizer).parent if tokenizer else None)
-    if like and (like / GENERATION).exists():
-        shutil.copyfile(like / GENERATION, folder / GENERATION)
-    else:
-        names = ["bos_token_id", "eos_token_id"]
-        special = {name: config[name] for name in names if name in config}
-        write_json(folder / GENERATION, {"_from_model_config": True, **special})
-    if tokenizer and not like:
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    for name in TOKENIZER_FILES if home else ():
-        assert home is not None
-        if (home / name).exists() and not (folder / name).exists():
-            shutil.copyfile(home / name, folder / name)
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
@@ -225,11 +101,7 @@ def _write_companions(folder: Path, source: Source, config: dict[str, Any], like
 
 def _check_tensors(source: Source, listed: list[Entry], vocab_size: int) -> None:
     """ValueError unless the checkpoint has the model's tensors, all of them, no others, in the config's shapes."""
-    stored = {
-        name
-        for name in source.metadata.state_dict_metadata
-        if not name.startswith(_NOT_MODEL) and ".fp8_state." not in name
-    }
+    stored = source.weights()
     section = {**source.section, "vocab_size": vocab_size}
     wanted = {entry.megatron for entry in listed}
     for names, words in (
@@ -339,8 +211,3 @@ def _was_bf16(site: str, section: dict[str, Any]) -> bool:
 
 def _by_layer(name: str) -> tuple[int, str]:
     return int(name.split(".")[2]), name
-
-
-def format_named(name: str) -> WeightFormat | None:
-    """The format of the command line's name; None for 'bf16' (the model's own dtype)."""
-    return None if name == "bf16" else FORMATS[name]

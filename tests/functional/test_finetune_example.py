@@ -6,6 +6,9 @@ import json
 import subprocess
 import sys
 
+import transformers
+
+from megatron_fp8.huggingface.commands import export_main
 from tests.functional.test_train_app import ROOT, environment, lines
 
 
@@ -42,6 +45,16 @@ def test_the_example_imports_trains_exports_and_compares(tmp_path):
     assert (work / "fp8" / "tokenizer.json").read_bytes() == (
         work / "random-llama" / "tokenizer.json"
     ).read_bytes()
+
+    # Without the directory it came from: positions, special tokens and the tokenizer are the run's.
+    assert export_main([str(work / "run"), str(tmp_path / "own")]) == 0
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["eos_token_id"], config["vocab_size"]) == (64, 256, 257)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "own")
+    assert (
+        tokenizer.eos_token == "<|endoftext|>"
+        and tokenizer.decode(tokenizer("dull\n")["input_ids"]) == "dull\n"
+    )
 
 
 def path_weights(folder) -> list[int]:

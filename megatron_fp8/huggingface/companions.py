@@ -1,0 +1,94 @@
+"""What stands beside the tensors: config.json, generation_config.json and the tokenizer's files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..train.tokenizers import Tokenizer, load_tokenizer
+from .config import hf_config, model_section
+from .directory import CONFIG, GENERATION, TOKENIZER_FILES, read_json, write_json
+from .source import Source
+
+
+def describe(
+    source: Source, like: Path | None, vocab_size: int | None, positions: int | None
+) -> dict[str, Any]:
+    """config.json of a checkpoint's model, without its number format.
+
+    Args:
+        like: a directory of the same model, whose other fields are taken over.
+        vocab_size, positions: other than the directory's or the run's.
+
+    Raises ValueError: no known family computes what the model does, the directory is of another model, or a size is not
+    known.
+    """
+    section = source.section
+    given = read_json(like / CONFIG) if like else {}
+    given.pop("quantization_config", None)
+    tokenizer = None if like else _tokenizer(source)
+    vocab_size = vocab_size or given.get("vocab_size") or section.get("vocab_size")
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = tokenizer.vocab_size
+    positions = (
+        positions or given.get("max_position_embeddings") or source.run.get("train", {}).get("seq_length")
+    )
+    if vocab_size is None or positions is None:
+        missing = "--vocab-size" if vocab_size is None else "--max-position-embeddings"
+        raise ValueError(f"{str(source.folder)!r} does not say it: give {missing}=NUMBER.")
+    ours = hf_config(section, vocab_size, positions)
+    if like:
+        _check_like(ours, given, like)
+        given.pop("dtype", None)  # newer files have it for torch_dtype
+    elif tokenizer is not None:
+        ours["eos_token_id"] = tokenizer.eod
+    return {**given, **ours, "torch_dtype": str(source.dtype).removeprefix("torch.")}
+
+
+def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> None:
+    """ValueError if the directory is of a model that computes something else."""
+    theirs = hf_config(model_section(like), like["vocab_size"], ours["max_position_embeddings"])
+    for name, value in theirs.items():
+        if ours[name] != value:
+            raise ValueError(
+                f"--like={str(folder)!r} is of another model: {name} is {value!r} there and {ours[name]!r} in the "
+                "checkpoint."
+            )
+
+
+def _tokenizer(source: Source) -> Tokenizer | None:
+    """The tokenizer of the run, if it is known; without a file it is bytes."""
+    data = source.run.get("data")
+    return None if data is None else load_tokenizer(data.get("tokenizer"))
+
+
+def write_companions(folder: Path, source: Source, config: dict[str, Any], like: Path | None) -> None:
+    """Write config.json, and generation config and tokenizer: those of the directory `like`, else the run's."""
+    write_json(folder / CONFIG, config)
+    if like and (like / GENERATION).exists():
+        shutil.copyfile(like / GENERATION, folder / GENERATION)
+    else:
+        names = ["bos_token_id", "eos_token_id"]
+        special = {name: config[name] for name in names if name in config}
+        write_json(folder / GENERATION, {"_from_model_config": True, **special})
+    tokenizer = source.run.get("data", {}).get("tokenizer")
+    home = like or (Path(tokenizer).parent if tokenizer else None)
+    if home is None:  # tokens are bytes, which no tokenizer file says
+        return
+    if not like:
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    for name in TOKENIZER_FILES:
+        if (home / name).exists() and not (folder / name).exists():
+            shutil.copyfile(home / name, folder / name)
+    if not like and not (folder / "tokenizer_config.json").exists():
+        end = _token(folder / "tokenizer.json", config["eos_token_id"])
+        known = {} if end is None else {"eos_token": end}
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **known})
+
+
+def _token(tokenizer: Path, number: int) -> str | None:
+    """How a tokenizers file writes an id; None if it does not have it."""
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer.from_file(str(tokenizer)).id_to_token(number)
