@@ -86,7 +86,7 @@ def trained(
     from tests.ranks import model_parallel
     from tests.te.standin import Manager
 
-    Manager.entered, Manager.updates = (), 0
+    Manager.entered, Manager.updates, Manager.fp8_calls = (), 0, 0
     with model_parallel():
         config = config_of(backend, recipe_name, **fields)
         chunk = build(config)
@@ -100,6 +100,7 @@ def trained(
             "sites": site_report([chunk]),
             "entered": list(Manager.entered),
             "updates": Manager.updates,
+            "fp8_calls": Manager.fp8_calls,
         }
 
 

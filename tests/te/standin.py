@@ -37,9 +37,9 @@ class DType(enum.Enum):
 
 
 class Manager:
-    """FP8GlobalStateManager: the context in force, and how often its outermost one was left."""
+    """FP8GlobalStateManager: the context in force, how often its outermost one was left, and what linears ran in FP8."""
 
-    enabled, recipe, group, depth, updates = False, None, None, 0, 0
+    enabled, recipe, group, depth, updates, fp8_calls = False, None, None, 0, 0, 0
     entered: tuple[Any, ...] = ()
 
     @classmethod
@@ -222,6 +222,7 @@ class _Linear(torch.nn.Module):
         from megatron_fp8.site import GemmSite
         from megatron_fp8.state import Fp8State
 
+        Manager.fp8_calls += 1
         if self._emulated is None:
             self.quantizers = _quantizers(Manager.recipe, self.known)
             length = getattr(Manager.recipe, "amax_history_len", 1)

@@ -54,6 +54,7 @@ def test_recipe_reaches_the_layers_casts(seen):
         assert te["counts"]["fp8_gemms"] == emulated["counts"]["fp8_gemms"] == 48, name
         assert te["counts"]["hp_gemms"] == emulated["counts"]["hp_gemms"], name
         assert len(te["entered"]) == 8 and not emulated["entered"], "two layers, two microbatches, two steps"
+        assert te["fp8_calls"] == 4 * 8
         losses.add(tuple(te["losses"]))
     assert len(losses) == len(seen["parity"]), "recipes that give one loss show nothing"
 
@@ -76,6 +77,7 @@ def test_delayed_scaling_with_a_layer_in_bf16(seen):
     precisions = {(site["layer"], site["precision"]) for site in run["sites"] if site["layer"] is not None}
     assert precisions == {(0, "bf16"), (1, "fp8")}
     assert run["counts"]["fp8_gemms"] == 4 * 3 * 2 and run["counts"]["hp_gemms"] == 4 * 3 * 2 + 3 * 2
+    assert run["fp8_calls"] == 4 * 2, "the linears of the layer in BF16 leave the context"
     assert run["updates"] == len(run["entered"]) == 2, "one update a microbatch, as Transformer Engine has it"
     assert all("starts anew" in site["notes"][0] for site in run["sites"] if site["precision"] == "fp8")
 
@@ -95,6 +97,7 @@ def test_an_override_leaves_the_context_for_its_call(seen):
     }
     assert names == {f"decoder.layers.{layer}.self_attention.linear_proj" for layer in (0, 1)}
     assert run["counts"]["fp8_gemms"] == 6 * 3 * 2 and run["counts"]["hp_gemms"] == 2 * 3 * 2 + 3 * 2
+    assert run["fp8_calls"] == 6 * 2
 
 
 @pytest.mark.parametrize(
