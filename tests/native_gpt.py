@@ -13,7 +13,7 @@ if "CUDA_VISIBLE_DEVICES" not in os.environ:
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -26,8 +26,8 @@ from tests.ranks import Layout, model_parallel
 # One layer, 64 tokens a microbatch, one microbatch: what the interpreter does in seconds.
 MODEL: dict[str, Any] = {
     "num_layers": 1,
-    "hidden_size": 128,
-    "ffn_hidden_size": 128,
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
     "num_attention_heads": 2,
     "bias_activation_fusion": True,
     "fp8_backend": "native",
@@ -51,6 +51,8 @@ class Seen:
 @contextmanager
 def native_on_cpu(how: str = "fused") -> Iterator[None]:
     """The native backend runs on CPU tensors."""
+    from triton.runtime.interpreter import interpreter_builder
+
     from megatron_fp8 import kernels
     from megatron_fp8.backends import native
     from megatron_fp8.mcore.layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
@@ -59,6 +61,9 @@ def native_on_cpu(how: str = "fused") -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
+        # Its checks of integer overflow, which the kernels' own tests leave on, take nearly half of the time.
+        unchecked = replace(interpreter_builder.options, sanitize_overflow=False)
+        stack.enter_context(mock.patch.object(interpreter_builder, "options", unchecked))
         stack.enter_context(fake_torch())
         stack.enter_context(mock.patch.object(native, "device_reason", return_value=None))
         stack.enter_context(mock.patch.object(kernels, "run_on", return_value=True))
