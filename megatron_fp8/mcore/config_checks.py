@@ -64,6 +64,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
             " cast to FP8. Set bf16=True and params_dtype=torch.bfloat16, or fp8_param=False."
         )
     if config.fp8:
+        _check_fp16(config)
         _check_available(config)
         _check_pow2(config)
         check_te_settings(config)
@@ -196,6 +197,16 @@ def _check_interleaving(config: TransformerConfig) -> None:
             "virtual_pipeline_model_parallel_size with pipeline_model_parallel_size=2 needs overlap_p2p_comm=True "
             f"and batch_p2p_comm=False, not {config.overlap_p2p_comm!r} and {config.batch_p2p_comm!r}: Megatron-Core "
             "would swap activations and gradients between the two stages without a word."
+        )
+
+
+def _check_fp16(config: TransformerConfig) -> None:
+    """Stages exchange activations in pipeline_dtype: of the right size and the wrong meaning if it is the other half."""
+    stages, dtype = config.pipeline_model_parallel_size, config.pipeline_dtype
+    if config.fp16 and stages > 1 and str(dtype) != "torch.float16":
+        raise ValueError(
+            f"pipeline_dtype={dtype} with fp16=True and pipeline_model_parallel_size={stages}: stages would read float16"
+            " activations as something else. Set pipeline_dtype=torch.float16."
         )
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_fp8.train.report import format_report
 from tests.functional.test_train_app import APP, MEASURED, MODEL, environment, lines
 
 OPTIONS = [
     "--model.fp16=true", "--optimizer.use_distributed_optimizer=true", "--optimizer.initial_loss_scale=4194304",
     "--optimizer.hysteresis=1", "--optimizer.loss_scale_window=2",
 ]  # fmt: skip
+WARM = ["--train.train_iters=10", "--model.fp8_high_precision_warmup=0.9"]
 REFUSED = {
     "--optimizer.hysteresis=1": "optimizer.hysteresis=1 has no effect without model.fp16=true",
     "--optimizer.loss_scale=8": "optimizer.loss_scale=8.0 has no effect without model.fp16=true",
@@ -34,7 +36,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: Any) -> tuple[Path, list[tuple[int, str]]]:
-    """Folder of the runs, and (exit code, stderr) of: eight iterations, the last four again, and what is refused."""
+    """Folder of the runs, and (exit code, stderr) of the commands below: the last ones are what is refused."""
     folder = tmp_path_factory.mktemp("fp16")
     words = random.Random(0).choices(["spam", "eggs", "ham", "toast", "tea", "\n"], k=20_000)
     (folder / "text.txt").write_text(" ".join(words))
@@ -49,14 +51,13 @@ def results(tmp_path_factory: Any) -> tuple[Path, list[tuple[int, str]]]:
     }  # fmt: skip
     (folder / "small.yaml").write_text(yaml.safe_dump(content))
     start = ["train", f"--config={folder / 'small.yaml'}"]
+    fourth = f"--resume={folder / 'whole/checkpoints/iter_0000004'}"
+    of_bf16 = f"--resume={folder / 'bf16/checkpoints/iter_0000008'}"
     commands = [
         [*start, *OPTIONS, f"--run_dir={folder / 'whole'}"],
-        [
-            *start,
-            *OPTIONS,
-            f"--run_dir={folder / 'again'}",
-            f"--resume={folder / 'whole/checkpoints/iter_0000004'}",
-        ],
+        [*start, *OPTIONS, f"--run_dir={folder / 'again'}", fourth],
+        [*start, f"--run_dir={folder / 'bf16'}", fourth],
+        [*start, *OPTIONS, *WARM, f"--run_dir={folder / 'fp16 again'}", of_bf16],
         *([*start, *options.split(), f"--run_dir={folder / 'refused'}"] for options in REFUSED),
     ]
     (folder / "commands.json").write_text(json.dumps(commands))
@@ -93,6 +94,9 @@ def test_scale_and_skipped_steps_are_in_the_metrics(results: Any) -> None:
     report = json.loads((folder / "whole" / "report.json").read_text())
     assert report["precision"]["fp16"] and not report["precision"]["bf16"]
     assert {site["precision"] for site in report["sites"]} == {"fp8", "fp16"}
+    text = format_report(report)
+    assert "FP8 hybrid, recipe delayed over FP16, with a loss scale" in text
+    assert "layer 0            fp16: first_last_layers_bf16" in text
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(results: Any) -> None:
@@ -106,8 +110,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(results: Any) -> None:
         }
 
 
+def test_bf16_drops_the_scale_and_fp16_starts_with_its_own(results: Any) -> None:
+    folder, outcomes = results
+    assert outcomes[2:4] == [(0, "")] * 2
+    bf16, fp16 = (lines(folder / name / "metrics.jsonl") for name in ("bf16", "fp16 again"))
+    assert [line["iteration"] for line in bf16] == [5, 6, 7, 8] and [line["iteration"] for line in fp16] == [
+        9,
+        10,
+    ]
+    assert [line["loss_scale"] for line in bf16] == [None] * 4 and fp16[0]["loss_scale"] == 2.0**22
+    assert [line["fp8_gemms"] > 0 for line in fp16] == [False, True]
+    report = json.loads((folder / "fp16 again" / "report.json").read_text())
+    assert [phase["precision"] for phase in report["precision"]["phases"]] == ["fp16", "fp8"]
+
+
 def test_what_does_not_fit_is_refused_with_its_name(results: Any) -> None:
     folder, outcomes = results
-    for (options, said), (code, error) in zip(REFUSED.items(), outcomes[2:], strict=True):
+    for (options, said), (code, error) in zip(REFUSED.items(), outcomes[4:], strict=True):
         assert code == 2 and said in error and error.count("\n") == 1, (options, error)
     assert not (folder / "refused").exists()

@@ -107,6 +107,15 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
             {"fp8": "hybrid", "fp8_param": True},
             ["fp8_param=True", "bf16=False", "bf16=True", "fp8_param=False"],
         ),
+        (
+            {
+                "fp8": "hybrid",
+                "fp16": True,
+                "pipeline_model_parallel_size": 2,
+                "pipeline_dtype": torch.bfloat16,
+            },
+            ["pipeline_dtype=torch.bfloat16", "fp16=True", "pipeline_dtype=torch.float16"],
+        ),
         ({"fp8": "hybrid", "fp8_high_precision_warmup": -0.1}, ["fp8_high_precision_warmup=-0.1", "0 to 1"]),
         ({"fp8": "hybrid", "fp8_high_precision_warmup": True}, ["fp8_high_precision_warmup=True"]),
         ({"fp8": "hybrid", "fp8_high_precision_healing": 1.5}, ["fp8_high_precision_healing=1.5"]),
