@@ -87,10 +87,7 @@ def prepare_for_inference(
     linears = fp8_modules(model)
     active = [linear for linear in linears if linear.fp8_site.quantizers["weight"] is not None]
     if not active:
-        raise ValueError(
-            "the model has no FP8 linear to prepare: build it with fp8='hybrid' (Megatron-Core), or convert it with"
-            " convert_to_fp8 first"
-        )
+        raise ValueError(_nothing_to_prepare(linears))
     static = {} if calibration is None else _static_quantizers(active, calibration)
     report = InferenceReport(total_before=model_bytes(model))
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if linear not in active]
@@ -102,6 +99,19 @@ def prepare_for_inference(
     report.total_after = model_bytes(model)
     model.fp8_inference = report  # type: ignore[assignment]
     return model
+
+
+def _nothing_to_prepare(linears: list[Any]) -> str:
+    foreign = {site.plan.backend for linear in linears if (site := linear.fp8_site).plan.precision == "fp8"}
+    if "transformer_engine" in foreign:
+        return (
+            "the model's linears are Transformer Engine's, which quantises their weights itself: use Megatron-Core's own"
+            " inference, or build the model with another fp8_backend"
+        )
+    return (
+        "the model has no FP8 linear with quantised weights to prepare: build it with fp8='hybrid' (Megatron-Core), or"
+        " convert it with convert_to_fp8 first"
+    )
 
 
 def _static_quantizers(linears: list[Any], calibration: Calibration) -> dict[str, StaticQuantizer]:

@@ -72,27 +72,39 @@ def patches() -> list[Patch]:
             "recompute_modules=['mlp'] with biases returns a bias from the region: endless recursion",
             wrap=True,
             everywhere=True,
-        )
+        ),
+        Patch(
+            "megatron.core.fp8_utils",
+            "prepare_model_for_fp8_inference",
+            _preparing_our_layers,
+            "it knows Transformer Engine's linears only, and without Transformer Engine it raises",
+            wrap=True,
+            everywhere=True,
+        ),
     ]
     return found if has_te() else found + _without_te()
+
+
+def _preparing_our_layers(megatrons: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Megatron-Core's function for models of Transformer Engine's linears, this package's for all others."""
+    from megatron_fp8 import fp8_utils
+    from megatron_fp8.calibration import fp8_modules
+
+    def prepare_model_for_fp8_inference(model: Any) -> Any:
+        ours = any(module.fp8_site.quantizers["weight"] for module in fp8_modules(model))
+        return (fp8_utils.prepare_model_for_fp8_inference if ours or not has_te() else megatrons)(model)
+
+    return prepare_model_for_fp8_inference
 
 
 def _without_te() -> list[Patch]:
     """Names that Megatron-Core uses as if Transformer Engine were always there."""
     from packaging.version import Version
 
-    from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
     from megatron_fp8.mcore.apex import norm_class
     from megatron_fp8.mcore.patching import Patch
 
     return [
-        Patch(
-            "megatron.core.fp8_utils",
-            "prepare_model_for_fp8_inference",
-            prepare_model_for_fp8_inference,
-            "without Transformer Engine it raises, and so does every inference wrapper of an FP8 model",
-            everywhere=True,
-        ),
         Patch(
             "megatron.core.utils",
             "_te_version",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megatron_fp8.calibration import calibrate
 from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
 from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes
 from megatron_fp8.inference.padding import Padding, pad_tokens
-from megatron_fp8.nn import convert_to_fp8
+from megatron_fp8.nn import Fp8Config, convert_to_fp8
 from megatron_fp8.param import Fp8Parameter
 from tests.unit.compare import assert_same_bytes
 from tests.unit.inference.models import HIDDEN, IN, OUT, RECIPES, activations, converted
@@ -114,6 +115,20 @@ def test_weights_take_half_of_bfloat16_and_scales(recipe):
     assert storage_bytes(held) <= IN * HIDDEN, "a second set of codes is kept"
 
 
+def test_weights_alone_in_fp8():
+    """W8A16: activations stay in high precision, weights still take one byte a value."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(IN, OUT)).bfloat16()
+    model = convert_to_fp8(copy.deepcopy(plain), config=Fp8Config("mxfp8", quantize_activations=False))
+    x = activations(9)
+    trained = model(x).detach()
+    prepare_for_inference(model)
+    assert_same_bytes(model(x), trained)
+    assert "activations in high precision" in str(model.fp8_inference)
+    assert_same_bytes(model(x), nn.functional.linear(x, model[0].weight.dequantize(), model[0].bias))
+    assert model.fp8_inference.total_after < 0.55 * model.fp8_inference.total_before
+
+
 def test_shared_storage_counts_once():
     x = torch.zeros(100)
     assert storage_bytes([x, x[10:20], x.view(10, 10)]) == 400
@@ -162,6 +177,16 @@ def test_the_report_says_what_runs():
     text = str(prepare_for_inference(model).fp8_inference)
     assert "rowwise: weights e4m3 per row, activations dynamic, one scale per row" in text
     assert "1 linears in FP8: 8,320 -> 4,480 bytes" in text
+
+
+def test_transformer_engines_linears_are_not_ours_to_prepare():
+    from megatron_fp8.mcore.te_site import TeSite
+
+    class Linear(nn.Linear):
+        fp8_site = TeSite(SimpleNamespace(precision="fp8", backend="transformer_engine"), None)
+
+    with pytest.raises(ValueError, match="linears are Transformer Engine's"):
+        prepare_for_inference(Linear(4, 4))
 
 
 @pytest.mark.parametrize(
