@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .context import in_recompute
 from .linear_passes import Call, backward, forward
+from .param import Fp8Parameter
 from .recipe import Granularity
 from .site import GemmSite, Operand, side_of
 from .tensor import QuantizedSide
@@ -67,11 +68,26 @@ def fp8_linear(
         "each rank would add a row-parallel bias, and their sum would count it again"
     )
     if torch.compiler.is_compiling():
-        from .linear_op import traced_linear  # loads torch's compiler, which importing the package must not
+        from .linear_op import break_graph, traced_linear  # loads torch's compiler
 
+        if isinstance(weight, Fp8Parameter):
+            return break_graph(_eager_linear, x, weight, bias, site, tp, training, save_original_input)
         return traced_linear(
             x, weight, bias, site, tp, training=training, save_original_input=save_original_input
         )
+    return _eager_linear(x, weight, bias, site, tp, training, save_original_input, fresh_weight)
+
+
+def _eager_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    site: GemmSite,
+    tp: TensorParallel,
+    training: bool,
+    save_original_input: bool,
+    fresh_weight: bool = False,
+) -> torch.Tensor:
     call = Call(site, tp, training and not in_recompute(), fresh_weight, save_original_input)
     return _LinearFunction.apply(x, weight, bias, call, torch.is_grad_enabled())
 

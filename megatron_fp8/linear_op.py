@@ -37,6 +37,9 @@ mode="reduce-overhead" the rest of a graph is captured, and they run between. To
 from __future__ import annotations
 
 import itertools
+import math
+import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -49,7 +52,7 @@ from .context import in_recompute
 from .linear_passes import Call, backward, forward, keeps_codes
 from .recipe import DelayedScaling
 from .side_layout import SideLayout
-from .site import GemmSite, Operand, side_of, site_by_handle
+from .site import GemmSite, Operand, site_by_handle
 from .tensor import QuantizedSide
 from .tp import TensorParallel
 
@@ -78,11 +81,20 @@ def traced_linear(
     """fp8_linear while torch.compile traces. The weight is quantised once an iteration, whatever its layer was told."""
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
     call = Call(site, tp, training, False, save_original_input)
-    keeps = needs_wgrad and keeps_codes(x.shape[:-1].numel(), call)
+    keeps = needs_wgrad and keeps_codes(math.prod(x.shape[:-1]), call)
     y, _, _ = torch.ops.megatron_fp8.linear(
         x, weight, bias, site.handle, site.saved_layout, _describe(tp), keeps, training, _next_call()
     )
     return y
+
+
+@torch.compiler.disable(
+    reason="the weight lives as FP8 (fp8_param, FP8 all-gather), a tensor of bytes that torch.compile cannot trace:"
+    " compile without fullgraph, or keep the weights in BF16"
+)
+def break_graph(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """The function, outside any graph."""
+    return function(*args)
 
 
 @torch.library.custom_op("megatron_fp8::linear", mutates_args=(), tags=_TAGS)
@@ -108,6 +120,8 @@ def linear(
     """
     found = site_by_handle(site)
     call = Call(found, _parallel(tp), training and not in_recompute(), False, not keeps)
+    if not in_recompute():
+        found.gradient_owner = weakref.ref(weight) if hasattr(weight, "main_grad") else None
     with nullcontext() if training else found.state.uncounted():
         done = forward(x, weight, bias, call, keeps)
     if not keeps:
@@ -125,7 +139,7 @@ def _(x, weight, bias, site, layout, tp, keeps, training, number):
     y = x.new_empty(shape)
     if not keeps:
         return y, x.new_empty(0), x.new_empty(0)
-    lies, size = SideLayout.parse(layout), (x.shape[-1], x.shape[:-1].numel())
+    lies, size = SideLayout.parse(layout), (x.shape[-1], math.prod(x.shape[:-1]))
     return y, lies.codes(*size).empty(x.device), lies.scales(*size).empty(x.device)
 
 
@@ -189,11 +203,10 @@ def linear_backward(
         saved_x = kept[0].reshape(-1, kept[0].shape[-1]).t()
     elif kept:
         saved_x = SideLayout.parse(layout).put_together(*kept)
-    saved_w = None
-    if needs_dgrad:
-        quantized = found.quantized_weight(weight, fresh=False, record=False)
-        saved_w = side_of(quantized, "columnwise")
-    done = backward(dy, saved_x, saved_w, weight, call, (needs_dgrad, needs_wgrad), bias_dtype)
+    saved_w = found.weight_in_backward(weight) if needs_dgrad else None
+    owner = None if found.gradient_owner is None else found.gradient_owner()
+    needs = (needs_dgrad, needs_wgrad)
+    done = backward(dy, saved_x, saved_w, weight if owner is None else owner, call, needs, bias_dtype)
     empty = dy.new_empty(0)
     dx = empty if done.dx is None else done.dx.view(*_dx_shape(dy, call.tp), weight.shape[1])
     dw = dy.new_empty(0) if done.dw is None else done.dw

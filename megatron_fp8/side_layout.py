@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from .formats import format_of
 from .recipe import Granularity, Rule
 from .tensor import QuantizedSide
 
@@ -67,11 +66,11 @@ class SideLayout:
         return SideLayout(rule.granularity, rule.scale, rule.fmt.dtype, turned)
 
     def codes(self, rows: int, tokens: int) -> Layout:
-        """float8 [rows, tokens]."""
-        return Layout((rows, tokens), (1, rows) if self.turned else (tokens, 1), self.fmt)
+        """[rows, tokens]."""
+        return Layout((rows, tokens), (1, rows) if self.turned else (tokens, 1), torch.uint8)
 
     def scales(self, rows: int, tokens: int) -> Layout:
-        """scale_inv; E8M0 as uint8, which is what compilers take."""
+        """scale_inv as it is, E8M0 as bytes."""
         height, width = self.granularity.rows, self.granularity.cols
         if self.granularity.is_tensor:
             return Layout((), (), torch.float32)
@@ -85,13 +84,12 @@ class SideLayout:
         return Layout((down, across), (1, down), torch.float32)
 
     def take_apart(self, side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scales) of a side, laid as promised."""
-        scales = side.scale_inv
+        """(codes, scales) of a side, laid as promised; 8-bit floats as bytes, for which compilers lack no operation."""
+        codes, scales = side.codes.view(torch.uint8), side.scale_inv
         scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
-        return self.codes(*side.codes.shape).lay(side.codes), self.scales(*side.codes.shape).lay(scales)
+        return self.codes(*codes.shape).lay(codes), self.scales(*codes.shape).lay(scales)
 
     def put_together(self, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedSide:
         """The side again. Whether it is finite was known at run time only, and is forgotten."""
-        assert format_of(codes.dtype).dtype == self.fmt
         scales = scales.view(torch.float8_e8m0fnu) if self.scale == "e8m0" else scales
-        return QuantizedSide(codes, scales, self.granularity, self.scale != "fp32")
+        return QuantizedSide(codes.view(self.fmt), scales, self.granularity, self.scale != "fp32")

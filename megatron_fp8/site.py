@@ -37,8 +37,11 @@ def _register(site: GemmSite) -> torch.Tensor:
 
 
 def site_by_handle(handle: torch.Tensor) -> GemmSite:
-    """The site that has this handle."""
-    return _sites[int(handle)]
+    """The site that has this handle. RuntimeError if it is gone."""
+    site = _sites.get(int(handle))
+    if site is None:
+        raise RuntimeError("the FP8 layer whose compiled code runs is gone: compile the model that is there")
+    return site
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ class GemmSite:
         group: the amax reduction group of its slots (None: this process alone).
         seed: of stochastic rounding.
         stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
+
+    ``gradient_owner`` is the parameter with a main_grad that compiled code last multiplied by: what it hands back in
+    backward may be a copy that offloading made.
     """
 
     def __init__(self, plan: SitePlan, state: Fp8State, group: Group, *, seed: int = 0, stream: int = 0):
@@ -86,6 +92,7 @@ class GemmSite:
         self._seed, self._stream = seed, stream
         self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
         self._weight: _KeptWeight | None = None
+        self.gradient_owner: weakref.ref[torch.Tensor] | None = None
         self._observed = -1  # the iteration in which the weight was observed
 
     @property
@@ -152,13 +159,25 @@ class GemmSite:
             return weight.quantized
         if quantizer is None:
             return weight
-        # Optimizers that write through flat buffers leave no trace in _version; the epoch covers those.
-        version = (self.state.epoch, weight.data_ptr(), weight._version)
-        kept = self._weight
+        version, kept = self._version(weight), self._weight
         if fresh or kept is None or not kept.serves(weight, version, record):
             kept = _KeptWeight(weakref.ref(weight), version, record, quantizer(weight, "both", record=record))
             self._weight = kept
         return kept.quantized
+
+    def weight_in_backward(self, weight: torch.Tensor) -> Operand:
+        """The columnwise side of the weight that compiled code hands back: what forward made of it if that is here still,
+        else made again, the same bits (what offloading brought back is another tensor with the same values)."""
+        quantizer, kept = self.quantizers["weight"], self._weight
+        if quantizer is None:
+            return weight.t()
+        if kept is None or not kept.serves(weight, self._version(weight), False):
+            return side_of(quantizer(weight, "columnwise", record=False), "columnwise")
+        return side_of(kept.quantized, "columnwise")
+
+    def _version(self, weight: torch.Tensor) -> tuple[int, int, int]:
+        """Optimizers that write through flat buffers leave no trace in _version; the epoch covers those."""
+        return self.state.epoch, weight.data_ptr(), weight._version
 
     def forget_weight(self) -> None:
         """Drop the weight that was kept: another one took its place for good."""

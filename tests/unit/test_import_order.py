@@ -158,7 +158,8 @@ def test_only_mcore_and_train_import_megatron_only_kernels_triton():
 
 def test_importing_the_package_loads_torch_and_nothing_heavy():
     loaded = "sorted({m.partition('.')[0] for m in sys.modules})"
-    code = f"import json, sys, torch; before = {loaded}; import megatron_fp8; print(json.dumps([before, {loaded}]))"
+    code = f"import json, sys, torch; before = {loaded}; import megatron_fp8.nn; print(json.dumps([before, {loaded}]))"
+    code += "; assert 'torch._dynamo' not in sys.modules"
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
     )
