@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_fp8 import quantize
+from megatron_fp8.calibration import Calibration, Range
 from megatron_fp8.checkpoint_files import Manifest, find_checkpoint, read_manifest, read_metadata, read_tensor
 from megatron_fp8.huggingface.architectures import gemms
 from megatron_fp8.huggingface.commands import export_main, import_main
@@ -159,6 +160,34 @@ def test_transformers_runs_compressed_weights_and_quantised_inputs(folder, expec
     for linear, module in linears.items():
         assert not first_difference(module.weight.data, expected[name][linear]), linear
     assert 0.005 < float((logits - plain).norm() / plain.norm()) < 0.2
+
+
+def test_transformers_quantises_inputs_with_our_static_scales(folder, tmp_path):
+    """One site's range is far too narrow: its inputs saturate, which the logits show."""
+    import transformers
+
+    ranges = {}
+    for number, site in enumerate(GEMMS):
+        amax = torch.tensor([4.0 + number])
+        ranges[f"{site}.input"] = Range(float(amax), amax, (1, 1), {})
+    narrow = {
+        **ranges,
+        "decoder.layers.1.mlp.linear_fc1.input": Range(0.01, torch.tensor([0.01]), (1, 1), {}),
+    }
+    logits = {}
+    for name, used in {"wide": ranges, "narrow": narrow}.items():
+        Calibration(used).save(tmp_path / f"{name} ranges")
+        arguments = ["--format=fp8-tensor", f"--calibration={tmp_path / f'{name} ranges'}"]
+        assert export_main([str(folder / "run"), str(tmp_path / name), *arguments]) == 0
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        for site, parts in GEMMS.items():
+            scale = torch.tensor(1.0) / (torch.tensor(448.0) / torch.tensor(used[f"{site}.input"].amax))
+            for part in parts:
+                assert model.get_submodule(part).input_scale.item() == scale.item(), part
+        logits[name] = hf_logits(model, token_ids())
+    plain = hf_logits(transformers.AutoModelForCausalLM.from_pretrained(folder / "bf16"), token_ids())
+    off = {name: float((value - plain).norm() / plain.norm()) for name, value in logits.items()}
+    assert off["wide"] < 0.2 < 0.4 < off["narrow"], off
 
 
 # ---------------------------------------------------------------------------------------------------------------- vLLM
