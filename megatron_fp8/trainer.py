@@ -97,9 +97,12 @@ class Fp8Trainer:
     def train_step(self, *microbatches: Any) -> Step:
         """One optimizer step on the mean loss of the microbatches. Collective over all ranks of the group.
 
-        Raises RuntimeError as fp8_step does; ValueError for float16 gradients.
+        It calls fp8_step, so the optimizer must not (register_fp8_step).
+
+        Raises RuntimeError as fp8_step does; ValueError for float16 gradients, or if there is no microbatch.
         """
-        assert microbatches, "train_step needs at least one microbatch"
+        if not microbatches:
+            raise ValueError("train_step() was given no microbatch: give one, or several to accumulate")
         scale = self.scaler.scale if self.scaler else 1.0
         loss = 0.0
         self.model.train()
@@ -147,7 +150,8 @@ class Fp8Trainer:
 
         Raises ValueError: it is no trainer's state, or its FP8 state is of another model or recipe.
         """
-        missing = [key for key in ("model", "optimizer", "scaler", "fp8", "counters") if key not in state]
+        parts = ("model", "optimizer", "scaler", "fp8", "counters")
+        missing = [part for part in parts if not isinstance(state, dict) or part not in state]
         if missing:
             raise ValueError(f"this is not the state of an Fp8Trainer: it has no {', '.join(missing)}")
         if self.is_fp8 and state["fp8"]:

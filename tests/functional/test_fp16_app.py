@@ -58,6 +58,13 @@ def results(tmp_path_factory: Any) -> tuple[Path, list[tuple[int, str]]]:
         [*start, *OPTIONS, f"--run_dir={folder / 'again'}", fourth],
         [*start, f"--run_dir={folder / 'bf16'}", fourth],
         [*start, *OPTIONS, *WARM, f"--run_dir={folder / 'fp16 again'}", of_bf16],
+        [
+            *start,
+            "--model.fp16=true",
+            "--optimizer.loss_scale=512",
+            "--train.train_iters=3",
+            f"--run_dir={folder / 'constant'}",
+        ],
         *([*start, *options.split(), f"--run_dir={folder / 'refused'}"] for options in REFUSED),
     ]
     (folder / "commands.json").write_text(json.dumps(commands))
@@ -124,8 +131,16 @@ def test_bf16_drops_the_scale_and_fp16_starts_with_its_own(results: Any) -> None
     assert [phase["precision"] for phase in report["precision"]["phases"]] == ["fp16", "fp8"]
 
 
+def test_a_constant_scale_stays(results: Any) -> None:
+    folder, outcomes = results
+    assert outcomes[4] == (0, "")
+    metrics = lines(folder / "constant" / "metrics.jsonl")
+    assert [(line["loss_scale"], line["skipped"]) for line in metrics] == [(512.0, 0)] * 3
+    assert metrics[-1]["lm_loss"] < metrics[0]["lm_loss"]
+
+
 def test_what_does_not_fit_is_refused_with_its_name(results: Any) -> None:
     folder, outcomes = results
-    for (options, said), (code, error) in zip(REFUSED.items(), outcomes[4:], strict=True):
+    for (options, said), (code, error) in zip(REFUSED.items(), outcomes[5:], strict=True):
         assert code == 2 and said in error and error.count("\n") == 1, (options, error)
     assert not (folder / "refused").exists()

@@ -213,6 +213,9 @@ def test_a_file_runs_no_code_and_a_wrong_one_is_said_to_be(tmp_path: Path, capsy
     torch.save({"model": {}}, path)
     with pytest.raises(ValueError, match="it has no optimizer, scaler, fp8, counters"):
         trainer.load(path)
+    torch.save(3, path)
+    with pytest.raises(ValueError, match="it has no model, optimizer"):
+        trainer.load(path)
     with pytest.raises(ValueError, match=r"missing\.pt"):
         trainer.load(tmp_path / "missing.pt")
     other = trainer_of("tensorwise")
@@ -257,6 +260,11 @@ def test_phases_are_high_precision_to_the_bit_and_survive_a_resume(recipe: str, 
 def test_what_cannot_be_is_refused(recipe: str | None, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         trainer_of(recipe, **options)
+
+
+def test_a_step_needs_a_microbatch() -> None:
+    with pytest.raises(ValueError, match="no microbatch"):
+        trainer_of().train_step()
 
 
 def test_weights_that_live_as_fp8_refuse_a_warm_up() -> None:
