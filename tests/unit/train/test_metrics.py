@@ -62,6 +62,16 @@ def test_lines_count_skipped_steps(capsys):
     assert "skipped 1" in third
 
 
+def test_lines_show_the_loss_scale_and_go_on_counting(capsys):
+    display = Display(iterations=9, log_interval=2, finished=6, skipped=4)
+    for iteration, skipped, scale in ((7, 1, 65536.0), (8, 0, 2.0**32)):
+        display.iteration(replace(STEP, iteration=iteration, skipped=skipped, loss_scale=scale))
+    display.close()
+    first, second = capsys.readouterr().out.splitlines()
+    assert "skipped 5" in first and "loss scale 65,536" in first
+    assert "skipped 5" in second and "loss scale 4.29497e+09" in second
+
+
 def test_flops_are_6_for_each_weight_and_token_and_those_of_causal_attention():
     # One layer, hidden 4, 10 weights in it, 8 rows of vocabulary, 6 tokens: QK^T and PV take 2 x 2 x 4 FLOPs
     # for each of the 3 tokens that are seen on average, and three times that with the backward pass.
