@@ -15,16 +15,16 @@ Rejected: gathering first and casting after. It would send twice the bytes, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .backends.emulated import cast_blocks
-from .param import Fp8Parameter, cast_by_kernel, granularities, whole_scales
-from .recipe import Granularity
-from .scaling import block_amaxes
+from .backends.emulated import block_scales, cast_blocks
+from .param import Fp8Parameter, cast_by_kernel, granularities
+from .recipe import Granularity, Rule
+from .scaling import block_amaxes, compute_scale_inv
 
 
 def quantize_shards(
@@ -47,20 +47,52 @@ def quantize_shards(
     if not params:
         return
     pieces = [_Piece(*each) for each in zip(params, masters, offsets, strict=True)]
-    found = [amax for piece in pieces for amax in piece.amaxes()]
+    lengths = [piece.length for piece in pieces]
+    wire = torch.zeros(sum(lengths), device=params[0].device)
+    for piece, part in zip(pieces, wire.split(lengths), strict=True):
+        piece.measure(part)
     if group is not None and dist.get_world_size(group) > 1:
-        wire = torch.cat([amax.view(-1) for amax in found])
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
         params[0].quantizer.slot.arena.counts.scaling_collectives += 1
-        parts = wire.split([amax.numel() for amax in found])
-        found = [part.view(amax.shape) for part, amax in zip(parts, found, strict=True)]
-    rest = iter(found)
+    _find_scales(pieces)
     for piece in pieces:
-        piece.cast([next(rest) for _ in piece.granularities], next(rest))
+        piece.cast()
+
+
+def _find_scales(pieces: Sequence[_Piece]) -> None:
+    """The scales of every piece, from amaxes of the whole: all tensors of a rule at once, since there are many weights
+    and few scales in each."""
+    alike: dict[tuple[Rule, bool], list[_Piece]] = {}
+    for piece in pieces:
+        quantizer = piece.param.quantizer
+        from_history = quantizer.rule.delayed and quantizer.slot.warm
+        alike.setdefault((quantizer.rule, from_history), []).append(piece)
+    for (rule, from_history), members in alike.items():
+        amaxes = [amax for piece in members for amax in piece.amaxes]
+        if from_history:
+            scale = torch.stack([piece.param.quantizer.slot.scale for piece in members])
+            scale_inv = compute_scale_inv(scale)
+        else:
+            scale, scale_inv = block_scales(torch.cat([amax.view(-1) for amax in amaxes]), rule)
+        sizes = [amax.numel() for amax in amaxes]
+        found = zip(scale.split(sizes), scale_inv.split(sizes), strict=True)
+        for piece in members:
+            piece.scales = [
+                (one.view(amax.shape), inverse.view(amax.shape))
+                for amax, (one, inverse) in zip(piece.amaxes, found, strict=False)
+            ]
 
 
 class _Piece:
-    """One rank's part of a master, as rows of the matrix it belongs to."""
+    """One rank's part of a master, as rows of the matrix it belongs to.
+
+    ``amaxes``, once measured: for each set of codes float32 [row blocks, column blocks] of the whole matrix, or [] for
+    one scale; ``nonfinite`` float32 [], how many elements are NaN or Inf; ``scales``: (scale, inverse) for each of them.
+    """
+
+    amaxes: list[torch.Tensor]
+    nonfinite: torch.Tensor
+    scales: list[tuple[torch.Tensor, torch.Tensor]]
 
     def __init__(self, param: Fp8Parameter, master: torch.Tensor | None, offset: int | None):
         self.param = param
@@ -69,6 +101,10 @@ class _Piece:
         self.by_kernel = cast_by_kernel(param.quantizer, param.device)
         self.granularities = granularities(param.rule)
         rows, cols = param.shape
+        self.shapes = [
+            () if g.is_tensor else (_blocks(rows, g.rows), _blocks(cols, g.cols)) for g in self.granularities
+        ]
+        self.length = sum(prod(shape) for shape in self.shapes) + 1
         # Whole blocks above the piece's first row, so that its own first block is the matrix's.
         block = lcm(*(g.rows for g in self.granularities if g.rows))
         end = self.offset + (0 if self.master is None else self.master.numel())
@@ -83,44 +119,33 @@ class _Piece:
         x.view(-1)[start : start + master.numel()].copy_(master.view(-1))
         return x
 
-    def amaxes(self) -> list[torch.Tensor]:
-        """For each set of codes float32 [row blocks, column blocks] of the whole matrix, 0 where this rank knows none;
-        then float32 [1], how many elements are NaN or Inf."""
-        rows, cols = self.param.shape
-        device = self.param.device
-        whole = [
-            torch.zeros(_blocks(rows, g.rows), _blocks(cols, g.cols), device=device)
-            for g in self.granularities
-        ]
-        nonfinite = torch.zeros(1, device=device)
-        if self.master is not None and self.by_kernel:
+    def measure(self, part: torch.Tensor) -> None:
+        """Amaxes and count of this rank's elements into ``part``, float32 [length] of zeros, which stays their memory."""
+        *parts, count = part.split([*(prod(shape) for shape in self.shapes), 1])
+        self.amaxes = [own.view(shape) for own, shape in zip(parts, self.shapes, strict=True)]
+        self.nonfinite = count.view(())
+        if self.master is None:
+            return
+        if self.by_kernel:
             from .kernels.param_cast import piece_amax  # loads Triton
 
-            (amax,) = whole
-            amax = amax.view(()) if self.granularities[0].is_tensor else amax
-            piece_amax(self._flat(), self.offset, (rows, cols), self.param.dtype, amax, nonfinite.view(()))
-        elif self.master is not None:
-            parts, count = block_amaxes(
-                self._matrix(self.master), [(g.rows, g.cols) for g in self.granularities]
-            )
-            for g, amax, part in zip(self.granularities, whole, parts, strict=True):
-                self._rows_of(amax, g).copy_(part)
-            if count is not None:
-                nonfinite += count
-        return [*whole, nonfinite]
+            shape, dtype = (self.param.shape[0], self.param.shape[1]), self.param.dtype
+            piece_amax(self._flat(), self.offset, shape, dtype, self.amaxes[0], self.nonfinite)
+            return
+        found, seen = block_amaxes(self._matrix(self.master), [(g.rows, g.cols) for g in self.granularities])
+        for g, amax, own in zip(self.granularities, self.amaxes, found, strict=True):
+            self._rows_of(amax, g).copy_(own.view(()) if g.is_tensor else own)
+        if seen is not None:
+            self.nonfinite += seen
 
     def _rows_of(self, per_block: torch.Tensor, g: Granularity) -> torch.Tensor:
         """The rows of blocks that the piece touches."""
         return per_block if g.rows == 0 else per_block[self.top // g.rows : -(-self.bottom // g.rows)]
 
-    def cast(self, amaxes: list[torch.Tensor], nonfinite: torch.Tensor) -> None:
+    def cast(self) -> None:
         """Write the codes of this rank's elements, and the scales of all."""
-        param, quantizer = self.param, self.param.quantizer
-        scale_invs = []
-        for index, (g, amax) in enumerate(zip(self.granularities, amaxes, strict=True)):
-            amax = amax.view(()) if g.is_tensor else amax
-            scale, scale_inv = whole_scales(quantizer, amax)
-            scale_invs.append(scale_inv)
+        param = self.param
+        for index, (g, (scale, _)) in enumerate(zip(self.granularities, self.scales, strict=True)):
             if self.master is not None and self.by_kernel:
                 self._cast_by_kernel(scale)
             elif self.master is not None:
@@ -128,11 +153,12 @@ class _Piece:
                 codes = cast_blocks(self._matrix(self.master), own, g, param.rule, False, None)
                 start = self.offset - self.top * param.shape[1]
                 param.set_shard(index, self.offset, codes.view(-1)[start : start + self.master.numel()])
-        quantizer.slot.arena.counts.casts += self.master is not None
-        amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=param.device)
+        param.quantizer.slot.arena.counts.casts += self.master is not None
+        first = self.amaxes[0]
+        amax = first.amax() if first.numel() else torch.zeros((), device=param.device)
         # Where kernels run, a count stays on the GPU, 0 or not: to ask it would be to wait.
-        count = nonfinite.view(()) if self.by_kernel or nonfinite else None
-        param.set_scales(scale_invs, amax, count)
+        count = self.nonfinite if self.by_kernel or self.nonfinite else None
+        param.set_scales([inverse for _, inverse in self.scales], amax, count)
 
     def _flat(self) -> torch.Tensor:
         """float32 [n], contiguous: what kernels read."""
@@ -145,7 +171,7 @@ class _Piece:
         param, flat = self.param, self._flat()
         codes = param.codes[0].view(-1)[self.offset : self.offset + flat.numel()]
         shape = (param.shape[0], param.shape[1])
-        piece_cast(flat, self.offset, shape, param.dtype, scale.contiguous(), codes, param.rule.fmt)
+        piece_cast(flat, self.offset, shape, param.dtype, scale, codes, param.rule.fmt)
 
 
 def _blocks(size: int, block: int) -> int:
