@@ -224,3 +224,25 @@ def test_formats_by_role(te):
         "kFloat8E4M3",
         "kFloat8E5M2",
     ]
+
+
+def test_what_is_used_is_there_in_every_recorded_version(te):
+    """Names and parameters that backends/transformer_engine.py takes from Transformer Engine."""
+    known = te.known
+    used = {"Linear", "LayerNormLinear", "autocast"}
+    used |= {f"is_{kind}_available" for kind in ("fp8", "mxfp8", "fp8_block_scaling")}
+    assert used <= set(known["exports"])
+    assert {"is_fp8_enabled", "get_fp8_recipe"} <= set(known["manager"])
+    (autocast,) = known["calls"]["autocast"].values()
+    assert {"enabled", "recipe", "amax_reduction_group"} <= set(autocast)
+    assert {"in_features", "out_features", "bias", "params_dtype", "device"} <= set(
+        known["calls"]["Linear"]["__init__"]
+    )
+    read = {
+        "Float8Quantizer": {"dtype"},
+        "Float8CurrentScalingQuantizer": {"dtype", "force_pow_2_scales", "amax_epsilon"},
+        "Float8BlockQuantizer": {"dtype", "force_pow_2_scales", "amax_epsilon", "block_scaling_dim"},
+        "MXFP8Quantizer": {"dtype"},
+    }
+    for kind, attributes in read.items():
+        assert attributes <= set(known["quantizers"][kind]), kind
