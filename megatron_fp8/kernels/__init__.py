@@ -11,9 +11,10 @@ import torch
 def run_on(device: torch.device) -> bool:
     """Whether Triton kernels run on tensors of this device: an NVIDIA GPU, and Triton is installed.
 
-    Those that make codes need compute capability 8.9 besides, which the native backend has made sure of.
+    Not in code that torch.compile traces, which generates its own. Those that make codes need compute capability 8.9
+    besides, which the native backend has made sure of.
     """
-    return device.type == "cuda" and _installed()
+    return device.type == "cuda" and not torch.compiler.is_compiling() and _installed()
 
 
 @cache
