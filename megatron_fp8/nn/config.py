@@ -10,7 +10,7 @@ from ..formats import Format
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
 
 Skip = str | Callable[[str, Any], bool]
-"""A glob of module names, or a function of (name, module) that says whether the module stays as it is."""
+"""A glob of module names, or a function of a linear's (name, module) that says whether it stays as it is."""
 
 DEFAULT_SKIP: tuple[Skip, ...] = ("*embed*", "*final*norm*", "ln_f", "lm_head", "output_layer", "embed_out")
 """What stays in high precision unless told otherwise: embeddings, the final norm and the output projection."""

@@ -157,7 +157,7 @@ def _reason_to_skip(
     for entry in config.skip:
         if isinstance(entry, str) and matches(name, entry):
             return f"skip {entry!r}"
-        if callable(entry) and entry(name, module):
+        if callable(entry) and isinstance(module, nn.Linear) and entry(name, module):
             return f"skip {getattr(entry, '__name__', 'function')}"
     if not isinstance(module, nn.Linear):
         return "not a linear"

@@ -66,7 +66,7 @@ class Fp8Report:
 
 def _name(names: Iterable[str]) -> str:
     """'layers.0.fc1', or 'layers.0.fc1 .. layers.31.fc1 (32)'."""
-    names = list(names)
+    names = [name or "(the model)" for name in names]
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
