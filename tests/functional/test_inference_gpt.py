@@ -15,7 +15,8 @@ from tests.ranks import Layout, RankPool, model_parallel
 from tests.unit.compare import assert_same_bytes
 
 LENGTH, BATCH = 40, 2
-PER_TOKEN = ("rowwise", "blockwise", "mxfp8", "static", "delayed")
+GPT_LIKE = "rowwise, GPT-like"  # learned positions, biases, LayerNorm
+PER_TOKEN = ("rowwise", "blockwise", "mxfp8", "static", "delayed", GPT_LIKE)
 
 
 def tokens(length: int = LENGTH) -> torch.Tensor:
@@ -39,7 +40,8 @@ def ready(recipe: str) -> tuple[Any, torch.Tensor]:
     from megatron_fp8.calibration import calibrate
     from megatron_fp8.inference import prepare_for_inference
 
-    model = build(Layout(), "tensorwise" if recipe == "static" else recipe)
+    named = {"static": "tensorwise", GPT_LIKE: "rowwise"}.get(recipe, recipe)
+    model = build(Layout(), named, llama=recipe != GPT_LIKE)
     calibration = None
     if recipe in ("static", "delayed"):
         calibration = calibrate(model, [tokens()], lambda ids: forward(model, ids))
@@ -103,7 +105,7 @@ def decoded(ranks: RankPool) -> Any:
     return get
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, GPT_LIKE])
 def test_logits_are_the_training_forwards_bytes(decoded, recipe):
     found = decoded(recipe)
     assert_same_bytes(found["full"], found["trained"])
