@@ -49,11 +49,11 @@ class _KeptWeight:
     """A quantised weight, and of which tensor in which state it is."""
 
     weight: weakref.ref[torch.Tensor]
-    version: tuple[int, int, int]
+    version: tuple[int, int, int, bool]
     recorded: bool
     quantized: Float8Tensor
 
-    def serves(self, weight: torch.Tensor, version: tuple[int, int, int], record: bool) -> bool:
+    def serves(self, weight: torch.Tensor, version: tuple[int, int, int, bool], record: bool) -> bool:
         """Whether it is this weight's, as it is. What evaluation quantised misses the slot, so training does it again."""
         return self.weight() is weight and self.version == version and (self.recorded or not record)
 
@@ -104,6 +104,12 @@ class GemmSite:
     def runs_fp8(self) -> bool:
         """Whether the plan's FP8 is in force in this iteration, outside warm-up and healing."""
         return self.is_fp8 and self.state.phase == "fp8"
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether grad_output is rounded by random bits."""
+        quantizer = self.quantizers["grad_output"]
+        return quantizer is not None and quantizer.rule.stochastic
 
     def computes(self, role: str) -> bool:
         """Whether this operand is only ever quantised, by kernels that can compute it: all its GEMMs are FP8."""
@@ -175,9 +181,13 @@ class GemmSite:
             return side_of(quantizer(weight, "columnwise", record=False), "columnwise")
         return side_of(kept.quantized, "columnwise")
 
-    def _version(self, weight: torch.Tensor) -> tuple[int, int, int]:
-        """Optimizers that write through flat buffers leave no trace in _version; the epoch covers those."""
-        return self.state.epoch, weight.data_ptr(), weight._version
+    def _version(self, weight: torch.Tensor) -> tuple[int, int, int, bool]:
+        """Optimizers that write through flat buffers leave no trace in _version; the epoch covers those.
+
+        Codes that a CUDA graph will make are not those of what runs now.
+        """
+        captured = self.state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        return self.state.epoch, weight.data_ptr(), weight._version, captured
 
     def forget_weight(self) -> None:
         """Drop the weight that was kept: another one took its place for good."""
@@ -185,6 +195,11 @@ class GemmSite:
 
     def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
         """Place and random stream of this backward's grad_output; each backward of an iteration has its own stream."""
+        if self.state.capturing and self.rounds_stochastically:
+            raise RuntimeError(
+                f"{self.plan.name} rounds gradients stochastically, by bits that the host names in each iteration: a CUDA"
+                " graph would repeat them. Switch stochastic rounding off, or train without the graph"
+            )
         iteration, count = self._backwards
         count = count + 1 if iteration == self.state.iteration else 0
         self._backwards = (self.state.iteration, count)

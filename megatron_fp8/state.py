@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from . import kernels
 from .formats import FloatFormat
+from .history import History
 from .phases import Phase, Phases
 from .recipe import DelayedScaling
 from .scaling import block_amaxes, compute_scale
@@ -89,7 +90,7 @@ class Arena:
         self.scale = torch.ones(0, device=device)
         self.last_amax = torch.zeros(0, device=device)
         self.last_nonfinite = torch.zeros(0, device=device)
-        self._histories: dict[tuple[DelayedScaling, str], _History] = {}
+        self._histories: dict[tuple[DelayedScaling, str], History] = {}
         self._agreed: int | None = None  # slots that all ranks are known to share
 
     @property
@@ -107,7 +108,7 @@ class Arena:
             self.rows = torch.cat([self.rows, torch.zeros(2, extra, device=self.device)], 1)
             self.scale = torch.cat([self.scale, torch.ones(extra, device=self.device)])
         if delayed is not None:
-            self._histories.setdefault((delayed, fmt.name), _History(self.device)).add(slot)
+            self._histories.setdefault((delayed, fmt.name), History(self.device)).add(slot)
         return slot
 
     def history(self, delayed: DelayedScaling, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,7 +216,32 @@ class Arena:
             self._update_delayed(delayed, held, iteration % delayed.interval == 0)
         self.rows.zero_()
 
-    def _update_delayed(self, delayed: DelayedScaling, held: _History, due: bool) -> None:
+    def capture_refusal(self) -> str | None:
+        """Why an update could not be captured as part of a CUDA graph, None if it could."""
+        cold = [slot.name for slot in self.slots if slot.delayed is not None and not slot.warm]
+        if cold:
+            return (
+                f"{len(cold)} tensors have no delayed scale yet ({', '.join(cold[:3])}{', ...' if cold[3:] else ''}):"
+                " train one iteration more without a graph, in which each of them is quantised"
+            )
+        if self.rows.shape[1] != len(self.slots) or (self.world_size > 1 and self._agreed != len(self.slots)):
+            return "no iteration has been finished with all of its layers: train one without a graph"
+        late = [delayed.interval for delayed, _ in self._histories if delayed.interval != 1]
+        if late:
+            return f"scales are due every {late[0]} iterations, which the host decides: set the interval to 1"
+        return None
+
+    def settle_unread(self) -> torch.Tensor:
+        """``reduce`` and ``update`` with nothing read back, for a graph; float32 [], the sum of non-finite counts.
+
+        Only where ``capture_refusal`` is None. A collective over the group, if that has more than one rank.
+        """
+        if self.world_size > 1:
+            dist.all_reduce(self.rows, op=dist.ReduceOp.MAX, group=self.group)
+        self.update(0)
+        return self.last_nonfinite.sum()
+
+    def _update_delayed(self, delayed: DelayedScaling, held: History, due: bool) -> None:
         held.grow()
         if kernels.run_on(self.device):
             seen = self._update_in_one_launch(delayed, held, due)
@@ -235,7 +261,7 @@ class Arena:
             held.warm_up(seen)
         held.roll(seen)
 
-    def _update_in_one_launch(self, delayed: DelayedScaling, held: _History, due: bool) -> torch.Tensor:
+    def _update_in_one_launch(self, delayed: DelayedScaling, held: History, due: bool) -> torch.Tensor:
         from .kernels.multi_amax import update_delayed  # loads Triton
 
         return update_delayed(
@@ -252,69 +278,11 @@ class Arena:
         )
 
 
-class _History:
-    """The histories of all slots that share a delayed recipe and a format: one matrix, so that updates are vectorised.
-
-    Slot i's history is row i of ``rows`` [slots, amax_history_len], used as a ring that starts at ``head[i]``: to roll
-    is to move the head, and no history is copied. Every slot has a head of its own, since one that was not cast does
-    not roll.
-    """
-
-    def __init__(self, device: torch.device):
-        self.slots: list[Slot] = []
-        self.cold = 0
-        self.index = torch.zeros(0, dtype=torch.int64, device=device)
-        self.head = torch.zeros(0, dtype=torch.int64, device=device)
-        self.rows = torch.zeros(0, 0, device=device)
-        self.fp8_max = torch.zeros(0, device=device)
-
-    def add(self, slot: Slot) -> None:
-        slot.column = len(self.slots)
-        self.slots.append(slot)
-        self.cold += 1
-
-    def grow(self) -> None:
-        """Take in the slots that were added since, with empty histories."""
-        have, want = self.index.numel(), len(self.slots)
-        if have == want:
-            return
-        delayed, device = self.slots[0].delayed, self.index.device
-        assert delayed is not None
-        rows = torch.zeros(want, delayed.amax_history_len, device=device)
-        rows[:have] = self.rows if have else rows[:0]
-        self.rows = rows
-        self.head = torch.cat([self.head, self.head.new_zeros(want - have)])
-        self.index = torch.tensor([s.index for s in self.slots], device=device)
-        self.fp8_max = torch.tensor([s.fmt.max for s in self.slots], device=device)
-
-    def put(self, value: torch.Tensor) -> None:
-        """Write the running entry of every slot."""
-        self.rows.scatter_(1, self.head[:, None], value[:, None])
-
-    def roll(self, seen: torch.Tensor) -> None:
-        """Where seen, the running entry becomes the latest and the oldest falls out; the running one is zero again."""
-        self.head = (self.head + seen) % self.rows.shape[1]
-        self.put(torch.zeros_like(self.index, dtype=torch.float32))
-
-    def unrolled(self) -> torch.Tensor:
-        """[amax_history_len, slots], the running entry first."""
-        length = self.rows.shape[1]
-        order = (self.head[:, None] + torch.arange(length, device=self.head.device)) % length
-        return self.rows.gather(1, order).t()
-
-    def warm_up(self, seen: torch.Tensor) -> None:
-        """Slots that just got their first scale leave the cold start; the mask is read back only while any is cold."""
-        if not self.cold:
-            return
-        for slot, was_seen in zip(self.slots, seen.tolist(), strict=True):
-            slot.warm |= was_seen
-        self.cold = sum(not slot.warm for slot in self.slots)
-
-
 @dataclass
 class Fp8State:
     """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
 
+    ``capturing`` is set while a CapturedStep (graph.py) captures.
     ``epoch`` marks kept quantised weights as stale; ``seed`` is stochastic rounding's; ``phases`` says in which
     iterations FP8 runs.
     """
@@ -327,6 +295,7 @@ class Fp8State:
     counts: IterationCounts = field(default_factory=IterationCounts)
     last: IterationCounts = field(default_factory=IterationCounts)
     arenas: list[Arena] = field(default_factory=list)
+    capturing: bool = False
     _phase: Phase | None = field(init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
@@ -371,18 +340,45 @@ class Fp8State:
         finally:
             vars(self.counts).update(vars(before))
 
+    def begin_capture(self) -> None:
+        """What follows is captured, not run: counted apart, and no quantised weight is shared with what is run."""
+        assert not self.capturing, "captures do not nest"
+        self.capturing = True
+        self._outside, counts = self.counts, IterationCounts()
+        self._count_in(counts)
+
+    def end_capture(self) -> IterationCounts:
+        """Back to what is run; what was captured does at each replay."""
+        self.capturing = False
+        captured = self.counts
+        self._count_in(self._outside)
+        self.epoch += 1
+        return captured
+
+    def count_replay(self, counts: IterationCounts) -> IterationCounts:
+        """An iteration was replayed that did this."""
+        self.last = counts
+        self.iteration += 1
+        self.epoch += 1
+        return counts
+
+    def _count_in(self, counts: IterationCounts) -> None:
+        self.counts = counts
+        for arena in self.arenas:
+            arena.counts = counts
+
     def finish_iteration(self) -> IterationCounts:
         """Reduce and update every arena, once, after the iteration's last backward. Returns what the iteration did.
 
-        Collective: every rank of every group must call it, each iteration.
+        Collective: every rank of every group must call it, each iteration. Not inside a CapturedStep, which does it.
         """
+        assert not self.capturing, "CapturedStep finishes the iteration that it captures"
         for arena in self.arenas:
             self.counts.amax_collectives += arena.reduce()
             arena.update(self.iteration)
             self.counts.nonfinite += int(arena.last_nonfinite.sum())
-        self.last, self.counts = self.counts, IterationCounts()
-        for arena in self.arenas:
-            arena.counts = self.counts
+        self.last = self.counts
+        self._count_in(IterationCounts())
         self.iteration += 1
         self.epoch += 1
         return self.last
