@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ..recipe import Recipe, recipe_name
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .family import Family, plan_linear
+from .fast_path import leave_fast_paths, restore_fast_paths
 from .fsdp import disable_fp8_all_gather
 from .linear import Fp8Linear
 from .report import Fp8Report, Row
@@ -27,8 +28,6 @@ M = TypeVar("M", bound=nn.Module)
 
 DEFAULT: Any = object()
 """The skip list of the config: DEFAULT_SKIP, unless the config has another."""
-
-_FAST_PATH = "_fp8_fast_path"  # handles of hooks that turn off fused kernels which read weights past a linear's forward
 
 
 def convert_to_fp8(
@@ -75,7 +74,7 @@ def convert_to_fp8(
         module.__class__ = Fp8Linear
         assert isinstance(module, Fp8Linear)
         module.join_family(family, name)
-    _leave_fast_paths(model)
+    leave_fast_paths(model)
     model.fp8_report = report  # type: ignore[assignment]
     if not (dist.is_initialized() and dist.get_rank() != 0):
         print(report)
@@ -103,9 +102,8 @@ def convert_from_fp8(model: M) -> M:
         for key in ("_family", "fp8_name", "_sites", "_ready_on", "_reasons", "_labels"):
             del linear.__dict__[key]
         linear.__class__ = nn.Linear  # type: ignore[assignment]
+    restore_fast_paths(model)
     for module in model.modules():
-        for handle in module.__dict__.pop(_FAST_PATH, ()):
-            handle.remove()
         module.__dict__.pop("fp8_report", None)
     return model
 
@@ -205,18 +203,3 @@ def _nothing_to_convert(model: nn.Module, report: Fp8Report, config: Fp8Config) 
         f"no linear of {type(model).__name__} would run in FP8 ({reasons}): change skip, min_features or the size filter,"
         " or leave the model as it is"
     )
-
-
-def _leave_fast_paths(model: nn.Module) -> None:
-    """torch's TransformerEncoderLayer has an inference kernel that reads its linears' weights; a hook turns it off."""
-    for module in model.modules():
-        if not isinstance(module, nn.TransformerEncoderLayer) or _FAST_PATH in module.__dict__:
-            continue
-        inside = [m for m in module.modules() if isinstance(m, Fp8Linear)]
-        if inside:
-            handle = inside[0].register_forward_pre_hook(_no_fast_path)
-            module.__dict__[_FAST_PATH] = [handle]
-
-
-def _no_fast_path(module: nn.Module, args: Any) -> None:
-    """Its presence is what counts."""

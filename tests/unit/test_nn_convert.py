@@ -269,6 +269,19 @@ def test_attention_modules_of_torch(capsys):
     assert not layer.linear1._forward_pre_hooks
 
 
+def test_padded_batches_of_torchs_encoder():
+    """In evaluation the encoder would hand its layers nested tensors, of which FP8 knows nothing."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True), 2)
+    convert_to_fp8(encoder)
+    x, padding = torch.randn(2, 8, 64), torch.arange(8).expand(2, 8) > 5
+    with torch.no_grad():
+        trained, evaluated = (encoder.train(mode)(x, src_key_padding_mask=padding) for mode in (True, False))
+    kept = ~padding
+    assert (evaluated - trained)[kept].norm() < 0.01 * trained[kept].norm()
+    assert convert_from_fp8(encoder).use_nested_tensor
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="fp8 recipe 'fp4' is unknown"):
         convert_to_fp8(make(), "fp4")
