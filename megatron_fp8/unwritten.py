@@ -31,22 +31,40 @@ class _Cell:
     """The matrix, shared by all names of it: its Source until it is written, its values from then on."""
 
     def __init__(self, source: Any):
-        self.source: Any | None = source
+        self._source: Any | None = source
+        self._versions = _versions(source)
         self.values: torch.Tensor | None = None
+
+    @property
+    def source(self) -> Any | None:
+        """None once it is written. RuntimeError if what it reads has changed meanwhile, as autograd's saved tensors."""
+        if self._source is not None and _versions(self._source) != self._versions:
+            raise RuntimeError(
+                f"a {self._source.kind} was left to be computed by its reader, and one of its inputs was changed in place"
+                " before that: change a copy"
+            )
+        return self._source
 
     def write(self) -> torch.Tensor:
         if self.values is None:
             from .kernels.quantize import write  # loads Triton
 
             source: Any = self.source
-            self.values, self.source = write(source), None
+            self.values, self._source = write(source), None
         return self.values
+
+
+def _versions(source: Any) -> list[int]:
+    """How often each input was written; tensors made in inference mode do not count."""
+    inputs = [t for t in (source.x, source.first, source.second) if t is not None]
+    return [0 if t.is_inference() else t._version for t in inputs]
 
 
 class Unwritten(torch.Tensor):
     """What a kernels.tiles.Source computes, as a tensor [..., cols] of the Source's dtype.
 
     Leading dimensions are the Source's rows; views that keep the last dimension are other names for the same matrix.
+    Reading one after an input of it was changed in place is a RuntimeError.
     """
 
     _cell: _Cell
@@ -58,7 +76,7 @@ class Unwritten(torch.Tensor):
 
     @property
     def source(self) -> Any | None:
-        """The Source that computes it, None once it is written."""
+        """The Source that computes it, None once it is written. RuntimeError if its inputs were changed in place."""
         return self._cell.source
 
     def written(self) -> torch.Tensor:

@@ -89,6 +89,22 @@ def test_it_is_computed_once_and_writes_in_place_arrive():
     assert calls == {"quantize_tiles": 1}, "what was written is read"
 
 
+def test_inputs_must_not_change_before_it_is_read():
+    """It would be another matrix, in silence; once written it is its own."""
+    x, gamma = randn(12, 40, seed=1).to(DEVICE), GAMMA.clone()
+    for changed in (x, gamma):
+        late, written_before = (Unwritten(rms_norm(x, gamma), (12, 40)) for _ in range(2))
+        written_before.sum()
+        changed.mul_(2)
+        assert written_before.isfinite().all()
+        for read in (source_of, written, lambda y: y + 1):
+            with pytest.raises(RuntimeError, match=r"norm was left to be computed .* changed in place"):
+                read(late)
+    with torch.inference_mode():
+        y = Unwritten(rms_norm(randn(12, 40, seed=1).to(DEVICE), GAMMA), (12, 40))
+        assert_same_bytes(y.written(), VALUES.view(12, 40))
+
+
 def test_it_is_pickled_as_its_values():
     file = io.BytesIO()
     torch.save(made(), file)
