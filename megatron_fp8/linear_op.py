@@ -41,7 +41,6 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -299,9 +298,8 @@ def _describe(tp: TensorParallel) -> str:
     return f"{tp.kind} {flags} {tp.rank} {tp.size} {tp.group.group_name}"
 
 
-@lru_cache(maxsize=256)
 def _parallel(described: str) -> TensorParallel:
-    """The TensorParallel that was described."""
+    """The TensorParallel that was described. Its group is looked up each time: a name may be another group's later."""
     if not described:
         return TensorParallel()
     kind: Any

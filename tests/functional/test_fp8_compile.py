@@ -1,0 +1,152 @@
+"""torch.compile over Megatron-Core's layer in FP8: one graph, eager mode's bits, tensor parallelism; offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fp8.state import IterationCounts
+from tests.fp8_gpt import fp8_config
+from tests.ranks import Layout, RankPool, model_parallel
+
+TOKENS, HIDDEN = 128, 128
+SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "ffn_hidden_size": 256, "num_layers": 1}
+
+
+def make_layer(layout: Layout, recipe: str, **fields: Any) -> Any:
+    """A Llama-like transformer layer whose sites are named, with a main_grad for each weight."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    config = fp8_config(layout, recipe, **SIZES, **fields)
+    layer = build_module(get_gpt_layer_fp8_spec(config), config=config, layer_number=1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        parameter.main_grad = torch.zeros(parameter.shape)
+        parameter.grad_added_to_main_grad = False
+    return layer
+
+
+def steps(layer: Any, run: Callable[..., Any], rows: int) -> tuple[list[torch.Tensor], list[IterationCounts]]:
+    """Three iterations of two microbatches: results, gradients and what was counted."""
+    from megatron_fp8.mcore.sites import state_of
+
+    state = state_of(layer.config)
+    tensors, counts = [], []
+    for iteration in range(3):
+        for microbatch in range(2):
+            generator = torch.Generator().manual_seed(10 * iteration + microbatch)
+            x = torch.randn(rows, 1, HIDDEN, generator=generator).bfloat16().requires_grad_()
+            y = run(x)
+            y.backward(y.detach())
+            tensors += [y.detach(), x.grad]
+        tensors += [p.main_grad.clone() for p in layer.parameters()]
+        counts.append(state.finish_iteration())
+    return tensors, counts
+
+
+def forward_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: layer(x, attention_mask=None)[0]
+
+
+def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[str]:
+    """What differs, by place."""
+    return [
+        f"tensor {i}: {int((a != b).sum())} of {a.numel()} differ"
+        for i, (a, b) in enumerate(zip(found, expected, strict=True))
+        if not torch.equal(a, b)
+    ]
+
+
+def compiled_layer(layout: Layout, recipe: str, backend: str) -> dict[str, Any]:
+    """A rank case: a layer eager, and its twin compiled without a graph break."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    rows = TOKENS // (layout.tp if layout.sp else 1)
+    with model_parallel(layout):
+        eager, twin = make_layer(layout, recipe), make_layer(layout, recipe)
+        expected, counts = steps(eager, forward_of(eager), rows)
+        run = torch.compile(forward_of(twin), backend=backend, fullgraph=True)
+        found, counts_found = steps(twin, run, rows)
+        finite = all(bool(t.isfinite().all()) for t in expected)
+    return {
+        "differ": compare(found, expected),
+        "counts": (counts_found, counts),
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "finite": finite,
+    }
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8"])
+def test_a_layer_is_one_graph_with_eager_modes_bits(ranks: RankPool, recipe: str):
+    (found,) = ranks(1).run(compiled_layer, Layout(), recipe, "aot_eager")
+    assert found["finite"] and found["graphs"] == 1
+    assert found["differ"] == []
+    assert found["counts"][0] == found["counts"][1]
+    assert found["counts"][0][-1].fp8_gemms == 2 * 4 * 3
+
+
+def compiled_linears(layout: Layout, recipe: str) -> dict[str, Any]:
+    """A rank case: column- and row-parallel linears, whose collectives are inside the operators."""
+    torch._dynamo.reset()
+    with model_parallel(layout):
+        rows = TOKENS // (layout.tp if layout.sp else 1)
+        found = []
+        for compiled in (False, True):
+            mlp = make_layer(layout, recipe).mlp
+
+            def pair(x: torch.Tensor, mlp: Any = mlp) -> torch.Tensor:
+                y, _ = mlp.linear_fc1(x)
+                y, _ = mlp.linear_fc2(y[..., : mlp.linear_fc2.weight.shape[1]])
+                return y
+
+            run = torch.compile(pair, backend="aot_eager", fullgraph=True) if compiled else pair
+            found.append(steps(mlp, run, rows))
+    return {"differ": compare(found[1][0], found[0][0]), "counts": (found[1][1], found[0][1])}
+
+
+@pytest.mark.parametrize(("recipe", "sp"), [("delayed", True), ("mxfp8", True), ("tensorwise", False)])
+def test_tensor_parallel_linears_communicate_inside_the_graph(ranks: RankPool, recipe: str, sp: bool):
+    for found in ranks(2).run(compiled_linears, Layout(tp=2, sp=sp), recipe):
+        assert found["differ"] == []
+        assert found["counts"][0] == found["counts"][1]
+
+
+def offloaded_layer(recipe: str) -> dict[str, Any]:
+    """A rank case: a layer, and its twin whose saved activations leave and come back; bytes that were packed."""
+    with model_parallel():
+        plain, twin = make_layer(Layout(), recipe), make_layer(Layout(), recipe)
+        expected, _ = steps(plain, forward_of(plain), TOKENS)
+        packed: list[tuple[torch.dtype, int]] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            packed.append((tensor.dtype, tensor.nbytes))
+            return tensor.clone()
+
+        def offloaded(x: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(pack, torch.clone):
+                return forward_of(twin)(x)
+
+        found, _ = steps(twin, offloaded, TOKENS)
+        with torch.autograd.graph.save_on_cpu():
+            forward_of(twin)(torch.ones(TOKENS, 1, HIDDEN, dtype=torch.bfloat16)).sum().backward()
+    return {"differ": compare(found, expected), "packed": packed}
+
+
+def test_offloaded_activations_are_codes_and_change_no_bit(ranks: RankPool):
+    (found,) = ranks(1).run(offloaded_layer, "mxfp8")
+    assert found["differ"] == []
+    codes = sum(size for dtype, size in found["packed"] if dtype == torch.float8_e4m3fn)
+    inputs = HIDDEN + HIDDEN + HIDDEN + 256  # of qkv, proj, fc1, fc2, for each token
+    weights = HIDDEN * (2 * HIDDEN) + HIDDEN * HIDDEN + HIDDEN * 512 + 256 * HIDDEN
+    assert codes == 6 * (TOKENS * inputs + weights), (
+        "six microbatches; one byte a value, and a weight's codes"
+    )
