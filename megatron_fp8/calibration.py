@@ -48,6 +48,15 @@ def fp8_modules(model: torch.nn.Module) -> list[Any]:
     return modules
 
 
+def whole_shape(linear: Any) -> tuple[int, int]:
+    """(N, K) of a linear's weight over all tensor-parallel ranks; Megatron-Core's weights say how they are split."""
+    rows, cols = linear.weight.shape
+    if getattr(linear.weight, "tensor_model_parallel", False):
+        size = linear.tp_group.size()
+        return (rows * size, cols) if linear.weight.partition_dim == 0 else (rows, cols * size)
+    return rows, cols
+
+
 @dataclass
 class Seen:
     """What was seen of one linear's input. All but ``amaxes`` counts values.
@@ -97,7 +106,7 @@ class Range:
     Attributes:
         amax: the magnitude that is to be the largest one represented.
         amaxes: float32 [batches], the largest finite magnitude of each batch; of a weight [1].
-        shape: (N, K) of the linear's weight, whole on this rank.
+        shape: (N, K) of the linear's weight, over all tensor-parallel ranks.
         statistics: plain numbers for people: max, percentiles, the fraction above amax, non-finite values.
     """
 
@@ -134,10 +143,10 @@ class Calibration:
                 raise ValueError(
                     f"the calibration has nothing of {name}: it is of another model; calibrate this one"
                 )
-            if found.shape != tuple(linear.weight.shape):
+            if found.shape != whole_shape(linear):
                 raise ValueError(
                     f"the calibration is of another model: {name} is {list(found.shape)} there and"
-                    f" {list(linear.weight.shape)} here; calibrate this one"
+                    f" {list(whole_shape(linear))} here; calibrate this one"
                 )
 
     def fill_history(self, model: torch.nn.Module) -> int:
@@ -305,7 +314,7 @@ def calibrate(
         raise ValueError("calibration was given no batch: give at least one")
     ranges: dict[str, Range] = {}
     for linear in linears:
-        site, shape = linear.fp8_site.plan.name, tuple(linear.weight.shape)
+        site, shape = linear.fp8_site.plan.name, whole_shape(linear)
         ranges[f"{site}.input"] = _range(_over_ranks(seen[site], group), percentile, shape)
         weight = Seen()
         weight.add(linear.weight.detach())
@@ -352,7 +361,7 @@ def _over_ranks(seen: Seen, group: Any) -> Seen:
     )
 
 
-def _range(seen: Seen, percentile: float | None, shape: tuple[int, ...]) -> Range:
+def _range(seen: Seen, percentile: float | None, shape: tuple[int, int]) -> Range:
     largest = max(seen.amaxes, default=0.0)
     amax = largest if percentile is None else min(largest, seen.percentile(percentile))
     statistics = {
@@ -363,5 +372,4 @@ def _range(seen: Seen, percentile: float | None, shape: tuple[int, ...]) -> Rang
         "nonfinite": seen.nonfinite,
         "values": int(seen.counts.sum()),
     }
-    rows, cols = shape
-    return Range(amax, torch.tensor(seen.amaxes, dtype=torch.float32), (rows, cols), statistics)
+    return Range(amax, torch.tensor(seen.amaxes, dtype=torch.float32), shape, statistics)

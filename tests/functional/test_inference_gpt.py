@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -203,6 +204,32 @@ def over_two_ranks(recipe: str) -> tuple[torch.Tensor, torch.Tensor, list[list[i
             t.tolist() for t in generate(decoder, tokens(5), 12, Sampler(vocab_size=300), generator=draws)
         ]
         return trained, full, made, model.fp8_inference.sites[0].bytes_after
+
+
+def calibrated_over(size: int) -> dict[str, tuple[tuple[int, int], float]]:
+    """A rank case: shape and amax of every site, with TP over this many ranks."""
+    from megatron_fp8.calibration import calibrate
+
+    with model_parallel(Layout(tp=size)):
+        model = build(Layout(tp=size), "tensorwise")
+        found = calibrate(model, [tokens()], partial(forward, model), group=torch.distributed.group.WORLD)
+        calibration_fits(model, found)
+        return {name: (r.shape, r.amax) for name, r in found.ranges.items()}
+
+
+def calibration_fits(model: Any, calibration: Any) -> None:
+    from megatron_fp8.calibration import fp8_modules
+
+    calibration.check(fp8_modules(model))
+
+
+def test_a_calibration_does_not_depend_on_tensor_parallelism(ranks):
+    """The same sites and shapes, so that one rank uses what two have measured; the ranges differ by BF16's rounding."""
+    (alone,), (first, second) = ranks(1).run(calibrated_over, 1), ranks(2).run(calibrated_over, 2)
+    assert first == second and list(first) == list(alone)
+    for name, (shape, amax) in alone.items():
+        assert first[name][0] == shape, name
+        assert first[name][1] == pytest.approx(amax, rel=0.02), name
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
