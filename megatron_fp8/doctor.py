@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib import metadata, util
 
-from megatron_fp8.backends.transformer_engine import INSTALL
+from megatron_fp8.backends.transformer_engine import INSTALL, NEEDS
 
 USAGE = """\
 usage: megatron-fp8 doctor
@@ -22,7 +22,7 @@ _PACKAGES = (
     ("torch", "torch", "everything", "pip install torch==2.13.0"),
     ("megatron-core", "megatron.core", "training", "pip install megatron-core==0.16.1"),
     ("triton", "triton", "FP8 kernels on GPUs", "pip install triton (needs a GPU)"),
-    ("transformer-engine", "transformer_engine", "fp8_backend='transformer_engine'", INSTALL),
+    ("transformer-engine", "transformer_engine", "fp8_backend='transformer_engine'", f"{INSTALL} ({NEEDS})"),
     (
         "apex",
         "apex",

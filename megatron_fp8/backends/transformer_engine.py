@@ -40,9 +40,10 @@ from ..recipe import (
 name = "transformer_engine"
 
 MINIMUM = "2.9"
-INSTALL = (
-    "pip install --no-build-isolation 'megatron_fp8[te]' (on Linux with a CUDA build of torch; where no wheel fits that"
-    " torch it is compiled, which needs the CUDA toolkit with nvcc, cuDNN 9.3 or newer, and ninja)"
+INSTALL = "pip install --no-build-isolation 'megatron_fp8[te]'"
+NEEDS = (
+    "Linux and a CUDA build of torch; where no wheel fits that torch it is compiled, with the CUDA toolkit's nvcc, cuDNN"
+    " 9.3 or newer, and ninja"
 )
 
 

@@ -10,14 +10,11 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from ..backends import choose_backend, transformer_engine
-from ..fp8_utils import get_fp8_recipe
 from . import is_installed
 from .apex import norm_class
 from .attention import CoreAttention
 from .layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
-from .sites import model_device
-from .te_checks import wants_te
+from .te_context import choose_te_layers
 
 
 class Fp8SpecProvider(LocalSpecProvider):
@@ -60,7 +57,7 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
     _require_installed()
     if getattr(config, "multi_latent_attention", False):
         raise ValueError("multi_latent_attention=True is not available in this version: set it to False")
-    if _takes_te_layers(config):
+    if choose_te_layers(config):
         from .te_layers import te_layer_spec  # its base classes are Transformer Engine's
 
         return te_layer_spec(config)
@@ -71,20 +68,6 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
     )
-
-
-def _takes_te_layers(config: Any) -> bool:
-    """Whether Transformer Engine's layers are asked for and can run; if they cannot it is an error, or, with
-    fp8_fallback='warn', each site says so."""
-    if not wants_te(config):
-        return False
-    try:
-        choose_backend(transformer_engine.name, model_device(), get_fp8_recipe(config), layers=True)
-    except ValueError:
-        if config.fp8_fallback != "warn":
-            raise
-        return False
-    return True
 
 
 def _require_installed() -> None:

@@ -15,16 +15,43 @@ from typing import Any
 from megatron.core import parallel_state
 
 from .. import fp8_utils
+from ..backends import choose_backend
 from ..backends import transformer_engine as engine
 from ..context import disabled_reason
 from . import compat
+from .sites import model_device
 from .te_checks import wants_te
 
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
     """fp8_utils.get_fp8_context, and inside it Transformer Engine's where the config asks for TE's layers."""
     ours = fp8_utils.get_fp8_context(config, layer_no, is_init)
-    return ours if is_init or not wants_te(config) else _both(ours, config)
+    return _both(ours, config) if not is_init and _has_te_layers(config) else ours
+
+
+def choose_te_layers(config: Any) -> bool:
+    """Whether a model of this config is made of Transformer Engine's layers: asked for, and they can run.
+
+    Raises:
+        ValueError: asked for, and they cannot; with fp8_fallback='warn' each site says so instead.
+    """
+    chosen = wants_te(config)
+    if chosen:
+        try:
+            choose_backend(engine.name, model_device(), fp8_utils.get_fp8_recipe(config), layers=True)
+        except ValueError:
+            if config.fp8_fallback != "warn":
+                raise
+            chosen = False
+    config.__dict__["_te_layers"] = chosen
+    return chosen
+
+
+def _has_te_layers(config: Any) -> bool:
+    if not wants_te(config):
+        return False
+    chosen = config.__dict__.get("_te_layers")
+    return choose_te_layers(config) if chosen is None else chosen
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def build(config: Any) -> Any:
     (chunk,) = build_chunks(
         config, spec=get_gpt_layer_fp8_spec, sequence=SHORT["sequence"], vocab=SHORT["vocab"]
     )
-    if getattr(config, "fp8_backend", None) == "transformer_engine":
+    if any(name.endswith("layer_norm_weight") for name, _ in chunk.named_parameters()):
         (source,) = build_chunks(
             config_of("emulated", "tensorwise", normalization=config.normalization,
                       add_bias_linear=config.add_bias_linear, gated_linear_unit=config.gated_linear_unit),
@@ -275,6 +275,21 @@ def gpu_scripts() -> dict[str, Any]:
     }
 
 
+def without_te() -> dict[str, Any]:
+    """Transformer Engine asked for where it is not: the error, and the sites of a fallback that was opted into."""
+    from megatron_fp8.mcore import install
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    install()
+    try:
+        get_gpt_layer_fp8_spec(config_of("transformer_engine", "tensorwise"))
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    fallen = trained("transformer_engine", "tensorwise", 1, fp8_fallback="warn")
+    return {"refused": refused, "sites": fallen["sites"], "counts": fallen["counts"]}
+
+
 def apex() -> dict[str, Any]:
     """Trainings with apex: what was called of it, what the report says, and losses beside those without it."""
     from importlib.util import find_spec
@@ -316,7 +331,7 @@ def main() -> None:
         from tests.te import apex_standin
 
         apex_standin.install()
-        print(json.dumps({"apex": apex()}), flush=True)
+        print(json.dumps({"apex": apex(), "without_te": without_te()}), flush=True)
     else:
         from megatron_fp8.backends import transformer_engine as engine
         from tests.te import standin

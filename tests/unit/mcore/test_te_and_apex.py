@@ -145,6 +145,18 @@ def test_the_gpu_scripts_find_it(seen):
     assert set(found["absent"]) == {"TE rowwise"} and "no rowwise recipe" in found["absent"]["TE rowwise"]
 
 
+def test_without_transformer_engine(seen):
+    """An error with the install line before a model is built; BF16 only where that was opted into, and recorded."""
+    found = seen["without_te"]
+    says = "Transformer Engine is not installed: pip install --no-build-isolation 'megatron_fp8[te]'"
+    assert says in found["refused"] and "use fp8_backend='auto'" in found["refused"]
+    inside = [site for site in found["sites"] if site["layer"] is not None]
+    assert len(inside) == 8 and found["counts"]["fp8_gemms"] == 0
+    assert all(
+        s["precision"] == "bf16" and says in s["reason"] and "fp8_fallback" in s["reason"] for s in inside
+    )
+
+
 CONFIG = {
     "num_layers": 2,
     "hidden_size": 64,
