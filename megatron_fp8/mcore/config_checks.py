@@ -266,14 +266,25 @@ def _check_pow2(config: TransformerConfig) -> None:
         )
 
 
+_OWN_GRAPHS = (
+    "Megatron-Core's CUDA graphs update FP8 through Transformer Engine, and a replay would skip the host's part of an"
+    " iteration. Capture the step yourself, with megatron_fp8.graph.CapturedStep (docs/performance.md)"
+)
+_OFFLOADING = (
+    "Megatron-Core moves activations by Transformer Engine, which is not installed. Set it to False, and wrap layers in"
+    " torch.autograd.graph.save_on_cpu(), which keeps FP8 codes as they are, or recompute"
+)
+
 # (setting, is it asked for, what to do instead): never accepted and then ignored.
 _UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp8_guard", bool, "keep it False"),
     ("fp8_dot_product_attention", bool, "keep it False: attention itself runs in BF16"),
     ("fp8_multi_head_attention", bool, "keep it False: attention itself runs in BF16"),
-    ("enable_cuda_graph", bool, "keep it False when training in FP8"),
-    ("external_cuda_graph", bool, "keep it False when training in FP8"),
-    ("cuda_graph_impl", lambda value: value != "none", "keep it 'none' when training in FP8"),
+    ("enable_cuda_graph", bool, f"keep it False: {_OWN_GRAPHS}"),
+    ("external_cuda_graph", bool, f"keep it False: {_OWN_GRAPHS}"),
+    ("cuda_graph_impl", lambda value: value != "none", f"keep it 'none': {_OWN_GRAPHS}"),
+    ("cpu_offloading", lambda value: value and not compat.has_te(), _OFFLOADING),
+    ("fine_grained_activation_offloading", lambda value: value and not compat.has_te(), _OFFLOADING),
     ("tp_comm_overlap", bool, "keep it False: the FP8 linears overlap their communication without it"),
     ("delay_wgrad_compute", bool, "keep it False when training in FP8"),
     (

@@ -136,7 +136,18 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
         ({"fp8": "hybrid", "fp8_guard": True}, ["fp8_guard=True"]),
         ({"fp8": "hybrid", "fp8_dot_product_attention": True}, ["fp8_dot_product_attention=True"]),
         ({"fp8": "hybrid", "fp8_multi_head_attention": True}, ["fp8_multi_head_attention=True"]),
-        ({"fp8": "hybrid", "cuda_graph_impl": "local"}, ["cuda_graph_impl='local'"]),
+        (
+            {"fp8": "hybrid", "cuda_graph_impl": "local"},
+            ["cuda_graph_impl='local'", "'none'", "CapturedStep"],
+        ),
+        (
+            {"fp8": "hybrid", "cpu_offloading": True, "cpu_offloading_num_layers": 1},
+            ["cpu_offloading=True", "Transformer Engine, which is not installed", "save_on_cpu"],
+        ),
+        (
+            {"fp8": "hybrid", "fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+            ["fine_grained_activation_offloading=True", "save_on_cpu"],
+        ),
         ({"fp8": "hybrid", "gradient_accumulation_fusion": True}, ["gradient_accumulation_fusion=True"]),
     ],
 )
