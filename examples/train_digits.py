@@ -1,16 +1,16 @@
 """Handwritten digits in FP8: a small network on scikit-learn's 1,797 images of 8x8, which come with it. No download.
 
     python examples/train_digits.py                  # all rows of the table below, seconds on one core
-    python examples/train_digits.py --recipe mxfp8 --steps 1200
+    python examples/train_digits.py --recipe mxfp8 --steps 600
 
 Every recipe starts from the same weights and sees the same batches. Accuracy on the 360 images that are held out, on CPU:
 
-    bf16         97.8%
-    tensorwise   97.8%
-    delayed      97.5%
-    mxfp8        97.5%
+    bf16         98.3%
+    tensorwise   98.6%
+    delayed      98.6%
+    mxfp8        98.6%
 
-Two images more or less are noise (and what another processor's order of summation makes); at least 96 % is tested.
+An image or two are noise (and what another processor's order of summation makes); at least 97 % is tested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_fp8.nn import convert_to_fp8
 from megatron_fp8.trainer import Fp8Trainer
 
 RECIPES = ("bf16", "tensorwise", "delayed", "mxfp8")
-HELD_OUT, STEPS = 360, 600
+HELD_OUT, STEPS = 360, 300
 
 
 def images_and_labels() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -58,12 +58,14 @@ def train(recipe: str, steps: int = STEPS) -> float:
     model = network()
     if recipe != "bf16":
         convert_to_fp8(model, recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
     trainer = Fp8Trainer(model, optimizer, compute_loss, clip_grad=1.0)
     batches = torch.Generator().manual_seed(2)
     for _ in range(steps):
         chosen = torch.randint(len(images), (64,), generator=batches)
-        trainer.train_step((images[chosen], labels[chosen]))
+        if not trainer.train_step((images[chosen], labels[chosen])).skipped:
+            schedule.step()
     model.eval()
     with torch.no_grad():
         return float((model(test_images).argmax(1) == test_labels).float().mean())

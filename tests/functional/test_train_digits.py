@@ -15,7 +15,7 @@ EXAMPLE = ROOT / "examples" / "train_digits.py"
 def test_digits_reach_the_stated_accuracy() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=200, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     found = {name: float(value) for name, value in re.findall(r"^(\w+) +([\d.]+)% of 360", done.stdout, re.M)}
@@ -24,5 +24,5 @@ def test_digits_reach_the_stated_accuracy() -> None:
     }
     assert list(found) == list(stated) == ["bf16", "tensorwise", "delayed", "mxfp8"]
     for name, accuracy in found.items():
-        assert accuracy >= 96 and abs(accuracy - stated[name]) < 1.2, (name, accuracy, stated[name])
+        assert accuracy >= 97 and abs(accuracy - stated[name]) < 1.2, (name, accuracy, stated[name])
     assert done.stdout.count("2 of 3 modules with parameters run in FP8") == 3
