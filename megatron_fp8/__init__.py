@@ -13,7 +13,16 @@ from .tensor import Float8Tensor
 if TYPE_CHECKING:
     from .loss_scaler import LossScaler
     from .mcore.config import TransformerConfig
-    from .nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_matmul, fp8_step
+    from .nn import (
+        Fp8Config,
+        Fp8Linear,
+        convert_from_fp8,
+        convert_to_fp8,
+        fp8_autocast,
+        fp8_matmul,
+        fp8_step,
+        register_fp8_step,
+    )
     from .trainer import Fp8Trainer
 
 __version__ = "0.1.0"
@@ -24,10 +33,12 @@ _LATER = {
     "Fp8Linear": ".nn",
     "Fp8Trainer": ".trainer",
     "LossScaler": ".loss_scaler",
+    "convert_from_fp8": ".nn",
     "convert_to_fp8": ".nn",
     "fp8_autocast": ".nn",
     "fp8_matmul": ".nn",
     "fp8_step": ".nn",
+    "register_fp8_step": ".nn",
 }
 """Names that are imported when they are first used, and the module each is in."""
 
@@ -40,11 +51,13 @@ __all__ = [
     "LossScaler",
     "TransformerConfig",
     "__version__",
+    "convert_from_fp8",
     "convert_to_fp8",
     "fp8_autocast",
     "fp8_matmul",
     "fp8_step",
     "quantize",
+    "register_fp8_step",
 ]
 
 
