@@ -110,7 +110,7 @@ class Fp8Trainer:
         for number, microbatch in enumerate(microbatches, start=1):
             with self._reducing(number == len(microbatches)):
                 part = self.compute_loss(self.model, microbatch).float() / len(microbatches)
-                (part * scale).backward()
+                (self.scaler.scale_loss(part) if self.scaler else part).backward()
             loss += float(part.detach())
 
         # FP8's iteration ends: amaxes and health are shared by all ranks, scales and histories updated.
