@@ -13,6 +13,7 @@ would have to know them, and two forward passes drift apart.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -91,9 +92,16 @@ def prepare_for_inference(
     static = {} if calibration is None else _static_quantizers(active, calibration)
     report = InferenceReport(total_before=model_bytes(model))
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if linear not in active]
-    shared: dict[int, Any] = {}
+    counts = Counter(id(linear.weight) for linear in active)
+    shared: dict[int, Any] = {}  # only of weights that several linears share: others go when their turn comes
     for linear in active:
-        report.sites.append(_prepare(linear, static.get(linear.fp8_site.plan.name), pad_tokens, shared))
+        number = id(linear.weight)
+        weight = shared.get(number)
+        if weight is None:
+            weight = inference_weight(linear.weight, linear.fp8_site.quantizers["weight"])
+        if counts[number] > 1:
+            shared[number] = weight
+        report.sites.append(_prepare(linear, weight, static.get(linear.fp8_site.plan.name), pad_tokens))
     model.requires_grad_(False)
     model.eval()
     report.total_after = model_bytes(model)
@@ -133,14 +141,11 @@ def _static_quantizers(linears: list[Any], calibration: Calibration) -> dict[str
 
 
 def _prepare(
-    linear: Any, static: StaticQuantizer | None, pad_tokens: int | None, shared: dict[int, Any]
+    linear: Any, weight: Fp8Parameter, static: StaticQuantizer | None, pad_tokens: int | None
 ) -> PreparedSite:
     site = linear.fp8_site
     before = model_bytes(linear)
-    old = linear.weight
-    if id(old) not in shared:  # a weight that two linears share stays shared
-        shared[id(old)] = (inference_weight(old, site.quantizers["weight"]), old)
-    linear._parameters["weight"] = shared[id(old)][0]  # its place among the parameters stays
+    linear._parameters["weight"] = weight  # its place among the parameters stays
     site.forget_weight()
     if static is not None:
         site.quantizers["input"] = static
@@ -156,11 +161,10 @@ def _prepare(
         activations = "static, by the history of delayed scaling"
     else:
         activations = f"dynamic, one scale per {quantizer.rule.granularity}"
-    assert isinstance(linear.weight, Fp8Parameter)
     return PreparedSite(
         site.plan.name,
         recipe_name(site.plan.recipe),
-        f"{linear.weight.rule.fmt.name} per {linear.weight.rule.granularity}",
+        f"{weight.rule.fmt.name} per {weight.rule.granularity}",
         activations,
         before,
         model_bytes(linear),

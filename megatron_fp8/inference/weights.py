@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..param import Fp8Parameter, _Stored, fp8_parameter
+from ..param import Fp8Parameter, _Stored
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
 
@@ -58,12 +58,9 @@ def inference_weight(weight: torch.Tensor, quantizer: Quantizer) -> Any:
     """
     if isinstance(weight, Fp8Parameter):
         return _from_fp8(weight)
-    if quantizer.rule.granularity.symmetric:
-        parameter = fp8_parameter(weight, quantizer)
-        parameter.clear_high_precision_init_val()
-        return parameter.requires_grad_(False)
     value = weight.detach()
-    stored = _StoredRows(quantizer, value.dtype, [torch.empty_like(value, dtype=torch.uint8)])
+    kind = _Stored if quantizer.rule.granularity.symmetric else _StoredRows
+    stored = kind(quantizer, value.dtype, [torch.empty(value.shape, dtype=torch.uint8, device=value.device)])
     stored.write(value)
     return _as_parameter(stored, weight)
 
@@ -79,6 +76,7 @@ def _from_fp8(weight: Fp8Parameter) -> Any:
 
 
 def _as_parameter(stored: _Stored, weight: torch.Tensor) -> Any:
-    made = torch.nn.Parameter(RowwiseFp8Parameter(stored), requires_grad=False)
+    kind = RowwiseFp8Parameter if isinstance(stored, _StoredRows) else Fp8Parameter
+    made = torch.nn.Parameter(kind(stored), requires_grad=False)
     made.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
     return made

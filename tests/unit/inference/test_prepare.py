@@ -15,6 +15,7 @@ from megatron_fp8.calibration import calibrate
 from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
 from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes
 from megatron_fp8.inference.padding import Padding, pad_tokens
+from megatron_fp8.inference.weights import inference_weight
 from megatron_fp8.nn import Fp8Config, convert_to_fp8
 from megatron_fp8.param import Fp8Parameter
 from tests.unit.compare import assert_same_bytes
@@ -115,6 +116,20 @@ def test_weights_take_half_of_bfloat16_and_scales(recipe):
     assert storage_bytes(held) <= IN * HIDDEN, "a second set of codes is kept"
 
 
+def test_weights_go_one_after_the_other(monkeypatch):
+    """At no time do all of them exist in both precisions."""
+    model, alive = converted("mxfp8"), []
+    old = weakref.ref(model[0].weight)
+
+    def quantise(weight, quantizer):
+        alive.append(old() is not None)
+        return inference_weight(weight, quantizer)
+
+    monkeypatch.setattr("megatron_fp8.inference.prepare.inference_weight", quantise)
+    prepare_for_inference(model)
+    assert alive == [True, False]
+
+
 def test_weights_alone_in_fp8():
     """W8A16: activations stay in high precision, weights still take one byte a value."""
     torch.manual_seed(0)
@@ -139,6 +154,7 @@ def test_tied_weights_stay_tied():
     model[1].weight = model[0].weight
     prepare_for_inference(convert_to_fp8(model, "mxfp8"))
     assert model[0].weight is model[1].weight and isinstance(model[0].weight, Fp8Parameter)
+    assert model_bytes(model) == 64 * 64 + 64 * 2
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
