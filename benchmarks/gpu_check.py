@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_fused, gpu_te
+from benchmarks import gpu_fused, gpu_graph, gpu_te
 from benchmarks.common import table
 from benchmarks.gpu_common import (
     EXIT_FAILED,
@@ -303,17 +303,15 @@ def sanitiser(machine: Machine) -> str:
 
 def small(machine: Machine) -> None:
     """What runs under the sanitiser: each kernel and each kind of product, on small odd matrices."""
+    x = random(machine, 70, 200, seed=1)
     for chosen in RECIPES.values():
         if machine.backend.supports(machine.device, chosen) is None:
-            for role_a, role_b in ROLES.values():
-                a, b = (
-                    machine.backend.quantize(
-                        random(machine, 70, 200, seed=1), chosen.rule(role), "both"
-                    ).tensor
-                    for role in (role_a, role_b)
-                )
+            for roles in ROLES.values():
+                a, b = (machine.backend.quantize(x, chosen.rule(role), "both").tensor for role in roles)
                 machine.backend.gemm(a.rowwise, b.rowwise, out_dtype=torch.bfloat16)
                 machine.backend.gemm(a.columnwise, b.columnwise)
+    if not machine.dry:
+        gpu_fused.small(machine)
     machine.synchronize()
 
 
@@ -329,7 +327,7 @@ def all_checks() -> dict[str, Callable[[Machine], str]]:
             found[f"{what} {name}"] = lambda machine, check=check, name=name: check(machine, name)  # type: ignore[misc]
     for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
         found[f"training {name}"] = lambda machine, name=name: training(machine, name)  # type: ignore[misc]
-    found |= gpu_fused.checks(RECIPES) | gpu_te.checks()
+    found |= gpu_fused.checks(RECIPES) | gpu_graph.checks(RECIPES) | gpu_te.checks()
     found["sanitiser"] = sanitiser
     return found
 

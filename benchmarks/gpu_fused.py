@@ -136,6 +136,19 @@ def _cast(parameter: Any, master: torch.Tensor, piece: slice | None) -> None:
         quantize_shards([parameter], [master.view(-1)[piece]], [piece.start], None)
 
 
+def small(machine: Machine) -> None:
+    """What runs under the sanitiser: each kernel once, on small odd matrices."""
+    for what, rows, cols in (("norm", 70, 200), ("swiglu", 70, 200), ("swiglu_grad", 70, 202)):
+        source = sources(machine, what, rows, cols)
+        for chosen in contenders.RECIPES.values():
+            _quantise(source, chosen.rule("input"), None, False)
+        _quantise(
+            source, recipe.DelayedScaling().rule("input"), torch.full((), 3.0, device=machine.device), True
+        )
+    update(machine, recipe.DelayedScaling(amax_history_len=4), slots=21)
+    masters(machine, recipe.Float8BlockScaling(), shape=(130, 140))
+
+
 # -------------------------------------------------------------------------------------------------------- the section
 
 

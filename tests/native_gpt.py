@@ -13,7 +13,7 @@ if "CUDA_VISIBLE_DEVICES" not in os.environ:
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -51,19 +51,16 @@ class Seen:
 @contextmanager
 def native_on_cpu(how: str = "fused") -> Iterator[None]:
     """The native backend runs on CPU tensors."""
-    from triton.runtime.interpreter import interpreter_builder
-
     from megatron_fp8 import kernels
     from megatron_fp8.backends import native
     from megatron_fp8.mcore.layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
     from megatron_fp8.unwritten import written
+    from tests.unit.kernels.launched import unchecked
     from tests.unit.scaled_mm import fake_torch
 
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
-        # Its checks of integer overflow, which the kernels' own tests leave on, take nearly half of the time.
-        unchecked = replace(interpreter_builder.options, sanitize_overflow=False)
-        stack.enter_context(mock.patch.object(interpreter_builder, "options", unchecked))
+        stack.enter_context(unchecked())
         stack.enter_context(fake_torch())
         stack.enter_context(mock.patch.object(native, "device_reason", return_value=None))
         stack.enter_context(mock.patch.object(kernels, "run_on", return_value=True))

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from megatron_fp8.state import Arena, Fp8State
 from tests.unit.compare import assert_same_bytes
-from tests.unit.kernels.launched import launched
+from tests.unit.kernels.launched import launched, unchecked
 from tests.unit.kernels.matrices import DEVICE, mixed
 
 HOST = torch.device("cpu")
@@ -164,9 +165,14 @@ def test_weights_with_two_sets_of_codes_are_quantised_whole():
 def test_the_gpu_checks_run_here():
     """What `make gpu-check` runs on a GPU, over interpreted kernels; torch's operations in their place fail it."""
     machine = Machine(DEVICE, dry=True, deadline=60)
-    with kernels_run:
+    with kernels_run, unchecked(), np.errstate(all="ignore"):
         assert "all bits equal" in gpu_fused.update(machine, DelayedScaling(amax_history_len=4), slots=5)
-        assert "all equal" in gpu_fused.masters(machine, Float8BlockScaling(), shape=(130, 140))
+        with launched() as calls:
+            gpu_fused.small(machine)
+    kinds = {"norm", "swiglu", "swiglu_grad"}
+    for kernel in ("find_amaxes", "cast_tensor", "cast_rows", "quantize_tiles", "write_values"):
+        assert {f"{kernel} of {kind}" for kind in kinds} <= set(calls), "the sanitiser sees all of them"
+    assert {"_row_rstd", "_update", "_piece_amax", "_piece_cast"} <= set(calls)
     with mock.patch.object(kernels, "run_on", return_value=False), pytest.raises(AssertionError):
         gpu_fused.update(machine, DelayedScaling(amax_history_len=4), slots=5)
     for check in gpu_fused.checks(gpu_check.RECIPES).values():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+
+from triton.runtime.interpreter import interpreter_builder
 
 from megatron_fp8.kernels.elements import _probe
 
@@ -26,3 +29,9 @@ def launched() -> Iterator[Counter[str]]:
 
     with mock.patch.object(kernel, "run", run):
         yield counts
+
+
+def unchecked() -> Any:
+    """The interpreter without its checks of integer overflow, which the kernels' own tests leave on: half of the time."""
+    options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+    return mock.patch.object(interpreter_builder, "options", options)
