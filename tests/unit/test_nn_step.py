@@ -208,7 +208,8 @@ def test_weights_are_cast_anew_after_every_step_even_without_a_version():
     fp8_step(model)
     model.eval()(batch(0))
     optimizer.step()
-    assert_same_bytes(model.train()(batch(0)), 2 * before)
+    assert_same_bytes(model(batch(0)), 2 * before, "evaluation")
+    assert_same_bytes(model.train()(batch(0)), 2 * before, "training")
 
 
 def test_several_models_keep_apart():
