@@ -7,7 +7,8 @@ launch would have a program hold 128 whole rows, which no on-chip memory does at
 What is promised. Given rstd, the norm's result is that of mcore/norm.py in all bits, and so are the codes: two float32
 products and one rounding. rstd itself is a sum of ``hidden`` squares, whose order differs between devices and from
 torch's (which, besides, squares a rounded root): it agrees to a few units in the last place, not in bits. The statistic
-returned is the one that was used, and belongs to backward.
+returned is the one that was used, and belongs to backward. mcore/norm.py takes it from here wherever kernels run, fused
+or not, so that there the two are equal.
 """
 
 from __future__ import annotations
