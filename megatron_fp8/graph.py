@@ -42,8 +42,7 @@ class CapturedStep:
     """One training step over these FP8 states, captured inside ``with captured:``. On a CPU: run once, as it is.
 
     Args:
-        states: every state that the step's sites write to (of a Megatron-Core model:
-            megatron_fp8.mcore.sites.state_of(config)).
+        states: every state that the step's sites write to (a Megatron-Core model's: mcore.iteration.CapturedIteration).
 
     Raises:
         ValueError: a step over them cannot be captured, and what to do.

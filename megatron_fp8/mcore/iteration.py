@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from ..graph import CapturedStep
 from ..state import Fp8State, IterationCounts
 from . import is_installed
 from .sites import check_plan, state_of, unwrap
@@ -41,12 +42,32 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
     _last_is_fp8 = bool(config.fp8)
     if _last_is_fp8:
         _announce_switch(state, "FP16" if config.fp16 else "BF16")
-    if _last_is_fp8 and _groups_are_partial(config):
-        # A pipeline stage, or an expert's ranks, saw only its own tensors: share the verdict with everybody.
-        worst = torch.tensor(_last.nonfinite, dtype=torch.int64, device=state.device)
+    if _last_is_fp8:
+        _share_verdict(config)
+    return _last
+
+
+class CapturedIteration(CapturedStep):
+    """CapturedStep (graph.py) over a Megatron-Core model's FP8 state; ``replayed`` tells the optimizer about health."""
+
+    def __init__(self, model_chunks: list[Any]):
+        self._config = unwrap(model_chunks[0]).config
+        super().__init__(state_of(self._config))
+
+    def replayed(self) -> IterationCounts:
+        """As CapturedStep's. Collective over all ranks where a reduction group is not all of them."""
+        global _last, _last_is_fp8
+        _last, _last_is_fp8 = super().replayed(), True
+        _share_verdict(self._config)
+        return _last
+
+
+def _share_verdict(config: Any) -> None:
+    """A pipeline stage, or an expert's ranks, saw only its own tensors: everybody takes the worst of all."""
+    if _groups_are_partial(config):
+        worst = torch.tensor(_last.nonfinite, dtype=torch.int64, device=state_of(config).device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         _last.nonfinite = int(worst)
-    return _last
 
 
 def set_training_length(config: Any, iterations: int) -> None:

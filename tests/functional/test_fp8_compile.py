@@ -150,3 +150,32 @@ def test_offloaded_activations_are_codes_and_change_no_bit(ranks: RankPool):
     assert codes == 6 * (TOKENS * inputs + weights), (
         "six microbatches; one byte a value, and a weight's codes"
     )
+
+
+def captured_iterations() -> dict[str, Any]:
+    """A rank case: what would be captured runs once, with good numbers and with a NaN; the optimizer's question."""
+    from megatron_fp8.mcore.iteration import CapturedIteration, found_nonfinite
+    from megatron_fp8.mcore.sites import state_of
+
+    with model_parallel():
+        layer = make_layer(Layout(), "delayed")
+        run, found = forward_of(layer), []
+        for iteration in range(3):
+            x = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(iteration)).bfloat16()
+            if iteration == 1:
+                x[0, 0, 0] = torch.nan
+            if iteration == 0:
+                run(x).sum().backward()
+                state_of(layer.config).finish_iteration()
+                continue
+            captured = CapturedIteration([layer])
+            with captured:
+                run(x).sum().backward()
+            counts = captured.replayed()
+            found.append((counts.nonfinite > 0, found_nonfinite(), counts.fp8_gemms))
+    return {"found": found}
+
+
+def test_a_captured_iteration_tells_the_optimizer(ranks: RankPool):
+    (result,) = ranks(1).run(captured_iterations)
+    assert result["found"] == [(True, True, 12), (False, False, 12)]
