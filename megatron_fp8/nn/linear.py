@@ -131,9 +131,8 @@ class Fp8Linear(torch.nn.Linear):
 
     def _require_sites(self, device: torch.device, label: str) -> None:
         """make_sites, unless they are there: traced code then has nothing of this layer that others do not share."""
-        if (
-            self._ready_on == device and not label
-        ):  # not asked of _sites: a tracer would take its answer for what it holds
+        # Not asked of _sites: a tracer that has looked into it would not see what is put there now.
+        if self._ready_on == device and not label:
             return
         if torch.compiler.is_compiling():
             from ..linear_op import prepare_layer  # loads torch's compiler

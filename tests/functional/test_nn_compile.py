@@ -145,6 +145,7 @@ def test_a_missing_fp8_step_is_an_error_in_compiled_code_too():
         compiled(torch.ones(8, 32))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_recipe_chosen_inside_of_compiled_code_is_refused_where_it_cannot_be_traced():
     model = convert_to_fp8(Net())
 

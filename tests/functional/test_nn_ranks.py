@@ -111,6 +111,9 @@ def ddp_case(recipe: Any, converted_first: bool) -> None:
         convert_to_fp8(wrapped, recipe)
         assert "module.blocks.0.0" in wrapped.fp8_report.converted
     compare(("ddp", recipe), wrapped, recipe)
+    if recipe == DELAYED:
+        history = fp8_state_dict(wrapped)["blocks.0.0.input.amax_history"]
+        assert history[-1] == max(batch(2, rank).abs().max() for rank in range(2))
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, "mxfp8"], ids=["delayed", "mxfp8"])

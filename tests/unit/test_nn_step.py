@@ -248,13 +248,14 @@ def test_linears_made_one_by_one_become_one_family():
 
 
 def test_state_saved_and_resumed_bit_for_bit():
-    straight = convert_to_fp8(Tower(), DELAYED)
+    recipe = DelayedScaling(amax_history_len=3, interval=2, stochastic_rounding=True)  # both count iterations
+    straight = convert_to_fp8(Tower(), recipe)
     optimizer = sgd(straight, momentum=0.9)
     train(straight, optimizer, range(3))
     saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict(), fp8_state_dict(straight)))
     losses = train(straight, optimizer, range(3, 6))
     for fp8_first in (True, False):
-        resumed = convert_to_fp8(Tower(seed=9), DELAYED)
+        resumed = convert_to_fp8(Tower(seed=9), recipe)
         again = sgd(resumed, momentum=0.9)
         if fp8_first:
             load_fp8_state_dict(resumed, saved[2])
@@ -264,7 +265,7 @@ def test_state_saved_and_resumed_bit_for_bit():
             load_fp8_state_dict(resumed, saved[2])
         assert train(resumed, again, range(3, 6)) == losses
         assert_same_state(resumed, straight)
-    cold = convert_to_fp8(Tower(), DELAYED)
+    cold = convert_to_fp8(Tower(), recipe)
     cold.load_state_dict(saved[0])
     assert train(cold, sgd(cold), range(3, 6)) != losses  # the state matters
 
