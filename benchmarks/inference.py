@@ -38,9 +38,9 @@ from benchmarks.common import (
     table,
     write_results,
 )
+from benchmarks.small_gpt import LAYERS, VOCAB, small_gpt
 from megatron_fp8 import mcore
 
-LAYERS, HIDDEN, HEADS, FFN, VOCAB = 8, 512, 8, 1408, 512
 PROMPT, BATCHES = 256, (1, 8)
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 CONTENDERS = ("bf16", *RECIPES, "tensorwise, static")
@@ -78,55 +78,14 @@ def forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, torch.arange(ids.shape[1]).expand_as(ids), None, runtime_gather_output=True)
 
 
-def build(name: str) -> Any:
-    """The model in BF16 or in the recipe of this contender; the same initial weights for all."""
-    import torch.nn.functional as F
-    from megatron.core import tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.module import Float16Module
-
-    from megatron_fp8 import TransformerConfig
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
-    torch.manual_seed(1)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    fp8 = {} if name == "bf16" else {"fp8": "hybrid", "fp8_format": name.partition(",")[0]}
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=HEADS // 4,
-        ffn_hidden_size=FFN,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        **fp8,
-    )
-    model = GPTModel(
-        config,
-        get_gpt_layer_fp8_spec(config),
-        vocab_size=VOCAB,
-        max_sequence_length=PROMPT + 1,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-    )
-    return Float16Module(config, model)
-
-
 def make_ready(name: str, bf16_logits: torch.Tensor | None) -> tuple[Contender, torch.Tensor]:
     """The contender, through the gate; and its logits."""
     from megatron_fp8.calibration import calibrate
     from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes, tensors_of
     from megatron_fp8.mcore.generation import Decoder
 
-    model, ids = build(name), tokens(2, PROMPT)
+    model = small_gpt(None if name == "bf16" else name.partition(",")[0], PROMPT + 1)
+    ids = tokens(2, PROMPT)
     linears = [m for m in model.modules() if hasattr(type(m), "fp8_site")]
     assert len(linears) == LAYERS * 4, f"{len(linears)} linears"
     calibration = calibrate(model, [ids], partial(forward, model)) if name != "bf16" else None

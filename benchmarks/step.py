@@ -39,9 +39,9 @@ from benchmarks.common import (
     table,
     write_results,
 )
+from benchmarks.small_gpt import LAYERS, VOCAB, small_gpt
 from megatron_fp8 import mcore
 
-LAYERS, HIDDEN, HEADS, FFN, VOCAB = 8, 512, 8, 1408, 512
 BATCH, SEQUENCE = 4, 256
 GOALS = {"rowwise": 1.25, "blockwise": 1.25, "mxfp8": 1.25, "tensorwise": 1.75, "delayed": 1.75}
 SITES_PER_LAYER, GEMMS_PER_SITE = 4, 3
@@ -77,52 +77,17 @@ class Contender:
 
 def build(name: str) -> Contender:
     """The model with the recipe of this name, or in 'bf16'; the same initial weights for all."""
-    import torch.nn.functional as F
-    from megatron.core import tensor_parallel
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.module import Float16Module
 
-    from megatron_fp8 import TransformerConfig
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
-    torch.manual_seed(1)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    fp8 = {"fp8": "hybrid", "fp8_format": name} if name in GOALS else {}
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=HEADS // 4,
-        ffn_hidden_size=FFN,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=True,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        **fp8,
-    )
-    model = GPTModel(
-        config,
-        get_gpt_layer_fp8_spec(config),
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-    )
+    model = small_gpt(name if name in GOALS else None, SEQUENCE)
+    config = model.config
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return Contender(DistributedDataParallel(config, ddp, Float16Module(config, model)))
+    return Contender(DistributedDataParallel(config, ddp, model))
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:

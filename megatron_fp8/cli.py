@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 
 USAGE = """\
 usage: megatron-fp8 COMMAND ...
@@ -23,7 +26,18 @@ FP8 training for Megatron-Core models.
 `megatron-fp8 COMMAND --help` says more. Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
 """
 
-COMMANDS = ("train", "report", "inspect", "calibrate", "generate", "export", "import", "bench", "doctor")
+COMMANDS = {
+    "train": "train.app:main",
+    "report": "train.show:main",
+    "inspect": "inspector:main",
+    "calibrate": "train.calibrate:main",
+    "generate": "train.generate:main",
+    "export": "huggingface.commands:export_main",
+    "import": "huggingface.commands:import_main",
+    "bench": "bench_command:main",
+    "doctor": "doctor:main",
+}
+"""Command -> module of this package and function: its arguments -> exit code."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,44 +56,10 @@ def _run(arguments: list[str]) -> int:
         print(USAGE)
         return 0 if arguments else 2
     command, rest = arguments[0], arguments[1:]
-    if command == "train":
-        from megatron_fp8.train.app import main as train
-
-        return train(rest)
-    if command == "report":
-        from megatron_fp8.train.show import main as report
-
-        return report(rest)
-    if command == "inspect":
-        from megatron_fp8.inspector import main as inspect
-
-        return inspect(rest)
-    if command == "calibrate":
-        from megatron_fp8.train.calibrate import main as calibrate
-
-        return calibrate(rest)
-    if command == "generate":
-        from megatron_fp8.train.generate import main as generate
-
-        return generate(rest)
-    if command == "export":
-        from megatron_fp8.huggingface.commands import export_main
-
-        return export_main(rest)
-    if command == "import":
-        from megatron_fp8.huggingface.commands import import_main
-
-        return import_main(rest)
-    if command == "bench":
-        from megatron_fp8.bench_command import main as bench
-
-        return bench(rest)
-    if command == "doctor":
-        from megatron_fp8.doctor import main as doctor
-
-        return doctor(rest)
-    import difflib
-
+    if command in COMMANDS:
+        module, _, function = COMMANDS[command].partition(":")
+        run: Callable[[list[str]], int] = getattr(import_module(f"megatron_fp8.{module}"), function)
+        return run(rest)
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     print(f"error: {command!r} is not a command: they are {', '.join(COMMANDS)}.{hint}", file=sys.stderr)
