@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fp8.nn import (
     Fp8Linear,
@@ -328,3 +329,37 @@ def one_collective_case() -> list[int]:
 
 def test_one_collective_an_iteration_whatever_the_model(ranks):
     assert ranks(2).run(one_collective_case, timeout=60) == [[1, 1], [1, 1]]
+
+
+# ------------------------------------------------------------------------------- with torch.compile and checkpointing
+
+
+class Checkpointed(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.lm_head(x)
+
+
+def together_case(kind: str, recipe: Any) -> None:
+    torch._dynamo.reset()
+    model = convert_to_fp8(Checkpointed() if kind == "checkpointed" else Net(), recipe)
+    if kind == "ddp":
+        wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    else:
+        if recipe != "mxfp8":
+            enable_fp8_all_gather(model)
+        wrapped = shard(model)
+        if kind == "fsdp":
+            wrapped.compile(backend="aot_eager")
+    assert [x.item() for x in train(wrapped, wrapped.parameters())] == [x.item() for x in by_hand(recipe)[0]]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("ddp", DELAYED), ("fsdp", "mxfp8"), ("fsdp", "tensorwise"), ("checkpointed", DELAYED)],
+    ids=["ddp", "fsdp", "fsdp of codes", "checkpointed fsdp of codes"],
+)
+def test_compiled_and_checkpointed_models_keep_the_bits(ranks, kind, recipe):
+    ranks(2).run(together_case, kind, recipe, timeout=100)
