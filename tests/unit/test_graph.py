@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -11,12 +11,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from megatron_fp8 import recipe as recipes
-from megatron_fp8.backends import native
+from megatron_fp8.backends import emulated, native
 from megatron_fp8.graph import CapturedStep
 from megatron_fp8.kernels import cpu
 from megatron_fp8.linear import fp8_linear
 from megatron_fp8.phases import Phases
 from megatron_fp8.plan import fp8_site
+from megatron_fp8.side_layout import SideLayout
 from megatron_fp8.site import GemmSite
 from megatron_fp8.state import Fp8State
 from tests.unit.compare import assert_same_bytes
@@ -245,6 +246,30 @@ def test_the_first_scales_are_read_back():
         GemmSite(fp8_site("a", 0, RECIPES["delayed"], "native", "test"), state, None)
         with pytest.raises(DataDependentOutputException):
             state.finish_iteration()
+
+
+@pytest.mark.parametrize("square", [False, True], ids=["recipes", "square"])
+@pytest.mark.parametrize("backend", [native, emulated], ids=lambda backend: backend.name)
+def test_what_compiled_code_saves_lies_as_it_was_promised(backend, square):
+    """The layouts that side_layout.py foretells are those of both backends: else each would be copied once more."""
+    rules = [RECIPES["blockwise"].rule("weight")] if square else [r.rule("input") for r in RECIPES.values()]
+    with gpu_without_values() if backend is native else nullcontext():
+        for rule in rules:
+            layout = SideLayout.parse(str(SideLayout.of(rule, backend.turns_codes(rule))))
+            for rows, cols in ((70, 200), (256, 384), (640, 1300)):
+                x = (
+                    torch.empty(rows, cols, dtype=torch.bfloat16)
+                    if backend is native
+                    else randn(rows, cols, seed=1)
+                )
+                side = backend.quantize(x, rule, "both").tensor.columnwise
+                for found, promised in (
+                    (side.codes, layout.codes(cols, rows)),
+                    (side.scale_inv, layout.scales(cols, rows)),
+                ):
+                    assert found.shape == promised.shape and found.itemsize == promised.dtype.itemsize
+                    places = zip(found.shape, found.stride(), promised.strides, strict=True)
+                    assert all(size == 1 or a == b for size, a, b in places), (rule, found.stride(), promised)
 
 
 def warm(state: Fp8State) -> None:
