@@ -41,7 +41,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns its exit code (0 done, 1 failed, 2 bad input)."""
+    """Run one command; returns its exit code (0 done, 1 failed, 2 bad input, 130 interrupted by Ctrl-C)."""
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -49,6 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as shells number it
 
 
 def _run(arguments: list[str]) -> int:

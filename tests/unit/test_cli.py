@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 from megatron_fp8.cli import COMMANDS, USAGE, main
 
@@ -20,6 +21,12 @@ def test_a_reader_that_leaves_is_no_failure():
         process.stdout.close()
         complaint = process.stderr.read()
     assert (process.returncode, complaint) == (0, "")
+
+
+def test_ctrl_c_ends_with_a_word(capsys):
+    with mock.patch("megatron_fp8.doctor.main", side_effect=KeyboardInterrupt):
+        assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_an_unknown_command_is_named_with_the_nearest_one(capsys):
