@@ -179,3 +179,42 @@ def captured_iterations() -> dict[str, Any]:
 def test_a_captured_iteration_tells_the_optimizer(ranks: RankPool):
     (result,) = ranks(1).run(captured_iterations)
     assert result["found"] == [(True, True, 12), (False, False, 12)]
+
+
+def breaks_of_a_model() -> dict[str, Any]:
+    """A rank case: a whole GPT traced; where its graph breaks."""
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_fp8.mcore.sites import prepare
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    torch._dynamo.reset()
+    with model_parallel():
+        config = fp8_config(Layout(), "mxfp8", **SIZES)
+        model = GPTModel(
+            config,
+            get_gpt_layer_fp8_spec(config),
+            vocab_size=64,
+            max_sequence_length=32,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+        ).bfloat16()
+        prepare([model])
+        tokens, positions = torch.zeros(1, 32, dtype=torch.int64), torch.arange(32)[None]
+        found = torch._dynamo.explain(model)(tokens, positions, None, labels=tokens)
+    frames = [reason.user_stack[-1] for reason in found.break_reasons]
+    return {
+        "where": {frame.filename.rpartition("/")[2] for frame in frames},
+        "operators": sum(
+            str(node.target).startswith("megatron_fp8.linear")
+            for graph in found.graphs
+            for node in graph.graph.nodes
+        ),
+    }
+
+
+def test_a_whole_model_breaks_only_where_the_rotary_embedding_asks_for_the_gpu(ranks: RankPool):
+    """torch.cuda.current_device(), which torch.compile knows on a GPU; on a CPU a stand-in answers."""
+    (found,) = ranks(1).run(breaks_of_a_model)
+    assert found["where"] <= {"rotary_pos_embedding.py"}
+    assert found["operators"] == 4
