@@ -55,9 +55,10 @@ from .site import GemmSite, Operand, site_by_handle
 from .tensor import QuantizedSide
 from .tp import TensorParallel
 
-_TAGS = [torch.Tag.needs_exact_strides] + (
-    [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
-)
+_KEPT_OUT_OF_GRAPHS = hasattr(
+    torch.Tag, "cudagraph_unsafe"
+)  # not in the first versions of torch that run this
+_TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
 _calls = itertools.count()
 
 
@@ -117,7 +118,7 @@ def linear(
         training: amaxes and health are recorded, unless this is a recomputation; counters count.
         number: tells this call from others; not used.
     """
-    found = site_by_handle(site)
+    found = _site(site)
     call = Call(found, _parallel(tp), training and not in_recompute(), False, not keeps)
     if not in_recompute():
         found.gradient_owner = weakref.ref(weight) if hasattr(weight, "main_grad") else None
@@ -195,7 +196,7 @@ def linear_backward(
         bias_dtype: None if dbias is not wanted.
         site, layout, tp, number: as in ``linear``.
     """
-    found = site_by_handle(site)
+    found = _site(site)
     call = Call(found, _parallel(tp), False, False, len(kept) == 1)
     saved_x: Operand | None = None
     if len(kept) == 1:
@@ -277,6 +278,20 @@ def prepare_layer(layer: Any) -> bool:
     """layer.make_sites(), run by the tracer and not traced: what a first forward makes is there before the graph."""
     layer.make_sites()
     return True
+
+
+def _site(handle: Tensor) -> GemmSite:
+    """The site; RuntimeError where this torch captures the operator, and a replay would leave out what Python does."""
+    site = site_by_handle(handle)
+    captured = (
+        not _KEPT_OUT_OF_GRAPHS and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+    if captured and not site.state.capturing:
+        raise RuntimeError(
+            'this version of torch puts FP8 operators into the CUDA graphs of mode="reduce-overhead", though they keep'
+            " state on the host: compile without that mode, or capture the step (megatron_fp8.graph.CapturedStep)"
+        )
+    return site
 
 
 def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:

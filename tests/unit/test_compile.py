@@ -343,3 +343,19 @@ def test_sites_are_known_as_long_as_they_live():
     del site
     with pytest.raises(RuntimeError, match="gone"):
         site_by_handle(handle)
+
+
+def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch):
+    from megatron_fp8 import linear_op
+
+    x, w, _ = data(40, 64, 48)
+    site = make_site("rowwise")[0]
+    arguments = (x, w, None, site.handle, site.saved_layout, "", False, True, 0)
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    linear_op.linear(*arguments)
+    monkeypatch.setattr(linear_op, "_KEPT_OUT_OF_GRAPHS", False)
+    with pytest.raises(RuntimeError, match=r"compile without that mode, or capture the step"):
+        linear_op.linear(*arguments)
+    site.state.begin_capture()
+    linear_op.linear(*arguments)
