@@ -31,7 +31,11 @@ DEFAULT: Any = object()
 
 
 def convert_to_fp8(
-    model: M, recipe: Recipe | str | None = None, *, config: Fp8Config | None = None, skip: Any = DEFAULT
+    model: M,
+    recipe: Recipe | str | Fp8Config | None = None,
+    *,
+    config: Fp8Config | None = None,
+    skip: Any = DEFAULT,
 ) -> M:
     """Make the model's linears run in FP8, in place: same parameters, tying, dtype, device, hooks and state-dict keys.
 
@@ -41,7 +45,7 @@ def convert_to_fp8(
     Args:
         model: any module. Convert before torch.compile and fully_shard; DistributedDataParallel may come before or after.
         recipe: 'tensorwise' (what None means), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or a recipe instance.
-        config: an Fp8Config, in place of a recipe.
+        config: an Fp8Config, in place of a recipe (and taken in its place too).
         skip: modules that stay as they are, in place of the config's list: a glob, a function (name, module) -> bool, or
             a list of them. A glob matches a full name or its last part, and covers what is inside the module. The
             default is DEFAULT_SKIP (embeddings, the final norm, the output projection), and linears tied to an embedding.
@@ -128,7 +132,12 @@ def _consider(model: nn.Module, name: str, module: nn.Module, config: Fp8Config,
     """The module's row: whether it can be converted, and why."""
     weight = next(module.parameters(recurse=False), None)
     kind = type(module).__name__
-    shape = () if weight is None or is_lazy(weight) else tuple(weight.shape)
+    shape: tuple[int, ...] = () if weight is None or is_lazy(weight) else tuple(weight.shape)
+    if shape and isinstance(module, nn.Linear):
+        shape = (
+            module.out_features,
+            module.in_features,
+        )  # its first parameter can be another, such as a norm
     dtype = "" if weight is None else str(weight.dtype).removeprefix("torch.")
     if isinstance(module, Fp8Linear):
         recipe = recipe_name(module.fp8_config.resolved_recipe)

@@ -242,7 +242,16 @@ def test_copies_run_alike_with_state_of_their_own(how):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", MXFP8BlockScaling()]
+    "recipe",
+    [
+        "tensorwise",
+        "delayed",
+        "rowwise",
+        "blockwise",
+        "mxfp8",
+        MXFP8BlockScaling(),
+        Fp8Config(granularity="channel"),
+    ],
 )
 def test_recipes_by_name_and_instance(recipe):
     model = convert_to_fp8(make(), recipe)
