@@ -34,6 +34,7 @@ class _Fp8Site:
         self.is_first_microbatch = True  # Megatron sets it at the start of every iteration
         self.save_original_input = False  # Megatron sets it where the input is recomputed anyway
         self._site: GemmSite | None = None
+        self._sited = False
         self._reasons = ForwardReasons()
 
     @staticmethod
@@ -43,24 +44,27 @@ class _Fp8Site:
 
     def bind_fp8_site(self, site: GemmSite) -> None:
         """Take the site that the model's plan has for this layer."""
-        self._site = site
+        self._site, self._sited = site, True
 
     @property
     def fp8_site(self) -> GemmSite:
         """This layer's site; a layer outside any prepared model resolves its own."""
-        if torch.compiler.is_compiling():
-            from ..linear_op import prepare_layer  # loads torch's compiler
+        if (
+            not self._sited
+        ):  # not asked of _site: a tracer that has looked at it would not see what is put there now
+            if torch.compiler.is_compiling():
+                from ..linear_op import prepare_layer  # loads torch's compiler
 
-            prepare_layer(self)
-        else:
-            self.make_sites()
+                prepare_layer(self)
+            else:
+                self.make_sites()
         assert self._site is not None
         return self._site
 
     def make_sites(self) -> None:
         """Resolve this layer on its own, unless a model's plan has."""
         if self._site is None:
-            self._site = make_site(self, type(self).__name__)
+            self.bind_fp8_site(make_site(self, type(self).__name__))
 
     def runs_fp8(self) -> bool:
         """Whether the next forward uses FP8: planned so, in force this iteration, not switched off around this call."""

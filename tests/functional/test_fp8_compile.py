@@ -202,9 +202,8 @@ def breaks_of_a_model() -> dict[str, Any]:
         prepare([model])
         tokens, positions = torch.zeros(1, 32, dtype=torch.int64), torch.arange(32)[None]
         found = torch._dynamo.explain(model)(tokens, positions, None, labels=tokens)
-    frames = [reason.user_stack[-1] for reason in found.break_reasons]
     return {
-        "where": {frame.filename.rpartition("/")[2] for frame in frames},
+        "where": {reason.user_stack[-1].filename for reason in found.break_reasons},
         "operators": sum(
             str(node.target).startswith("megatron_fp8.linear")
             for graph in found.graphs
@@ -213,8 +212,8 @@ def breaks_of_a_model() -> dict[str, Any]:
     }
 
 
-def test_a_whole_model_breaks_only_where_the_rotary_embedding_asks_for_the_gpu(ranks: RankPool):
-    """torch.cuda.current_device(), which torch.compile knows on a GPU; on a CPU a stand-in answers."""
+def test_a_whole_model_breaks_only_in_megatrons_own_code(ranks: RankPool):
+    """The rotary embedding asks which GPU this is, which a stand-in answers here; make_viewless_tensor makes a leaf."""
     (found,) = ranks(1).run(breaks_of_a_model)
-    assert found["where"] <= {"rotary_pos_embedding.py"}
+    assert all("/megatron/core/" in file for file in found["where"]), found["where"]
     assert found["operators"] == 4
