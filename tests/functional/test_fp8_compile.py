@@ -217,3 +217,23 @@ def test_a_whole_model_breaks_only_in_megatrons_own_code(ranks: RankPool):
     (found,) = ranks(1).run(breaks_of_a_model)
     assert all("/megatron/core/" in file for file in found["where"]), found["where"]
     assert found["operators"] == 4
+
+
+def layers_one_by_one() -> int:
+    """A rank case: three layers, each compiled by itself; how many graphs that takes."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with model_parallel():
+        layers = [make_layer(Layout(), "mxfp8") for _ in range(3)]
+        x = torch.ones(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        for layer in layers:
+            for module in layer.modules():
+                if hasattr(module, "make_sites"):
+                    module.make_sites()  # as preparing a model does
+            layer.compile(backend="eager", fullgraph=True)
+            x, _ = layer(x, attention_mask=None)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_layers_compiled_one_by_one_share_a_graph(ranks: RankPool):
+    assert ranks(1).run(layers_one_by_one) == [1]
