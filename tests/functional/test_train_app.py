@@ -268,7 +268,7 @@ def test_every_bad_input_is_named_before_training(folder, config):
         "--model.fp8_backend=native": "native",
         f"--model.fp8_size_filter={table}": "at 128 tokens was not measured, nor any as small in every dimension",
         "--model.fp8_size_filter=no.json": "fp8_size_filter='no.json' is not a table of measured GEMMs: it cannot be",
-        "--model.fp8_overrides={'*.no_such_layer': bf16}": "no_such_layer' matches no GEMM site; the sites are decoder.layers.0.",
+        "--model.fp8_overrides={'*.no_such_layer': bf16}": "matches no GEMM site; the sites are decoder.layers.0.",
         "--model.tensor_model_parallel_size=2": "world size 1 does not divide by tensor 2",
         "--train.global_batch_size=3": "train.global_batch_size=3",
         "--train.seq_length=65 --model.context_parallel_size=1 --data.split=1": "data.split='1'",
