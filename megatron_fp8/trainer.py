@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from .checkpoint_files import sync
 from .loss_scaler import LossScaler, agree, unscale_
 from .nn import Fp8Linear, fp8_state_dict, fp8_step, load_fp8_state_dict
 from .param import Fp8Parameter
@@ -163,10 +164,12 @@ class Fp8Trainer:
         self.iteration, self.skipped = (int(state["counters"][name]) for name in ("iteration", "skipped"))
 
     def save(self, path: str | Path) -> None:
-        """Write ``state_dict`` to a file, whole or not at all. With several ranks call it on one of them."""
+        """Write ``state_dict`` to a file, whole or not at all, down to the disk. Of several ranks, one calls it."""
         beside = Path(f"{path}.new")
         torch.save(self.state_dict(), beside)
+        sync(beside)
         os.replace(beside, path)
+        sync(beside.parent)
 
     def load(self, path: str | Path) -> None:
         """Go on from a file of ``save``. Only tensors and plain values are read: a file cannot run code.

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 
 STREAM: list[tuple[str, ...]] = [
-    ("timing",),
+    ("timing", "checkpoint_files"),
     ("formats",),
     ("kernels",),
     ("cast",),
@@ -44,7 +44,6 @@ STREAM: list[tuple[str, ...]] = [
     ("inference",),
     ("fp8_utils",),
     ("bench",),
-    ("checkpoint_files",),
     ("mcore",),
     ("train",),
     ("huggingface",),
