@@ -24,7 +24,7 @@ EXTRAS = {
     "gpu": ["triton>=3.4"],
     "optim": ["torchao>=0.18"],
     # Writing needs safetensors alone, which is always here; these read what was written.
-    "export": ["accelerate>=1.0", "compressed-tensors>=0.15", "transformers>=5.0"],
+    "export": ["accelerate>=1.0", "compressed-tensors>=0.15", "tokenizers>=0.20", "transformers>=5.0"],
     "examples": ["scikit-learn>=1.4"],
     "test": [
         "accelerate>=1.0",

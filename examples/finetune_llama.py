@@ -4,7 +4,7 @@
     python examples/finetune_llama.py --model Llama-3.2-1B   a directory that you have
     python examples/finetune_llama.py --recipe mxfp8 --format fp8-block --data my_text.txt --iterations 200
 
-It needs `pip install "megatron_fp8[export]" tokenizers`. Every command that it runs is printed, and works by itself.
+It needs `pip install '.[export]'`. Every command that it runs is printed, and works by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -25,6 +26,10 @@ import torch
 
 def main() -> None:
     options = parse()
+    needed = ("accelerate", "compressed_tensors", "tokenizers", "transformers")
+    if missing := [name for name in needed if find_spec(name) is None]:
+        print(f"error: {', '.join(missing)} missing: pip install '.[export]'", file=sys.stderr)
+        sys.exit(2)
     work = Path(options.out or tempfile.mkdtemp(prefix="finetune_llama-"))
     source = Path(options.model) if options.model else make_model(work / "random-llama")
     data = options.data or [inspect.getsourcefile(module) for module in (argparse, inspect, textwrap)]

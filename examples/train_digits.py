@@ -16,9 +16,9 @@ An image or two are noise (and what another processor's order of summation makes
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -31,6 +31,14 @@ HELD_OUT, STEPS = 360, 300
 
 def images_and_labels() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images [1437, 64] and labels, then the held-out ones; every pixel from 0 to 1."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        print(
+            "error: scikit-learn, which has the images, is missing: pip install '.[examples]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.data, dtype=torch.float32)[order] / 16
