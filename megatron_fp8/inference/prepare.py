@@ -22,6 +22,7 @@ import torch
 from ..backends import emulated
 from ..calibration import Calibration, fp8_modules
 from ..param import Fp8Parameter
+from ..phases import Phases
 from ..recipe import recipe_name
 from .memory import model_bytes
 from .padding import Padding, alignment
@@ -74,7 +75,7 @@ def prepare_for_inference(
             takes gradients afterwards. To keep a model that trains, prepare a deep copy.
         calibration: static activation scales; None scales activations as the recipe does (delayed: by its history).
         pad_tokens: pad every FP8 linear's tokens to a multiple of this; None: to the recipe's alignment, on backends
-            whose kernels like it; 1: never. The result is the same.
+            whose kernels like it; 1: never. The result is the same. Never in sequence parallelism.
 
     Returns:
         The model; ``model.fp8_inference`` is its InferenceReport.
@@ -149,8 +150,10 @@ def _prepare(
     site.forget_weight()
     if static is not None:
         site.quantizers["input"] = static
+    site.state.phases = Phases()  # those of the training: inference is FP8 throughout
     multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))
-    if multiple > 1:
+    # In sequence parallelism the output's tokens are not the input's, but all ranks' or this rank's part of them.
+    if multiple > 1 and not getattr(linear, "sequence_parallel", False):
         Padding(linear, multiple)
     quantizer = site.quantizers["input"]
     if quantizer is None:

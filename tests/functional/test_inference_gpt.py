@@ -206,6 +206,26 @@ def over_two_ranks(recipe: str) -> tuple[torch.Tensor, torch.Tensor, list[list[i
         return trained, full, made, model.fp8_inference.sites[0].bytes_after
 
 
+def padded_in_sequence_parallel() -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank case, TP=2 with sequence parallelism: training's logits, and inference's with padding asked for."""
+    from megatron_fp8.inference import prepare_for_inference
+
+    layout = Layout(tp=2, sp=True)
+    with model_parallel(layout):
+        model = build(layout, "rowwise")
+        model.train()
+        trained = forward(model, tokens()).detach()
+        prepare_for_inference(model, pad_tokens=32)
+        with torch.no_grad():
+            return trained, forward(model, tokens())
+
+
+def test_padding_keeps_out_of_sequence_parallelism(ranks):
+    """There a linear's output has other tokens than its input: of all ranks, or of this one."""
+    for trained, inferred in ranks(2).run(padded_in_sequence_parallel):
+        assert_same_bytes(inferred, trained)
+
+
 def calibrated_over(size: int) -> dict[str, tuple[tuple[int, int], float]]:
     """A rank case: shape and amax of every site, with TP over this many ranks."""
     from megatron_fp8.calibration import calibrate

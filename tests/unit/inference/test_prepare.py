@@ -18,6 +18,7 @@ from megatron_fp8.inference.padding import Padding, pad_tokens
 from megatron_fp8.inference.weights import inference_weight
 from megatron_fp8.nn import Fp8Config, convert_to_fp8
 from megatron_fp8.param import Fp8Parameter
+from megatron_fp8.phases import Phases
 from tests.unit.compare import assert_same_bytes
 from tests.unit.inference.models import HIDDEN, IN, OUT, RECIPES, activations, converted
 
@@ -43,6 +44,17 @@ def test_any_number_of_tokens_padded_or_not(recipe):
         x = activations(*shape)
         assert_same_bytes(padded(x), plain(x))
         assert seen[-1] == (*shape, HIDDEN), "the hooks did not cut the padding off"
+
+
+@pytest.mark.parametrize("iteration", [0, 3], ids=["warm-up", "healing"])
+def test_phases_of_the_training_do_not_follow_into_inference(iteration):
+    """A run that ends with healing ends in high precision; what is prepared afterwards runs FP8 all the same."""
+    plain, phased = prepare_for_inference(converted()), converted()
+    state = phased[0].fp8_site.state
+    state.phases, state.iteration = Phases(0.25, 0.25, 4), iteration
+    assert state.phase != "fp8"
+    prepare_for_inference(phased)
+    assert_same_bytes(phased(activations(5)), plain(activations(5)))
 
 
 def test_padding_reaches_the_linear_and_leaves_tuples_and_errors_whole():
