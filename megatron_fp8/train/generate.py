@@ -81,10 +81,12 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
         raise ValueError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
     if options.calibration and options.activations != "static":
         raise ValueError("--calibration is for --activations static: add it, or leave --calibration out")
-    text = sys.stdin.buffer.read() if options.prompt == "-" else options.prompt.encode()
+    from_stdin = options.prompt == "-"
+    text = b"" if from_stdin else options.prompt.encode()
     from megatron_fp8 import mcore
 
     mcore.install()
+    from megatron_fp8.train.parallel import on_first_rank
     from megatron_fp8.train.restore import restore
 
     restored = restore(
@@ -95,6 +97,8 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
         recipe=options.recipe,
         fp8=options.fp8,
     )
+    if from_stdin:  # which the ranks of a launch share: each would read a part
+        text = on_first_rank(sys.stdin.buffer.read)
     prompt = restored.tokenizer.encode(text).tolist() or [restored.tokenizer.eod]
     room = restored.run.train.seq_length - len(prompt)
     if room < 1:

@@ -31,8 +31,12 @@ from megatron_fp8.train.tokenizers import Tokenizer, load_tokenizer
 _FOR_INFERENCE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
     "recompute_granularity": None,
     "fp8_param": False,  # prepare_for_inference does what is needed

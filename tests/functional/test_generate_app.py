@@ -83,6 +83,7 @@ def heard(folder) -> Heard:
             "seed 2": [*generate, "--seed", "2", "--temperature", "3", "--top-k", "40"],
             "hot": [*generate, "--temperature", "50", "--max-new-tokens", "20"],
             "a document": ["generate", run_dir, "--prompt", "", "--max-new-tokens", "3"],
+            "uneven stages": [*greedy, "--model.num_layers_in_first_pipeline_stage=1"],
             "options": [*greedy, "--model.fp8_pow2_scales=true", "--fp8", "e4m3"],
         },
     )  # fmt: skip
@@ -138,7 +139,7 @@ def heard(folder) -> Heard:
 
 
 DONE = ("train", "calibrate", "percentile", "greedy", "bf16", "mxfp8", "static", "static channels", "delayed", "hot",
-        "seed 1", "a document", "options", "its config given")  # fmt: skip
+        "seed 1", "a document", "uneven stages", "options", "its config given")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DONE)
@@ -148,9 +149,29 @@ def test_it_ends_well(heard, name):
 
 
 def test_the_text_is_the_prompt_and_what_follows_it(heard):
-    for name in ("greedy", "bf16", "mxfp8", "static", "static channels", "delayed", "options"):
+    for name in (
+        "greedy",
+        "bf16",
+        "mxfp8",
+        "static",
+        "static channels",
+        "delayed",
+        "uneven stages",
+        "options",
+    ):
         assert heard[name][2] == f"{(ALPHABET * 2)[:CONTEXT]}\n", name
     assert heard["greedy"][2] == heard["greedy again"][2] == heard["its config given"][2]
+
+
+def test_ranks_share_a_prompt_from_stdin(heard, folder):
+    """The launcher gives every rank the same pipe, which only one of them may empty."""
+    command = ["--standalone", "--nproc-per-node=2", "-m", "megatron_fp8", "generate", str(folder / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command, "--prompt", "-", "--temperature", "0"],
+        input="abcde", capture_output=True, text=True, timeout=100, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == heard["greedy"][2]
 
 
 def test_a_seed_decides_the_draws(heard):
