@@ -29,6 +29,7 @@ class History:
         self.slots.append(slot)
         self.cold += 1
 
+    @torch.inference_mode(False)
     def grow(self) -> None:
         """Take in the slots that were added since, with empty histories."""
         have, want = self.index.numel(), len(self.slots)

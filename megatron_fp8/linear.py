@@ -11,6 +11,7 @@ an operator's way through the dispatcher costs a small linear more than autograd
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,15 +134,18 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
         tensors = list(ctx.saved_tensors)
         saved_x, saved_w = (_Kept.restore(spec, tensors) for spec in ctx.kept)
-        dx, dw, dbias = backward(
-            grad_output,
-            saved_x,
-            saved_w,
-            ctx.weight,
-            ctx.call,
-            (needs_dgrad, needs_wgrad),
-            ctx.bias_dtype if needs_dbias else None,
-        )
+        device = grad_output.device.type
+        autocast = torch.is_autocast_enabled(device)  # backward() called inside it would round the products
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+            dx, dw, dbias = backward(
+                grad_output,
+                saved_x,
+                saved_w,
+                ctx.weight,
+                ctx.call,
+                (needs_dgrad, needs_wgrad),
+                ctx.bias_dtype if needs_dbias else None,
+            )
         return None if dx is None else dx.view(ctx.x_shape), dw, dbias, None, None
 
 

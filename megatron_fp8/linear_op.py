@@ -78,7 +78,8 @@ def traced_linear(
     training: bool,
     save_original_input: bool,
 ) -> Tensor:
-    """fp8_linear while torch.compile traces. The weight is quantised once an iteration, whatever its layer was told."""
+    """fp8_linear while torch.compile traces. The weight is quantised once an iteration of training and at each call of
+    evaluation, whatever its layer was told."""
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
     call = Call(site, tp, training, False, save_original_input)
     keeps = needs_wgrad and keeps_codes(math.prod(x.shape[:-1]), call)
@@ -119,7 +120,7 @@ def linear(
         number: tells this call from others; not used.
     """
     found = _site(site)
-    call = Call(found, _parallel(tp), training and not in_recompute(), False, not keeps)
+    call = Call(found, _parallel(tp), training and not in_recompute(), not training, not keeps)
     if not in_recompute():
         found.gradient_owner = weakref.ref(weight) if hasattr(weight, "main_grad") else None
     with nullcontext() if training else found.state.uncounted():

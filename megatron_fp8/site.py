@@ -72,6 +72,7 @@ class GemmSite:
     backward may be a copy that offloading made.
     """
 
+    @torch.inference_mode(False)  # slots and handle must be writable and savable in training later
     def __init__(self, plan: SitePlan, state: Fp8State, group: Group, *, seed: int = 0, stream: int = 0):
         self.plan, self.state = plan, state
         self.notes: set[str] = set()
@@ -166,8 +167,11 @@ class GemmSite:
         if quantizer is None:
             return weight
         version, kept = self._version(weight), self._weight
+        fresh = fresh or weight.is_inference()  # has no version: nobody would notice that it was written
         if fresh or kept is None or not kept.serves(weight, version, record):
-            kept = _KeptWeight(weakref.ref(weight), version, record, quantizer(weight, "both", record=record))
+            with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
+                quantized = quantizer(weight, "both", record=record)
+            kept = _KeptWeight(weakref.ref(weight), version, record, quantized)
             self._weight = kept
         return kept.quantized
 
@@ -187,7 +191,8 @@ class GemmSite:
         Codes that a CUDA graph will make are not those of what runs now.
         """
         captured = self.state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-        return self.state.epoch, weight.data_ptr(), weight._version, captured
+        version = 0 if weight.is_inference() else weight._version
+        return self.state.epoch, weight.data_ptr(), version, captured
 
     def forget_weight(self) -> None:
         """Drop the weight that was kept: another one took its place for good."""

@@ -154,6 +154,7 @@ class Arena:
         slot.warm = bool(saved["warm"])
         held.cold = sum(not s.warm for s in held.slots)
 
+    @torch.inference_mode(False)
     def _trim(self) -> None:
         """Drop the spare capacity, so that collectives and updates touch slots only."""
         if self.rows.shape[1] != len(self.slots):

@@ -180,7 +180,10 @@ class Fp8Linear(torch.nn.Linear):
             torch.autocast(device.type, enabled=False),  # it would round the products of the emulated GEMM
             nullcontext() if self.training else site.state.uncounted(),
         ):
-            return fp8_linear(input, self.weight, self.bias, site, training=self.training)
+            # Codes are kept within an iteration of training. Evaluation cannot know when a weight was written: through
+            # .data, as merged adapters and moving averages do it, a tensor's version stays as it is.
+            fresh, training = not self.training, self.training
+            return fp8_linear(input, self.weight, self.bias, site, training=training, fresh_weight=fresh)
 
     def _high_precision(self, x: torch.Tensor, site: GemmSite, observe: bool) -> torch.Tensor:
         """nn.Linear's own forward; outside the FP8 phase delayed scaling learns from it."""

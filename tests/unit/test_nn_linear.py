@@ -100,6 +100,64 @@ def test_evaluation_records_nothing_and_counts_nothing(name):
     assert (amax > 0).tolist()[:2] == [True, True] and state.counts.fp8_gemms == 1
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_inside_of_torch_autocast_is_backward_outside(name):
+    grads = []
+    for inside in (True, False):
+        linear, x = make(name, 64, 48), randn(32, 64, dtype=torch.float32, seed=1).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = linear(x)
+            if inside:
+                y.backward(randn(32, 48, seed=2))
+        if not inside:
+            y.backward(randn(32, 48, seed=2))
+        grads.append((x.grad, linear.weight.grad))
+    for mine, expected, what in zip(*grads, ("dx", "dw"), strict=True):
+        assert_same_bytes(mine, expected, what)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_forward_in_inference_mode_leaves_training_as_it_was(name, mode):
+    """Trainers try validation before the first step; tensors of inference mode can be neither written nor saved later."""
+    checked, expected = make(name), make(name)
+    getattr(checked, mode)()
+    with torch.inference_mode():
+        checked(torch.randn(8, 64))
+        fp8_step(checked) if mode == "train" else checked.train()
+    frozen = make(name).eval()
+    with torch.inference_mode():
+        frozen(X)
+    assert frozen(X.clone().requires_grad_()).requires_grad
+    for linear in (checked, expected):
+        for _ in range(2):
+            linear(X).square().sum().backward()
+            assert fp8_step(linear).fp8_gemms == 2
+    if mode == "eval":
+        assert_same_bytes(checked.weight.grad, expected.weight.grad)
+
+
+def test_weights_made_in_inference_mode_are_read_at_every_call():
+    with torch.inference_mode():
+        linear = make("mxfp8").eval()
+        before = linear(X)
+        linear.weight.mul_(2), linear.bias.mul_(2)
+        assert_same_bytes(linear(X), 2 * before)
+
+
+def test_evaluation_sees_a_weight_that_was_written_without_a_version():
+    """Merged adapters and moving averages write through .data, and no optimizer tells."""
+    linear = make("tensorwise").eval()
+    with torch.no_grad():
+        before = linear(X)
+        linear.weight.data.mul_(2), linear.bias.data.mul_(2)
+        assert_same_bytes(linear(X), 2 * before)
+        compiled = torch.compile(linear, backend="aot_eager")
+        assert_same_bytes(compiled(X), 2 * before, "compiled")
+        linear.weight.data.mul_(2), linear.bias.data.mul_(2)
+        assert_same_bytes(compiled(X), 4 * before, "compiled, written again")
+
+
 def test_delayed_uses_the_last_iterations_scale():
     linear = make("delayed")
     x = torch.randn(8, 64)
