@@ -124,8 +124,16 @@ class Calibration:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def scale(self, site: str, rule: Rule) -> torch.Tensor:
-        """float32 [], the static scale of a site's input under a rule: multiplies on the way in."""
+        """float32 [], the static scale of a site's input under a rule: multiplies on the way in.
+
+        ValueError if nothing but zeros was seen (an expert without tokens): any scale would be a guess.
+        """
         amax = torch.tensor(self.ranges[f"{site}.input"].amax)
+        if not amax > 0:
+            raise ValueError(
+                f"the calibration saw nothing but zeros go into {site}, and has no static scale for it: calibrate on more"
+                " text (or a higher percentile), or scale activations dynamically"
+            )
         return compute_scale(
             amax, rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.scale != "fp32"
         )

@@ -39,7 +39,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
     Raises ValueError: `path` is there already and not empty, or cannot be written.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if not path.name or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise ValueError(f"{str(path)!r} is there already: give a new folder, or remove it.")
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:

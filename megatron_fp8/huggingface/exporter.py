@@ -81,6 +81,8 @@ def export(
     config = describe(source, wanted.like, wanted.vocab_size, wanted.positions)
     _check_tensors(source, listed, config["vocab_size"])
     kept = _kept_linears(source.section, wanted) if wanted.form else set()
+    if wanted.calibration is not None:
+        _check_calibration(wanted.calibration, {**source.section, "vocab_size": config["vocab_size"]}, kept)
     with new_directory(out) as folder:
         parts = _parts(source, listed, config["vocab_size"])
         if wanted.form:
@@ -120,10 +122,14 @@ def _check_tensors(source: Source, listed: list[Entry], vocab_size: int) -> None
 
 
 def _parts(source: Source, listed: list[Entry], vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face's tensors in high precision, in order."""
+    """Hugging Face's tensors in high precision, in order. ValueError naming one that holds NaN or Inf."""
     heads = heads_of(source.section)
     for entry in listed:
         tensor = source.tensor(entry.megatron)
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(
+                f"{entry.megatron} holds NaN or Inf: training diverged. Export an earlier checkpoint."
+            )
         if entry.vocabulary:
             tensor = tensor[:vocab_size]
         parts = split_qkv(tensor, heads) if entry.qkv else (tensor,)
@@ -158,10 +164,23 @@ def _quantised(
     assert not waiting, list(waiting)
 
 
+def _check_calibration(calibration: Calibration, section: dict[str, Any], kept: set[str]) -> None:
+    """ValueError unless the input of every linear that will be FP8 was calibrated, in the linear's shape."""
+    for site, parts in gemms(section["num_layers"]).items():
+        if kept.issuperset(parts):
+            continue
+        shape = megatron_shape(Entry(site, tuple(f"{part}.weight" for part in parts)), section)
+        found = calibration.ranges.get(f"{site}.input")
+        if found is None or list(found.shape) != shape:
+            what = "nothing of it" if found is None else list(found.shape)
+            raise ValueError(
+                f"the calibration is of another model: {site} is {shape} here, and {what} there. Calibrate the "
+                "checkpoint that is exported."
+            )
+
+
 def _input_scale(calibration: Calibration, site: str) -> torch.Tensor:
-    """float32 [1] by which codes of a site's input are multiplied. ValueError if it was not calibrated."""
-    if f"{site}.input" not in calibration.ranges:
-        raise ValueError(f"the calibration has no {site}.input: calibrate the checkpoint that is exported.")
+    """float32 [1] by which codes of a site's input are multiplied."""
     return compute_scale_inv(calibration.scale(site, Rule(E4M3, TENSOR))).reshape(1)
 
 

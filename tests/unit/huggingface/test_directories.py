@@ -24,6 +24,7 @@ from megatron_fp8.checkpoint_files import (
 from megatron_fp8.cli import main
 from megatron_fp8.huggingface.commands import size_in_bytes
 from megatron_fp8.huggingface.directory import Tensors, new_directory, write_tensors
+from megatron_fp8.huggingface.source import Source
 from tests.unit.huggingface.small import tensors, write
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -74,7 +75,7 @@ def test_one_file_has_no_index_and_a_large_tensor_its_own(tmp_path):
     assert len(write_tensors(tmp_path / "cut", iter(named), shard_bytes=8)) == 3
 
 
-def test_a_directory_is_whole_or_not_there(tmp_path):
+def test_a_directory_is_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="half way"), new_directory(tmp_path / "out") as folder:
         (folder / "config.json").write_text("{}")
         raise RuntimeError("half way")
@@ -84,6 +85,10 @@ def test_a_directory_is_whole_or_not_there(tmp_path):
         assert not (tmp_path / "out").exists()
     assert os.listdir(tmp_path / "out") == ["config.json"] and os.listdir(tmp_path) == ["out"]
     with pytest.raises(ValueError, match="is there already"), new_directory(tmp_path / "out"):
+        pass
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")  # it cannot be renamed over while somebody stands in it
+    with pytest.raises(ValueError, match=r"'\.' is there already"), new_directory(Path()):
         pass
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written"), new_directory(tmp_path / "file" / "out"):
@@ -244,15 +249,64 @@ def test_layers_that_training_kept_in_bf16_stay_so(run, tmp_path):
         assert quantised == {f"model.layers.{name}_proj.weight" for name in expected}
 
 
+SHAPES = {
+    "self_attention.linear_qkv": (512, 128),
+    "self_attention.linear_proj": (128, 256),
+    "mlp.linear_fc1": (512, 128),
+    "mlp.linear_fc2": (128, 256),
+}
+
+
+def save_calibration(folder: Path, **changed: Range | None) -> Path:
+    """Amaxes of 3, 4, 5 ... in the model's own shapes; by the last part of a site's name others, or none."""
+    sites = [(f"decoder.layers.{n}.{name}", shape) for n in (0, 1) for name, shape in SHAPES.items()]
+    ranges = {}
+    for amax, (site, shape) in enumerate(sites, start=3):
+        found = changed.get(
+            site.split("_")[-1], Range(amax, torch.tensor([float(amax)]), shape, {"max": amax})
+        )
+        if found is not None:
+            ranges[f"{site}.input"] = found
+    return Calibration(ranges).save(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            Range(3.0, torch.tensor([3.0]), (512, 64), {}),
+            "linear_fc1 is [512, 128] here, and [512, 64] there",
+        ),
+        (None, "linear_fc1 is [512, 128] here, and nothing of it there"),
+        (
+            Range(0.0, torch.tensor([0.0]), (512, 128), {}),
+            "nothing but zeros go into decoder.layers.0.mlp.linear_fc1",
+        ),
+    ],
+    ids=["another shape", "a linear left out", "zeros"],
+)
+def test_a_calibration_that_does_not_fit_is_refused(run, tmp_path, capsys, changed, words):
+    folder = save_calibration(tmp_path / "ranges", fc1=changed)
+    said = refused(capsys, "export", run, tmp_path / "out", "--format=fp8-tensor", f"--calibration={folder}")
+    assert words in said and os.listdir(tmp_path) == ["ranges"]
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8-channel"])
+def test_weights_that_are_not_finite_are_not_exported(run, tmp_path, capsys, monkeypatch, form):
+    """Also where no scale would show it: a norm."""
+    sound = Source.tensor
+
+    def diverged(self: Source, name: str) -> torch.Tensor:
+        tensor = sound(self, name)
+        return tensor.fill_(torch.nan) if name == "decoder.final_layernorm.weight" else tensor
+
+    monkeypatch.setattr(Source, "tensor", diverged)
+    said = refused(capsys, "export", run, tmp_path / "out", f"--format={form}")
+    assert "decoder.final_layernorm.weight holds NaN or Inf" in said and not os.listdir(tmp_path)
+
+
 def test_calibrated_inputs_get_static_scales(run, tmp_path):
-    names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-    sites = [f"decoder.layers.{n}.{name}" for n in (0, 1) for name in names]
-    amaxes = {site: 3.0 + number for number, site in enumerate(sites)}
-    ranges = {
-        f"{site}.input": Range(amax, torch.tensor([amax]), (128, 128), {"max": amax})
-        for site, amax in amaxes.items()
-    }
-    Calibration(ranges).save(tmp_path / "ranges")
+    save_calibration(tmp_path / "ranges")
     written = export(run, tmp_path / "out", "--format=fp8-channel", f"--calibration={tmp_path / 'ranges'}")
     group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
         "config_groups"
