@@ -178,7 +178,7 @@ def _reason_to_skip(
         return "its forward was replaced on the instance, and would go past FP8"
     if id(module.weight) in tied:
         return "tied to an embedding"
-    if not module.weight.is_floating_point() or module.weight.dtype == torch.float64:
+    if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{module.weight.dtype} weights cannot be quantised"
     smallest = min(module.in_features, module.out_features)
     if smallest < config.min_features:

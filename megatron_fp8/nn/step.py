@@ -22,15 +22,24 @@ from .linear import Fp8Linear
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def plain_name(name: str) -> str:
-    """A module's name without what torch.compile, checkpoint wrappers and DistributedDataParallel put into it."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    return ".".join(parts[1:] if parts[:1] == ["module"] and len(parts) > 1 else parts)
-
-
 def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Linear]:
-    """Name -> FP8 linear of a model, bare or wrapped; a linear with two names under the first. ValueError if none is."""
-    found = {plain_name(n): m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    """Name -> FP8 linear of a model, bare or wrapped; a linear with two names under the first. ValueError if none is.
+
+    Names are those in the bare model, without what torch.compile, checkpoint wrappers and DistributedDataParallel add.
+    """
+    found: dict[str, Fp8Linear] = {}
+    added: set[str] = set()  # names whose last part is a wrapper's
+    for name, module in model.named_modules():
+        if list(module._modules) == ["module"] and not module._parameters:  # all that such a wrapper holds
+            added.add(f"{name}.module" if name else "module")
+        if isinstance(module, Fp8Linear):
+            parts = name.split(".")
+            plain = [
+                part
+                for i, part in enumerate(parts)
+                if part not in _WRAPPERS and ".".join(parts[: i + 1]) not in added
+            ]
+            found[".".join(plain)] = module
     if not found:
         raise ValueError(f"{type(model).__name__} has no FP8 linear: call convert_to_fp8(model) first")
     return found
@@ -57,7 +66,8 @@ def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
     """
     total = IterationCounts()
     for family in families_of(model):
-        for device in {linear.weight.device for linear in family.members}:
+        # In module order, not a set's: ranks with GPUs of other numbers must reduce their states in the same order.
+        for device in dict.fromkeys(linear.weight.device for linear in family.members):
             if device.type != "meta":
                 family.bind(device)
         for state in family.states.values():

@@ -145,6 +145,7 @@ class Gated(nn.Linear):
         (nn.Linear(64, 10), "10 features: below 16 FP8 would multiply padding"),
         (nn.Linear(15, 64), "15 features: below 16 FP8 would multiply padding"),
         (nn.Linear(64, 64, dtype=torch.float64), "torch.float64 weights cannot be quantised"),
+        (nn.Linear(64, 64).to(torch.float8_e4m3fn), "torch.float8_e4m3fn weights cannot be quantised"),
         (nn.Conv1d(64, 64, 1), "not a linear"),
     ],
 )

@@ -285,6 +285,33 @@ def test_what_the_saved_state_holds():
         load_fp8_state_dict(convert_to_fp8(Tower()), saved)
 
 
+def test_a_child_called_module_is_no_wrapper():
+    """Its linear and that of the same name beside it must not share an entry; a wrapper adds nothing to names."""
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.up = Tower(), nn.Linear(32, 32)
+
+    model = convert_to_fp8(Holder(), DELAYED)
+    names = {key.removesuffix(".iteration") for key in fp8_state_dict(model) if key.endswith(".iteration")}
+    assert names == {"module.up", "module.down", "up"}
+    assert fp8_state_dict(nn.DataParallel(model)).keys() == fp8_state_dict(model).keys()
+    both = nn.ModuleDict({"a": nn.DataParallel(model), "b": model.up})
+    assert "a.module.up.iteration" in fp8_state_dict(both)
+
+
+def test_a_damaged_state_changes_nothing():
+    model, fresh = (convert_to_fp8(Tower(), DELAYED) for _ in range(2))
+    train(model, sgd(model), range(2))
+    before = fp8_state_dict(fresh)
+    for key, wrong in [("down.input.amax_history", torch.zeros(0)), ("down.weight.scale", torch.ones(2))]:
+        with pytest.raises(ValueError, match=f"damaged: {key}"):
+            load_fp8_state_dict(fresh, {**fp8_state_dict(model), key: wrong})
+        for name, tensor in fp8_state_dict(fresh).items():
+            assert_same_bytes(tensor, before[name], name)
+
+
 def test_models_without_fp8_linears():
     for call in (fp8_step, fp8_state_dict, lambda m: register_fp8_step(sgd(m), m)):
         with pytest.raises(ValueError, match=r"Tower has no FP8 linear: call convert_to_fp8\(model\) first"):
