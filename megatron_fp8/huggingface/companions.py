@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..train.tokenizers import Tokenizer, load_tokenizer
+from ..train.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from .config import hf_config, model_section
 from .directory import CONFIG, GENERATION, TOKENIZER_FILES, read_json, write_json
 from .source import Source
@@ -59,8 +59,11 @@ def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> Non
 
 def _tokenizer(source: Source) -> Tokenizer | None:
     """The tokenizer of the run, if it is known; without a file it is bytes."""
-    data = source.run.get("data")
-    return None if data is None else load_tokenizer(data.get("tokenizer"))
+    return None if source.run.get("data") is None else load_tokenizer(_tokenizer_file(source))
+
+
+def _tokenizer_file(source: Source) -> str | None:
+    return tokenizer_file(source.run.get("data", {}).get("tokenizer"), source.folder)
 
 
 def write_companions(folder: Path, source: Source, config: dict[str, Any], like: Path | None) -> None:
@@ -72,11 +75,11 @@ def write_companions(folder: Path, source: Source, config: dict[str, Any], like:
         names = ["bos_token_id", "eos_token_id"]
         special = {name: config[name] for name in names if name in config}
         write_json(folder / GENERATION, {"_from_model_config": True, **special})
-    tokenizer = source.run.get("data", {}).get("tokenizer")
+    tokenizer = _tokenizer_file(source)
     home = like or (Path(tokenizer).parent if tokenizer else None)
     if home is None:  # tokens are bytes, which no tokenizer file says
         return
-    if not like:
+    if tokenizer and not like:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
     for name in TOKENIZER_FILES:
         if (home / name).exists() and not (folder / name).exists():

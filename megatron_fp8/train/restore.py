@@ -25,7 +25,7 @@ from megatron_fp8.train import parallel
 from megatron_fp8.train.config import RunConfig, tokens_of_microbatch
 from megatron_fp8.train.model import build_model
 from megatron_fp8.train.model_section import padded_vocab_size, transformer_config
-from megatron_fp8.train.tokenizers import Tokenizer, load_tokenizer
+from megatron_fp8.train.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 
 # What a run's model section says of training, and not of the model.
 _FOR_INFERENCE: dict[str, Any] = {
@@ -99,7 +99,7 @@ def restore(
     folder = find_checkpoint(Path(checkpoint))
     manifest = read_manifest(folder)
     run = _run_of(folder, manifest.facts.get("run"), config, options)
-    tokenizer = load_tokenizer(run.data.tokenizer)
+    tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     if vocab_size % launch.world_size:
         raise ValueError(

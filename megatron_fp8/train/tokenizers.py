@@ -91,6 +91,17 @@ class JsonTokenizer:
         return self._tokenizer.decode([i for i in ids if i != self.eod], skip_special_tokens=False)
 
 
+def tokenizer_file(path: str | None, checkpoint: Path) -> str | None:
+    """Where the tokenizer of a checkpoint's run is: as its config says, or, where that is no file, in the run's folder.
+
+    An imported run has it there, and its config's path is relative: to another working directory, once it is moved.
+    """
+    if path is None or Path(path).is_file():
+        return path
+    beside = [folder / Path(path).name for folder in checkpoint.absolute().parents[:2]]
+    return next((str(file) for file in beside if file.is_file()), path)
+
+
 def load_tokenizer(path: str | None) -> Tokenizer:
     """The tokenizer of `data.tokenizer`: a tokenizers file, or bytes when None."""
     return ByteTokenizer() if path is None else JsonTokenizer(path)

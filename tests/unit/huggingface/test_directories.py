@@ -249,6 +249,22 @@ def test_layers_that_training_kept_in_bf16_stay_so(run, tmp_path):
         assert quantised == {f"model.layers.{name}_proj.weight" for name in expected}
 
 
+def test_an_imported_run_keeps_its_tokenizer_wherever_it_is(tmp_path, monkeypatch):
+    """Its config names the file as the command line did: from a folder that is not this one, before the run was moved."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"<eos>": 0, "ham": 1})).save(str(write(tmp_path / "hf") / "tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "hf", "run"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").rename(tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["export", "moved", "out"]) == 0
+    copy = Path("out", "tokenizer.json").read_bytes()
+    assert copy == (tmp_path / "hf" / "tokenizer.json").read_bytes()
+    assert json.loads(Path("out", "tokenizer_config.json").read_text())["eos_token"] == "<eos>"
+
+
 SHAPES = {
     "self_attention.linear_qkv": (512, 128),
     "self_attention.linear_proj": (128, 256),

@@ -9,7 +9,7 @@ import torch
 
 from megatron_fp8.train.generate import _texts
 from megatron_fp8.train.restore import choose_recipe
-from megatron_fp8.train.tokenizers import ByteTokenizer, JsonTokenizer
+from megatron_fp8.train.tokenizers import ByteTokenizer, JsonTokenizer, tokenizer_file
 
 
 def streamed(prompt: list[int], ids: list[int], tokenizer) -> list[str]:
@@ -55,6 +55,22 @@ def test_a_tokenizers_file_gives_its_text_back(json_tokenizer):
     assert json_tokenizer.decode(ids) == text
     parts = streamed(ids[:2], [*ids[2:], json_tokenizer.eod], json_tokenizer)
     assert "".join(parts) == text and not any("\ufffd" in part for part in parts)
+
+
+def test_a_runs_own_tokenizer_is_taken_where_the_named_one_is_not(tmp_path):
+    checkpoint, named = (
+        tmp_path / "run" / "checkpoints" / "iter_0000001",
+        tmp_path / "named" / "tokenizer.json",
+    )
+    assert tokenizer_file(None, checkpoint) is None
+    assert tokenizer_file(str(named), checkpoint) == str(
+        named
+    )  # in neither place: the error names what was asked for
+    own = tmp_path / "run" / "tokenizer.json"
+    for path, found in ((own, own), (named, named)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        assert tokenizer_file(str(named), checkpoint) == str(found)
 
 
 @pytest.mark.parametrize(
