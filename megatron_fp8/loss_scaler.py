@@ -14,12 +14,16 @@ scaler for dense weights and one for experts, which drift apart. The arithmetic 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+STUCK = 20
+"""Overflows in direct succession that no smaller scale can be tried against: training stands still."""
 
 
 @dataclass
@@ -34,7 +38,8 @@ class LossScaler:
         hysteresis: how many overflows in direct succession it takes to lower the scale: the first ``hysteresis - 1`` skip
             their steps and change nothing else, that one and each that directly follows it lower the scale. A step
             without an overflow starts the count again. 1: every overflow lowers it.
-        min_scale, max_scale: the scale stays between them. Overflows at min_scale go on skipping steps.
+        min_scale, max_scale: the scale stays between them. Overflows at min_scale go on skipping steps; ``STUCK`` of
+            them in direct succession are a warning.
         scale: the scale now; powers of two, where both factors are, change no bit of a gradient.
         clean_steps, overflows: steps since the last overflow or growth; overflows in direct succession.
         skipped: overflows, that is steps skipped, in the whole training.
@@ -75,11 +80,18 @@ class LossScaler:
         return loss.float() * self.scale
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step: ``overflow``, on any rank, means it was skipped."""
+        """Take note of a step: ``overflow``, on any rank, means it was skipped. Warns as ``min_scale`` says."""
         if overflow:
             self.skipped += 1
             self.overflows += 1
             self.clean_steps = 0
+            if self.scale == self.min_scale and self.overflows % STUCK == 0:
+                warnings.warn(
+                    f"{self.overflows} steps in direct succession overflowed and were skipped, and the loss scale is at"
+                    f" min_scale={self.min_scale:g}: weights or data hold NaN or Inf, or the learning rate is too high."
+                    " Go back to an earlier checkpoint",
+                    stacklevel=2,
+                )
             if self.overflows >= self.hysteresis:
                 self.scale = max(self.scale * self.backoff_factor, self.min_scale)
             return

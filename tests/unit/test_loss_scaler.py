@@ -6,13 +6,14 @@ import json
 import math
 import random
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_fp8.loss_scaler import LossScaler, agree, unscale_
+from megatron_fp8.loss_scaler import STUCK, LossScaler, agree, unscale_
 
 PAGE = Path(__file__).parents[2] / "docs" / "loss_scaling.md"
 
@@ -89,6 +90,24 @@ def test_any_course_follows_the_rule(hysteresis: int) -> None:
         met.add(scaler.scale)
     assert scaler.skipped == sum(plain.past)
     assert min(met) == 2.0 and max(met) == 2.0**20, "the course must reach both bounds"
+
+
+def test_a_training_that_stands_still_says_so() -> None:
+    """At min_scale nothing is left to try: said every STUCK steps, and not of a scale that still comes down."""
+    scaler = LossScaler(initial_scale=4.0, hysteresis=1, min_scale=2.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(STUCK - 1):
+            scaler.update(True)
+        scaler.update(False)
+        high = LossScaler(initial_scale=2.0**100, max_scale=2.0**100)
+        for _ in range(STUCK):
+            high.update(True)
+    assert not said and scaler.scale == 2.0
+    with pytest.warns(UserWarning, match=f"{STUCK} steps in direct succession .* min_scale=2") as told:
+        for _ in range(2 * STUCK - 1):
+            scaler.update(True)
+    assert len(told) == 1 and scaler.skipped == 3 * STUCK - 2
 
 
 def test_a_saved_scaler_goes_on_as_if_nothing_had_been() -> None:
