@@ -142,6 +142,10 @@ def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"config.json has rope scaling of type {kind!r}: 'default' and 'llama3' can be imported."
         )
+    if not isinstance(rope.get("factor"), (int, float)):
+        raise ValueError(
+            f"config.json has factor={rope.get('factor')!r} in its rope scaling: a number is needed."
+        )
     for name, known in _LLAMA3.items():
         if rope.get(name) != known:
             raise ValueError(

@@ -42,11 +42,13 @@ class Sampler:
         """int64 [b], one token for each row of logits [b, V].
 
         Raises:
-            ValueError: a row holds a NaN: the model, or its checkpoint, is broken.
+            ValueError: a row holds NaN or +Inf: the model, or its checkpoint, is broken.
         """
         logits = logits[:, : self.vocab_size].float()
-        if bool(logits.isnan().any()):
-            raise ValueError("logits hold NaN: the weights, or a static scale, are not of a model that works")
+        if not bool((logits < math.inf).all()):
+            raise ValueError(
+                "logits hold NaN or Inf: the weights, or a static scale, are not of a model that works"
+            )
         if self.temperature == 0:
             return logits.argmax(-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(1)

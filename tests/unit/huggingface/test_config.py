@@ -82,6 +82,7 @@ def test_other_forms(fields, section):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type 'yarn'.*'llama3'"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 8.0}}, "high_freq_factor=8.0.*fixed at 4.0"),
+        ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor=None"),
         ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096}}, "=4096.*fixed at 8192"),
     ],
 )  # fmt: skip

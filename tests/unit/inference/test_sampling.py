@@ -68,6 +68,9 @@ def test_refusals(arguments, message):
         Sampler(**arguments)
 
 
-def test_nan_logits_are_no_token():
-    with pytest.raises(ValueError, match="NaN"):
-        Sampler(temperature=0)(torch.tensor([[1.0, math.nan]]))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_no_token(value, temperature):
+    with pytest.raises(ValueError, match="logits hold NaN or Inf"):
+        Sampler(temperature)(torch.tensor([[1.0, value]]))
+    assert Sampler(temperature)(torch.tensor([[1.0, -math.inf]])).tolist() == [0]  # an id that is masked
