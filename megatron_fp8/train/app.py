@@ -65,10 +65,13 @@ def main(arguments: list[str]) -> int:
         return _refuse(error, debug)
     from megatron_fp8.train import parallel
 
-    # One line per warning, in every rank's words only once: rank 0's.
-    warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
+    # This package's own warnings are one line each, in rank 0's words; those of libraries are not for users.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         launch = parallel.find_launch()
+        if launch.rank:
+            warnings.filterwarnings("ignore", module="megatron_fp8")
         trainer = prepare(arguments, launch)
     except (ValueError, RuntimeError, OSError) as error:
         return _refuse(error, debug)

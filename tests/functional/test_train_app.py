@@ -215,6 +215,16 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survived(folder, confi
     assert "skipped 1" in done.stdout
 
 
+def test_a_run_without_one_layer_in_fp8_is_warned_of(folder, config):
+    """What people asked for, and what will not run, on one line."""
+    more = ["--model.num_layers_at_start_in_bf16=3", "--dry-run"]
+    done = run("-m", "megatron_fp8", "train", f"--config={config}", f"--run_dir={folder}/runs/none", *more)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "warning" in line.lower()] == [
+        "warning: all 4 layers stay in BF16 (3 first, 1 last): none runs in FP8"
+    ]
+
+
 def test_dry_run_builds_and_checks_but_trains_nothing(folder, config):
     out = folder / "runs" / "dry"
     more = ["--model.fp8_overrides={'*.linear_proj': bf16}", "--model.fp8_param=true", "--dry-run"]
