@@ -90,8 +90,8 @@ def traced_linear(
 
 
 @torch.compiler.disable(
-    reason="the weight lives as FP8 (fp8_param, FP8 all-gather), a tensor of bytes that torch.compile cannot trace:"
-    " compile without fullgraph, or keep the weights in BF16"
+    reason="torch.compile cannot trace a weight that lives as FP8, a tensor of bytes (fp8_param, FP8 all-gather), nor"
+    " fp8_matmul, which has no layer to keep its state: compile without fullgraph, or use weights in BF16 and Fp8Linear"
 )
 def break_graph(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """The function, outside any graph."""

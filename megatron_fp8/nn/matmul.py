@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..backends import choose_backend
@@ -35,7 +37,13 @@ def fp8_matmul(
 
     Raises:
         ValueError: shapes or dtypes do not fit, the recipe is unknown, or the backend cannot run on a's device.
+
+    torch.compile breaks the graph here: a compiled product would need a layer that outlives the call.
     """
+    if torch.compiler.is_compiling():
+        from ..linear_op import break_graph  # loads torch's compiler
+
+        return break_graph(partial(fp8_matmul, backend=backend), a, b, recipe)
     taken = Fp8Config(recipe=recipe).resolved_recipe
     if b.ndim != 2 or a.ndim < 1:
         raise ValueError(

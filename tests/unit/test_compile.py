@@ -297,7 +297,7 @@ def test_weights_that_live_as_fp8_break_the_graph_and_keep_their_bits():
     for expected, mine in zip(*found, strict=True):
         assert_same_bytes(mine, expected)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"the weight lives as FP8.*without fullgraph"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"weight that lives as FP8.*without fullgraph"):
         compiled(scaled)(x, weight, site)
 
 

@@ -8,6 +8,7 @@ import torch
 from megatron_fp8 import fp8_matmul, quantize
 from megatron_fp8.recipe import RECIPES as CLASSES
 from megatron_fp8.site import side_of
+from tests.unit.compare import assert_same_bytes
 from tests.unit.sites import ALL_RECIPES, randn
 from tests.unit.test_gemm import assert_close_to_exact
 
@@ -134,3 +135,17 @@ def test_bad_input(a, b, recipe, message):
 def test_a_backend_that_cannot_run_is_an_error():
     with pytest.raises(ValueError, match="fp8_backend 'native' cannot run on cpu"):
         fp8_matmul(torch.zeros(4, 8), torch.zeros(8, 4), backend="native")
+
+
+def test_compiled_code_calls_it_outside_of_its_graph():
+    compiled = torch.compile(lambda a, b: fp8_matmul(a, b, "mxfp8").relu(), backend="aot_eager")
+    grads = []
+    for run in (compiled, compiled, lambda a, b: fp8_matmul(a, b, "mxfp8").relu()):
+        a, b = (
+            torch.randn(64, 64, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in (1, 2)
+        )
+        run(a, b).square().sum().backward()
+        grads.append((a.grad, b.grad))
+    for mine in grads[:2]:
+        assert_same_bytes(mine[0], grads[2][0], "da")
+        assert_same_bytes(mine[1], grads[2][1], "db")
