@@ -94,6 +94,13 @@ class Family:
             if linear.weight.device == device:
                 linear.make_site(device)
 
+    def leave_device(self, device: torch.device) -> None:
+        """Drop the state on a device when no weight is left there: its collectives may not even be possible any more."""
+        if device in self.states and all(linear.weight.device != device for linear in self.members):
+            del self.states[device]
+            for linear in self.members:
+                linear.forget_sites(device)
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Every parameter of the model: an optimizer that holds one of them trains it."""
         root = None if self._root is None else self._root()
@@ -174,6 +181,19 @@ def site_of(
     if recipe is not None:
         plan = SitePlan(**{**vars(plan), "name": f"{name}@{recipe_name(recipe)}"})
     return GemmSite(plan, state, None, seed=state.seed, stream=_rank())
+
+
+def take_over(old: GemmSite, new: GemmSite) -> None:
+    """What a site remembers goes to the one that takes its place: histories, and what this iteration has recorded."""
+    for role, quantizer in old.quantizers.items():
+        taker = new.quantizers[role]
+        if quantizer is None or taker is None or quantizer is taker:
+            continue
+        giver, arena = quantizer.slot, taker.slot.arena
+        if giver.delayed is not None:
+            arena.load_slot(taker.slot, giver.arena.saved_slot(giver))
+        amax, nonfinite = giver.arena.rows[:, giver.index].to(arena.device)
+        taker.slot.record(amax, nonfinite)
 
 
 def _rank() -> int:

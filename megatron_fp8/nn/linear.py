@@ -14,7 +14,7 @@ from ..param import Fp8Parameter
 from ..recipe import Recipe
 from ..site import GemmSite
 from .config import Fp8Config, make_config
-from .family import Family, site_of
+from .family import Family, site_of, take_over
 
 
 class Fp8Linear(torch.nn.Linear):
@@ -42,6 +42,7 @@ class Fp8Linear(torch.nn.Linear):
     _family: Family
     _sites: dict[tuple[torch.device, str], GemmSite]  # '' is its own recipe, others are recipe labels
     _ready_on: torch.device | None
+    _left: GemmSite | None  # on the device that it was moved from, until it runs on another
     _reasons: ForwardReasons
     _labels: Settled[str]
 
@@ -92,6 +93,7 @@ class Fp8Linear(torch.nn.Linear):
             fp8_name=name,
             _sites={},
             _ready_on=None,
+            _left=None,
             _reasons=ForwardReasons(),
             _labels=Settled(recipe_label),
         )
@@ -119,12 +121,15 @@ class Fp8Linear(torch.nn.Linear):
             shape = (self.out_features, self.in_features)
             self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
             self.__dict__["_ready_on"] = device if recipe is None else self._ready_on
+        if self._left is not None and recipe is None and device.type != "meta":
+            take_over(self._left, self._sites[key])
+            self.__dict__.update(_left=None, _ready_on=device)
         return self._sites[key]
 
     def make_sites(self) -> None:
         """The sites that a call here and now uses: the model's on the weight's device, one for fp8_autocast's recipe."""
         device, recipe = self.weight.device, recipe_override()
-        if (device, "") not in self._sites:
+        if (device, "") not in self._sites or self._left is not None:
             self._family.bind(device)
         if recipe is not None and self._sites[device, ""].is_fp8:
             self.make_site(device, recipe)
@@ -141,9 +146,26 @@ class Fp8Linear(torch.nn.Linear):
         else:
             self.make_sites()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
+        """Where .to() and .cuda() move it: no codes stay on the old device, and histories come along."""
+        before = self.weight.device
+        super()._apply(fn, recurse)
+        if self.weight.device != before:
+            for (device, _), site in self._sites.items():
+                if device == before:
+                    site.forget_weight()
+            ran = None if before.type == "meta" else self._sites.get((before, ""))
+            self.__dict__.update(_left=ran or self._left, _ready_on=None)
+            self._family.leave_device(before)
+        return self
+
+    def forget_sites(self, device: torch.device) -> None:
+        """Its sites on a device are of a state that is gone."""
+        self.__dict__["_sites"] = {key: site for key, site in self._sites.items() if key[0] != device}
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: sites hold slots of this model's state, so a copy makes its own."""
-        drop = ("_sites", "_ready_on", "_reasons", "_labels")
+        drop = ("_sites", "_ready_on", "_left", "_reasons", "_labels")
         return {key: value for key, value in self.__dict__.items() if key not in drop}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

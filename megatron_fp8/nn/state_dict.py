@@ -56,7 +56,9 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
             " the saved one was, or start with cold scales by not loading this"
         )
     for key, tensor in saved.items():  # all of it before anything changes
-        fits = tensor.ndim == 1 and tensor.numel() > 0 if key.endswith(".amax_history") else tensor.numel() == 1
+        fits = (
+            tensor.ndim == 1 and tensor.numel() > 0 if key.endswith(".amax_history") else tensor.numel() == 1
+        )
         if not fits:
             raise ValueError(f"the saved FP8 state is damaged: {key} has the shape {tuple(tensor.shape)}")
     for name, linear in _linears(model):

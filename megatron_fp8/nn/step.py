@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..site import GemmSite
-from ..state import Arena, Fp8State, IterationCounts
-from .family import Family
+from ..state import Fp8State, IterationCounts
+from .family import Family, take_over
 from .linear import Fp8Linear
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -132,13 +132,4 @@ def _unite(family: Family, members: dict[str, Fp8Linear]) -> None:
         linear.join_family(family, name)
     for name, linear in members.items():
         if name in recorded:
-            _move_records(recorded[name], linear.fp8_site)
-
-
-def _move_records(old: GemmSite, new: GemmSite) -> None:
-    for role, quantizer in old.quantizers.items():
-        taker = new.quantizers[role]
-        if quantizer is not None and taker is not None:
-            arena: Arena = quantizer.slot.arena
-            amax, nonfinite = arena.rows[:, quantizer.slot.index]
-            taker.slot.record(amax, nonfinite)
+            take_over(recorded[name], linear.fp8_site)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -268,6 +269,28 @@ def test_state_saved_and_resumed_bit_for_bit():
     cold = convert_to_fp8(Tower(), recipe)
     cold.load_state_dict(saved[0])
     assert train(cold, sgd(cold), range(3, 6)) != losses  # the state matters
+
+
+@pytest.mark.parametrize("moved", ["all", "up"])
+def test_a_model_that_leaves_its_device_keeps_histories_and_no_codes(moved):
+    """Through the meta device: nothing of it may stay on the old one, and slots may not pile up with each move."""
+    model, twin = (convert_to_fp8(Tower(), DELAYED) for _ in range(2))
+    optimizers = sgd(model), sgd(twin)
+    train(model, optimizers[0], range(2)), train(twin, optimizers[1], range(2))
+    for i in range(2, 5):
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model(batch(i))
+        twin(batch(i))
+        codes = weakref.ref(model.up.fp8_site._weight.quantized)
+        before = model.up.fp8_family.states[torch.device("cpu")]
+        model.get_submodule("" if moved == "all" else moved).to("meta")
+        assert codes() is None and model.up.fp8_site.state.device.type == "meta"
+        assert (torch.device("cpu") in model.up.fp8_family.states) == (moved == "up")
+        model.to_empty(device="cpu").load_state_dict(weights)
+        train(model, sgd(model), range(i, i + 1)), train(twin, optimizers[1], range(i, i + 1))
+        assert_same_state(model, twin)
+        assert len(model.up.fp8_site.state.slots()) == 6
+        assert (model.up.fp8_site.state is before) == (moved == "up")
 
 
 def test_what_the_saved_state_holds():
