@@ -42,7 +42,8 @@ def describe(
         _check_like(ours, given, like)
         given.pop("dtype", None)  # newer files have it for torch_dtype
     elif tokenizer is not None:
-        ours["eos_token_id"] = tokenizer.eod
+        # Documents have no first token here, and readers would fill in their family's.
+        ours |= {"bos_token_id": None, "eos_token_id": tokenizer.eod}
     return {**given, **ours, "torch_dtype": str(source.dtype).removeprefix("torch.")}
 
 
