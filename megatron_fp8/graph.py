@@ -64,13 +64,15 @@ class CapturedStep:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            found = [arena.settle_unread() for state in self.states for arena in state.arenas]
-            self.nonfinite = torch.stack(found).sum() if found else torch.zeros(())
-            self._seen = [
-                (arena, arena.last_amax, arena.last_nonfinite) for s in self.states for arena in s.arenas
-            ]
-        self._counts = [state.end_capture() for state in self.states]
+        try:
+            if kind is None:
+                found = [arena.settle_unread() for state in self.states for arena in state.arenas]
+                self.nonfinite = torch.stack(found).sum() if found else torch.zeros(())
+                self._seen = [
+                    (arena, arena.last_amax, arena.last_nonfinite) for s in self.states for arena in s.arenas
+                ]
+        finally:
+            self._counts = [state.end_capture() for state in self.states]
 
     def replayed(self) -> IterationCounts:
         """Move the host on by the iteration that was replayed. Call it after each ``graph.replay()``; waits for the GPU.

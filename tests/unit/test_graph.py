@@ -19,7 +19,7 @@ from megatron_fp8.phases import Phases
 from megatron_fp8.plan import fp8_site
 from megatron_fp8.side_layout import SideLayout
 from megatron_fp8.site import GemmSite
-from megatron_fp8.state import Fp8State
+from megatron_fp8.state import Arena, Fp8State
 from tests.unit.compare import assert_same_bytes
 from tests.unit.recorded import Recorded
 from tests.unit.sites import RECIPES, make_site, randn
@@ -137,6 +137,23 @@ def test_a_capture_shares_no_quantised_weight_with_what_runs():
     assert captured._counts[0].casts == casts and model.state.counts.casts == casts
     model.step()
     assert model.state.counts.casts == 2 * casts
+
+
+@pytest.mark.parametrize("where", ["step", "update"])
+def test_a_capture_that_fails_leaves_training_as_it_was(where, monkeypatch):
+    model = Model("tensorwise")
+    model.step()
+    model.state.finish_iteration()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(*((model, "step", fail) if where == "step" else (Arena, "settle_unread", fail)))
+    with pytest.raises(RuntimeError, match="out of memory"), CapturedStep(model.state):
+        model.step()
+    monkeypatch.undo()
+    model.step()
+    assert model.state.finish_iteration().fp8_gemms > 0 and not model.state.capturing
 
 
 def refused(state: Fp8State) -> str:
