@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,14 +167,13 @@ def test_transformers_quantises_inputs_with_our_static_scales(folder, tmp_path):
     """One site's range is far too narrow: its inputs saturate, which the logits show."""
     import transformers
 
-    ranges = {}
-    for number, site in enumerate(GEMMS):
+    ranges, weights = {}, tensors_of(folder / "bf16")
+    for number, (site, parts) in enumerate(GEMMS.items()):
         amax = torch.tensor([4.0 + number])
-        ranges[f"{site}.input"] = Range(float(amax), amax, (1, 1), {})
-    narrow = {
-        **ranges,
-        "decoder.layers.1.mlp.linear_fc1.input": Range(0.01, torch.tensor([0.01]), (1, 1), {}),
-    }
+        rows, cols = torch.cat([weights[f"{part}.weight"] for part in parts]).shape
+        ranges[f"{site}.input"] = Range(float(amax), amax, (rows, cols), {})
+    site = "decoder.layers.1.mlp.linear_fc1.input"
+    narrow = {**ranges, site: replace(ranges[site], amax=0.01)}
     logits = {}
     for name, used in {"wide": ranges, "narrow": narrow}.items():
         Calibration(used).save(tmp_path / f"{name} ranges")
