@@ -84,7 +84,8 @@ def register_fp8_step(optimizer: Optimizer, model: torch.nn.Module, *, group: An
     """``fp8_step(model)`` at the beginning of every ``optimizer.step()``, from now on.
 
     Returns a handle, ``handle.remove()`` undoes it. A step that a gradient scaler skips does not come here; the next
-    one that is taken settles both iterations.
+    one that is taken settles both iterations. Where several optimizers train one model, register it with one that steps
+    in each iteration: each call ends one.
 
     Raises ValueError: the model has no FP8 linear.
     """
