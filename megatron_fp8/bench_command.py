@@ -16,6 +16,7 @@ import torch
 
 from .backends import choose_backend
 from .bench import SECTIONS, Bench
+from .command_line import refuse
 from .formats import parse_format
 from .recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from .size_filter import FORMAT, Gemm, load_table, roles_of
@@ -79,8 +80,7 @@ def main(arguments: list[str]) -> int:
         wanted = _from_config(options, run_options) if options.config else _from_options(options, device)
         backends = [choose_backend(wanted.backend, device, recipe) for recipe in wanted.recipes]
     except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return refuse(error)
     if options.threads:
         torch.set_num_threads(options.threads)
     record = _environment(device)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint_files import check_files, find_checkpoint, read_manifest, read_metadata, read_tensor
+from .command_line import refuse
 
 USAGE = """\
 usage: megatron-fp8 inspect CHECKPOINT [--json] [--check]
@@ -41,8 +42,7 @@ def main(arguments: list[str]) -> int:
             check_files(folder, read_manifest(folder))
         found = describe(folder)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     print(json.dumps(found, indent=1) if "--json" in arguments else format_description(found))
     return 0
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from ..command_line import EXIT_DONE, CommandParser, refuse
 from .formats import FORMATS
 
 EXPORT = """\
@@ -44,16 +44,9 @@ become codes times scales in float32: nothing is rounded before the optimizer's 
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as the other commands do."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}: {self.prog} --help says more")
-
-
 def export_main(arguments: list[str]) -> int:
     """`megatron-fp8 export`; 0, or 2 for bad input."""
-    parser = _parser("export", EXPORT)
+    parser = CommandParser("export", EXPORT)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument(
@@ -76,32 +69,18 @@ def export_main(arguments: list[str]) -> int:
 
 def import_main(arguments: list[str]) -> int:
     """`megatron-fp8 import`; 0, or 2 for bad input."""
-    parser = _parser("import", IMPORT)
+    parser = CommandParser("import", IMPORT)
     parser.add_argument("source", metavar="DIR")
     parser.add_argument("run_dir", metavar="RUN_DIR")
     return _run(parser, arguments, _import)
 
 
-def _parser(command: str, description: str) -> _Parser:
-    parser = _Parser(
-        prog=f"megatron-fp8 {command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
-    return parser
-
-
-def _run(parser: _Parser, arguments: list[str], work: Callable[[argparse.Namespace], None]) -> int:
+def _run(parser: CommandParser, arguments: list[str], work: Callable[[argparse.Namespace], None]) -> int:
     try:
         work(parser.parse_args(arguments))
     except ValueError as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+        return refuse(error, debug="--debug" in arguments)
+    return EXIT_DONE
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -6,13 +6,12 @@ Everything that can be wrong with the input is found before the first step and r
 from __future__ import annotations
 
 import math
-import sys
 import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+from megatron_fp8.command_line import EXIT_DONE, EXIT_FAILED, refuse
 
 USAGE = """\
 usage: megatron-fp8 train --config FILE [--section.key=value ...] [--data FILE ...] [--dry-run] [--debug]
@@ -94,11 +93,9 @@ def main(arguments: list[str]) -> int:
 def _refuse(error: Exception, debug: bool) -> int:
     from megatron_fp8.train import parallel
 
-    if debug:
-        traceback.print_exc()
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    code = refuse(error, debug=debug)
     parallel.leave()
-    return EXIT_BAD_INPUT
+    return code
 
 
 def prepare(arguments: list[str], launch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the commands on a trained checkpoint share: options, bad input as one line and exit code 2, ranks given back."""
+"""What the commands on a trained checkpoint share: options, the order of their work, ranks given back."""
 
 from __future__ import annotations
 
@@ -7,29 +7,20 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+from megatron_fp8.command_line import EXIT_DONE, EXIT_FAILED, CommandParser, refuse
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse that raises ValueError instead of ending the process, and has the options of every such command."""
+class Parser(CommandParser):
+    """The options of every such command."""
 
     def __init__(self, command: str, description: str):
-        super().__init__(
-            prog=f"megatron-fp8 {command}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        super().__init__(command, description)
         self.add_argument("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
         self.add_argument("--config", metavar="FILE", help="the run's config, where the checkpoint has none")
         self.add_argument("--recipe", help="FP8 recipe, or bf16 (default: the one it was trained with)")
         self.add_argument("--fp8", choices=["hybrid", "e4m3"], help="element formats (default: the run's)")
-        self.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}. {self.prog} --help says more.")
 
     def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """(options, options of the run's model section such as --model.fp8_pow2_scales=true)."""
@@ -64,10 +55,7 @@ def run_command(
         work(prepared)
         return EXIT_DONE
     except ValueError as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return EXIT_BAD_INPUT
+        return refuse(error, debug="--debug" in arguments)
     except BrokenPipeError:
         raise
     except Exception:

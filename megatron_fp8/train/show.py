@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from megatron_fp8.command_line import refuse
 from megatron_fp8.train.report import format_report, read_report
 
 USAGE = """\
@@ -28,9 +29,10 @@ def main(arguments: list[str]) -> int:
     try:
         report = read_report(folder)
         text = [format_report(report), *losses(folder if folder.is_dir() else folder.parent)]
-    except (ValueError, KeyError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except KeyError as error:
+        return refuse(ValueError(f"{str(folder)!r} is not a run's report or metrics: {error} is missing"))
+    except ValueError as error:
+        return refuse(error)
     print("\n".join(text))
     return 0
 

@@ -174,6 +174,14 @@ def test_ranks_share_a_prompt_from_stdin(heard, folder):
     assert done.stdout == heard["greedy"][2]
 
 
+def test_a_stdout_of_few_characters_shows_the_others_by_number(heard, folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fp8", "generate", str(folder / "run"), "--prompt", "é", "--max-new-tokens", "1"],
+        capture_output=True, text=True, timeout=100, env=environment(PYTHONIOENCODING="ascii"), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith("\\xe9"), done.stderr
+
+
 def test_a_seed_decides_the_draws(heard):
     assert heard["seed 1"][2] == heard["seed 1 again"][2] != heard["seed 2"][2]
     hot = heard["hot"][2].removeprefix("abcde")
