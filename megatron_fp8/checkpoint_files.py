@@ -119,8 +119,8 @@ def _use_another(folder: Path) -> str:
     """The remedy: the newest other complete checkpoint, if there is one."""
     others = [path for path in complete_checkpoints(folder.parent) if path != folder]
     if others:
-        return f"Another one is complete: --resume={others[-1]}, or --resume=never."
-    return "Give another checkpoint with --resume=PATH, or --resume=never."
+        return f"Another one is complete: {others[-1]} (to train on from it: --resume={others[-1]})."
+    return "Give another checkpoint (to train: --resume=PATH, or --resume=never)."
 
 
 def file_record(path: Path) -> dict[str, Any]:
