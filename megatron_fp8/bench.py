@@ -90,7 +90,7 @@ def quantise(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> 
     if rule is None:
         return
     x = bench.matrix(shape.tokens, shape.k, seed=1)
-    scale = torch.full((), 3.0, device=bench.device) if rule.delayed else None
+    scale = torch.full((), 3.0, device=bench.device, dtype=torch.float32) if rule.delayed else None
     run = partial(backend.quantize, x, rule, "both", scale=scale)
     found = run().tensor
     assert found.columnwise is not None

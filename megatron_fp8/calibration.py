@@ -68,7 +68,9 @@ class Seen:
     """
 
     amaxes: list[float] = field(default_factory=list)
-    counts: torch.Tensor = field(default_factory=lambda: torch.zeros(_MAGNITUDES, dtype=torch.int64))
+    counts: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(_MAGNITUDES, dtype=torch.int64, device="cpu")
+    )
     nonfinite: int = 0
 
     def add(self, x: torch.Tensor) -> None:
@@ -90,12 +92,12 @@ class Seen:
             return 0.0
         reached = self.counts.cumsum(0) >= math.ceil(total * percent / 100)
         index = int(reached.to(torch.int8).argmax())
-        return float(torch.tensor(index, dtype=torch.int16).view(torch.bfloat16))
+        return float(torch.tensor(index, dtype=torch.int16, device="cpu").view(torch.bfloat16))
 
     def above(self, magnitude: float) -> float:
         """Fraction of the values that exceed a magnitude, to bfloat16's accuracy."""
         total = int(self.counts.sum())
-        bits = int(torch.tensor(magnitude, dtype=torch.bfloat16).view(torch.int16))
+        bits = int(torch.tensor(magnitude, dtype=torch.bfloat16, device="cpu").view(torch.int16))
         return float(self.counts[bits + 1 :].sum()) / total if total else 0.0
 
 
@@ -128,7 +130,7 @@ class Calibration:
 
         ValueError if nothing but zeros was seen (an expert without tokens): any scale would be a guess.
         """
-        amax = torch.tensor(self.ranges[f"{site}.input"].amax)
+        amax = torch.tensor(self.ranges[f"{site}.input"].amax, dtype=torch.float32, device="cpu")
         if not amax > 0:
             raise ValueError(
                 f"the calibration saw nothing but zeros go into {site}, and has no static scale for it: calibrate on more"
@@ -191,7 +193,7 @@ class Calibration:
         room = min(len(history) - 1, len(latest))
         if room:
             history[-room:] = latest[-room:].clamp(max=found.amax)
-        amax = torch.tensor([found.amax], device=history.device)
+        amax = torch.tensor([found.amax], device=history.device, dtype=torch.float32)
         delayed = slot.delayed
         saved["scale"] = compute_scale(amax, slot.fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon)
         saved["warm"].fill_(1)
@@ -214,7 +216,7 @@ class Calibration:
         folder = Path(folder)
         tensors = {}
         for name, found in self.ranges.items():
-            tensors[f"{name}.amax"] = torch.tensor(found.amax)
+            tensors[f"{name}.amax"] = torch.tensor(found.amax, dtype=torch.float32, device="cpu")
             tensors[f"{name}.amaxes"] = found.amaxes.clone()
         content = save(tensors)
         record = {
@@ -380,4 +382,4 @@ def _range(seen: Seen, percentile: float | None, shape: tuple[int, int]) -> Rang
         "nonfinite": seen.nonfinite,
         "values": int(seen.counts.sum()),
     }
-    return Range(amax, torch.tensor(seen.amaxes, dtype=torch.float32), shape, statistics)
+    return Range(amax, torch.tensor(seen.amaxes, dtype=torch.float32, device="cpu"), shape, statistics)

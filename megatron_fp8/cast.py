@@ -210,7 +210,7 @@ def cast_stochastic(
     check_float(x)
     product = x.to(torch.float32) if scale is None else x.to(torch.float32) * scale
     if index is None:
-        index = torch.arange(x.numel(), device=x.device).view(x.shape)
+        index = torch.arange(x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
     magnitude = (
         product.abs().clamp_(max=fmt.max).nan_to_num_(nan=0.0).contiguous().view(torch.int32).to(torch.int64)
     )

@@ -278,7 +278,7 @@ def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
     Raises ValueError if it is damaged.
     """
     entry = metadata.state_dict_metadata[name]
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
     for chunk in entry.chunks:
         place = places[name, chunk.offsets]

@@ -87,7 +87,10 @@ def _check_backend(name: str) -> bool:
         print(f"{label} cannot run here: {reason}")
         return True
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(128, 256, generator=generator).to(device) for _ in range(2))
+    x, w = (
+        torch.randn(128, 256, generator=generator, dtype=torch.float32, device="cpu").to(device)
+        for _ in range(2)
+    )
     good = True
     for kind, made in recipe.RECIPES.items():
         if kind == "custom":

@@ -54,7 +54,7 @@ class CapturedStep:
             if reason is not None:
                 raise ValueError(f"an FP8 training step cannot be captured as a CUDA graph: {reason}")
         self.states = states
-        self.nonfinite = torch.zeros(0)
+        self.nonfinite = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._counts: list[IterationCounts] = []
         self._seen: list[tuple[Arena, torch.Tensor, torch.Tensor]] = []
 
@@ -67,7 +67,9 @@ class CapturedStep:
         try:
             if kind is None:
                 found = [arena.settle_unread() for state in self.states for arena in state.arenas]
-                self.nonfinite = torch.stack(found).sum() if found else torch.zeros(())
+                self.nonfinite = (
+                    torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float32, device="cpu")
+                )
                 self._seen = [
                     (arena, arena.last_amax, arena.last_nonfinite) for s in self.states for arena in s.arenas
                 ]

@@ -20,8 +20,8 @@ class History:
         self.cold = 0
         self.index = torch.zeros(0, dtype=torch.int64, device=device)
         self.head = torch.zeros(0, dtype=torch.int64, device=device)
-        self.rows = torch.zeros(0, 0, device=device)
-        self.fp8_max = torch.zeros(0, device=device)
+        self.rows = torch.zeros(0, 0, device=device, dtype=torch.float32)
+        self.fp8_max = torch.zeros(0, device=device, dtype=torch.float32)
 
     def add(self, slot: Any) -> None:
         """One more slot, cold; its history is made by ``grow``."""
@@ -37,12 +37,12 @@ class History:
             return
         delayed, device = self.slots[0].delayed, self.index.device
         assert delayed is not None
-        rows = torch.zeros(want, delayed.amax_history_len, device=device)
+        rows = torch.zeros(want, delayed.amax_history_len, device=device, dtype=torch.float32)
         rows[:have] = self.rows if have else rows[:0]
         self.rows = rows
         self.head = torch.cat([self.head, self.head.new_zeros(want - have)])
-        self.index = torch.tensor([s.index for s in self.slots], device=device)
-        self.fp8_max = torch.tensor([s.fmt.max for s in self.slots], device=device)
+        self.index = torch.tensor([s.index for s in self.slots], device=device, dtype=torch.int64)
+        self.fp8_max = torch.tensor([s.fmt.max for s in self.slots], device=device, dtype=torch.float32)
 
     def put(self, value: torch.Tensor) -> None:
         """Write the running entry of every slot."""
@@ -56,7 +56,9 @@ class History:
     def unrolled(self) -> torch.Tensor:
         """[amax_history_len, slots], the running entry first."""
         length = self.rows.shape[1]
-        order = (self.head[:, None] + torch.arange(length, device=self.head.device)) % length
+        order = (
+            self.head[:, None] + torch.arange(length, device=self.head.device, dtype=torch.int64)
+        ) % length
         return self.rows.gather(1, order).t()
 
     def warm_up(self, seen: torch.Tensor) -> None:

@@ -145,8 +145,8 @@ def unscale_(grads: Iterable[torch.Tensor], scale: float) -> bool:
         by_kind.setdefault((local.device, local.dtype), []).append(local)
     found = []
     for (device, _), same in by_kind.items():
-        found.append(torch.zeros(1, device=device))
-        inverse = torch.full((1,), 1.0 / scale, device=device)
+        found.append(torch.zeros(1, device=device, dtype=torch.float32))
+        inverse = torch.full((1,), 1.0 / scale, device=device, dtype=torch.float32)
         torch._amp_foreach_non_finite_check_and_unscale_(same, found[-1], inverse)
     return any(bool(flag) for flag in found)
 
@@ -156,6 +156,8 @@ def agree(overflow: bool, group: Any = None) -> bool:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return overflow
     on_gpu = dist.get_backend(group) == "nccl"
-    worst = torch.tensor([float(overflow)], device=torch.cuda.current_device() if on_gpu else "cpu")
+    worst = torch.tensor(
+        [float(overflow)], device=torch.cuda.current_device() if on_gpu else "cpu", dtype=torch.float32
+    )
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     return bool(worst)

@@ -127,7 +127,10 @@ class _Stored:
         quantizer, shape, device = self.quantizer, (x.shape[0], x.shape[1]), x.device
         side = quantizer.rule.granularity.rows
         blocks = [-(-size // side) for size in shape] if side else []
-        amax, nonfinite = torch.zeros(blocks, device=device), torch.zeros([], device=device)
+        amax, nonfinite = (
+            torch.zeros(blocks, device=device, dtype=torch.float32),
+            torch.zeros([], device=device, dtype=torch.float32),
+        )
         flat = x.to(torch.float32).contiguous().view(-1)
         piece_amax(flat, 0, shape, self.dtype, amax, nonfinite)
         scale, scale_inv = whole_scales(quantizer, amax)

@@ -48,7 +48,7 @@ def quantize_shards(
         return
     pieces = [_Piece(*each) for each in zip(params, masters, offsets, strict=True)]
     lengths = [piece.length for piece in pieces]
-    wire = torch.zeros(sum(lengths), device=params[0].device)
+    wire = torch.zeros(sum(lengths), device=params[0].device, dtype=torch.float32)
     for piece, part in zip(pieces, wire.split(lengths), strict=True):
         piece.measure(part)
     if group is not None and dist.get_world_size(group) > 1:
@@ -155,7 +155,7 @@ class _Piece:
                 param.set_shard(index, self.offset, codes.view(-1)[start : start + self.master.numel()])
         param.quantizer.slot.arena.counts.casts += self.master is not None
         first = self.amaxes[0]
-        amax = first.amax() if first.numel() else torch.zeros((), device=param.device)
+        amax = first.amax() if first.numel() else torch.zeros((), device=param.device, dtype=torch.float32)
         # Where kernels run, a count stays on the GPU, 0 or not: to ask it would be to wait.
         count = self.nonfinite if self.by_kernel or self.nonfinite else None
         param.set_scales([inverse for _, inverse in self.scales], amax, count)

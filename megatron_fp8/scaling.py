@@ -56,10 +56,10 @@ def block_amaxes(
     rows, cols = x.shape
     if x.numel() == 0:
         shapes = [(_cover(rows, r)[0], _cover(cols, c)[0]) for r, c in blocks]
-        return [torch.zeros(shape, device=x.device) for shape in shapes], None
+        return [torch.zeros(shape, device=x.device, dtype=torch.float32) for shape in shapes], None
     if cpu.usable(x):
         amaxes, total = cpu.block_amaxes(x, blocks)
-        return amaxes, torch.tensor(total) if total else None
+        return amaxes, torch.tensor(total, dtype=torch.int64, device="cpu") if total else None
     found: list[list[torch.Tensor]] = [[] for _ in blocks]
     nonfinite = None
     unit = math.lcm(*(r for r, _ in blocks if r))  # chunks hold whole blocks
@@ -102,7 +102,9 @@ def compute_amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> t
     dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
     dims = tuple(d % x.ndim for d in dims)
     if any(x.shape[d] == 0 for d in dims):
-        return torch.zeros([n for d, n in enumerate(x.shape) if d not in dims], device=x.device)
+        return torch.zeros(
+            [n for d, n in enumerate(x.shape) if d not in dims], device=x.device, dtype=torch.float32
+        )
     return (_largest(bits, dims) if dims else bits).view(x.dtype).to(torch.float32)
 
 

@@ -86,10 +86,10 @@ class Arena:
         self.group, self.device = group, device
         self.counts = IterationCounts()  # the state's own, shared
         self.slots: list[Slot] = []
-        self.rows = torch.zeros(2, 0, device=device)
-        self.scale = torch.ones(0, device=device)
-        self.last_amax = torch.zeros(0, device=device)
-        self.last_nonfinite = torch.zeros(0, device=device)
+        self.rows = torch.zeros(2, 0, device=device, dtype=torch.float32)
+        self.scale = torch.ones(0, device=device, dtype=torch.float32)
+        self.last_amax = torch.zeros(0, device=device, dtype=torch.float32)
+        self.last_nonfinite = torch.zeros(0, device=device, dtype=torch.float32)
         self._histories: dict[tuple[DelayedScaling, str], History] = {}
         self._agreed: int | None = None  # slots that all ranks are known to share
 
@@ -105,8 +105,10 @@ class Arena:
         if len(self.slots) > self.rows.shape[1]:
             # Doubling keeps building a model of n slots linear in n.
             extra = max(64, len(self.slots))
-            self.rows = torch.cat([self.rows, torch.zeros(2, extra, device=self.device)], 1)
-            self.scale = torch.cat([self.scale, torch.ones(extra, device=self.device)])
+            self.rows = torch.cat(
+                [self.rows, torch.zeros(2, extra, device=self.device, dtype=torch.float32)], 1
+            )
+            self.scale = torch.cat([self.scale, torch.ones(extra, device=self.device, dtype=torch.float32)])
         if delayed is not None:
             self._histories.setdefault((delayed, fmt.name), History(self.device)).add(slot)
         return slot

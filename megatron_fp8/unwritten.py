@@ -103,7 +103,7 @@ class Unwritten(torch.Tensor):
             return _named(args[0]._cell, args[0].shape, args[0].dtype, args[0].device)
         if func is aten.view.default:
             x, size = args
-            shape = torch.empty(x.shape, device="meta").view(size).shape
+            shape = torch.empty(x.shape, device="meta", dtype=torch.float32).view(size).shape
             if x.ndim and len(shape) and shape[-1] == x.shape[-1]:
                 return _named(x._cell, shape, x.dtype, x.device)
         return func(*tree_map(written, args), **tree_map(written, kwargs or {}))

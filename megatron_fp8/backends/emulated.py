@@ -55,8 +55,8 @@ class Region:
 
     def index(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
         """int64 [rows, cols]: row-major indices in the logical matrix."""
-        row = torch.arange(self.row_offset, self.row_offset + rows, device=device)
-        col = torch.arange(self.col_offset, self.col_offset + cols, device=device)
+        row = torch.arange(self.row_offset, self.row_offset + rows, device=device, dtype=torch.int64)
+        col = torch.arange(self.col_offset, self.col_offset + cols, device=device, dtype=torch.int64)
         return row[:, None] * (self.total_cols or cols) + col
 
 
@@ -119,7 +119,7 @@ def quantize(
         else []
     )
     amaxes, nonfinite = block_amaxes(x, [(g.rows, g.cols) for g in along_cols + along_rows])
-    amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device)
+    amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device, dtype=torch.float32)
 
     def side(granularity: Granularity, block_amax: torch.Tensor, by_column: bool) -> QuantizedSide:
         if granularity.is_tensor:

@@ -288,7 +288,7 @@ def place_scale(plan: Plan, side: QuantizedSide, *, first: bool) -> torch.Tensor
     if mode is Mode.MX:
         return swizzle(side.scale_inv)
     if plan.post_scale:
-        return torch.ones(argument.shape, device=side.codes.device)
+        return torch.ones(argument.shape, device=side.codes.device, dtype=torch.float32)
     scale = side.float_scale_inv()
     if mode is Mode.TENSOR:
         return scale.reshape(1)

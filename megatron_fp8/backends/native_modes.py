@@ -74,7 +74,11 @@ def refusals(device: torch.device, run: Run) -> Callable[[Request], str | None]:
 @torch.no_grad()
 def _try(request: Request, device: torch.device, run: Run) -> str | None:
     a, b = sample(request, _M, _N, _K, device)
-    bias = torch.linspace(-3, 3, _N, device=device).to(request.out) if request.bias else None
+    bias = (
+        torch.linspace(-3, 3, _N, device=device, dtype=torch.float32).to(request.out)
+        if request.bias
+        else None
+    )
     bias_dtype = None if bias is None else bias.dtype
     others = {True: None, False: "not asked for"}
     wanted = plan.__wrapped__(
@@ -107,12 +111,12 @@ def sample(
     for rows, dtype, granularity in zip(
         (m, n), (request.a, request.b), _GRANULARITY[request.mode], strict=True
     ):
-        codes = torch.randn(rows, k, generator=generator).to(dtype)
+        codes = torch.randn(rows, k, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         grid = tuple(
             1 if size == 0 else -(-extent // size)
             for extent, size in ((rows, granularity.rows), (k, granularity.cols))
         )
-        exponent = torch.randint(122, 133, grid, generator=generator, dtype=torch.uint8)
+        exponent = torch.randint(122, 133, grid, generator=generator, dtype=torch.uint8, device="cpu")
         if request.mode is Mode.MX:
             scale = exponent.view(torch.float8_e8m0fnu)
         else:

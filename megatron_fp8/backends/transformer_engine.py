@@ -295,7 +295,12 @@ def try_linear(recipe: Recipe, device: torch.device) -> tuple[float, list[str]]:
     ``disagreements`` finds). Normal numbers in E4M3 give 3 to 4 %."""
     engine = import_module("transformer_engine.pytorch")
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(128, 256, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    x, weight = (
+        torch.randn(128, 256, generator=generator, dtype=torch.float32, device="cpu").to(
+            device, torch.bfloat16
+        )
+        for _ in range(2)
+    )
     linear = engine.Linear(
         in_features=256, out_features=128, bias=False, params_dtype=torch.bfloat16, device=str(device)
     )

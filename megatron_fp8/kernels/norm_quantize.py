@@ -51,7 +51,7 @@ def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
     """float32 [rows]: 1 / sqrt(mean(x^2) + eps) of x [rows, hidden], whose rows may be strided."""
     x = unit_stride(x)
     rows, cols = x.shape
-    rstd = torch.empty(rows, device=x.device)
+    rstd = torch.empty(rows, device=x.device, dtype=torch.float32)
     if rows:
         _row_rstd[(triton.cdiv(rows, 8),)](
             x, x.stride(0), rstd, rows, cols, eps, ROWS=8, COLS=512, num_warps=4, enable_fp_fusion=False

@@ -70,7 +70,7 @@ class Record:
     @classmethod
     def new(cls, device: torch.device) -> Record:
         """An empty record."""
-        pair = torch.zeros(2, device=device)
+        pair = torch.zeros(2, device=device, dtype=torch.float32)
         return cls(pair[0], pair[1])
 
 
@@ -86,8 +86,8 @@ def measure(
     source = _source(x)
     tile = tile or _tile(source)
     device = source.x.device
-    row_amax = torch.zeros(source.rows, device=device) if rows else None
-    col_amax = torch.zeros(source.cols, device=device) if cols else None
+    row_amax = torch.zeros(source.rows, device=device, dtype=torch.float32) if rows else None
+    col_amax = torch.zeros(source.cols, device=device, dtype=torch.float32) if cols else None
     if source.rows and source.cols:
         find_amaxes[source.grid(tile)](
             **source.arguments(),
@@ -129,7 +129,7 @@ def quantize_tensor(
     source = _source(x)
     tile = tile or _tile(source)
     out = _Outputs(source, fmt, direction, values)
-    scale_inv = torch.ones((), device=source.x.device)
+    scale_inv = torch.ones((), device=source.x.device, dtype=torch.float32)
     # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
     across, down = source.grid(tile)
     cast_tensor[(max(across, 1), max(down, 1))](
@@ -172,8 +172,8 @@ def quantize_rows(
     direction: Direction = "columnwise" if row_amax is None else "rowwise" if col_amax is None else "both"
     out = _Outputs(source, fmt, direction, values)
     device = source.x.device
-    row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device)
-    col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device)
+    row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device, dtype=torch.float32)
+    col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device, dtype=torch.float32)
     # An empty matrix still has the scales of its rows or columns to be written.
     across, down = source.grid(tile)
     cast_rows[(max(across, 1), max(down, 1))](
@@ -290,8 +290,10 @@ def _block_scales(
             triton.cdiv(rows, block) if square else rows, across, dtype=torch.uint8, device=device
         )
     if square:
-        return torch.zeros(triton.cdiv(rows, block), 4 * triton.cdiv(across, 4), device=device)[:, :across]
-    return torch.empty(across, rows, device=device).t()
+        return torch.zeros(
+            triton.cdiv(rows, block), 4 * triton.cdiv(across, 4), device=device, dtype=torch.float32
+        )[:, :across]
+    return torch.empty(across, rows, device=device, dtype=torch.float32).t()
 
 
 class _Outputs:

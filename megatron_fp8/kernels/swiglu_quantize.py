@@ -54,7 +54,7 @@ def swiglu_weight_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """float32 [tokens]: the gradient of the weight per token, the sum of dy * silu(gate) * up over n."""
     dy, x = unit_stride(dy), unit_stride(x)
     rows, cols = dy.shape
-    grad = torch.empty(rows, device=dy.device)
+    grad = torch.empty(rows, device=dy.device, dtype=torch.float32)
     if rows:
         _weight_grad[(triton.cdiv(rows, 8),)](
             dy,

@@ -82,7 +82,7 @@ class Adam(torch.optim.Optimizer):
             exp_avg_sqs,
             [],
             # A tensor of its own for each: torch's function increments every one.
-            [torch.tensor(float(before)) for _ in params],
+            [torch.tensor(float(before), dtype=torch.float32, device="cpu") for _ in params],
             decoupled_weight_decay=self.adam_w_mode,
             amsgrad=False,
             beta1=beta1,

@@ -150,14 +150,14 @@ class _GatherZigzag(torch.autograd.Function):
         gathered = x.new_empty(size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
         chunks = gathered.unflatten(0, (2 * size, -1))
-        order = torch.tensor(zigzag_positions(size), device=x.device)
+        order = torch.tensor(zigzag_positions(size), device=x.device, dtype=torch.int64)
         return chunks.index_select(0, order).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         size = dist.get_world_size(ctx.group)
         chunks = grads[0].unflatten(0, (2 * size, -1))
-        order = torch.tensor(zigzag_positions(size), device=chunks.device)
+        order = torch.tensor(zigzag_positions(size), device=chunks.device, dtype=torch.int64)
         by_rank = torch.empty_like(chunks).index_copy_(0, order, chunks).flatten(0, 1)
         out = by_rank.new_empty(len(by_rank) // size, *by_rank.shape[1:])
         dist.reduce_scatter_tensor(out, by_rank, group=ctx.group)

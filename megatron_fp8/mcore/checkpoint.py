@@ -220,7 +220,7 @@ def _weights_from_masters(model: dict[str, Any], optimizing: Any) -> None:
         if shard.key in masters:
             shard.data = masters[shard.key].detach().reshape(shape).to(dtype)
         elif is_float8tensor(shard.data):
-            shard.data = torch.empty(shape, dtype=dtype)
+            shard.data = torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _master_names(optimizing: Any, stored: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def fit_to_checkpoint(wanted: dict[str, Any], stored: dict[str, Any]) -> tuple[l
         present.append(shard.key)
         shape = tuple(stored[shard.key].size)
         if shape != tuple(shard.global_shape):
-            whole = torch.empty(shape, dtype=shard.dtype)
+            whole = torch.empty(shape, dtype=shard.dtype, device="cpu")
             wanted[name] = ShardedTensor.from_rank_offsets(
                 shard.key, whole, replica_id=(0, 0, dist.get_rank())
             )

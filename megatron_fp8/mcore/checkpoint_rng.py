@@ -27,10 +27,10 @@ def streams() -> dict[str, torch.Tensor]:
     name, keys, position, has_gauss, cached = numpy_state
     assert name == "MT19937"
     found = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
+        "python": torch.tensor(words, dtype=torch.int64, device="cpu"),
+        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64, device="cpu"),
         "numpy": torch.from_numpy(np.append(keys.astype(np.int64), [position, has_gauss])),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64, device="cpu"),
         "torch": torch.get_rng_state(),
     }
     if compat.has_cuda():

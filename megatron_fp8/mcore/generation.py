@@ -69,7 +69,9 @@ class Decoder:
                 f" {self.max_length - self.length} tokens (the cache holds {self.max_length}, {self.length} are in it)"
             )
         self.model.eval()
-        positions = torch.arange(self.length, self.length + count, device=tokens.device).expand(batch, -1)
+        positions = torch.arange(
+            self.length, self.length + count, device=tokens.device, dtype=torch.int64
+        ).expand(batch, -1)
         logits = self.model(
             tokens, positions, None, inference_context=self.context, runtime_gather_output=True
         )

@@ -117,17 +117,17 @@ class Norm(torch.nn.Module):
             raise ValueError(f"normalization={kind!r} is not supported; use 'RMSNorm' or 'LayerNorm'")
         self.hidden_size, self.eps = hidden_size, eps
         self.zero_centered_gamma = bool(config.layernorm_zero_centered_gamma or zero_centered_gamma)
-        options = {"dtype": config.params_dtype, "device": _parameter_device(config)}
+        dtype, device = config.params_dtype, _parameter_device(config)
         if self.zero_centered_gamma and kind == "LayerNorm":
             raise ValueError(
                 "layernorm_zero_centered_gamma=True is supported with normalization='RMSNorm' only; "
                 "set it to False for LayerNorm"
             )
         first = 0.0 if self.zero_centered_gamma else 1.0
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), first, **options))
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), first, dtype=dtype, device=device))
         self.bias: torch.nn.Parameter | None = None
         if kind == "LayerNorm":
-            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **options))
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
         for parameter in self.parameters():
             # Read by finalize_model_grads: under SP each rank sees only its part of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

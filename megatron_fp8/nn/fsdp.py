@@ -178,7 +178,9 @@ class GatheredAsCodes(torch.Tensor):
         done = quantizer.quantize(value, "rowwise", reduce_amax=share if per_tensor else None)
         side = done.tensor.rowwise
         assert side is not None
-        nonfinite = torch.zeros((), dtype=torch.int64) if done.nonfinite is None else done.nonfinite
+        nonfinite = (
+            torch.zeros((), dtype=torch.int64, device="cpu") if done.nonfinite is None else done.nonfinite
+        )
         known = _Cast(
             quantizer,
             outer_size,

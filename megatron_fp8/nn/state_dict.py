@@ -31,7 +31,9 @@ def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     saved = {}
     for name, linear in _linears(model):
-        saved[f"{name}.iteration"] = torch.tensor(linear.fp8_family.iteration)
+        saved[f"{name}.iteration"] = torch.tensor(
+            linear.fp8_family.iteration, dtype=torch.int64, device="cpu"
+        )
         for key, slot in _delayed_slots(name, linear.fp8_site):
             for part, tensor in slot.arena.saved_slot(slot).items():
                 saved[f"{key}.{part}"] = tensor.cpu()

@@ -118,7 +118,7 @@ def _calibrate(prepared: _Prepared) -> None:
     restored, options = prepared.restored, prepared.options
 
     def forward(tokens: torch.Tensor) -> None:
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
         restored.model(tokens, positions, None)
 
     calibration = calibrate(

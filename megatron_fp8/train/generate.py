@@ -156,7 +156,7 @@ def _stream(prepared: _Prepared) -> None:
     decoder = Decoder(restored.model, 1, len(prompt) + prepared.count)
     tokens = generate(
         decoder,
-        torch.tensor([prompt], device=device),
+        torch.tensor([prompt], device=device, dtype=torch.int64),
         prepared.count,
         prepared.sampler,
         generator=torch.Generator().manual_seed(prepared.options.seed),

@@ -25,7 +25,7 @@ def draw_weights(model: Any, config: Any, seed: int) -> None:
         if parameter.dim() < 2:
             continue
         name = _global_name(model, name)
-        whole = torch.empty(_whole_shape(parameter), dtype=torch.float32)
+        whole = torch.empty(_whole_shape(parameter), dtype=torch.float32, device="cpu")
         if "embedding" in name:
             draw = config.embedding_init_method
         else:
