@@ -78,7 +78,7 @@ def cast(
         block: (rows, cols) that share a scale, 0 meaning the whole extent.
         dtype: float8_e4m3fn or float8_e5m2.
     """
-    codes = torch.empty(x.shape, dtype=dtype)
+    codes = torch.empty(x.shape, dtype=dtype, device="cpu")
     _elementwise(f"cast_{_NAMES[dtype]}_{_NAMES[x.dtype]}", x, codes, scale, block)
     return codes
 
@@ -90,7 +90,7 @@ def decode(
 
     Args as in ``cast``. NaN and Inf codes give NaN and Inf.
     """
-    values = torch.empty(codes.shape, dtype=dtype)
+    values = torch.empty(codes.shape, dtype=dtype, device="cpu")
     _elementwise(f"decode_{_NAMES[codes.dtype]}_{_NAMES[dtype]}", codes, values, scale, block)
     return values
 
@@ -100,7 +100,7 @@ def _elementwise(
 ) -> None:
     assert x.is_contiguous(), "the kernels know no strides"
     rows, cols = x.shape if x.ndim == 2 else (1, x.numel())
-    scale = torch.ones(()) if scale is None else scale.contiguous()
+    scale = torch.ones((), dtype=torch.float32, device="cpu") if scale is None else scale.contiguous()
     block_rows, block_cols = block[0] or max(rows, 1), block[1] or max(cols, 1)
     blocks = -(-rows // block_rows) * -(-cols // block_cols)
     assert scale.dtype == torch.float32 and scale.numel() >= blocks, "one float32 scale for each block"
@@ -124,7 +124,9 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
     unit = math.lcm(*(r for r, _ in blocks if r))  # no block of rows is shared by two threads
     threads = _threads(x.numel())
     largest = [
-        torch.zeros(-(-rows // r) if r else threads, -(-cols // (c or max(cols, 1))), dtype=integer)
+        torch.zeros(
+            -(-rows // r) if r else threads, -(-cols // (c or max(cols, 1))), dtype=integer, device="cpu"
+        )
         for r, c in blocks
     ]
     cuts = [
@@ -167,7 +169,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     go where IEEE has them; subnormal operands count as zero.
     """
     (m, k), n = a.shape, b.shape[0]
-    c = torch.empty(m, n)
+    c = torch.empty(m, n, dtype=torch.float32, device="cpu")
     if not (m and n and k):
         return c.zero_()
     failed = _library().gemm(
@@ -187,7 +189,7 @@ def _strided(x: torch.Tensor) -> list[ctypes.c_void_p | ctypes.c_int64]:
 
 def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
     """As ``megatron_fp8.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
-    e8m0 = torch.empty(amax.shape, dtype=torch.uint8)
+    e8m0 = torch.empty(amax.shape, dtype=torch.uint8, device="cpu")
     size = ctypes.c_int64(amax.numel())
     _library().e8m0_of_amax(
         ctypes.c_void_p(amax.data_ptr()), ctypes.c_void_p(e8m0.data_ptr()), size, max_exponent
@@ -197,7 +199,7 @@ def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
 
 def power_of_e8m0(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:
     """float32 2^(e8m0 - 127) of uint8 exponents, or 2^(127 - e8m0)."""
-    power = torch.empty(e8m0.shape)
+    power = torch.empty(e8m0.shape, dtype=torch.float32, device="cpu")
     size = ctypes.c_int64(e8m0.numel())
     _library().power_of_e8m0(
         ctypes.c_void_p(e8m0.data_ptr()), ctypes.c_void_p(power.data_ptr()), size, int(inverse)
