@@ -9,22 +9,31 @@ repr are the dataclass's own and may serve as cache keys.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from .formats import ROLES, FloatFormat, Format, parse_format
+from .formats import E4M3, E5M2, ROLES, FloatFormat, Format, parse_format
 
 ScaleKind = Literal["fp32", "pow2", "e8m0"]
 
 
 @dataclass(frozen=True)
 class Granularity:
-    """How many elements share a scale: a block of rows x cols elements; 0 means the whole extent of that dimension."""
+    """How many elements share a scale: a block of rows x cols elements; 0 means the whole extent of that dimension.
+
+    Raises:
+        ValueError: not whole numbers >= 0.
+    """
 
     rows: int
     cols: int
+
+    def __post_init__(self) -> None:
+        if not all(type(size) is int and size >= 0 for size in (self.rows, self.cols)):
+            raise ValueError(f"Granularity({self.rows!r}, {self.cols!r}): whole numbers >= 0 are needed")
 
     @property
     def is_tensor(self) -> bool:
@@ -57,9 +66,12 @@ class Rule:
         fmt: E4M3 or E5M2.
         granularity: elements that share a scale.
         scale: 'fp32', 'pow2' (float32, rounded down to a power of two) or 'e8m0' (MX: rounded up, stored in 8 bits).
-        margin, epsilon: as in scaling.compute_scale; MX ignores both.
-        delayed: the scale comes from the amax history instead of the tensor at hand (granularity TENSOR only).
+        margin, epsilon: as in scaling.compute_scale; not for 'e8m0'.
+        delayed: the scale comes from the amax history instead of the tensor at hand (granularity TENSOR, 'fp32' only).
         stochastic: stochastic instead of nearest-even rounding.
+
+    Raises:
+        ValueError: a value that is none of these, or that would have no effect.
     """
 
     fmt: FloatFormat
@@ -71,15 +83,41 @@ class Rule:
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        if self.delayed and not self.granularity.is_tensor:
+        if self.fmt not in (E4M3, E5M2):
+            raise ValueError(f"Rule fmt {self.fmt!r}: use megatron_fp8.formats.E4M3 or E5M2")
+        if not isinstance(self.granularity, Granularity):
+            raise ValueError(f"Rule granularity {self.granularity!r}: use Granularity(rows, cols)")
+        if 0 in (self.granularity.rows, self.granularity.cols) and self.granularity not in (TENSOR, ROW):
             raise ValueError(
-                f"delayed scaling keeps one scale per tensor, not one per {self.granularity} block"
+                f"Rule granularity {self.granularity!r}: use Granularity(0, 0) for one scale a tensor, (1, 0) for one a"
+                " row along the contraction, or a block of rows x cols elements, each 1 or more"
+            )
+        if self.scale not in get_args(ScaleKind):
+            raise ValueError(
+                f"Rule scale {self.scale!r} is unknown: use {', '.join(map(repr, get_args(ScaleKind)))}"
+            )
+        _check_flags(self, "delayed", "stochastic")
+        if self.delayed and not (self.granularity.is_tensor and self.scale == "fp32"):
+            raise ValueError(
+                f"delayed scaling keeps one fp32 scale per tensor, not one {self.scale} scale per {self.granularity}"
             )
         _check_margin(self.margin)
         _check_epsilon(self.epsilon)
+        if self.scale == "e8m0" and (self.margin or self.epsilon):
+            raise ValueError(
+                f"Rule margin {self.margin} and epsilon {self.epsilon} have no effect on 'e8m0' scales: leave them out"
+            )
 
     def __str__(self) -> str:
         return f"{self.fmt.name} {self.granularity} {'delayed ' if self.delayed else ''}{self.scale}"
+
+
+def _check_flags(of: Any, *names: str) -> None:
+    """'false' is true in Python, and so is every other text."""
+    for name in names:
+        value = getattr(of, name, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{type(of).__name__} {name} {value!r}: True or False is needed")
 
 
 def _check_margin(margin: int) -> None:
@@ -101,6 +139,7 @@ class _Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fp8_format", parse_format(self.fp8_format))
+        _check_flags(self, "use_power_2_scales", "use_f32_scales", "stochastic_rounding")
         for role in ROLES:
             self.rule(role)
 
@@ -239,23 +278,39 @@ class MXFP8BlockScaling(_Recipe):
 RoleFactory = Callable[[str], Rule | _Recipe | None]
 
 
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with one argument; True where Python cannot tell (functions written in C)."""
+    try:
+        inspect.signature(function).bind("input")
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
 @dataclass(frozen=True)
 class CustomRecipe:
     """A recipe made by the user: ``qfactory(role)`` gives each role's Rule, or a recipe to take that role's rule from,
     or None to leave the role in high precision (then the GEMMs that would read it run in high precision).
 
+    It is asked once for each role, when the recipe is made.
+
     Raises:
-        ValueError: qfactory is not callable, returns something else, or pairs E5M2 with E5M2 in one GEMM.
+        ValueError: qfactory does not take one role, returns something else, or pairs E5M2 with E5M2 in one GEMM.
     """
 
     qfactory: RoleFactory
 
     def __post_init__(self) -> None:
-        if not callable(self.qfactory):
+        if not callable(self.qfactory) or not _takes_one(self.qfactory):
+            trouble = "does not take one argument" if callable(self.qfactory) else "is not callable"
             raise ValueError(
-                f"CustomRecipe qfactory {self.qfactory!r} is not callable: give a function of the role"
+                f"CustomRecipe qfactory {self.qfactory!r} {trouble}: give a function of the role ('input', 'weight' or"
+                " 'grad_output')"
             )
-        rules = {role: self.rule(role) for role in ROLES}
+        rules = {role: self._ask(role) for role in ROLES}
+        object.__setattr__(self, "_rules", rules)
         for gemm, (a, b) in GEMM_OPERANDS.items():
             first, second = rules[a], rules[b]
             if first and second and first.fmt.name == second.fmt.name == "e5m2":
@@ -268,6 +323,10 @@ class CustomRecipe:
         """What qfactory says of the role."""
         if role not in ROLES:
             raise ValueError(f"role {role!r} is unknown: choose one of {', '.join(ROLES)}")
+        rules: dict[str, Rule | None] = self.__dict__["_rules"]
+        return rules[role]
+
+    def _ask(self, role: str) -> Rule | None:
         answer = self.qfactory(role)
         if isinstance(answer, _Recipe):
             answer = answer.rule(role)
