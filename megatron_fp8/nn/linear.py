@@ -181,7 +181,7 @@ class Fp8Linear(torch.nn.Linear):
             raise RuntimeError(
                 "the optimizer stepped and fp8_step was not called: scales and histories would never be updated. Call"
                 " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
-                " register_fp8_step(optimizer, model) once"
+                " register_fp8_step(optimizer, model) once, and again for copies: those of optimizers have no hooks"
             )
         self._require_sites(device, recipe_label())
         site = self._sites[device, ""]

@@ -80,21 +80,50 @@ def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
     return total
 
 
-def register_fp8_step(optimizer: Optimizer, model: torch.nn.Module, *, group: Any = None) -> RemovableHandle:
-    """``fp8_step(model)`` at the beginning of every ``optimizer.step()``, from now on.
+def register_fp8_step(optimizer: Any, model: torch.nn.Module, *, group: Any = None) -> RemovableHandle:
+    """``fp8_step(model)`` at the end of every ``optimizer.step()``, from now on.
 
-    Returns a handle, ``handle.remove()`` undoes it. A step that a gradient scaler skips does not come here; the next
-    one that is taken settles both iterations. Where several optimizers train one model, register it with one that steps
-    in each iteration: each call ends one.
+    At the end, since a closure given to ``optimizer.step(closure)`` runs the model inside: LBFGS's several calls of it
+    are one iteration. Returns a handle, ``handle.remove()`` undoes it. Registered again for the same model, it counts
+    once. A step that a gradient scaler skips does not come here; the next one that is taken settles both iterations.
+    Where several optimizers train one model, register it with one that steps in each iteration: each call ends one.
 
-    Raises ValueError: the model has no FP8 linear.
+    Args:
+        optimizer: of torch, or what wraps one as ``.optimizer`` (accelerate's, Lightning's). Copies and pickles of an
+            optimizer lose their hooks: register those again.
+
+    Raises ValueError: the model has no FP8 linear, or the optimizer is none of torch's.
     """
     fp8_linears(model)
+    stepping = _optimizer_with_hooks(optimizer)
+    hooks = stepping._optimizer_step_post_hooks
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, _EndOfIteration) and hook.model is model:
+            del hooks[key]
+    return stepping.register_step_post_hook(_EndOfIteration(model, group))
 
-    def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        fp8_step(model, group=group)
 
-    return optimizer.register_step_pre_hook(step)
+class _EndOfIteration:
+    """What an optimizer calls when it has stepped."""
+
+    def __init__(self, model: torch.nn.Module, group: Any):
+        self.model, self.group = model, group
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        fp8_step(self.model, group=self.group)
+
+
+def _optimizer_with_hooks(optimizer: Any) -> Optimizer:
+    """The optimizer of torch whose step() is called in the end: wrappers may subclass Optimizer and have no hooks."""
+    inner = optimizer
+    while not (isinstance(inner, Optimizer) and "_optimizer_step_post_hooks" in vars(inner)):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            raise ValueError(
+                f"register_fp8_step({type(optimizer).__name__}): it is no torch.optim.Optimizer and holds none as"
+                " .optimizer; call fp8_step(model) once an iteration, before its step()"
+            )
+    return inner
 
 
 def _set_group(state: Fp8State, group: Any) -> None:

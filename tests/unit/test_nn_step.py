@@ -192,6 +192,76 @@ def test_optimizers_with_closures_and_two_of_them():
         fp8_step(model)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.LBFGS])
+def test_registered_optimizers_run_closures_inside_of_their_step(kind):
+    """And somebody runs the model in training between two steps: one more microbatch, or the loss after the step."""
+    model, by_hand = convert_to_fp8(Tower(), DELAYED), convert_to_fp8(Tower(), DELAYED)
+
+    def steps(model, optimizer, settle):
+        def closure() -> torch.Tensor:
+            loss = model(batch(0)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            closure()
+            optimizer.step(closure)
+            settle()
+            optimizer.zero_grad()
+
+    optimizer = kind(model.parameters())
+    register_fp8_step(optimizer, model)
+    steps(model, optimizer, lambda: None)
+    steps(by_hand, kind(by_hand.parameters()), lambda: fp8_step(by_hand))
+    assert_same_state(model, by_hand)
+    assert model.up.fp8_family.iteration == 3
+
+
+def test_registered_twice_is_registered_once():
+    model = convert_to_fp8(Tower(), DELAYED)
+    optimizer = sgd(model)
+    first, second = (register_fp8_step(optimizer, model) for _ in range(2))
+    train(model, optimizer, range(2), hook=True)
+    assert model.up.fp8_family.iteration == 2
+    first.remove()
+    train(model, optimizer, range(2), hook=True)
+    second.remove()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_wrapped_optimizers_and_what_is_none():
+    class Wrapper(torch.optim.Optimizer):  # accelerate's is one of these
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            self.optimizer.step()
+
+    model = convert_to_fp8(Tower(), DELAYED)
+    wrapper = Wrapper(Wrapper(sgd(model)))
+    register_fp8_step(wrapper, model)
+    for i in range(2):
+        model(batch(i)).sum().backward()
+        wrapper.step()
+    assert model.up.fp8_family.iteration == 2
+    with pytest.raises(ValueError, match=r"register_fp8_step\(object\): it is no torch.optim.Optimizer"):
+        register_fp8_step(object(), model)
+
+
+def test_a_copied_pair_is_registered_again():
+    """Copies of optimizers have no hooks; the message says so, and then both train alike."""
+    model = convert_to_fp8(Tower(), DELAYED)
+    optimizer = sgd(model)
+    register_fp8_step(optimizer, model)
+    twin, its = copy.deepcopy((model, optimizer))
+    with pytest.raises(RuntimeError, match="and again for copies: those of optimizers have no hooks"):
+        train(twin, its, range(2), hook=True)
+    twin, its = copy.deepcopy((model, optimizer))
+    register_fp8_step(its, twin)
+    assert train(model, optimizer, range(3), hook=True) == train(twin, its, range(3), hook=True)
+    assert_same_state(model, twin)
+
+
 def test_weights_are_cast_anew_after_every_step_even_without_a_version():
     """An optimizer that writes through .data leaves no version; between fp8_step and it an evaluation may have cast."""
 
