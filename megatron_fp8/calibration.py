@@ -50,7 +50,7 @@ def fp8_modules(model: torch.nn.Module) -> list[Any]:
 
 def whole_shape(linear: Any) -> tuple[int, int]:
     """(N, K) of a linear's weight over all tensor-parallel ranks; Megatron-Core's weights say how they are split."""
-    rows, cols = linear.weight.shape
+    rows, cols = getattr(linear, "matrix", linear.weight).shape
     if getattr(linear.weight, "tensor_model_parallel", False):
         size = linear.tp_group.size()
         return (rows * size, cols) if linear.weight.partition_dim == 0 else (rows, cols * size)

@@ -70,6 +70,7 @@ def forward(
 ) -> Forward:
     """y [..., N] of x [..., K], with what backward needs of it (``x`` only if there will be a wgrad)."""
     site, tp = call.site, call.tp
+    site.has_run = True
     operand, saved = quantize_input(x.reshape(-1, x.shape[-1]), call, needs_wgrad)
     quantized_weight = site.quantized_weight(weight, fresh=call.fresh_weight, record=call.record)
     y = site.multiply("fprop", operand, side_of(quantized_weight, "rowwise"), x.dtype, bias)

@@ -55,7 +55,7 @@ class _KeptWeight:
 
     def serves(self, weight: torch.Tensor, version: tuple[int, int, int, bool], record: bool) -> bool:
         """Whether it is this weight's, as it is. What evaluation quantised misses the slot, so training does it again."""
-        return self.weight() is weight and self.version == version and (self.recorded or not record)
+        return self.weight() is _owner(weight) and self.version == version and (self.recorded or not record)
 
 
 class GemmSite:
@@ -94,6 +94,7 @@ class GemmSite:
         self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
         self._weight: _KeptWeight | None = None
         self.gradient_owner: weakref.ref[torch.Tensor] | None = None
+        self.has_run = False  # a forward came here
         self._observed = -1  # the iteration in which the weight was observed
 
     @property
@@ -171,7 +172,7 @@ class GemmSite:
         if fresh or kept is None or not kept.serves(weight, version, record):
             with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
                 quantized = quantizer(weight, "both", record=record)
-            kept = _KeptWeight(weakref.ref(weight), version, record, quantized)
+            kept = _KeptWeight(weakref.ref(_owner(weight)), version, record, quantized)
             self._weight = kept
         return kept.quantized
 
@@ -229,6 +230,12 @@ class GemmSite:
         dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
         plain_a, plain_b = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
         return matmul_high_precision(plain_a, plain_b, out_dtype, bias)
+
+
+def _owner(weight: torch.Tensor) -> torch.Tensor:
+    """The tensor that lives as long as the layer: a transposed weight is another view at each call."""
+    base = weight._base
+    return weight if base is None or base.numel() != weight.numel() else base
 
 
 def side_of(operand: Float8Tensor | torch.Tensor, direction: str) -> Operand:

@@ -29,7 +29,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from .checkpoint_files import sync
 from .loss_scaler import LossScaler, agree, unscale_
-from .nn import Fp8Linear, fp8_state_dict, fp8_step, load_fp8_state_dict
+from .nn import fp8_state_dict, fp8_step, load_fp8_state_dict
+from .nn.linear import Fp8Layer
 from .param import Fp8Parameter
 from .phases import Phases
 
@@ -91,7 +92,7 @@ class Fp8Trainer:
             raise ValueError(f"clip_grad={clip_grad!r} must be above 0; None switches clipping off")
         self.model, self.optimizer, self.compute_loss = model, optimizer, compute_loss
         self.scaler, self.clip_grad, self.group = scaler, clip_grad, group
-        self.is_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
+        self.is_fp8 = any(isinstance(module, Fp8Layer) for module in model.modules())
         self.iteration = self.skipped = 0
         self._set_phases(warmup, healing, length)
 
@@ -197,7 +198,7 @@ class Fp8Trainer:
             raise ValueError(f"{given}: weights live as FP8, and a phase in high precision needs others")
         phases = Phases(warmup, healing, length)
         for module in self.model.modules():
-            if isinstance(module, Fp8Linear):
+            if isinstance(module, Fp8Layer):
                 module.fp8_site.state.phases = phases
 
     def _reducing(self, last: bool) -> Any:

@@ -99,7 +99,9 @@ def prepare_for_inference(
         number = id(linear.weight)
         weight = shared.get(number)
         if weight is None:
-            weight = inference_weight(linear.weight, linear.fp8_site.quantizers["weight"])
+            weight = inference_weight(
+                getattr(linear, "matrix", linear.weight), linear.fp8_site.quantizers["weight"]
+            )
         if counts[number] > 1:
             shared[number] = weight
         report.sites.append(_prepare(linear, weight, static.get(linear.fp8_site.plan.name), pad_tokens))

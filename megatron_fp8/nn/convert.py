@@ -7,13 +7,17 @@ linear. Rejected: a new module in its place, which has to copy all of that, and 
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from ..recipe import Recipe, recipe_name
@@ -21,13 +25,15 @@ from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .family import Family, plan_linear
 from .fast_path import leave_fast_paths, restore_fast_paths
 from .fsdp import disable_fp8_all_gather
-from .linear import Fp8Linear
+from .linear import Fp8Layer, Fp8Linear
 from .report import Fp8Report, Row
 
 M = TypeVar("M", bound=nn.Module)
 
 DEFAULT: Any = object()
 """The skip list of the config: DEFAULT_SKIP, unless the config has another."""
+
+NO_LINEAR = "not a linear"
 
 
 def convert_to_fp8(
@@ -65,18 +71,19 @@ def convert_to_fp8(
     _check_globs(model, settings.skip)
     family = Family(settings, model)
     tied = _embedding_weights(model) if settings.skip == DEFAULT_SKIP else set()
-    rows, chosen = [], []
+    rows, modules, chosen = [], [], []
     for name, module in _modules_with_weights(model):
         row = _consider(model, name, module, settings, tied)
         rows.append(row)
-        if row.converted and not isinstance(module, Fp8Linear):
+        modules.append(module)
+        if row.converted and not isinstance(module, Fp8Layer):
             chosen.append((name, module))
-    report = Fp8Report(tuple(rows))
+    report = Fp8Report(_with_sizes(rows, modules))
     if not report.converted:
         raise ValueError(_nothing_to_convert(model, report, settings))
     for name, module in chosen:
-        module.__class__ = Fp8Linear
-        assert isinstance(module, Fp8Linear)
+        module.__class__ = _fp8_class(module)  # type: ignore[assignment]
+        assert isinstance(module, Fp8Layer)
         module.join_family(family, name)
     leave_fast_paths(model)
     model.fp8_report = report  # type: ignore[assignment]
@@ -86,26 +93,28 @@ def convert_to_fp8(
 
 
 def convert_from_fp8(model: M) -> M:
-    """Undo ``convert_to_fp8``: every Fp8Linear is an nn.Linear again, with the weights it has now. In place.
+    """Undo ``convert_to_fp8``: each linear has its own class again, with the weights it has now. In place.
 
     Raises:
         ValueError: the model has no FP8 linear; or one was sharded by fully_shard, which keeps a class of its own.
     """
-    linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    linears = [module for module in model.modules() if isinstance(module, Fp8Layer)]
     if not linears:
         raise ValueError(f"{type(model).__name__} has no FP8 linear to convert back")
-    foreign = [type(module).__name__ for module in linears if type(module) is not Fp8Linear]
+    foreign = [
+        type(module).__name__ for module in linears if type(module) is not _fp8_class(module.plain_class)
+    ]
     if foreign:
         raise ValueError(
-            f"{foreign[0]} is a subclass of Fp8Linear and cannot become an nn.Linear: convert back before fully_shard, or"
-            " load the state dict into an unconverted model"
+            f"{foreign[0]} is a subclass of an FP8 linear and cannot become what that was: convert back before"
+            " fully_shard, or load the state dict into an unconverted model"
         )
     disable_fp8_all_gather(model)
     for linear in linears:
         linear.fp8_family.leave(linear)
         for key in ("_family", "fp8_name", "_sites", "_ready_on", "_left", "_reasons", "_labels"):
             del linear.__dict__[key]
-        linear.__class__ = nn.Linear  # type: ignore[assignment]
+        linear.__class__ = linear.plain_class  # type: ignore[assignment]
     restore_fast_paths(model)
     for module in model.modules():
         module.__dict__.pop("fp8_report", None)
@@ -121,10 +130,36 @@ def matches(name: str, pattern: str) -> bool:
     return False
 
 
+def _fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
+    """The FP8 class of a module that is exactly a linear, or of such a class; None of what is none."""
+    kind = module if isinstance(module, type) else type(module)
+    if kind is nn.Linear:
+        return Fp8Linear
+    transformers = sys.modules.get(
+        "transformers.pytorch_utils"
+    )  # where no one loaded it, no model has a Conv1D
+    if transformers is not None and kind is transformers.Conv1D:
+        from .conv1d import Fp8Conv1D
+
+        return Fp8Conv1D
+    return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Fp8Layer) or _fp8_class(module) is not None
+
+
+def _features(module: Any) -> tuple[int, int]:
+    """(out features, in features) of a linear."""
+    if isinstance(module, nn.Linear | Fp8Layer):
+        return module.out_features, module.in_features
+    return module.nf, module.nx  # of a Conv1D
+
+
 def _modules_with_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of those that hold parameters themselves, or are linears; a shared module once."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) or any(True for _ in module.parameters(recurse=False)):
+        if _is_linear(module) or any(True for _ in module.parameters(recurse=False)):
             yield name, module
 
 
@@ -133,26 +168,23 @@ def _consider(model: nn.Module, name: str, module: nn.Module, config: Fp8Config,
     weight = next(module.parameters(recurse=False), None)
     kind = type(module).__name__
     shape: tuple[int, ...] = () if weight is None or is_lazy(weight) else tuple(weight.shape)
-    if shape and isinstance(module, nn.Linear):
-        shape = (
-            module.out_features,
-            module.in_features,
-        )  # its first parameter can be another, such as a norm
+    if shape and _is_linear(module):
+        shape = _features(module)  # its first parameter can be another, such as a norm
     dtype = "" if weight is None else str(weight.dtype).removeprefix("torch.")
-    if isinstance(module, Fp8Linear):
+    if isinstance(module, Fp8Layer):
         recipe = recipe_name(module.fp8_config.resolved_recipe)
-        return Row(name, kind, shape, True, recipe, "is an Fp8Linear already: left as it is")
+        return Row(name, kind, shape, True, recipe, f"is an {kind} already: left as it is")
     reason = _reason_to_skip(model, name, module, config, tied)
     if reason is not None:
         return Row(name, kind, shape, False, dtype, reason)
-    assert isinstance(module, nn.Linear)
     device = module.weight.device
+    assert isinstance(device, torch.device)
     recipe = recipe_name(config.resolved_recipe)
     if device.type == "meta":
         return Row(
             name, kind, shape, True, recipe, "on the meta device: the backend is chosen where it will run"
         )
-    plan = plan_linear(config, name, (module.out_features, module.in_features), device)
+    plan = plan_linear(config, name, _features(module), device)
     if plan.precision == "bf16":
         return Row(name, kind, shape, False, dtype, plan.reason)
     return Row(name, kind, shape, True, f"{recipe}, {plan.backend}", plan.reason)
@@ -164,15 +196,15 @@ def _reason_to_skip(
     for entry in config.skip:
         if isinstance(entry, str) and matches(name, entry):
             return f"skip {entry!r}"
-        if callable(entry) and isinstance(module, nn.Linear) and entry(name, module):
+        if callable(entry) and _is_linear(module) and entry(name, module):
             return f"skip {getattr(entry, '__name__', 'function')}"
-    if not isinstance(module, nn.Linear):
-        return "not a linear"
+    if not _is_linear(module):
+        return _what_it_is(module)
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "MultiheadAttention reads its weight and never calls it"
     if isinstance(module, nn.LazyLinear):
         return "has no shape yet: run a batch through the model, then convert"
-    if type(module) is not nn.Linear:
+    if _fp8_class(module) is None:
         return f"{type(module).__name__} is a subclass of nn.Linear, which may compute something else"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, and would go past FP8"
@@ -180,10 +212,47 @@ def _reason_to_skip(
         return "tied to an embedding"
     if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{module.weight.dtype} weights cannot be quantised"
-    smallest = min(module.in_features, module.out_features)
+    smallest = min(_features(module))
     if smallest < config.min_features:
         return f"{smallest} features: below {config.min_features} FP8 would multiply padding"
     return None
+
+
+def _what_it_is(module: nn.Module) -> str:
+    """Why something that is no linear stays as it is."""
+    if isinstance(module, _ConvNd):
+        return NO_LINEAR
+    experts = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if _is_stack(p)}
+    if experts:
+        named = ", ".join(f"{name} {list(shape)}" for name, shape in experts.items())
+        return f"a stack of matrices stays in high precision, of experts as a rule: {named}"
+    return NO_LINEAR
+
+
+def _is_stack(parameter: nn.Parameter) -> bool:
+    """Whether it is several matrices in one tensor, such as experts that one grouped product multiplies."""
+    return not is_lazy(parameter) and parameter.ndim == 3 and min(parameter.shape) > 1
+
+
+def _with_sizes(rows: list[Row], modules: list[nn.Module]) -> tuple[Row, ...]:
+    """The rows with how much of the model they are; a shared parameter counts once, in FP8 if one of its users is."""
+    counted: set[int] = set()
+    sized = list(rows)
+    for i in sorted(range(len(rows)), key=lambda i: not rows[i].converted):
+        own = [p for p in modules[i].parameters(recurse=False) if not is_lazy(p)]
+        weights = sum(p.numel() for p in own if id(p) not in counted)
+        counted.update(id(p) for p in own)
+        sized[i] = replace(rows[i], weights=weights, multiplied=_multiplied(modules[i], own))
+    return tuple(sized)
+
+
+def _multiplied(module: nn.Module, own: list[nn.Parameter]) -> int:
+    """How many of its values are matrices that a token is multiplied by: all, where nobody here knows the module."""
+    if _is_linear(module) and own:
+        return math.prod(_features(module))
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag | _ConvNd):
+        return 0
+    return sum(p.numel() for p in own if p.squeeze().ndim == 2 or _is_stack(p))
 
 
 def _embedding_weights(model: nn.Module) -> set[int]:
@@ -204,7 +273,7 @@ def _check_globs(model: nn.Module, skip: tuple[Skip, ...]) -> None:
 
 
 def _nothing_to_convert(model: nn.Module, report: Fp8Report, config: Fp8Config) -> str:
-    linears = [(row.name, row.reason) for row in report.rows if row.reason != "not a linear"]
+    linears = [(row.name, row.reason) for row in report.rows if row.reason != NO_LINEAR]
     if not linears:
         return f"{type(model).__name__} has no nn.Linear: there is nothing to convert to FP8"
     reasons = "; ".join(f"{name or type(model).__name__}: {reason}" for name, reason in linears[:6])

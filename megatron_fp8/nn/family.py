@@ -30,7 +30,7 @@ from ..timing import device_label
 from .config import Fp8Config
 
 if TYPE_CHECKING:
-    from .linear import Fp8Linear
+    from .linear import Fp8Layer
 
 
 class Family:
@@ -41,14 +41,15 @@ class Family:
         states: device -> FP8 state.
         owed: the optimizer stepped after casts that no ``fp8_step`` has settled.
         iteration: how many iterations ``fp8_step`` has finished.
+        fp8_iterations: how many of those had FP8 GEMMs, since the model was made.
     """
 
     def __init__(self, config: Fp8Config, root: torch.nn.Module | None = None):
         self.config = config
         self.states: dict[torch.device, Fp8State] = {}
         self.owed = False
-        self.iteration = 0
-        self._members: list[weakref.ref[Fp8Linear]] = []
+        self.iteration = self.fp8_iterations = 0
+        self._members: list[tuple[str, weakref.ref[Fp8Layer]]] = []
         self._root = None if root is None else weakref.ref(root)
         _watch_optimizers(self)
 
@@ -59,18 +60,37 @@ class Family:
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self.__init__(saved["config"])  # type: ignore[misc]
 
-    def join(self, linear: Fp8Linear) -> None:
+    def join(self, linear: Fp8Layer) -> None:
         """Take in a linear."""
-        self._members.append(weakref.ref(linear))
+        self._members.append((linear.fp8_name, weakref.ref(linear)))
 
-    def leave(self, linear: Fp8Linear) -> None:
+    def leave(self, linear: Fp8Layer) -> None:
         """Let go of a linear."""
-        self._members = [ref for ref in self._members if ref() not in (linear, None)]
+        self._members = [(name, ref) for name, ref in self._members if ref() not in (linear, None)]
 
     @property
-    def members(self) -> list[Fp8Linear]:
+    def members(self) -> list[Fp8Layer]:
         """The linears that are alive, in module order."""
-        return [linear for ref in self._members if (linear := ref()) is not None]
+        return [linear for _, ref in self._members if (linear := ref()) is not None]
+
+    @property
+    def joined(self) -> int:
+        """How many linears joined, those counted that are no more."""
+        return len(self._members)
+
+    @property
+    def root(self) -> torch.nn.Module | None:
+        """The model that was converted, if it is alive."""
+        return None if self._root is None else self._root()
+
+    def names(self) -> list[str]:
+        """Names of the linears that joined, in the model that was converted."""
+        return [name for name, _ in self._members]
+
+    def forget(self, names: list[str]) -> None:
+        """Let go of what is no more, and of linears under these names."""
+        gone = set(names)
+        self._members = [(n, ref) for n, ref in self._members if ref() is not None and n not in gone]
 
     @property
     def lone(self) -> bool:
@@ -103,9 +123,8 @@ class Family:
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Every parameter of the model: an optimizer that holds one of them trains it."""
-        root = None if self._root is None else self._root()
-        if root is not None:
-            yield from root.parameters()
+        if self.root is not None:
+            yield from self.root.parameters()
         for linear in self.members:
             yield from linear.parameters()
 

@@ -46,7 +46,7 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
 
     Returns:
         Names of the linears whose weights will travel as codes; the others' recipes need both directions from high
-        precision (rowwise, mxfp8), or leave the weight unquantised. The number is also printed.
+        precision (rowwise, mxfp8), or leave the weight unquantised, or they are Conv1Ds. The number is also printed.
 
     Raises:
         ValueError: the model has no FP8 linear, is sharded already, or none of its weights can travel as codes.
@@ -61,7 +61,8 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
                 f"{name}.weight is sharded already: call enable_fp8_all_gather before fully_shard"
             )
         rule = linear.fp8_config.resolved_recipe.rule("weight")
-        if rule is None or not rule.granularity.symmetric or "weight" in linear.fp8_config.unquantized:
+        both_ways = rule is not None and rule.granularity.symmetric  # one set of codes serves both directions
+        if not both_ways or "weight" in linear.fp8_config.unquantized or not isinstance(linear, Fp8Linear):
             continue
         if id(weight) not in made:
             value = weight.detach()

@@ -1,4 +1,7 @@
-"""Fp8Linear: nn.Linear with its GEMMs in FP8. Parameters, initialisation, state-dict keys and hooks are nn.Linear's."""
+"""Fp8Linear: nn.Linear with its GEMMs in FP8. Parameters, initialisation, state-dict keys and hooks are nn.Linear's.
+
+What does not depend on how the weight lies is Fp8Layer's, for conv1d.py.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,14 @@ from .config import Fp8Config, make_config
 from .family import Family, site_of, take_over
 
 
-class Fp8Linear(torch.nn.Linear):
-    """y = x @ weight^T + bias, with fprop, dgrad and wgrad in FP8.
+class Fp8Layer(torch.nn.Module):
+    """What a linear layer is in FP8, whichever way its class keeps the weight: Fp8Linear, Fp8Conv1D."""
 
-    Args:
-        in_features, out_features, bias, device, dtype: as nn.Linear's.
-        recipe: as convert_to_fp8's; None is 'tensorwise'.
-        config: an Fp8Config in place of a recipe.
-
-    The input is [..., in_features], float32, bfloat16 or float16; the output [..., out_features] in its dtype, under
-    torch.autocast in autocast's. The weight may have another dtype; its gradient has the weight's. NaN in the input gives
-    NaN where it is multiplied; Inf saturates, and both are counted (``fp8_step(model).nonfinite``). A dimension that does
-    not suit the hardware is padded, never an error.
-
-    FP8 runs without any context; ``fp8_autocast`` only overrides. Training calls ``fp8_step(model)`` once an iteration.
-
-    Raises:
-        ValueError: the recipe or config is wrong; the backend cannot run on the device, at the first forward; the input's
-            last dimension is not in_features, or its dtype is another.
-        RuntimeError: an optimizer stepped and ``fp8_step`` was not called before the next forward in training mode.
-    """
-
+    plain_class: type[torch.nn.Module]  # what convert_to_fp8 makes it of, and convert_from_fp8 again
+    in_features: Any
+    out_features: Any
+    weight: Any
+    bias: Any
     fp8_name: str
     _family: Family
     _sites: dict[tuple[torch.device, str], GemmSite]  # '' is its own recipe, others are recipe labels
@@ -45,44 +35,6 @@ class Fp8Linear(torch.nn.Linear):
     _left: GemmSite | None  # on the device that it was moved from, until it runs on another
     _reasons: ForwardReasons
     _labels: Settled[str]
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        recipe: Recipe | str | None = None,
-        config: Fp8Config | None = None,
-    ):
-        resolved = make_config(recipe, config)
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.join_family(Family(resolved), "linear")
-
-    @classmethod
-    def from_linear(
-        cls,
-        linear: torch.nn.Linear,
-        recipe: Recipe | str | None = None,
-        *,
-        config: Fp8Config | None = None,
-    ) -> Fp8Linear:
-        """The same module, in place: its class becomes Fp8Linear, and nothing else of it changes.
-
-        Raises ValueError: it is not exactly an nn.Linear.
-        """
-        if type(linear) is not torch.nn.Linear:
-            raise ValueError(
-                f"from_linear({type(linear).__name__}): exactly an nn.Linear is needed, a subclass may compute"
-                " something else in its forward"
-            )
-        family = Family(make_config(recipe, config))
-        linear.__class__ = cls
-        assert isinstance(linear, Fp8Linear)
-        linear.join_family(family, "linear")
-        return linear
 
     # ------------------------------------------------------------------------------------------------------- its family
 
@@ -100,6 +52,11 @@ class Fp8Linear(torch.nn.Linear):
         family.join(self)
 
     @property
+    def matrix(self) -> torch.Tensor:
+        """The weight as [out_features, in_features]: itself, or a view."""
+        return self.weight
+
+    @property
     def fp8_family(self) -> Family:
         """What it shares with the other linears of its model."""
         return self._family
@@ -113,6 +70,11 @@ class Fp8Linear(torch.nn.Linear):
     def fp8_site(self) -> GemmSite:
         """Its GEMM site on the weight's device: plan, quantizers and slots."""
         return self.make_site(self.weight.device)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a call of it ran in FP8, by its own recipe or fp8_autocast's."""
+        return any(site.has_run for site in self._sites.values())
 
     def make_site(self, device: torch.device, recipe: Recipe | None = None) -> GemmSite:
         """The site on a device, under fp8_autocast's recipe if one is given; made when first asked for."""
@@ -146,7 +108,7 @@ class Fp8Linear(torch.nn.Linear):
         else:
             self.make_sites()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
+    def _apply(self, fn: Any, recurse: bool = True) -> Fp8Layer:
         """Where .to() and .cuda() move it: no codes stay on the old device, and histories come along."""
         before = self.weight.device
         super()._apply(fn, recurse)
@@ -205,20 +167,86 @@ class Fp8Linear(torch.nn.Linear):
             # Codes are kept within an iteration of training. Evaluation cannot know when a weight was written: through
             # .data, as merged adapters and moving averages do it, a tensor's version stays as it is.
             fresh, training = not self.training, self.training
-            return fp8_linear(input, self.weight, self.bias, site, training=training, fresh_weight=fresh)
+            return fp8_linear(input, self.matrix, self.bias, site, training=training, fresh_weight=fresh)
 
     def _high_precision(self, x: torch.Tensor, site: GemmSite, observe: bool) -> torch.Tensor:
-        """nn.Linear's own forward; outside the FP8 phase delayed scaling learns from it."""
-        y = functional.linear(x, self.weight, self.bias)
+        """The unconverted layer's own forward; outside the FP8 phase delayed scaling learns from it."""
+        y = self.plain_forward(x)
         if self.training:
             _count(site, x, self.weight, y)
             if observe and site.is_fp8:
-                return observe_high_precision(x, self.weight, y, site)
+                return observe_high_precision(x, self.matrix, y, site)
         return y
+
+    def plain_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The forward of the class that it was converted from."""
+        return functional.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """nn.Linear's, and the recipe."""
         return f"{super().extra_repr()}, recipe={self.fp8_config.resolved_recipe!r}"
+
+
+class Fp8Linear(Fp8Layer, torch.nn.Linear):
+    """y = x @ weight^T + bias, with fprop, dgrad and wgrad in FP8.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as nn.Linear's.
+        recipe: as convert_to_fp8's; None is 'tensorwise'.
+        config: an Fp8Config in place of a recipe.
+
+    The input is [..., in_features], float32, bfloat16 or float16; the output [..., out_features] in its dtype, under
+    torch.autocast in autocast's. The weight may have another dtype; its gradient has the weight's. NaN in the input gives
+    NaN where it is multiplied; Inf saturates, and both are counted (``fp8_step(model).nonfinite``). A dimension that does
+    not suit the hardware is padded, never an error.
+
+    FP8 runs without any context; ``fp8_autocast`` only overrides. Training calls ``fp8_step(model)`` once an iteration.
+
+    Raises:
+        ValueError: the recipe or config is wrong; the backend cannot run on the device, at the first forward; the input's
+            last dimension is not in_features, or its dtype is another.
+        RuntimeError: an optimizer stepped and ``fp8_step`` was not called before the next forward in training mode.
+    """
+
+    plain_class = torch.nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        recipe: Recipe | str | None = None,
+        config: Fp8Config | None = None,
+    ):
+        resolved = make_config(recipe, config)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.join_family(Family(resolved), "linear")
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        recipe: Recipe | str | None = None,
+        *,
+        config: Fp8Config | None = None,
+    ) -> Fp8Linear:
+        """The same module, in place: its class becomes Fp8Linear, and nothing else of it changes.
+
+        Raises ValueError: it is not exactly an nn.Linear.
+        """
+        if type(linear) is not torch.nn.Linear:
+            raise ValueError(
+                f"from_linear({type(linear).__name__}): exactly an nn.Linear is needed, a subclass may compute"
+                " something else in its forward"
+            )
+        family = Family(make_config(recipe, config))
+        linear.__class__ = cls
+        assert isinstance(linear, Fp8Linear)
+        linear.join_family(family, "linear")
+        return linear
 
 
 def _count(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:

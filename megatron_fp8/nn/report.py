@@ -1,10 +1,10 @@
-"""What a conversion did, module by module, as data and as a table."""
+"""What a conversion did, module by module, as data and as a table; and what training then found to be otherwise."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 COLUMNS = ("module", "type", "shape", "runs", "why")
@@ -18,9 +18,12 @@ class Row:
         name: its name in the model.
         kind: its class, before the conversion.
         shape: of its weight: (out features, in features) for a linear.
-        converted: whether it runs in FP8.
+        converted: whether it was made to run in FP8.
         runs: the recipe and the backend, or the dtype it stays in.
         reason: why.
+        weights: how many values its own parameters have; those that modules share count in one of them.
+        multiplied: how many of a linear's, an RNN's or unknown module's are matrices, which take part in products.
+        in_use: False for a converted one that did not run in FP8 in the first iterations, or was replaced since.
     """
 
     name: str
@@ -29,6 +32,9 @@ class Row:
     converted: bool
     runs: str
     reason: str
+    weights: int = 0
+    multiplied: int = 0
+    in_use: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,13 +45,41 @@ class Fp8Report:
 
     @property
     def converted(self) -> list[str]:
-        """Names of the modules that run in FP8."""
+        """Names of the modules that were converted to FP8."""
         return [row.name for row in self.rows if row.converted]
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Name -> reason of the modules that do not."""
+        """Name -> reason of the modules that were not."""
         return {row.name: row.reason for row in self.rows if not row.converted}
+
+    @property
+    def not_in_use(self) -> dict[str, str]:
+        """Name -> reason of the modules that were converted, and do not run in FP8."""
+        return {row.name: row.reason for row in self.rows if row.converted and not row.in_use}
+
+    @property
+    def weights_in_fp8(self) -> float:
+        """The share of all parameters' values that FP8 layers multiply, from 0 to 1."""
+        return self._share("weights")
+
+    @property
+    def flops_in_fp8(self) -> float:
+        """The share of multiplications, each weight matrix used once a token. Not counted: convolutions, and products of
+        two activations, as attention has them. Of experts all count."""
+        return self._share("multiplied")
+
+    def without(self, names: Iterable[str], runs: str, reason: str) -> Fp8Report:
+        """The report with these converted modules marked as not running in FP8."""
+        found = set(names)
+        return Fp8Report(
+            tuple(
+                replace(row, runs=runs, reason=reason, in_use=False)
+                if row.converted and row.name in found
+                else row
+                for row in self.rows
+            )
+        )
 
     def as_dict(self) -> list[dict[str, Any]]:
         """Plain values, for JSON."""
@@ -60,8 +94,26 @@ class Fp8Report:
         lines = [(_name(names), *key[1:]) for key, names in grouped.items()]
         widths = [max(len(line[i]) for line in [COLUMNS, *lines]) for i in range(len(COLUMNS) - 1)]
         table = [_line(cells, widths) for cells in [COLUMNS, *lines]]
-        linears = sum(row.converted for row in self.rows)
-        return "\n".join([*table, f"{linears} of {len(self.rows)} modules with parameters run in FP8"])
+        return "\n".join([*table, self._summary()])
+
+    def _summary(self) -> str:
+        running = sum(row.converted and row.in_use for row in self.rows)
+        shares = (
+            f"{_percent(self.weights_in_fp8)} of the weights, {_percent(self.flops_in_fp8)} of their FLOPs"
+        )
+        return f"{running} of {len(self.rows)} modules with parameters run in FP8: {shares}"
+
+    def _share(self, field: str) -> float:
+        whole = sum(getattr(row, field) for row in self.rows)
+        part = sum(getattr(row, field) for row in self.rows if row.converted and row.in_use)
+        return part / whole if whole else 0.0
+
+
+def _percent(share: float) -> str:
+    """'42 %'; not '100 %' of something that lacks a little, nor '0 %' of a little."""
+    if 0 < share < 0.01:
+        return "< 1 %"
+    return "> 99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")
 
 
 def _name(names: Iterable[str]) -> str:

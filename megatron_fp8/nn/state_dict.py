@@ -14,7 +14,7 @@ import torch
 
 from ..site import GemmSite
 from ..state import Slot
-from .linear import Fp8Linear
+from .linear import Fp8Layer
 from .step import families_of, fp8_linears
 
 
@@ -73,7 +73,7 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
             slot.arena.load_slot(slot, {part: saved[f"{key}.{part}"] for part in slot.arena.saved_slot(slot)})
 
 
-def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Linear]]:
+def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
     for family in families_of(model):
         for linear in family.members:
             family.bind(linear.weight.device)

@@ -17,22 +17,23 @@ from torch.utils.hooks import RemovableHandle
 from ..site import GemmSite
 from ..state import Fp8State, IterationCounts
 from .family import Family, take_over
-from .linear import Fp8Linear
+from .linear import Fp8Layer
+from .observed import note_replaced, note_unused
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Linear]:
+def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Layer]:
     """Name -> FP8 linear of a model, bare or wrapped; a linear with two names under the first. ValueError if none is.
 
     Names are those in the bare model, without what torch.compile, checkpoint wrappers and DistributedDataParallel add.
     """
-    found: dict[str, Fp8Linear] = {}
+    found: dict[str, Fp8Layer] = {}
     added: set[str] = set()  # names whose last part is a wrapper's
     for name, module in model.named_modules():
         if list(module._modules) == ["module"] and not module._parameters:  # all that such a wrapper holds
             added.add(f"{name}.module" if name else "module")
-        if isinstance(module, Fp8Linear):
+        if isinstance(module, Fp8Layer):
             parts = name.split(".")
             plain = [
                 part
@@ -65,16 +66,21 @@ def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
         RuntimeError: ranks hold different FP8 linears.
     """
     total = IterationCounts()
+    found = fp8_linears(model)
     for family in families_of(model):
+        note_replaced(family, found)
         # In module order, not a set's: ranks with GPUs of other numbers must reduce their states in the same order.
         for device in dict.fromkeys(linear.weight.device for linear in family.members):
             if device.type != "meta":
                 family.bind(device)
+        ran = family.waiting
         for state in family.states.values():
             _set_group(state, group)
             counts = state.finish_iteration()
             for field in fields(IterationCounts):
                 setattr(total, field.name, getattr(total, field.name) + getattr(counts, field.name))
+        if ran:
+            note_unused(family)
         family.iteration += 1
         family.owed = False
     return total
@@ -138,7 +144,7 @@ def families_of(model: torch.nn.Module) -> list[Family]:
     """The families of a model's linears; linears made one by one are united into one family here."""
     linears = fp8_linears(model)
     lone = {name: linear for name, linear in linears.items() if linear.fp8_family.lone}
-    by_config: dict[Any, dict[str, Fp8Linear]] = {}
+    by_config: dict[Any, dict[str, Fp8Layer]] = {}
     for name, linear in lone.items():
         by_config.setdefault(linear.fp8_config, {})[name] = linear
     for config, members in by_config.items():
@@ -146,7 +152,7 @@ def families_of(model: torch.nn.Module) -> list[Family]:
     return list({id(linear.fp8_family): linear.fp8_family for linear in linears.values()}.values())
 
 
-def _unite(family: Family, members: dict[str, Fp8Linear]) -> None:
+def _unite(family: Family, members: dict[str, Fp8Layer]) -> None:
     """Make these linears one family; what their slots have recorded so far goes with them."""
     recorded: dict[str, GemmSite] = {}
     for name, linear in members.items():

@@ -11,7 +11,18 @@ import torch
 from torch import nn
 
 import megatron_fp8
-from megatron_fp8.nn import DEFAULT_SKIP, Fp8Config, Fp8Linear, convert_from_fp8, convert_to_fp8, fp8_step
+from megatron_fp8.calibration import calibrate
+from megatron_fp8.inference import prepare_for_inference
+from megatron_fp8.nn import (
+    DEFAULT_SKIP,
+    Fp8Config,
+    Fp8Linear,
+    convert_from_fp8,
+    convert_to_fp8,
+    enable_fp8_all_gather,
+    fp8_autocast,
+    fp8_step,
+)
 from megatron_fp8.recipe import MXFP8BlockScaling
 from tests.unit.compare import assert_same_bytes
 
@@ -88,6 +99,37 @@ def test_report_says_what_and_why(capsys):
     )
     assert "4 of 7 modules with parameters run in FP8" in printed
     assert report.as_dict()[1]["shape"] == [96, 64]
+
+
+def test_report_says_which_share_runs_in_fp8(capsys):
+    """A count of modules can say anything: a few small linears of a model whose weights are elsewhere are 'most'."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.gain = nn.Parameter(torch.ones(4, 32, 64)), nn.Parameter(torch.ones(64))
+
+    model = nn.Sequential()
+    model.embed, model.up, model.experts = nn.Embedding(100, 64), nn.Linear(64, 128, bias=False), Experts()
+    model.lstm, model.conv, model.head = nn.LSTM(64, 32), nn.Conv1d(64, 64, 3), nn.Linear(64, 100, bias=False)
+    model.head.weight = model.embed.weight
+    convert_to_fp8(model)
+    report, fp8 = model.fp8_report, 64 * 128
+    matrices = fp8 + 4 * 32 * 64 + 4 * 32 * (64 + 32) + 64 * 100
+    assert report.weights_in_fp8 == fp8 / sum(p.numel() for p in model.parameters())
+    assert report.flops_in_fp8 == fp8 / matrices
+    assert "1 of 6 modules with parameters run in FP8: 17 % of the weights, 23 % of their FLOPs" in str(
+        report
+    )
+    assert (
+        report.skipped["experts"]
+        == "a stack of matrices stays in high precision, of experts as a rule: up [4, 32, 64]"
+    )
+    assert report.skipped["conv"] == "not a linear"
+    tied = convert_to_fp8(
+        nn.Sequential(model.embed, model.head), skip=()
+    )  # whoever runs in FP8 counts the weight
+    assert tied.fp8_report.weights_in_fp8 == tied.fp8_report.flops_in_fp8 == 1
 
 
 @pytest.mark.parametrize(
@@ -259,6 +301,60 @@ def test_recipes_by_name_and_instance(recipe):
     model(TOKENS).square().mean().backward()
     assert fp8_step(model).fp8_gemms == 12
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_conv1d_is_a_linear_with_its_weight_transposed(recipe):
+    """GPT-2's layer: the bits of the nn.Linear with the same numbers, under Conv1D's parameter, shape and key."""
+    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    theirs, linear = nn.Sequential(Conv1D(80, 48)), nn.Sequential(nn.Linear(48, 80))
+    with torch.no_grad():
+        linear[0].weight.copy_(theirs[0].weight.t())
+        linear[0].bias.copy_(theirs[0].bias.normal_())
+    before = dict(theirs.state_dict())
+    weight = theirs[0].weight
+    for model in (theirs, linear):
+        convert_to_fp8(model, recipe)
+    assert theirs.fp8_report.rows[0].shape == (80, 48) and theirs.fp8_report.flops_in_fp8 == 1
+    assert theirs[0].weight is weight and theirs.state_dict().keys() == before.keys()
+    assert isinstance(theirs[0], Conv1D) and not isinstance(theirs[0], nn.Linear)  # adapters ask
+    for _ in range(2):
+        x, other = (torch.randn(3, 7, 48).requires_grad_() for _ in range(2))
+        other.data.copy_(x.data)
+        for microbatch in range(2):
+            mine, its = theirs(x), linear(other)
+            assert_same_bytes(mine, its, f"output {microbatch}")
+            mine.square().mean().backward()
+            its.square().mean().backward()
+        assert_same_bytes(x.grad, other.grad, "input's gradient")
+        assert_same_bytes(weight.grad, linear[0].weight.grad.t().contiguous(), "weight's gradient")
+        counts = fp8_step(theirs)
+        assert counts == fp8_step(linear) and counts.casts == 5  # the weight once
+    twin = pickle.loads(pickle.dumps(theirs))
+    assert_same_bytes(copy.deepcopy(theirs)(x), twin(x))
+    convert_from_fp8(theirs)
+    assert type(theirs[0]) is Conv1D
+    for name, tensor in theirs.state_dict().items():
+        assert_same_bytes(tensor, before[name], name)
+
+
+def test_conv1d_elsewhere():
+    """High precision is Conv1D's own; inference has codes of the transposed weight; calibration knows its shape."""
+    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(80, 48))
+    x = torch.randn(5, 48)
+    plain = model(x)
+    convert_to_fp8(model)
+    with fp8_autocast(enabled=False):
+        assert_same_bytes(model(x), plain)
+    fp8 = model(x)
+    assert calibrate(model, [x]).ranges["0.weight"].shape == (80, 48)
+    assert_same_bytes(prepare_for_inference(model)(x), fp8.detach())
+    assert model.fp8_inference.sites[0].bytes_after < model.fp8_inference.sites[0].bytes_before / 2
+    with pytest.raises(ValueError, match="no weight of this model can travel"):
+        enable_fp8_all_gather(convert_to_fp8(nn.Sequential(Conv1D(80, 48))))
 
 
 def test_attention_modules_of_torch(capsys):

@@ -1,0 +1,44 @@
+"""Fp8Conv1D: the linear layer of GPT-2 in FP8. transformers keeps its weight as [in, out], and calls it Conv1D.
+
+It is no nn.Linear, as Conv1D is none: what reads ``weight`` (adapters that merge, loaders) asks for the class to know how
+the weight lies. Loaded only where a model holds a Conv1D, so transformers is there.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from ..param import Fp8Parameter
+from .linear import Fp8Layer
+
+
+class Fp8Conv1D(Fp8Layer, Conv1D):
+    """y = x @ weight + bias, weight [in_features, out_features]: the bits of an Fp8Linear with the transposed weight.
+
+    After ``prepare_for_inference`` the weight is codes of [out_features, in_features].
+    """
+
+    plain_class = Conv1D
+
+    @property
+    def in_features(self) -> int:
+        """Conv1D's nx."""
+        return self.nx
+
+    @property
+    def out_features(self) -> int:
+        """Conv1D's nf."""
+        return self.nf
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight as [out_features, in_features]."""
+        return self.weight if isinstance(self.weight, Fp8Parameter) else self.weight.t()
+
+    def plain_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Conv1D's own."""
+        return Conv1D.forward(self, x)
+
+    def __repr__(self) -> str:
+        return f"Fp8Conv1D(nf={self.nf}, nx={self.nx}, recipe={self.fp8_config.resolved_recipe!r})"
