@@ -26,6 +26,7 @@ from ..phases import Phases
 from ..recipe import recipe_name
 from .memory import model_bytes
 from .padding import Padding, alignment
+from .saving import save_in_high_precision
 from .static import StaticQuantizer, why_not_static
 from .weights import inference_weight
 
@@ -72,7 +73,8 @@ def prepare_for_inference(
 
     Args:
         model: a Megatron-Core model of this package's layers, or one that convert_to_fp8 converted. No parameter of it
-            takes gradients afterwards. To keep a model that trains, prepare a deep copy.
+            takes gradients afterwards. To keep a model that trains, prepare a deep copy. save_pretrained of a
+            transformers model writes dequantised weights.
         calibration: static activation scales; None scales activations as the recipe does (delayed: by its history).
         pad_tokens: pad every FP8 linear's tokens to a multiple of this; None: to the recipe's alignment, on backends
             whose kernels like it; 1: never. The result is the same. Never in sequence parallelism.
@@ -108,6 +110,7 @@ def prepare_for_inference(
     model.requires_grad_(False)
     model.eval()
     report.total_after = model_bytes(model)
+    save_in_high_precision(model)
     model.fp8_inference = report  # type: ignore[assignment]
     return model
 

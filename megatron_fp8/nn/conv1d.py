@@ -36,6 +36,10 @@ class Fp8Conv1D(Fp8Layer, Conv1D):
         """The weight as [out_features, in_features]."""
         return self.weight if isinstance(self.weight, Fp8Parameter) else self.weight.t()
 
+    def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
+        """[in_features, out_features]."""
+        return matrix.t()
+
     def plain_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Conv1D's own."""
         return Conv1D.forward(self, x)

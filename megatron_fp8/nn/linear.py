@@ -56,6 +56,10 @@ class Fp8Layer(torch.nn.Module):
         """The weight as [out_features, in_features]: itself, or a view."""
         return self.weight
 
+    def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix [out_features, in_features] as an unconverted layer's weight lies: itself, or a view."""
+        return matrix
+
     @property
     def fp8_family(self) -> Family:
         """What it shares with the other linears of its model."""

@@ -98,10 +98,10 @@ class Fp8Report:
 
     def _summary(self) -> str:
         running = sum(row.converted and row.in_use for row in self.rows)
-        shares = (
-            f"{_percent(self.weights_in_fp8)} of the weights, {_percent(self.flops_in_fp8)} of their FLOPs"
+        return (
+            f"{running} of {len(self.rows)} modules with parameters run in FP8: {_percent(self.weights_in_fp8)} of the"
+            f" weights, {_percent(self.flops_in_fp8)} of the FLOPs if a token meets each matrix once"
         )
-        return f"{running} of {len(self.rows)} modules with parameters run in FP8: {shares}"
 
     def _share(self, field: str) -> float:
         whole = sum(getattr(row, field) for row in self.rows)

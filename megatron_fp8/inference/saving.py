@@ -1,0 +1,36 @@
+"""save_pretrained of a transformers model whose weights live as FP8 codes.
+
+transformers looks at the memory of every tensor it writes, and an FP8 parameter has none of its nominal dtype. So it is
+given the weights in high precision, as exports and state dicts see them; ``megatron-fp8 export`` writes FP8 files.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+
+from ..param import Fp8Parameter
+
+
+def save_in_high_precision(model: torch.nn.Module) -> None:
+    """Make ``model.save_pretrained``, if there is one, write dequantised weights."""
+    if hasattr(type(model), "save_pretrained"):
+        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
+
+
+def _save_pretrained(
+    model: Any, save_directory: Any, *args: Any, state_dict: Any = None, **options: Any
+) -> Any:
+    made: dict[int, torch.Tensor] = {}  # weights that share memory go on sharing it
+    plain = {}
+    for name, tensor in (model.state_dict() if state_dict is None else state_dict).items():
+        if isinstance(tensor, Fp8Parameter):
+            key = tensor.codes[0].data_ptr()
+            if key not in made:
+                layer = model.get_submodule(name.rpartition(".")[0])
+                made[key] = layer.laid_out(tensor.dequantize()).contiguous()
+            tensor = made[key]
+        plain[name] = tensor
+    return type(model).save_pretrained(model, save_directory, *args, state_dict=plain, **options)
