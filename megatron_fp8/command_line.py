@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
@@ -26,9 +27,24 @@ class CommandParser(argparse.ArgumentParser):
         raise ValueError(f"{message}. {self.prog} --help says more.")
 
 
-def refuse(error: Exception, *, debug: bool = False) -> int:
-    """Say in one line what is wrong, after its traceback if ``debug``; the exit code of bad input."""
-    if debug:
-        traceback.print_exception(error)
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return EXIT_BAD_INPUT
+def refuse(
+    error: Exception,
+    *,
+    debug: bool = False,
+    tell: Callable[[int, str, Callable[[], None]], None] = lambda code, line, say: say(),
+    code: int = EXIT_BAD_INPUT,
+) -> int:
+    """Say in one line what is wrong, after its traceback if ``debug``; returns the exit code.
+
+    Args:
+        tell: given (exit code, line, how to say it), tells other ranks, and has one of those that refuse say it.
+    """
+    line = f"error: {' '.join(str(error).split())}"
+
+    def say() -> None:
+        if debug:
+            traceback.print_exception(error)
+        print(line, file=sys.stderr, flush=True)
+
+    tell(code, line, say)
+    return code

@@ -90,6 +90,8 @@ class Arena:
         self.scale = torch.ones(0, device=device, dtype=torch.float32)
         self.last_amax = torch.zeros(0, device=device, dtype=torch.float32)
         self.last_nonfinite = torch.zeros(0, device=device, dtype=torch.float32)
+        self.own_nonfinite = torch.zeros(0, dtype=torch.float32, device=device)
+        """As last_nonfinite, of this rank alone."""
         self._histories: dict[tuple[DelayedScaling, str], History] = {}
         self._agreed: int | None = None  # slots that all ranks are known to share
 
@@ -187,9 +189,10 @@ class Arena:
 
         None for a single rank, else one, plus one in an iteration that brought new slots.
         """
+        self._trim()
+        self.own_nonfinite = self.rows[1].clone()
         if self.world_size == 1:
             return 0
-        self._trim()
         if self._agreed is None:
             self.check_names()
         agreed = self._agreed

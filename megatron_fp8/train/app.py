@@ -61,20 +61,34 @@ def main(arguments: list[str]) -> int:
         stop = StopRequest()
         stop.listen("SIGUSR1")  # before the seconds that imports take
     except ValueError as error:
-        return _refuse(error, debug)
+        return refuse(error, debug=debug)
     from megatron_fp8.train import parallel
 
     # This package's own warnings are one line each, in rank 0's words; those of libraries are not for users.
     warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
-        launch = parallel.find_launch()
-        if launch.rank:
-            warnings.filterwarnings("ignore", module="megatron_fp8")
+        launch = parallel.meet(parallel.find_launch())
+    except ValueError as error:
+        return refuse(error, debug=debug)
+    if launch.rank:
+        warnings.filterwarnings("ignore", module="megatron_fp8")
+    try:
+        assert launch.meeting is not None
+        with launch.meeting:
+            return _run(arguments, launch, stop, debug)
+    finally:
+        parallel.leave()
+
+
+def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
+    """Prepare and train; the exit code. Bad input, and a save that fails, are said by one rank."""
+    try:
         trainer = prepare(arguments, launch)
     except (ValueError, RuntimeError, OSError) as error:
-        return _refuse(error, debug)
+        return refuse(error, debug=debug, tell=launch.meeting.tell)
     from megatron_fp8.mcore.checkpoint_saver import SaveError
+    from megatron_fp8.train.failure import TrainingFailed
 
     try:
         if trainer is None:
@@ -82,20 +96,13 @@ def main(arguments: list[str]) -> int:
         trainer.stop = stop
         return _train(trainer)
     except SaveError as error:
-        return _refuse(error, debug)
-    except Exception:
+        return refuse(error, debug=debug, tell=launch.meeting.tell)
+    except TrainingFailed as error:
+        return refuse(error, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
+    except Exception as error:
         traceback.print_exc()
+        launch.meeting.tell(EXIT_FAILED, f"rank {launch.rank} failed: {type(error).__name__}: {error}")
         return EXIT_FAILED
-    finally:
-        parallel.leave()
-
-
-def _refuse(error: Exception, debug: bool) -> int:
-    from megatron_fp8.train import parallel
-
-    code = refuse(error, debug=debug)
-    parallel.leave()
-    return code
 
 
 def prepare(arguments: list[str], launch: Any) -> Any:
@@ -105,6 +112,7 @@ def prepare(arguments: list[str], launch: Any) -> Any:
     mcore.install()
     from megatron_fp8.train import config as run_config
     from megatron_fp8.train import parallel
+    from megatron_fp8.train.facts import run_facts
     from megatron_fp8.train.model_section import padded_vocab_size, transformer_config
     from megatron_fp8.train.tokenizers import load_tokenizer
 
@@ -116,6 +124,9 @@ def prepare(arguments: list[str], launch: Any) -> Any:
     parallel.check_layout(run.model, run.train, launch.world_size)
     tokenizer = load_tokenizer(run.data.tokenizer)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
+    launch.meeting.agree(
+        "settings", run_facts(run, tokenizer, launch.world_size), run.train.distributed_timeout_minutes * 60
+    )
     parallel.join(launch, run.model, run.train)
     return build(run, config, tokenizer, vocab_size, launch)
 
@@ -126,6 +137,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     from megatron_fp8.mcore.sites import check_plan
     from megatron_fp8.train import checkpoints, data, model
     from megatron_fp8.train.config import tokens_of_microbatch
+    from megatron_fp8.train.facts import input_facts
     from megatron_fp8.train.loop import Trainer
     from megatron_fp8.train.metrics import Display, MetricsWriter, model_flops_per_token
     from megatron_fp8.train.report import build_report, format_report, write_report
@@ -135,6 +147,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
         config.fp8_size_filter_tokens = tokens_of_microbatch(run)
     chosen = None if run.dry_run else checkpoints.choose(run)
     prefixes = data.find_data(run.data, tokenizer, vocab_size)
+    launch.meeting.agree("files", input_facts(prefixes, chosen), run.train.distributed_timeout_minutes * 60)
     datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
     chunks = model.build_chunks(config, run, vocab_size)
     optimizer = model.build_optimizer(config, run, chunks)
@@ -156,7 +169,12 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     trainer.finished, trainer.samples = start.iteration, start.samples
     trainer.checkpoints = checkpoints.Checkpoints(run, chunks, optimizer, scheduler)
     folder = Path(run.run_dir)
-    trainer.after_first_step = lambda: _note_what_ran(report, chunks, folder, first)
+
+    def after_first_step() -> None:
+        launch.meeting.close()
+        _note_what_ran(report, chunks, folder, first)
+
+    trainer.after_first_step = after_first_step
     if first:
         entropy = data.corpus_bigram_entropy(prefixes)
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
@@ -263,6 +281,10 @@ def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
         parts.append("no finite loss")
     if "validation_loss" in summary:
         parts.append(f"validation loss {summary['validation_loss']:.4f}")
+    live = trainer.liveness
+    parts.append(f"skipped {live.skipped} of {live.skipped + live.taken} steps")
+    if live.spike:
+        parts.append(live.spike)
     more = "; --resume=auto goes on from there" if done < wanted else ""
     return ", ".join(parts) + f"; everything is in {run.run_dir}{more}"
 

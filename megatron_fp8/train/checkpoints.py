@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_fp8.checkpoint_files import (
     Manifest,
     check_files,
+    complete_checkpoints,
     find_checkpoint,
     latest_checkpoint,
     read_manifest,
@@ -37,6 +38,14 @@ class Start:
 def checkpoint_folder(run: RunConfig) -> Path:
     """Where this run's checkpoints are."""
     return Path(run.checkpoint.folder) if run.checkpoint.folder else Path(run.run_dir) / "checkpoints"
+
+
+def checkpoint_before(run: RunConfig, iteration: int) -> Path | None:
+    """This run's newest checkpoint of at most `iteration`; else the one that it started from, by path; else None."""
+    own = [path for path in complete_checkpoints(checkpoint_folder(run)) if int(path.name[5:]) <= iteration]
+    if own:
+        return own[-1]
+    return None if run.resume in ("auto", "never") else Path(run.resume)
 
 
 def choose(run: RunConfig) -> tuple[Path, Manifest] | None:

@@ -46,16 +46,26 @@ def run_command(
     from megatron_fp8.train import parallel
 
     warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
+    debug = "--debug" in arguments
     try:
-        try:
-            options, run_options = parser.parse(arguments)
-            prepared = prepare(options, run_options, parallel.find_launch())
-        except (RuntimeError, OSError) as error:
-            raise ValueError(str(error)) from error
-        work(prepared)
-        return EXIT_DONE
+        launch = parallel.meet(parallel.find_launch())
     except ValueError as error:
-        return refuse(error, debug="--debug" in arguments)
+        return refuse(error, debug=debug)
+    meeting = launch.meeting
+    assert meeting is not None
+    try:
+        with meeting:
+            try:
+                try:
+                    options, run_options = parser.parse(arguments)
+                    prepared = prepare(options, run_options, launch)
+                except (RuntimeError, OSError) as error:
+                    raise ValueError(str(error)) from error
+                meeting.close()
+                work(prepared)
+            except ValueError as error:
+                return refuse(error, debug=debug, tell=meeting.tell)
+        return EXIT_DONE
     except BrokenPipeError:
         raise
     except Exception:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from megatron_fp8.checkpoint_files import digest
 from megatron_fp8.train.tokenizers import Tokenizer
 
 PIECE_BYTES = 1 << 16
@@ -191,6 +192,34 @@ def check_indexed(prefix: str) -> IndexedInfo:
     return IndexedInfo(dtype, tokens, sequences)
 
 
+def fingerprint(prefix: str) -> dict[str, int | str | None]:
+    """What tells a pair from another one under the same prefix: sizes, the index's digest, samples of the ids.
+
+    No times, which differ between nodes. None for a file that is not there.
+    """
+    found: dict[str, int | str | None] = {}
+    for ending in (".bin", ".idx"):
+        path = Path(prefix + ending)
+        found[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
+    index = Path(prefix + ".idx")
+    found["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
+    found["sampled SHA-256 of the .bin"] = _sampled_digest(Path(prefix + ".bin"))
+    return found
+
+
+def _sampled_digest(path: Path) -> str | None:
+    """Of 64 pieces of 4 KiB, evenly spread, the last one at the end: all of a small file, little of a large one."""
+    if not path.is_file():
+        return None
+    hasher = hashlib.sha256()
+    with path.open("rb") as stream:
+        last = max(path.stat().st_size - 4096, 0)
+        for start in sorted({last * i // 63 for i in range(64)}):
+            stream.seek(start)
+            hasher.update(stream.read(4096))
+    return hasher.hexdigest()
+
+
 def _corrupt(path: Path, what: str) -> ValueError:
     return ValueError(
         f"{str(path)!r} is corrupt or not Megatron's: {what}. Prepare the data again, or copy it again."
@@ -201,10 +230,13 @@ def check_ids(prefix: str, info: IndexedInfo, vocab_size: int) -> None:
     """Raise ValueError if an id of `prefix` is not in [0, vocab_size): another tokenizer made it."""
     if not info.tokens:
         raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
-    ids = np.memmap(prefix + ".bin", dtype=info.dtype, mode="r")
     step = 1 << 24
-    for start in range(0, len(ids), step):
-        part = ids[start : start + step]
+    for start in range(0, info.tokens, step):
+        # Read, not mapped: a file that is cut short meanwhile would end the process by SIGBUS.
+        wanted = min(step, info.tokens - start)
+        part = np.fromfile(prefix + ".bin", info.dtype, wanted, offset=start * info.dtype.itemsize)
+        if len(part) != wanted:
+            raise _corrupt(Path(prefix + ".bin"), "it became shorter while it was read")
         low, high = int(part.min()), int(part.max())
         if low < 0 or high >= vocab_size:
             wrong = low if low < 0 else high

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_fp8.train import corpus
 from megatron_fp8.train.bigram import bigram_entropy
+from megatron_fp8.train.indexed import CorpusDataset
 from megatron_fp8.train.parallel import on_first_rank
 from megatron_fp8.train.sections import DataSection, TrainSection
 from megatron_fp8.train.tokenizers import Tokenizer
@@ -58,19 +64,57 @@ def build_datasets(
     evaluated = train.eval_iters * train.global_batch_size
     sizes = [train.train_iters * train.global_batch_size, evaluated, 0]
     _check_split(prefixes, section.split, sizes, train.seq_length)
+    kept = cache_dir(section) / "indices"
+    name = _index_name(prefixes, [sizes, section.split, train.seed, train.seq_length, tokenizer.name])
+    folder = on_first_rank(lambda: _index_folder(kept, name))
     config = GPTDatasetConfig(
         random_seed=train.seed,
         sequence_length=train.seq_length,
         blend=(prefixes, None),
         split=section.split,
-        path_to_cache=str(cache_dir(section) / "indices"),
+        path_to_cache=str(folder),
         tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,  # the attention is causal by itself
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    built = BlendedMegatronDatasetBuilder(CorpusDataset, sizes, lambda: True, config).build()
+    on_first_rank(lambda: _keep_indices(folder, kept / name))
+    return built
+
+
+def _index_name(prefixes: list[str], settings: list[Any]) -> str:
+    """A digest of all that Megatron-Core's indices of samples are computed from.
+
+    Its own key has the data's paths and the settings, and would take a file that was written anew for the old one.
+    """
+    found = [[prefix, corpus.fingerprint(prefix)] for prefix in prefixes]
+    text = json.dumps([megatron.core.__version__, found, settings])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _index_folder(kept: Path, name: str) -> Path:
+    """The folder of these indices, or, where there is none yet, a new one to build them in."""
+    if (kept / name).is_dir():
+        return kept / name
+    try:
+        folder = kept / f".{name}.{uuid.uuid4().hex[:8]}"
+        folder.mkdir(parents=True)
+        return folder
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={str(kept.parent)!r} cannot be written ({error}): give another folder with "
+            "--data.cache_dir."
+        ) from error
+
+
+def _keep_indices(built: Path, folder: Path) -> None:
+    """Give complete indices the name that later runs look for: what has it is whole, whenever a run was killed."""
+    if built == folder:
+        return
+    with suppress(OSError):  # another run was faster; this one has its files open where they are
+        built.rename(folder)
 
 
 def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: int) -> None:
@@ -103,7 +147,7 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
 
 def corpus_bigram_entropy(prefixes: list[str]) -> float:
     """The bigram entropy, in nats, of all data of `prefixes` put one after the other."""
-    parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
+    parts = [np.fromfile(p + ".bin", dtype=corpus.check_indexed(p).dtype) for p in prefixes]
     return bigram_entropy(np.concatenate(parts))
 
 

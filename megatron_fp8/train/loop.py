@@ -7,10 +7,11 @@ iteration ends there) -> agree on loss and health -> optimizer -> learning rate.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_fp8.mcore.iteration import iteration_counts
-from megatron_fp8.train.checkpoints import Checkpoints
+from megatron_fp8.mcore.loss_scaler import scalers
+from megatron_fp8.train.checkpoints import Checkpoints, checkpoint_before
 from megatron_fp8.train.config import RunConfig
 from megatron_fp8.train.data import batches
+from megatron_fp8.train.failure import TrainingFailed, first_not_finite
+from megatron_fp8.train.liveness import Liveness
 from megatron_fp8.train.metrics import (
     Display,
     IterationMetrics,
@@ -66,6 +70,7 @@ class Trainer:
         self.after_first_step = after_first_step
         self.checkpoints, self.stop = checkpoints, stop or StopRequest()
         self.finished = self.samples = 0
+        self.liveness = Liveness(run.train.max_skipped_steps)
         self.tokens_per_step = run.train.global_batch_size * run.train.seq_length
         self._flops_per_step = self.tokens_per_step * flops_per_token
         self._schedule = get_forward_backward_func()
@@ -91,6 +96,7 @@ class Trainer:
             if self.writer and self.display:
                 self.writer.iteration(metrics)
                 self.display.iteration(metrics)
+            self._look(metrics)
             due = wanted.eval_interval and iteration % wanted.eval_interval == 0
             if wanted.eval_iters and (due or iteration == wanted.train_iters):
                 loss = self.validate()
@@ -107,7 +113,49 @@ class Trainer:
                 break
         if self.checkpoints:
             self.checkpoints.close()
+        self._check_end(summary)
         return summary
+
+    def _look(self, metrics: IterationMetrics) -> None:
+        """Say what a step tells of the training. Raises TrainingFailed, on all ranks, when it stands still."""
+        curable = any(scaler.rule.scale > scaler.rule.min_scale for scaler in scalers(self.optimizer))
+        live = self.liveness
+        said = live.step(metrics.iteration, metrics.lm_loss, skipped=bool(metrics.skipped), curable=curable)
+        if said and self.display:
+            self.display.say(said)
+        if live.hopeless:
+            self._fail(
+                f"{live.row} steps in a row were skipped, because a loss, a gradient or an FP8 cast was not finite",
+                metrics.iteration - live.row,
+            )
+
+    def _check_end(self, summary: dict[str, float]) -> None:
+        """Raise TrainingFailed, on all ranks, if what was trained is worth nothing."""
+        done = int(summary["iteration"])
+        if self.liveness.skipped and not self.liveness.taken:
+            self._fail("every step was skipped", done - self.liveness.skipped)
+        if not math.isfinite(summary.get("validation_loss", 0.0)):
+            self._fail("the last validation's loss is not finite", done - 1)
+        if self.liveness.row:
+            found = first_not_finite(self.chunks)
+            if found and found[0] == "weight":
+                self._fail(f"the last {self.liveness.row} steps were skipped", done - self.liveness.row)
+
+    def _fail(self, what: str, last_good: int) -> NoReturn:
+        """Raise TrainingFailed: what happened, where, and the newest checkpoint of at most iteration `last_good`."""
+        found = first_not_finite(self.chunks)
+        where = f"; first, {found[1]}" if found else ""
+        saved = checkpoint_before(self.run, last_good)
+        remedy = (
+            f"go on from {saved} (--resume={saved})"
+            if saved
+            else "there is no checkpoint from before, so start again,"
+        )
+        skipped, steps = self.liveness.skipped, self.liveness.skipped + self.liveness.taken
+        raise TrainingFailed(
+            f"training failed: {what}{where}. To go on, {remedy} with a lower optimizer.lr, a longer "
+            f"optimizer.lr_warmup_iters or other data. {skipped} of {steps} steps were skipped."
+        )
 
     def _timed_step(self, iteration: int, training: list[Iterator[Any]]) -> IterationMetrics:
         start = time.perf_counter()

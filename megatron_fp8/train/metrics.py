@@ -168,7 +168,9 @@ class Display:
         """Show one iteration."""
         self._skipped += metrics.skipped
         loss = "not finite" if metrics.lm_loss is None else f"{metrics.lm_loss:.4f}"
-        text = f"loss {loss}  {metrics.tokens_per_s:,.0f} tokens/s  {metrics.peak_memory / 2**20:,.0f} MiB"
+        norm = "" if metrics.grad_norm is None else f"  gradient norm {metrics.grad_norm:.4g}"
+        text = f"loss {loss}{norm}  lr {metrics.learning_rate:.3g}  {metrics.tokens_per_s:,.0f} tokens/s"
+        text += f"  {metrics.peak_memory / 2**20:,.0f} MiB"
         if metrics.mfu is not None:
             text += f"  MFU {metrics.mfu:.1%}"
         text += f"  skipped {self._skipped}"

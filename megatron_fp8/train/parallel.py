@@ -10,7 +10,7 @@ import random
 import re
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.train.rendezvous import attempt_store, check_restarts
+from megatron_fp8.train.meeting import Meeting
+from megatron_fp8.train.rendezvous import check_restarts
 from megatron_fp8.train.sections import TrainSection
 
 Result = TypeVar("Result")
@@ -36,6 +37,14 @@ class Launch:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = _DEFAULT_PORT
+    meeting: Meeting | None = field(default=None, compare=False, repr=False)
+    """Where the ranks meet until training is under way; None before `meet`."""
+
+
+def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
+    """`launch` with a meeting, to which this rank is on its way. Raises ValueError if torchrun's restarts cannot work."""
+    check_restarts(environ)
+    return replace(launch, meeting=Meeting(launch, environ))
 
 
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -157,27 +166,31 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
     return data
 
 
+def backend() -> str:
+    """The process group's backend: nccl with CUDA, gloo without."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
 def join(launch: Launch, model: Any, train: TrainSection) -> None:
     """Threads, device, process group (gloo without CUDA, nccl with), Megatron's groups and random streams.
 
-    Raises ValueError if the layout does not fit the world size, or torchrun's restarts cannot work.
+    Raises ValueError if the layout does not fit the world size.
     """
     check_layout(model, train, launch.world_size)
-    check_restarts(os.environ)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(launch.local_rank)
     else:
         torch.set_num_threads(train.threads or max(1, usable_cores() // launch.local_world_size))
     if not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", launch.master_addr)
-        os.environ.setdefault("MASTER_PORT", str(launch.master_port))
+        assert launch.meeting is not None
+        launch.meeting.arrive("the process group")
         timeout = timedelta(minutes=train.distributed_timeout_minutes)
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
+            backend(),
             rank=launch.rank,
             world_size=launch.world_size,
-            store=attempt_store(os.environ, launch.world_size, timeout),
+            store=launch.meeting.group_store(),
             timeout=timeout,
         )
     from megatron.core import parallel_state

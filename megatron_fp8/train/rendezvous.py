@@ -1,4 +1,4 @@
-"""The store in which ranks find each other, when torchrun starts them again.
+"""The store in which ranks find each other: torchrun's, or one that rank 0 makes.
 
 torchrun keeps one TCP store for its ranks and hands it to every attempt (torch 2.13, where a comment says that each
 retry gets a new one). The first thing a rank does there is to read its peers' addresses, and after a restart it may find
@@ -10,10 +10,13 @@ There torchrun must be told not to share its store; the ranks then make one them
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
+
+_ANSWER = timedelta(seconds=60)  # of a store that is there
 
 
 def check_restarts(environ: Mapping[str, str]) -> None:
@@ -28,12 +31,49 @@ def check_restarts(environ: Mapping[str, str]) -> None:
         )
 
 
-def attempt_store(environ: Mapping[str, str], world_size: int, timeout: timedelta) -> dist.Store | None:
-    """The store of this attempt's ranks; None: the one that init_process_group makes is as good."""
-    if world_size == 1:  # needs no port, and so never meets another run on it
-        return dist.HashStore()
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+class Rendezvous:
+    """Where a launch's ranks meet, at an address and a port, in the attempt that torchrun's variables tell of.
+
+    Attributes:
+        hosted: this process keeps the store, which ends with it.
+    """
+
+    def __init__(self, rank: int, address: str, port: int, environ: Mapping[str, str]) -> None:
+        self.address, self.port = address, port
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.hosted = rank == 0 and not agent
+        self._attempt = f"attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else "ranks"
+        self._server: dist.Store | None = None
+
+    def connect(self) -> dist.Store | None:
+        """A connection of its own to the attempt's keys; None: nobody listens there yet.
+
+        Raises ValueError if this process should keep the store and the port is taken.
+        """
+        if self.hosted and self._server is None:
+            self._server = self._serve()
+        if not self._answers():
+            return None
+        store = dist.TCPStore(
+            self.address, self.port, is_master=False, wait_for_workers=False, timeout=_ANSWER
+        )
+        return dist.PrefixStore(self._attempt, store)
+
+    def _serve(self) -> dist.Store:
+        try:
+            return dist.TCPStore(
+                self.address, self.port, is_master=True, wait_for_workers=False, timeout=_ANSWER
+            )
+        except RuntimeError as error:
+            raise ValueError(
+                f"rank 0 cannot listen on MASTER_PORT={self.port} ({' '.join(str(error).split())}): another run, or a "
+                "second rank 0, may be there. Set MASTER_PORT to a free port on all ranks."
+            ) from error
+
+    def _answers(self) -> bool:
+        """Asked of a plain socket: torch's own would print a stack for each refusal."""
+        try:
+            socket.create_connection((self.address, self.port), timeout=5).close()
+        except OSError:
+            return False
+        return True

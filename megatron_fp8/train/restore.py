@@ -23,6 +23,7 @@ from megatron_fp8.recipe import check_recipe_name
 from megatron_fp8.train import config as run_config
 from megatron_fp8.train import parallel
 from megatron_fp8.train.config import RunConfig, tokens_of_microbatch
+from megatron_fp8.train.facts import run_facts
 from megatron_fp8.train.model import build_model
 from megatron_fp8.train.model_section import padded_vocab_size, transformer_config
 from megatron_fp8.train.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
@@ -113,6 +114,7 @@ def restore(
     run.model.tensor_model_parallel_size = launch.world_size
     run.train.micro_batch_size = run.train.global_batch_size = 1
     settings = transformer_config(run.model)
+    launch.meeting.agree("settings", run_facts(run, tokenizer, launch.world_size))
     parallel.join(launch, run.model, run.train)
     parallel.on_first_rank(lambda: check_files(folder, manifest))
     model = build_model(settings, run, vocab_size)

@@ -31,6 +31,9 @@ class TrainSection:
     """Ask torch for deterministic algorithms."""
     threads: int = 0
     """CPU threads per rank; 0 shares the machine's cores among its ranks."""
+    max_skipped_steps: int = 10
+    """Skipped steps in a row after which the run ends as failed; those of a loss scale that can still fall do not
+    count. 0: never."""
     distributed_timeout_minutes: int = 30
     """A collective that waits longer than this ends the run."""
 
@@ -114,8 +117,10 @@ def check_sections(
     """Raise ValueError naming the option, the rule and the remedy if a value is out of range."""
     for name in ("train_iters", "micro_batch_size", "global_batch_size", "seq_length", "log_interval"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("eval_interval", "eval_iters", "threads", "seed"):
+    for name in ("eval_interval", "eval_iters", "threads", "seed", "max_skipped_steps"):
         _at_least(f"train.{name}", getattr(train, name), 0)
+    if train.seed >= 2**32:
+        raise ValueError(f"train.seed={train.seed} must be less than 2**32 = {2**32}, as NumPy's seeds are.")
     _at_least("train.distributed_timeout_minutes", train.distributed_timeout_minutes, 1)
     if not optimizer.lr > 0:
         raise ValueError(f"optimizer.lr={optimizer.lr} must be greater than 0.")

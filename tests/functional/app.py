@@ -2,6 +2,9 @@
 
 python tests/functional/app.py watch COUNTS.json train ...     count calls into Megatron-Core
 python tests/functional/app.py poison 2 train ...              the second step's loss is infinite
+python tests/functional/app.py ranks OPTIONS.json train ...    further options by rank: {"1": ["--optimizer.lr=1"]}
+python tests/functional/app.py spoil 2 train ...              a weight of the last rank is NaN after the second iteration
+python tests/functional/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
 python tests/functional/app.py many CASES.json                 several commands; prints [code, stderr] of each
 python tests/functional/app.py heard CASES.json                the same; prints [code, stderr, stdout]
 """
@@ -37,7 +40,7 @@ def watch(path, arguments):
 
     counted(model, "DistributedDataParallel")
     counted(model, "get_megatron_optimizer")
-    counted(data.GPTDataset, "__getitem__")
+    counted(data.CorpusDataset, "__getitem__")
     counted(loop, "get_forward_backward_func")
     code = main(arguments)
     if os.environ.get("RANK", "0") == "0":
@@ -62,6 +65,52 @@ def poison(step, arguments):
     return main(arguments)
 
 
+def by_rank(path, arguments):
+    """Each rank gets options of its own."""
+    return main([*arguments, *json.loads(Path(path).read_text()).get(os.environ["RANK"], [])])
+
+
+def after_iteration(number, disturb, arguments):
+    """Call `disturb(trainer)` once iteration `number` is done."""
+    from megatron_fp8.mcore import install
+
+    install()
+    from megatron_fp8.train.loop import Trainer
+
+    original = Trainer._timed_step
+
+    def timed_step(self, iteration, training):
+        metrics = original(self, iteration, training)
+        if iteration == number:
+            disturb(self)
+        return metrics
+
+    Trainer._timed_step = timed_step
+    return main(arguments)
+
+
+def spoil(trainer):
+    """Make one value of the last rank's second layer NaN, in the master too, which would put it right again."""
+    import torch
+
+    if os.environ.get("RANK", "0") != os.environ.get("LAST_RANK", "0"):
+        return
+    for group in trainer.optimizer.param_groups:
+        for master in group["params"]:
+            if master.dim() == 2:
+                master.data.view(-1)[0] = torch.nan
+                break
+    for name, parameter in trainer.chunks[0].named_parameters():
+        if "layers.1.mlp.linear_fc1.weight" in name:
+            parameter.data.view(-1)[0] = torch.nan
+
+
+def truncate(trainer):
+    """Cut the data set short, as another program may."""
+    prefix = trainer.datasets[0].dataset_path
+    os.truncate(f"{prefix}.bin", 4096)
+
+
 def many(path, with_output=False):
     """Run each command of a file; print their exit codes and what they said."""
     results = []
@@ -80,6 +129,9 @@ if __name__ == "__main__":
         {
             "watch": watch,
             "poison": lambda n, a: poison(int(n), a),
+            "ranks": by_rank,
+            "spoil": lambda n, a: after_iteration(int(n), spoil, a),
+            "truncate": lambda n, a: after_iteration(int(n), truncate, a),
             "many": lambda p, _: many(p),
             "heard": lambda p, _: many(p, with_output=True),
         }[kind](first, rest)

@@ -1,14 +1,18 @@
 """Batches: the order of samples in any layout, resuming at a position, splits that have documents."""
 
+import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_fp8.train import data
 from megatron_fp8.train.corpus import prepare
 from megatron_fp8.train.data import batches
+from megatron_fp8.train.indexed import CorpusChanged, _Files
 from megatron_fp8.train.sections import DataSection, TrainSection
 from megatron_fp8.train.tokenizers import ByteTokenizer
 
@@ -102,3 +106,71 @@ def test_the_default_cache_follows_the_environment(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert str(data.cache_dir(DataSection())) == "/somewhere/megatron_fp8/data"
     assert str(data.cache_dir(SimpleNamespace(cache_dir="/mine"))) == "/mine"
+
+
+def write(prefix, documents):
+    """A pair under `prefix`: documents of 20 tokens each, which are the document's number."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for number in range(documents):
+        builder.add_document(np.full(20, number), [20])
+    builder.finalize(f"{prefix}.idx")
+
+
+def tokens_of(dataset):
+    return {int(token) for index in range(len(dataset)) for token in dataset[index]["tokens"]}
+
+
+@pytest.fixture
+def build(monkeypatch, tmp_path):
+    """build(prefixes): the training data, of one epoch or more, with a cache of its own."""
+    monkeypatch.setattr(data, "on_first_rank", lambda work: work())
+
+    def build(*prefixes, seed=1):
+        section = DataSection(split="100,0,0", cache_dir=str(tmp_path / "cache"))
+        train = TrainSection(
+            train_iters=8, micro_batch_size=1, global_batch_size=8, seq_length=16, eval_iters=0, seed=seed
+        )
+        return data.build_datasets(list(map(str, prefixes)), section, train, ByteTokenizer())[0]
+
+    return build
+
+
+@pytest.mark.parametrize(("before", "after"), [(6, 40), (40, 6)])
+def test_data_written_anew_under_the_same_prefix_are_read_whole(build, tmp_path, before, after):
+    """Megatron-Core's own cache would give the first documents only, or an index that is out of bounds."""
+    for documents in (before, after):
+        write(tmp_path / "same", documents)
+        assert tokens_of(build(tmp_path / "same")) == set(range(documents))
+
+
+def test_an_index_is_built_once_and_kept_whole(build, tmp_path):
+    write(tmp_path / "same", 6)
+    build(tmp_path / "same")
+    kept = tmp_path / "cache" / "indices"
+    (folder,) = kept.iterdir()
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    build(tmp_path / "same")
+    assert [*kept.iterdir()] == [folder] and times == {path: path.stat().st_mtime_ns for path in times}
+    build(tmp_path / "same", seed=2)
+    assert len([*kept.iterdir()]) == 2
+    # A run that was killed while it built another one left a part, under another name.
+    (kept / ".half").mkdir()
+    assert tokens_of(build(tmp_path / "same", seed=3)) == set(range(6))
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(build, tmp_path, ending):
+    write(tmp_path / "cut", 500)
+    dataset = build(tmp_path / "cut")
+    dataset[0]
+    os.truncate(tmp_path / f"cut{ending}", 100)
+    with pytest.raises(CorpusChanged, match=rf"cut{ending}' had \d+ bytes .* has 100 now"):
+        dataset[1]
+
+
+def test_a_read_past_the_end_never_gives_what_was_not_there(tmp_path):
+    write(tmp_path / "few", 2)
+    files = _Files(str(tmp_path / "few"))
+    assert files.read(np.uint16, 3, 34).tolist() == [0, 0, 0][:3] and files.read(np.uint16, 0, 0).size == 0
+    with pytest.raises(CorpusChanged, match="ends before byte 82"):
+        files.read(np.uint16, 2, 78)

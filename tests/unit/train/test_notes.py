@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from megatron_fp8.mcore import report as mcore_report
 from megatron_fp8.train import app
+from megatron_fp8.train.liveness import Liveness
 from megatron_fp8.train.loop import Trainer
 from megatron_fp8.train.report import format_notes
 
@@ -36,12 +37,13 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
     trainer.run, trainer.datasets = SimpleNamespace(train=wanted), [None]
     trainer.writer = trainer.display = trainer.checkpoints = None
     trainer.finished, trainer.samples, trainer.stop = 0, 0, SimpleNamespace(reason=None)
+    trainer.liveness, trainer.optimizer = Liveness(10), SimpleNamespace()
     trainer.after_first_step = lambda: calls.append("noted")
     monkeypatch.setattr(trainer, "_iterators", lambda dataset, samples: [])
 
     def step(iteration, training):
         calls.append(iteration)
-        return SimpleNamespace(lm_loss=1.0)
+        return SimpleNamespace(iteration=iteration, lm_loss=1.0, skipped=0)
 
     monkeypatch.setattr(trainer, "_timed_step", step)
     trainer.train()

@@ -1,33 +1,40 @@
 """Restarted ranks meet each other, and not the dead."""
 
+import socket
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from megatron_fp8.train.rendezvous import attempt_store, check_restarts
+from megatron_fp8.train.rendezvous import Rendezvous, check_restarts
 
 TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
 }  # fmt: skip
 TIMEOUT = timedelta(seconds=10)
 
 
 def test_an_attempt_does_not_see_what_an_earlier_one_wrote():
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-    environ = {**TORCHRUN, "MASTER_PORT": str(agent.port)}
-    first = attempt_store({**environ, "TORCHELASTIC_RESTART_COUNT": "0"}, 2, TIMEOUT)
-    first.set("address of rank 0", "of the dead")
-    again = attempt_store({**environ, "TORCHELASTIC_RESTART_COUNT": "0"}, 2, TIMEOUT)
-    assert again.get("address of rank 0") == b"of the dead"
-    second = attempt_store({**environ, "TORCHELASTIC_RESTART_COUNT": "1"}, 2, TIMEOUT)
-    assert not second.check(["address of rank 0"])
+
+    def attempt(number):
+        environ = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": number}
+        return Rendezvous(0, "127.0.0.1", agent.port, environ).connect()
+
+    attempt("0").set("address of rank 0", "of the dead")
+    assert attempt("0").get("address of rank 0") == b"of the dead"
+    assert not attempt("1").check(["address of rank 0"])
 
 
-def test_one_process_needs_no_port_and_srun_no_store_of_ours():
-    assert isinstance(attempt_store({}, 1, TIMEOUT), dist.HashStore)
-    assert attempt_store({"SLURM_PROCID": "0"}, 2, TIMEOUT) is None
+def test_under_srun_rank_0_keeps_the_store_and_nobody_comes_before_it():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    other = Rendezvous(1, "127.0.0.1", port, {"SLURM_PROCID": "1"})
+    assert other.connect() is None and not other.hosted
+    first = Rendezvous(0, "127.0.0.1", port, {"SLURM_PROCID": "0"})
+    first.connect().set("a", "b")
+    assert first.hosted and other.connect().get("a") == b"b"
 
 
 def test_restarts_on_several_nodes_need_a_store_that_is_not_shared():

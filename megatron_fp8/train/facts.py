@@ -1,0 +1,107 @@
+"""What must be the same on all ranks before the first step, as plain values under the names that users know.
+
+Hosts, devices and ranks may differ, and so may local paths: of a file its content counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import torch
+
+import megatron_fp8
+from megatron_fp8.checkpoint_files import MANIFEST, digest
+from megatron_fp8.train import corpus
+from megatron_fp8.train.config import RunConfig
+from megatron_fp8.train.parallel import backend
+from megatron_fp8.train.report import versions
+
+_LOCAL = frozenset(
+    {"run_dir", "debug", "resume", "data.paths", "data.tokenizer", "data.cache_dir", "checkpoint.folder"}
+)
+_ENVIRONMENT = (
+    "NVTE_", "MEGATRON_FP8_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_INTERPRET", "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE",
+)  # fmt: skip
+"""Beginnings of the names of environment variables that decide what FP8 layers compute, or in which order."""
+
+
+def run_facts(
+    run: RunConfig, tokenizer: Any, world_size: int, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Launch, packages, environment and every option of the run that all ranks must share."""
+    facts: dict[str, Any] = {
+        "the world size": world_size,
+        "the backend of the process group": backend(),
+        "the source of megatron_fp8": _source_digest(),
+        **{f"the version of {name}": version for name, version in versions().items()},
+        "the version of torch": torch.__version__,
+        "the version of megatron-core": megatron.core.__version__,
+        "the version of megatron_fp8": megatron_fp8.__version__,
+    }
+    facts |= {name: value for name, value in environ.items() if name.startswith(_ENVIRONMENT)}
+    facts |= {key: value for key, value in _flat(run.to_dict()).items() if key not in _LOCAL}
+    facts["data.tokenizer"] = tokenizer.name  # which tells of its content
+    facts["data.paths"] = [Path(path).name for path in run.data.paths]
+    facts["resume"] = run.resume if run.resume in ("auto", "never") else "a path"
+    table, factory = run.model.fp8_size_filter, run.model.fp8_quantizer_factory
+    if isinstance(table, str) and Path(table).is_file():
+        facts["model.fp8_size_filter"] = _digest(Path(table))
+    if factory:
+        facts[f"the source of {factory}"] = _module_digest(factory)
+    return facts
+
+
+def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None) -> dict[str, Any]:
+    """The data sets and the checkpoint that a run starts from, as this rank sees them on its node; None: not there."""
+    facts: dict[str, Any] = {}
+    for prefix in prefixes:
+        found = corpus.fingerprint(prefix)
+        facts |= {f"the {what} of the data set {Path(prefix).name}": value for what, value in found.items()}
+    if chosen is not None:
+        folder, manifest = chosen
+        of = f"of the checkpoint {folder.name}"
+        facts[f"the SHA-256 of {MANIFEST} {of}"] = _digest(folder / MANIFEST)
+        facts |= {f"the bytes of {name} {of}": _size(folder / name) for name in sorted(manifest.files)}
+    return facts
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and not before:
+            found |= _flat(value, f"{name}.")
+        else:
+            found[f"{before}{name}"] = value
+    return found
+
+
+def _digest(path: Path) -> str | None:
+    """The beginning of a file's SHA-256; None: it is not there."""
+    return digest(path)[:16] if path.is_file() else None
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _source_digest() -> str:
+    root = Path(__file__).parents[1]
+    hasher = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".c", ".h") and path.is_file():
+            hasher.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return hasher.hexdigest()[:16]
+
+
+def _module_digest(name: str) -> str | None:
+    """Of the file that holds the object with this import path; None where there is no such file."""
+    spec = find_spec(name.partition(":")[0] if ":" in name else name.rpartition(".")[0])
+    return _digest(Path(spec.origin)) if spec is not None and spec.origin else None

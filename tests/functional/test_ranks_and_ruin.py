@@ -1,0 +1,61 @@
+"""Runs that must not go on: ranks that want different runs, weights that are NaN, a corpus that somebody cuts short."""
+
+import json
+import shutil
+import time
+
+import pytest
+
+from tests.functional.test_train_app import APP, TWO_RANKS, config, folder, lines, run, torchrun  # noqa: F401
+
+
+def errors(done):
+    return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+
+
+def test_ranks_that_differ_end_with_2_before_the_first_step_and_one_line_says_why(folder, config):  # noqa: F811
+    out, options = folder / "runs" / "differ", folder / "options.json"
+    options.write_text(json.dumps({"1": ["--optimizer.lr=0.5", "--model.fp8_format=mxfp8"]}))
+    start = time.monotonic()
+    done = torchrun(APP, "ranks", options, "train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS)
+    assert time.monotonic() - start < 100 and done.returncode != 0
+    (said,) = errors(done)
+    assert "optimizer.lr is 0.01 on rank 0 and 0.5 on rank 1" in said
+    assert 'model.fp8_format is "delayed" on rank 0 and "mxfp8" on rank 1' in said
+    assert done.stderr.count("exitcode  : 2 ") == 2, done.stderr
+    assert not out.exists()
+
+
+def test_one_rank_that_refuses_ends_the_other_at_once(folder, config):  # noqa: F811
+    out, options = folder / "runs" / "refuses", folder / "refuses.json"
+    options.write_text(json.dumps({"1": ["--model.fp8=int8"]}))
+    done = torchrun(APP, "ranks", options, "train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS)
+    (said,) = errors(done)
+    assert "fp8='int8'" in said and done.stderr.count("exitcode  : 2 ") == 2, done.stderr
+
+
+def test_steps_that_are_skipped_for_ever_end_the_run_as_failed(folder, config):  # noqa: F811
+    out = folder / "runs" / "spoiled"
+    more = ["--train.train_iters=20", "--train.max_skipped_steps=3", "--checkpoint.save_interval=1"]
+    more += ["--train.log_interval=1", "--train.eval_iters=0"]
+    done = run(APP, "spoil", 2, "train", f"--config={config}", f"--run_dir={out}", *more)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    (said,) = errors(done)
+    assert "3 steps in a row were skipped" in said and "3 of 5 steps were skipped" in said
+    assert "holds 1 NaN or Inf on rank 0" in said and "the weight " in said
+    assert [line["skipped"] for line in lines(out / "metrics.jsonl")] == [0, 0, 1, 1, 1]
+    assert "gradient norm " in done.stdout and "  lr 0.01  " in done.stdout
+
+
+def test_a_corpus_that_is_cut_short_while_it_is_read_is_an_error_with_its_name(folder, config):  # noqa: F811
+    prefix = next((folder / "cache").glob("*/corpus.bin"), None)
+    if prefix is None:
+        pytest.fail("run this test after one that prepared the text")
+    for ending in (".bin", ".idx"):
+        shutil.copy(prefix.with_suffix(ending), folder / f"cut{ending}")
+    out = folder / "runs" / "cut"
+    more = [f"--data.paths=['{folder / 'cut'}']", "--train.train_iters=8", "--train.eval_iters=0"]
+    done = run(APP, "truncate", 2, "train", f"--config={config}", f"--run_dir={out}", *more)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    (said,) = errors(done)
+    assert "cut.bin' had " in said and "has 4096 now" in said
