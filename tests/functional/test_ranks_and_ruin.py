@@ -26,14 +26,6 @@ def test_ranks_that_differ_end_with_2_before_the_first_step_and_one_line_says_wh
     assert not out.exists()
 
 
-def test_one_rank_that_refuses_ends_the_other_at_once(folder, config):  # noqa: F811
-    out, options = folder / "runs" / "refuses", folder / "refuses.json"
-    options.write_text(json.dumps({"1": ["--model.fp8=int8"]}))
-    done = torchrun(APP, "ranks", options, "train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS)
-    (said,) = errors(done)
-    assert "fp8='int8'" in said and done.stderr.count("exitcode  : 2 ") == 2, done.stderr
-
-
 def test_steps_that_are_skipped_for_ever_end_the_run_as_failed(folder, config):  # noqa: F811
     out = folder / "runs" / "spoiled"
     more = ["--train.train_iters=20", "--train.max_skipped_steps=3", "--checkpoint.save_interval=1"]
