@@ -66,7 +66,8 @@ class Meeting:
         self._store: dist.Store | None = None
         self._problem: ValueError | None = None
         self._connected, self._over = threading.Event(), threading.Event()
-        self._stage, self._since = "start", time.monotonic()
+        self._stage = self._wait_name = "start"
+        self._since = time.monotonic()
         self._thread: threading.Thread | None = None
         if self.world_size > 1:
             self._thread = threading.Thread(target=self._watch, name="meeting", daemon=True)
@@ -187,7 +188,9 @@ class Meeting:
         """Say that this rank is at `stage`, where the next thing is to wait for all. Raises ValueError as `agree`."""
         if self.world_size == 1:
             return
-        self._stage, self._since = stage, time.monotonic()
+        if self._stage != "start":  # else it waits since then
+            self._wait_name, self._since = stage, time.monotonic()
+        self._stage = stage
         self._wait(self._connected.is_set, timeout_s)
         if self._problem is not None:
             raise self._problem
@@ -266,7 +269,7 @@ class Meeting:
         if self._store is None:
             mine = self._first_here
         else:
-            mine = bool(missing) and self._store.add(f"line {number} of {self._stage}", 1) == 1
+            mine = bool(missing) and self._store.add(f"line {number} of {self._wait_name}", 1) == 1
         if mine:
             print(f"waiting     {seconds:.0f} s so far: {missing}", file=sys.stderr, flush=True)
 
