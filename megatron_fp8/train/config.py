@@ -20,6 +20,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from megatron_fp8.train.model_section import ModelSection, settle_precision, transformer_config
+from megatron_fp8.train.paths import check_config_file, check_paths
 from megatron_fp8.train.sections import (
     CheckpointSection,
     DataSection,
@@ -82,8 +83,9 @@ def parse(arguments: list[str]) -> RunConfig:
     of range, a file that is missing or not YAML.
     """
     arguments = list(_normalised(arguments))
-    files = [value for name, value in _named(arguments) if name == "config" and value]
+    files = [value for name, value in _named(arguments) if name == "config" and value is not None]
     for path in files:
+        check_config_file(path)
         for key in _keys(_read_yaml(path)):
             _check_key(key, f"{path}: ")
     for name, value in _named(arguments):
@@ -97,7 +99,9 @@ def parse(arguments: list[str]) -> RunConfig:
         raise ValueError(" ".join(str(error).split())) from error
     values = parsed.as_dict() if hasattr(parsed, "as_dict") else vars(parsed)
     sections = {name: kind(**values[name]) for name, kind in _SECTIONS.items()}
-    run_dir = values["run_dir"] or f"runs/{Path(files[-1]).stem if files else 'train'}"
+    run_dir = values["run_dir"]
+    if run_dir is None:
+        run_dir = f"runs/{Path(files[-1]).stem if files else 'train'}"
     run = RunConfig(
         **sections,
         run_dir=run_dir,
@@ -108,6 +112,7 @@ def parse(arguments: list[str]) -> RunConfig:
     settle_precision(run.model)
     check_sections(run.train, run.optimizer, run.checkpoint, run.resume)
     check_loss_scaling(run.optimizer, fp16=run.model.fp16)
+    check_paths(run)
     return run
 
 
@@ -185,6 +190,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ValueError(f"--config={path}: {reason}. Shipped ones are in examples/configs/.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config={path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        raise ValueError(f"--config={path} is empty: it needs keys such as model and train.")
     if not isinstance(content, dict):
         raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
     return content

@@ -106,7 +106,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ValueError(
             f"data.paths has {str(path)!r}: {reason}. Give text files, or the prefix of a .bin/.idx pair."
         ) from error

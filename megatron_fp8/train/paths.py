@@ -1,0 +1,54 @@
+"""The paths of a run's config, looked at before anything opens one and fails without the option's name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def check_paths(run: Any) -> None:
+    """Raise ValueError naming the option if a path is empty, cannot be one, or leads in a circle.
+
+    Whether a file is there, and what is in it, is for those who read it.
+    """
+    options = {
+        "run_dir": run.run_dir,
+        "resume": run.resume,
+        "data.tokenizer": run.data.tokenizer,
+        "data.cache_dir": run.data.cache_dir,
+        "checkpoint.folder": run.checkpoint.folder,
+        "model.fp8_size_filter": run.model.fp8_size_filter,
+    }
+    for name, path in options.items():
+        if isinstance(path, str):
+            check_path(name, path)
+    for path in run.data.paths:
+        check_path("data.paths", path)
+
+
+def check_path(option: str, path: str) -> None:
+    """Raise ValueError if no file or folder can have this path. `option` is what the user calls it."""
+    problem = ""
+    if not path.strip():
+        problem = "is empty"
+    elif "\0" in path:
+        problem = "holds a NUL character"
+    else:
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return  # for whoever reads or makes it
+        except OSError as error:
+            problem = f"cannot be a path ({error.strerror})"
+    if problem:
+        raise ValueError(f"{option}={path[:200]!r} {problem}: give another path, or leave {option} out.")
+
+
+def check_config_file(path: str) -> None:
+    """Raise ValueError if `path`, of --config, is no file that can be read. Its content is not looked at."""
+    check_path("--config", path)
+    if Path(path).is_dir():
+        raise ValueError(
+            f"--config={path} is a folder: give a YAML file, such as {path.rstrip('/')}/config.yaml."
+        )
