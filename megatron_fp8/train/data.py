@@ -22,7 +22,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_fp8.train import corpus
 from megatron_fp8.train.bigram import bigram_entropy
 from megatron_fp8.train.indexed import CorpusDataset
-from megatron_fp8.train.parallel import on_first_rank
+from megatron_fp8.train.parallel import on_first_rank, wait_for_all
 from megatron_fp8.train.sections import DataSection, TrainSection
 from megatron_fp8.train.tokenizers import Tokenizer
 
@@ -80,6 +80,7 @@ def build_datasets(
         create_attention_mask=False,  # the attention is causal by itself
     )
     built = BlendedMegatronDatasetBuilder(CorpusDataset, sizes, lambda: True, config).build()
+    wait_for_all()  # the others open the files after rank 0 has written them
     on_first_rank(lambda: _keep_indices(folder, kept / name))
     return built
 

@@ -249,3 +249,8 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
     if outcome[1] is not None:
         raise ValueError(outcome[1])
     return outcome[0]
+
+
+def wait_for_all() -> None:
+    """Return when every rank has called this."""
+    dist.barrier()
