@@ -72,6 +72,7 @@ def import_main(arguments: list[str]) -> int:
     parser = CommandParser("import", IMPORT)
     parser.add_argument("source", metavar="DIR")
     parser.add_argument("run_dir", metavar="RUN_DIR")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, if DIR has none")
     return _run(parser, arguments, _import)
 
 
@@ -120,10 +121,15 @@ def _export(options: argparse.Namespace) -> None:
 def _import(options: argparse.Namespace) -> None:
     from .importer import import_directory
 
-    done = import_directory(Path(options.source), Path(options.run_dir), _shown)
+    tokenizer = Path(options.tokenizer) if options.tokenizer else None
+    if tokenizer and not tokenizer.is_file():
+        raise ValueError(f"--tokenizer={str(tokenizer)!r} is not a file: give a tokenizer.json.")
+    done = import_directory(Path(options.source), Path(options.run_dir), _shown, tokenizer)
     fp8 = f", {done.fp8_weights} FP8 weights decoded" if done.fp8_weights else ""
     padding = f"; vocabulary padded by {done.padding} rows" if done.padding else ""
     print(f"{done.architecture}, {done.parameters:,} parameters{fp8}{padding}: {options.run_dir}")
+    if not done.has_tokenizer:
+        print("no tokenizer: train and generate need --data.tokenizer=FILE, or data that is tokens already")
     print(f"next: megatron-fp8 train --config={options.run_dir}/config.yaml --data FILE")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..train.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from .config import hf_config, model_section
-from .directory import CONFIG, GENERATION, TOKENIZER_FILES, read_json, write_json
+from .directory import CONFIG, GENERATION, TOKENIZER_FILES, find_file, read_json, write_json
 from .source import Source
 
 
@@ -42,8 +42,9 @@ def describe(
         _check_like(ours, given, like)
         given.pop("dtype", None)  # newer files have it for torch_dtype
     elif tokenizer is not None:
-        # Documents have no first token here, and readers would fill in their family's.
-        ours |= {"bos_token_id": None, "eos_token_id": tokenizer.eod}
+        # Readers would fill in their family's first token where documents have none.
+        first = tokenizer.start[0] if tokenizer.start else None
+        ours |= {"bos_token_id": first, "eos_token_id": tokenizer.eod}
     return {**given, **ours, "torch_dtype": str(source.dtype).removeprefix("torch.")}
 
 
@@ -70,8 +71,8 @@ def _tokenizer_file(source: Source) -> str | None:
 def write_companions(folder: Path, source: Source, config: dict[str, Any], like: Path | None) -> None:
     """Write config.json, and generation config and tokenizer: those of the directory `like`, else the run's."""
     write_json(folder / CONFIG, config)
-    if like and (like / GENERATION).exists():
-        shutil.copyfile(like / GENERATION, folder / GENERATION)
+    if like and (given := find_file(like, GENERATION)):
+        shutil.copyfile(given, folder / GENERATION)
     else:
         names = ["bos_token_id", "eos_token_id"]
         special = {name: config[name] for name in names if name in config}
@@ -83,8 +84,8 @@ def write_companions(folder: Path, source: Source, config: dict[str, Any], like:
     if tokenizer and not like:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
     for name in TOKENIZER_FILES:
-        if (home / name).exists() and not (folder / name).exists():
-            shutil.copyfile(home / name, folder / name)
+        if not (folder / name).exists() and (file := find_file(home, name)):
+            shutil.copyfile(file, folder / name)
     if not like and not (folder / "tokenizer_config.json").exists():
         end = _token(folder / "tokenizer.json", config["eos_token_id"])
         known = {} if end is None else {"eos_token": end}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .architectures import ARCHITECTURES, Architecture
+from .config_types import check_types
 from .layout import Heads
 
 VOCABULARY_MULTIPLE = 128
@@ -35,6 +36,13 @@ _CONFIG_MUST_BE: dict[str, Any] = {
     "mlp_bias": False,
     "use_sliding_window": False,
     "sliding_window": None,
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "dual_chunk_attention_config": None,
+    "auto_map": None,  # code of the directory's own, which nobody here has read
 }
 
 # Fields of a model section, and the only values that the known families have; and Megatron-Core's defaults.
@@ -80,7 +88,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 def architecture_of(config: dict[str, Any]) -> Architecture:
     """The family that config.json names. Raises ValueError if it is not a known one."""
     names = config.get("architectures") or [None]
-    if names[0] not in ARCHITECTURES:
+    if not isinstance(names, list) or names[0] not in ARCHITECTURES:
         raise ValueError(
             f"config.json has architectures={names}: only {', '.join(ARCHITECTURES)} can be imported (dense models "
             "with rotary positions, RMSNorm and SwiGLU; no mixture of experts)."
@@ -93,11 +101,12 @@ def model_section(config: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError naming the field: it is missing, or has a value that Megatron-Core's model does not have.
     """
+    check_types(config)
     architecture = architecture_of(config)
     if missing := [name for name in _REQUIRED if config.get(name) is None]:
         raise ValueError(f"config.json has no {missing[0]}: it is needed to build the model.")
     for name, known in _CONFIG_MUST_BE.items():
-        value = config.get(name, known)
+        value = known if config.get(name) is None else config[name]
         # Qwen's files name a window and say beside it that it is not used.
         unused = name == "sliding_window" and config.get("use_sliding_window") is False
         if value != known and not unused:
@@ -140,7 +149,7 @@ def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
         return {"rotary_base": int(theta)}
     if kind != "llama3":
         raise ValueError(
-            f"config.json has rope scaling of type {kind!r}: 'default' and 'llama3' can be imported."
+            f"config.json has a rope_scaling (rope_parameters) of type {kind!r}: 'default' and 'llama3' can be imported."
         )
     if not isinstance(rope.get("factor"), (int, float)):
         raise ValueError(

@@ -102,19 +102,49 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
+def find_file(folder: Path, name: str) -> Path | None:
+    """A file of a directory that somebody else may have made; None if it is not there.
+
+    A symbolic link may lead to another file of the directory, or, as in Hugging Face's cache, from a snapshot to the
+    blobs of the same model.
+
+    Raises ValueError: it leads elsewhere (a copy would give away any file of this machine), or what is there is no file.
+    """
+    path = folder / name
+    if not path.exists():
+        return None
+    home, target = folder.resolve(), path.resolve()
+    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(root) for root in allowed):
+        raise ValueError(
+            f"{str(path)!r} is a link out of its folder, to {str(target)!r}: put a copy in its place if it is meant."
+        )
+    if not target.is_file():
+        raise ValueError(f"{str(path)!r} is not a file.")
+    return path
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a file. Raises ValueError: it is missing, unreadable, or no JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if find_file(path.parent, path.name) is None:
         raise ValueError(
             f"{str(path.parent)!r} has no {path.name}: give a folder as transformers' save_pretrained writes it."
-        ) from None
-    except (OSError, ValueError) as error:
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} is not an object, but {type(content).__name__}.")
     return content
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """Tensor -> file, as the index has it."""
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ValueError(f"{str(folder / INDEX)!r} has no weight_map of tensors and their files.")
+    return places
 
 
 class Tensors:
@@ -127,7 +157,7 @@ class Tensors:
         self._files = contextlib.ExitStack()
         self._handles: dict[str, Any] = {}
         if (folder / INDEX).exists():
-            places = read_json(folder / INDEX).get("weight_map") or {}
+            places = _places(folder)
         else:
             single = folder / "model.safetensors"
             handle = self._handles[single.name] = self._open(single)
@@ -142,12 +172,12 @@ class Tensors:
                 raise ValueError(f"{str(folder / file)!r} has no {name}, which its index says it has.")
 
     def _open(self, path: Path) -> Any:
-        try:
-            return self._files.enter_context(safe_open(path, framework="pt"))
-        except FileNotFoundError:
+        if find_file(path.parent, path.name) is None:
             raise ValueError(
                 f"{str(path.parent)!r} has no {path.name}: weights are read from safetensors only."
-            ) from None
+            )
+        try:
+            return self._files.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{str(path)!r} is damaged or no safetensors file ({error}).") from error
 

@@ -184,10 +184,12 @@ def check_readable(config: dict[str, Any]) -> None:
         for group in quantization.get("config_groups", {}).values():
             weights = group.get("weights") or {}
             kind = weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)
-            if kind != ("float", 8, True) or weights.get("strategy") not in ("tensor", "channel"):
+            strategy, block = weights.get("strategy"), weights.get("block_structure")
+            known = strategy in ("tensor", "channel") or (strategy, block) == ("block", [BLOCK, BLOCK])
+            if kind != ("float", 8, True) or not known:
                 raise ValueError(
-                    f"config.json has weights of {weights} in quantization_config: symmetric 8-bit floats per tensor or "
-                    "per channel can be imported."
+                    f"config.json has weights of {weights} in quantization_config: symmetric 8-bit floats per tensor, "
+                    "per channel or per block of [128, 128] can be imported."
                 )
         return
     raise ValueError(

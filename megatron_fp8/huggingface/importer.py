@@ -2,7 +2,7 @@
 
     RUN_DIR/config.yaml                     the model section, and where the tokenizer is
     RUN_DIR/checkpoints/iter_0000000        the weights alone: training starts at iteration 0 with a fresh optimizer
-    RUN_DIR/tokenizer.json, ...             copied
+    RUN_DIR/tokenizer.json, ...             copied, and generation_config.json: where a text begins and ends
 
 Weights are stored as exactly as they come: BF16 as BF16; what other formats hold, and FP8 codes times their scales, as
 float32. Training makes its float32 masters from them, so no bit is lost, and its BF16 or FP8 weights from the masters.
@@ -20,9 +20,20 @@ import torch
 import yaml
 
 from ..checkpoint_files import Manifest, write_file
+from ..train.tokenizers import load_tokenizer
 from .architectures import Entry, entries
 from .config import architecture_of, heads_of, model_section
-from .directory import CONFIG, TOKENIZER_FILES, Tensors, new_directory, read_json
+from .config_types import check_types
+from .directory import (
+    CONFIG,
+    GENERATION,
+    TOKENIZER_FILES,
+    Tensors,
+    find_file,
+    new_directory,
+    read_json,
+    write_json,
+)
 from .formats import check_readable, decode, is_companion, scale_name
 from .layout import join_qkv, pad_rows
 from .shapes import part_shapes
@@ -30,27 +41,34 @@ from .shapes import part_shapes
 LONGEST_SEQUENCE = 4096
 """Imported models train on sequences of at most this, where they could be longer: a run may ask for more."""
 
+TOKENIZER = "tokenizer.json"
+
 # Some files hold what follows from the config.
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 
 
 @dataclass
 class Imported:
-    """What was imported: the family, sizes, and how many of the matrices were FP8."""
+    """What was imported: the family, sizes, how many of the matrices were FP8, and whether a tokenizer came along."""
 
     architecture: str
     parameters: int
     fp8_weights: int
     padding: int
+    has_tokenizer: bool
 
 
 def import_directory(
-    source: Path, run_dir: Path, progress: Callable[[Iterable[Any], int], Iterable[Any]]
+    source: Path,
+    run_dir: Path,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]],
+    tokenizer: Path | None = None,
 ) -> Imported:
     """Make the new run `run_dir` from the directory `source`.
 
     Args:
         progress: (items, how many) -> the same items, shown while they pass.
+        tokenizer: a tokenizers file (tokenizer.json) other than the directory's.
 
     Raises ValueError, and leaves nothing behind: the family or a field is not known, a tensor is missing, left over, of
     another shape, of a kind that cannot be read, or not finite; `run_dir` is there already.
@@ -60,25 +78,34 @@ def import_directory(
     check_readable(config)
     architecture = architecture_of(config)
     tied = section["share_embeddings_and_output_weights"]
-    listed = list(entries(architecture, section["num_layers"], tied))
+    given = tokenizer or find_tokenizer(source)
     with Tensors(source) as tensors, new_directory(run_dir) as folder:
+        if section["num_layers"] > len(tensors.names()):  # before anything is made for each layer
+            raise ValueError(
+                f"config.json has num_hidden_layers={section['num_layers']}, and {str(source)!r} holds"
+                f" {len(tensors.names())} tensors."
+            )
+        listed = list(entries(architecture, section["num_layers"], tied))
         _check_tensors(source, tensors, listed, section)
         found = {
             entry.megatron: _megatron_tensor(entry, tensors, section)
             for entry in progress(listed, len(listed))
         }
-        run = _run_config(config, section, source, run_dir)
+        run = _run_config(config, section, given is not None, run_dir)
         write_file(folder / "config.yaml", yaml.safe_dump(run, sort_keys=False))
         for name in TOKENIZER_FILES:
-            if (source / name).exists():
-                shutil.copyfile(source / name, folder / name)
+            if file := find_file(source, name):
+                shutil.copyfile(file, folder / name)
+        if given is not None:
+            shutil.copyfile(given, folder / TOKENIZER)
+            write_json(folder / GENERATION, _special_ids(source, config))
+            load_tokenizer(str(folder / TOKENIZER))  # it can be read, and so can what stands beside it
         _save(folder, found, run)
         fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
     parameters = sum(tensor.numel() for tensor in found.values())
     padding = section["padded_vocab_size"] - section["vocab_size"]
-    return Imported(
-        architecture.name, parameters - (1 if tied else 2) * padding * section["hidden_size"], fp8, padding
-    )
+    without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
+    return Imported(architecture.name, without_padding, fp8, padding, given is not None)
 
 
 def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section: dict[str, Any]) -> None:
@@ -128,14 +155,39 @@ def _high_precision(name: str, tensors: Tensors) -> torch.Tensor:
     return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
 
+def find_tokenizer(source: Path) -> Path | None:
+    """The directory's tokenizers file, None if it has no tokenizer at all.
+
+    Raises ValueError: its tokenizer is in another form, without which a run would take every byte for a token.
+    """
+    if file := find_file(source, TOKENIZER):
+        return file
+    others = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if find_file(source, name)]
+    if not others:
+        return None
+    raise ValueError(
+        f"{str(source)!r} has {others[0]} and no {TOKENIZER}, which is the form that is read here. Let transformers write"
+        f" it, AutoTokenizer.from_pretrained({str(source)!r}).save_pretrained(FOLDER), and give"
+        f" --tokenizer=FOLDER/{TOKENIZER}."
+    )
+
+
+def _special_ids(source: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """generation_config.json of the directory; of one that has none, the ids that its config.json names."""
+    found = read_json(source / GENERATION) if find_file(source, GENERATION) else {}
+    check_types(found, GENERATION)
+    named = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
+    return {**named, **found}
+
+
 def _run_config(
-    config: dict[str, Any], section: dict[str, Any], source: Path, run_dir: Path
+    config: dict[str, Any], section: dict[str, Any], has_tokenizer: bool, run_dir: Path
 ) -> dict[str, Any]:
     """config.yaml of the run: what is not there keeps its default."""
     positions = config.get("max_position_embeddings") or LONGEST_SEQUENCE
     run: dict[str, Any] = {"model": section, "train": {"seq_length": min(positions, LONGEST_SEQUENCE)}}
-    if (source / "tokenizer.json").exists():
-        run["data"] = {"tokenizer": str(run_dir / "tokenizer.json")}
+    if has_tokenizer:
+        run["data"] = {"tokenizer": str(run_dir / TOKENIZER)}
     return {**run, "run_dir": str(run_dir)}
 
 

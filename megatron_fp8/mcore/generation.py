@@ -17,7 +17,7 @@ of two batches do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -105,14 +105,14 @@ def generate(
     sampler: Sampler,
     *,
     generator: torch.Generator | None = None,
-    end: int | None = None,
+    end: int | Collection[int] | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield up to ``count`` tokens, int64 [b] each, that follow a prompt int64 [b, n]. On every rank.
 
     Args:
         decoder: one that has seen what comes before the prompt, or nothing.
         generator: of the random draws, on the CPU; rank 0's draws count.
-        end: stop after a step in which every sequence has had this id.
+        end: stop after a step in which every sequence has had this id, or one of these.
 
     Raises:
         ValueError: prompt and tokens do not fit into the decoder's cache.
@@ -122,6 +122,8 @@ def generate(
         raise ValueError(
             f"a prompt of {prompt.shape[1]} tokens and {count} more do not fit into the {room} that are left"
         )
+    ends = [] if end is None else [end] if isinstance(end, int) else sorted(end)
+    last = torch.tensor(ends, dtype=prompt.dtype, device=prompt.device)
     tokens, ended = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     for _ in range(count):
         logits = decoder(tokens)[:, -1]
@@ -130,7 +132,7 @@ def generate(
             group = parallel_state.get_tensor_model_parallel_group()
             dist.broadcast(token, src=dist.get_global_rank(group, 0), group=group)
         yield token
-        ended |= token == end if end is not None else False
+        ended |= torch.isin(token, last)
         if bool(ended.all()):
             return
         tokens = token[:, None]

@@ -117,9 +117,10 @@ def _write(files: Iterable[Path], tokenizer: Tokenizer, prefix: str) -> tuple[in
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
     tokens = documents = 0
+    start, end = np.array(tokenizer.start, np.int64), np.array([tokenizer.eod], np.int64)
     for path in files:
         for piece in _pieces(_read(path)):
-            ids = np.append(tokenizer.encode(piece), tokenizer.eod).astype(np.int64)
+            ids = np.concatenate([start, tokenizer.encode(piece), end])
             builder.add_document(ids, [len(ids)])
             tokens, documents = tokens + len(ids), documents + 1
     builder.finalize(prefix + ".idx")

@@ -100,7 +100,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     )
     if from_stdin:  # which the ranks of a launch share: each would read a part
         text = on_first_rank(sys.stdin.buffer.read)
-    prompt = restored.tokenizer.encode(text).tolist() or [restored.tokenizer.eod]
+    prompt = prompt_ids(restored.tokenizer, text)
     room = restored.run.train.seq_length - len(prompt)
     if room < 1:
         raise ValueError(
@@ -116,6 +116,12 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     _make_ready(options, restored, launch)
     sampler = Sampler(options.temperature, options.top_k, options.top_p, restored.tokenizer.vocab_size)
     return _Prepared(options, launch, restored, prompt, count, sampler)
+
+
+def prompt_ids(tokenizer: Any, text: bytes) -> list[int]:
+    """Ids of a prompt: what starts a document (once, if the text says it too), and the text; never nothing."""
+    start, ids = list(tokenizer.start), tokenizer.encode(text).tolist()
+    return (ids if ids[: len(start)] == start else start + ids) or [tokenizer.eod]
 
 
 def _make_ready(options: argparse.Namespace, restored: Any, launch: Any) -> None:
@@ -160,7 +166,7 @@ def _stream(prepared: _Prepared) -> None:
         prepared.count,
         prepared.sampler,
         generator=torch.Generator().manual_seed(prepared.options.seed),
-        end=restored.tokenizer.eod,
+        end=restored.tokenizer.ends,
     )
     if isinstance(
         sys.stdout, io.TextIOWrapper
@@ -176,7 +182,7 @@ def _stream(prepared: _Prepared) -> None:
     if launch.rank == 0:
         print(flush=True)
     rate = (len(made) - 1) / (seconds - first) if len(made) > 1 else 0.0
-    ended = ", end of document" if made and made[-1] == restored.tokenizer.eod else ""
+    ended = ", end of document" if made and made[-1] in restored.tokenizer.ends else ""
     say(
         f"{len(made)} tokens in {seconds:.2f} s: the first after {first:.2f} s, then {rate:.1f} tokens/s{ended}",
         launch,

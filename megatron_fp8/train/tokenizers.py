@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 
 class Tokenizer(Protocol):
-    """What data preparation and `GPTDataset` need. Ids are in [0, vocab_size); `eod` ends a document."""
+    """What data preparation and `GPTDataset` need. Ids are in [0, vocab_size).
+
+    A document is ``start``, its text, ``eod``; a model that wrote one of ``ends`` has finished.
+    """
 
     vocab_size: int
     eod: int
+    ends: frozenset[int]
+    start: tuple[int, ...]
     pad: int
     name: str
     unique_identifiers: dict[str, str]
@@ -31,6 +38,8 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
+    ends: frozenset[int] = frozenset({256})
+    start: tuple[int, ...] = ()
     pad = -1  # nothing is padded; -1 is no id, so no token is masked by mistake
     name = "bytes"
 
@@ -47,9 +56,13 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A Hugging Face `tokenizers` file (tokenizer.json). Text is decoded as UTF-8, wrong bytes as U+FFFD.
 
-    The end of document is the first of the usual names that the file has ('<|endoftext|>', '</s>',
-    '<|end_of_text|>',
-    '<eos>', '[SEP]'), else one id more than the file's vocabulary.
+    What stands beside the file counts, as it does for Hugging Face's readers. The end of document is the eos_token of
+    tokenizer_config.json, else the first of the usual names that the file has ('<|endoftext|>', '<|end_of_text|>',
+    '</s>', '<eos>', '[SEP]'), else one id more than the file's vocabulary. A document starts with what the file's
+    post-processor puts before a text, or with tokenizer_config.json's bos_token where add_bos_token says so. A chat model
+    ends its turn with other tokens: eos_token_id of generation_config.json.
+
+    Raises ValueError: a file cannot be read, or names a token that the vocabulary lacks.
     """
 
     pad = -1
@@ -77,10 +90,16 @@ class JsonTokenizer:
             ) from error
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         ends = [self._tokenizer.token_to_id(name) for name in self._END_NAMES]
-        known = [end for end in ends if end is not None]
-        self.eod = known[0] if known else size
-        self.vocab_size = size if known else size + 1
+        usual = next((end for end in ends if end is not None), None)
+        beside = _Beside(Path(path), self._tokenizer)
+        last = usual if beside.eos is None else beside.eos
+        self.eod = size if last is None else last
+        self.vocab_size = size + (last is None)
+        self.ends = frozenset({self.eod, *beside.ends})
+        self.start = beside.start
         self.name = f"json-{hashlib.sha256(content).hexdigest()[:16]}"
+        if self.start or last != usual:  # the same file, and other documents
+            self.name += "-" + "-".join(map(str, (*self.start, self.eod)))
         self.unique_identifiers = {"tokenizer": self.name}
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -88,7 +107,70 @@ class JsonTokenizer:
         return np.asarray(ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([i for i in ids if i != self.eod], skip_special_tokens=False)
+        silent = {*self.ends, *self.start}
+        return self._tokenizer.decode([i for i in ids if i not in silent], skip_special_tokens=False)
+
+
+class _Beside:
+    """What the files beside a tokenizer.json say of the tokens that begin and end a text."""
+
+    def __init__(self, path: Path, tokenizer: Any) -> None:
+        self._path, self._tokenizer = path, tokenizer
+        config = self._read("tokenizer_config.json")
+        self.eos = self._id(config, "eos_token")
+        self.start = self._start(config)
+        ends = self._read("generation_config.json").get("eos_token_id")
+        self.ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        for end in self.ends:
+            if type(end) is not int or tokenizer.id_to_token(end) is None:
+                raise ValueError(
+                    f"{str(path.with_name('generation_config.json'))!r} has eos_token_id={ends!r}: ids of"
+                    f" {path.name}'s vocabulary are needed."
+                )
+
+    def _start(self, config: dict[str, Any]) -> tuple[int, ...]:
+        wanted = config.get("add_bos_token")
+        if wanted is False:
+            return ()
+        before = self._added_before()
+        first = self._id(config, "bos_token") if wanted and not before else None
+        return before if first is None else (first,)
+
+    def _added_before(self) -> tuple[int, ...]:
+        """Ids that the post-processor puts before a text: they belong to none of its sequences."""
+        for text in itertools.chain("a", itertools.islice(self._tokenizer.get_vocab(), 100)):
+            try:
+                found = self._tokenizer.encode(text, add_special_tokens=True)
+            except Exception:  # the package raises plain Exception where a text has no token
+                continue
+            of_text = [n for n, sequence in enumerate(found.sequence_ids) if sequence is not None]
+            if of_text:
+                return tuple(found.ids[: of_text[0]])
+        return ()
+
+    def _id(self, config: dict[str, Any], name: str) -> int | None:
+        """The id of a token that tokenizer_config.json names, as a text or as an object with its content."""
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            return None
+        found = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if found is None:
+            raise ValueError(
+                f"{str(self._path.with_name('tokenizer_config.json'))!r} has {name}={token!r}, which {self._path.name}"
+                " does not know."
+            )
+        return int(found)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self._path.with_name(name)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{str(path)!r} is not an object, but {type(found).__name__}.")
+        return found
 
 
 def tokenizer_file(path: str | None, checkpoint: Path) -> str | None:

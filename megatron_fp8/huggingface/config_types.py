@@ -1,0 +1,90 @@
+"""What may stand in the fields of a config.json that are read here. Such files are edited, and many tools write them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+LARGEST = 2**31 - 1
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= LARGEST
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_ids(value: Any) -> bool:
+    return all(
+        type(each) is int and 0 <= each <= LARGEST for each in (value if isinstance(value, list) else [value])
+    )
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+_SIZE: _Rule = (_is_size, f"a whole number from 1 to {LARGEST}")
+_POSITIVE: _Rule = (_is_positive, "a finite number above 0")
+_FLAG: _Rule = (lambda value: isinstance(value, bool), "true or false")
+_TEXTS: _Rule = (_is_texts, "a list of texts")
+_IDS: _Rule = (_is_ids, "a token id, or a list of them")
+_OBJECT: _Rule = (lambda value: isinstance(value, dict), "an object")
+
+_FIELDS: dict[str, _Rule] = {
+    "architectures": _TEXTS,
+    "hidden_size": _SIZE,
+    "num_hidden_layers": _SIZE,
+    "num_attention_heads": _SIZE,
+    "num_key_value_heads": _SIZE,
+    "head_dim": _SIZE,
+    "intermediate_size": _SIZE,
+    "vocab_size": _SIZE,
+    "max_position_embeddings": _SIZE,
+    "rms_norm_eps": _POSITIVE,
+    "rope_theta": _POSITIVE,
+    "partial_rotary_factor": _POSITIVE,
+    "tie_word_embeddings": _FLAG,
+    "layer_types": _TEXTS,
+    "rope_scaling": _OBJECT,
+    "rope_parameters": _OBJECT,
+    "quantization_config": _OBJECT,
+    "compression_config": _OBJECT,
+    "eos_token_id": _IDS,
+    "bos_token_id": _IDS,
+}
+_ROPE: dict[str, _Rule] = {
+    "rope_theta": _POSITIVE,
+    "factor": _POSITIVE,
+    "partial_rotary_factor": _POSITIVE,
+}
+_GROUPS: dict[str, _Rule] = {"config_groups": _OBJECT}
+_GROUP: dict[str, _Rule] = {"weights": _OBJECT, "input_activations": _OBJECT}
+
+
+def check_types(config: Mapping[str, Any], file: str = "config.json") -> None:
+    """Raise ValueError naming the first field that is read and holds what does not belong there; null is left out."""
+    _check(config, _FIELDS, file)
+    for name in ("rope_scaling", "rope_parameters"):
+        _check(config.get(name) or {}, _ROPE, f"{file}'s {name}")
+    for name in ("quantization_config", "compression_config"):
+        quantization = config.get(name) or {}
+        _check(quantization, _GROUPS, f"{file}'s {name}")
+        for group in (quantization.get("config_groups") or {}).values():
+            if not isinstance(group, dict):
+                raise ValueError(f"{file}'s {name} has config_groups of {group!r}: objects are needed.")
+            _check(group, _GROUP, f"{file}'s {name}")
+
+
+def _check(given: Mapping[str, Any], fields: Mapping[str, _Rule], where: str) -> None:
+    for name, (fits, words) in fields.items():
+        value = given.get(name)
+        if value is not None and not fits(value):
+            shown = repr(value)
+            raise ValueError(
+                f"{where} has {name}={shown[:60]}{'...' * (len(shown) > 60)}: {words} is needed."
+            )
