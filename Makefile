@@ -8,7 +8,7 @@ RANKS  ?= 2
 ARGS   ?=
 
 PY  := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
+PIP := $(PY) -m pip install --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
 .PHONY: help train test unit test-slurm lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
@@ -98,13 +98,9 @@ $(VENV)/.made:
 	$(PYTHON) -m venv --clear $(VENV)
 	touch $@
 
-# torch first and alone: an unpinned resolve may pick a CUDA build of several gigabytes.
-$(VENV)/.torch: $(VENV)/.made requirements/constraints.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	touch $@
-
-$(VENV)/.train: $(VENV)/.torch $(REQ)
-	$(PIP) -e .
+# torch is named in every resolve: one that left it out might replace it, and download gigabytes again.
+$(VENV)/.train: $(VENV)/.made $(REQ)
+	$(PIP) "$(TORCH)" -e .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.train $(REQ)
@@ -112,5 +108,5 @@ $(VENV)/.test: $(VENV)/.train $(REQ)
 		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
 			&& apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y gcc libc6-dev; } \
 		|| { echo "error: the tests of the compiled kernels need a C compiler; on Debian: sudo apt-get install gcc" >&2; exit 2; }
-	$(PIP) -e ".[test]"
+	$(PIP) "$(TORCH)" -e ".[test]"
 	touch $@

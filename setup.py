@@ -7,7 +7,8 @@ from setuptools import find_packages, setup
 # torch is a range: on a GPU machine keep the build that matches its driver; the Makefile takes 2.13.0.
 RUNTIME = [
     "torch>=2.8",
-    "megatron-core==0.16.1",
+    # It has wheels for these alone; elsewhere megatron_fp8.nn works without it, and the extra builds it from source.
+    "megatron-core==0.16.1; platform_system == 'Linux' and python_version < '3.14'",
     "einops>=0.8",
     "numpy>=1.26",
     "safetensors>=0.4",
@@ -22,6 +23,7 @@ RUNTIME = [
 EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.9"],
     "gpu": ["triton>=3.4"],
+    "megatron": ["megatron-core==0.16.1"],
     "optim": ["torchao>=0.18"],
     # Writing needs safetensors alone, which is always here; these read what was written.
     "export": ["accelerate>=1.0", "compressed-tensors>=0.15", "tokenizers>=0.20", "transformers>=5.0"],

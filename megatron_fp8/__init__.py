@@ -64,4 +64,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "TransformerConfig":
+        importlib.import_module(".mcore.compat", __name__).require_megatron()
     return getattr(importlib.import_module(_LATER[name], __name__), name)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
+from megatron_fp8.command_line import refuse
+
 USAGE = """\
 usage: megatron-fp8 COMMAND ...
 
@@ -54,6 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 130  # as shells number it
 
 
+def _without_megatron(command: str) -> Exception:
+    from megatron_fp8.mcore.compat import HOW_TO_GET
+
+    return ValueError(f"{command} needs megatron-core, which is not installed. To get it: {HOW_TO_GET}.")
+
+
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -61,8 +69,13 @@ def _run(arguments: list[str]) -> int:
     command, rest = arguments[0], arguments[1:]
     if command in COMMANDS:
         module, _, function = COMMANDS[command].partition(":")
-        run: Callable[[list[str]], int] = getattr(import_module(f"megatron_fp8.{module}"), function)
-        return run(rest)
+        try:
+            run: Callable[[list[str]], int] = getattr(import_module(f"megatron_fp8.{module}"), function)
+            return run(rest)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "megatron":
+                raise
+            return refuse(_without_megatron(command))
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     print(f"error: {command!r} is not a command: they are {', '.join(COMMANDS)}.{hint}", file=sys.stderr)

@@ -20,7 +20,7 @@ Lists the packages that matter, and runs FP8 GEMMs on each backend. Exit code 1:
 # (package, module to find, what it is for, how to get it)
 _PACKAGES = (
     ("torch", "torch", "everything", "pip install torch==2.13.0"),
-    ("megatron-core", "megatron.core", "training", "pip install megatron-core==0.16.1"),
+    ("megatron-core", "megatron.core", "training", "pip install megatron-core==0.16.1 (wheels for Linux)"),
     ("triton", "triton", "FP8 kernels on GPUs", "pip install triton (needs a GPU)"),
     ("transformer-engine", "transformer_engine", "fp8_backend='transformer_engine'", f"{INSTALL} ({NEEDS})"),
     (

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from megatron_fp8.mcore.patching import Patch
 
 SUPPORTED = "0.16"
+HOW_TO_GET = (
+    f"pip install megatron-core=={SUPPORTED}.1, which has wheels for Linux and Python 3.10 to 3.13;"
+    " convert_to_fp8 and all of megatron_fp8.nn work without it, on every platform"
+)
 
 
 def installed_megatron() -> str:
@@ -30,8 +34,7 @@ def require_megatron() -> None:
     found = installed_megatron()
     if not found.startswith(f"megatron-core {SUPPORTED}."):
         raise RuntimeError(
-            f"megatron_fp8 needs megatron-core {SUPPORTED}.x, found: {found}. "
-            f"Run: pip install megatron-core=={SUPPORTED}.1"
+            f"this part of megatron_fp8 needs megatron-core {SUPPORTED}.x, found: {found}. To get it: {HOW_TO_GET}"
         )
 
 

@@ -1,0 +1,75 @@
+"""Where megatron-core is not installed (it has no wheels for macOS and Windows): what works, and what is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HIDDEN = """
+import sys
+
+class Hidden:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "megatron":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden)
+from importlib import metadata, util
+find, version = util.find_spec, metadata.version
+
+def missing(name):
+    raise metadata.PackageNotFoundError(name)
+
+util.find_spec = lambda name, package=None: None if name.startswith("megatron.") else find(name, package)
+metadata.version = lambda name: missing(name) if name == "megatron-core" else version(name)
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", HIDDEN + code], capture_output=True, text=True, cwd=ROOT, timeout=250
+    )
+
+
+def test_any_pytorch_model_trains_without_megatron():
+    done = run("""
+import torch
+from megatron_fp8 import convert_to_fp8, fp8_matmul, register_fp8_step
+model = convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(64, 64)), skip=())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+register_fp8_step(optimizer, model)
+for _ in range(2):
+    model(torch.ones(32, 64)).sum().backward()
+    optimizer.step()
+fp8_matmul(torch.ones(32, 32), torch.ones(32, 32), "mxfp8")
+import megatron_fp8.trainer, megatron_fp8.inference, megatron_fp8.calibration, megatron_fp8.bench
+assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
+try:
+    from megatron_fp8 import TransformerConfig
+except RuntimeError as error:
+    print(error)
+""")
+    assert done.returncode == 0, done.stderr
+    assert "pip install megatron-core==0.16.1" in done.stdout and "Linux" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--config", "examples/configs/tiny_gpt_cpu.yaml"],
+        ["calibrate", "runs/x"],
+        ["inspect", "runs/x"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_command_that_needs_megatron_says_how_to_get_it(arguments):
+    done = run(f"from megatron_fp8.cli import main\nsys.exit(main({arguments!r}))")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    if arguments[0] != "inspect":  # it reads files without Megatron, and there is no such folder
+        assert "pip install megatron-core==0.16.1" in done.stderr
