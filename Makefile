@@ -11,7 +11,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help train test unit test-slurm lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
+.PHONY: help train test unit test-slurm test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -36,6 +36,9 @@ test-slurm: $(VENV)/.test ## the SLURM scripts on a real two-node cluster on thi
 	else \
 		echo "test-slurm DID NOT RUN: it needs Debian's packages slurm-wlm and munge, which could not be installed"; \
 	fi
+
+test-long: $(VENV)/.test ## what takes too long for make test: transformers' own model tests, on converted models (with network)
+	$(PY) -m benchmarks.transformers_tests
 
 lint: $(VENV)/.test ## ruff (rules and formatting) and mypy
 	$(PY) -m ruff check .
