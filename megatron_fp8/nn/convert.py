@@ -17,9 +17,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
+from ..param import Fp8Parameter
 from ..recipe import Recipe, recipe_name
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .family import Family, plan_linear
@@ -210,12 +213,20 @@ def _reason_to_skip(
         return "its forward was replaced on the instance, and would go past FP8"
     if id(module.weight) in tied:
         return "tied to an embedding"
+    if _is_foreign(module.weight):
+        return f"its weight is a {type(module.weight).__name__}, which is no ordinary tensor"
     if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{module.weight.dtype} weights cannot be quantised"
     smallest = min(_features(module))
     if smallest < config.min_features:
         return f"{smallest} features: below {config.min_features} FP8 would multiply padding"
     return None
+
+
+def _is_foreign(weight: Any) -> bool:
+    """Whether it is a tensor of a class of somebody's, such as quantised values: FP8 kernels read memory."""
+    known = (torch.Tensor, nn.Parameter, FakeTensor, Fp8Parameter)
+    return not (type(weight) in known or hasattr(weight, "to_local"))
 
 
 def _what_it_is(module: nn.Module) -> str:
@@ -242,7 +253,8 @@ def _with_sizes(rows: list[Row], modules: list[nn.Module]) -> tuple[Row, ...]:
         own = [p for p in modules[i].parameters(recurse=False) if not is_lazy(p)]
         weights = sum(p.numel() for p in own if id(p) not in counted)
         counted.update(id(p) for p in own)
-        sized[i] = replace(rows[i], weights=weights, multiplied=_multiplied(modules[i], own))
+        lazy = any(is_lazy(p) for p in modules[i].parameters(recurse=False))
+        sized[i] = replace(rows[i], weights=weights, multiplied=_multiplied(modules[i], own), lazy=lazy)
     return tuple(sized)
 
 
@@ -250,8 +262,8 @@ def _multiplied(module: nn.Module, own: list[nn.Parameter]) -> int:
     """How many of its values are matrices that a token is multiplied by: all, where nobody here knows the module."""
     if _is_linear(module) and own:
         return math.prod(_features(module))
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag | _ConvNd):
-        return 0
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag | _ConvNd | ParametrizationList):
+        return 0  # of a parametrization: its layer multiplies
     return sum(p.numel() for p in own if p.squeeze().ndim == 2 or _is_stack(p))
 
 

@@ -28,6 +28,7 @@ from ..size_filter import Gemm, load_table
 from ..state import Fp8State
 from ..timing import device_label
 from .config import Fp8Config
+from .report import Row
 
 if TYPE_CHECKING:
     from .linear import Fp8Layer
@@ -41,6 +42,7 @@ class Family:
         states: device -> FP8 state.
         owed: the optimizer stepped after casts that no ``fp8_step`` has settled.
         iteration: how many iterations ``fp8_step`` has finished.
+        idle: linears that did not run in the first of them, with their rows of the report before that was seen.
         fp8_iterations: how many of those had FP8 GEMMs, since the model was made.
     """
 
@@ -49,6 +51,7 @@ class Family:
         self.states: dict[torch.device, Fp8State] = {}
         self.owed = False
         self.iteration = self.fp8_iterations = 0
+        self.idle: dict[str, Row] = {}
         self._members: list[tuple[str, weakref.ref[Fp8Layer]]] = []
         self._root = None if root is None else weakref.ref(root)
         _watch_optimizers(self)

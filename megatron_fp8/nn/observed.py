@@ -20,13 +20,23 @@ LOOK_AFTER = 3
 
 
 def note_unused(family: Family) -> None:
-    """Warn of linears that did not run in FP8 in the first iterations, once, and mark them in the model's report."""
+    """Warn of linears that did not run in FP8 in the first iterations, once, and mark them in the model's report; those
+    that ran later (experts that got their first tokens) lose the mark."""
     family.fp8_iterations += 1
-    if family.fp8_iterations != LOOK_AFTER:
+    if family.fp8_iterations < LOOK_AFTER or (family.fp8_iterations > LOOK_AFTER and not family.idle):
+        return
+    report = getattr(family.root, "fp8_report", None)
+    if family.fp8_iterations > LOOK_AFTER:
+        awake = [m.fp8_name for m in family.members if m.fp8_name in family.idle and m.has_run]
+        rows = [family.idle.pop(name) for name in awake]
+        if rows and report is not None:
+            family.root.fp8_report = report.with_rows(rows)  # type: ignore[union-attr]
         return
     idle = [linear.fp8_name for linear in family.members if linear.fp8_site.is_fp8 and not linear.has_run]
     if not idle:
         return
+    if report is not None:
+        family.idle = {row.name: row for row in report.rows if row.name in idle}
     _mark(family, idle, "not in FP8", f"converted, but did not run in the first {LOOK_AFTER} iterations")
     warnings.warn(
         f"{len(idle)} of {len(family.members)} FP8 linears did not run in the first {LOOK_AFTER} iterations"

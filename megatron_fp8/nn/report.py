@@ -23,6 +23,7 @@ class Row:
         reason: why.
         weights: how many values its own parameters have; those that modules share count in one of them.
         multiplied: how many of a linear's, an RNN's or unknown module's are matrices, which take part in products.
+        lazy: it has parameters without a shape, whose size nobody knows yet.
         in_use: False for a converted one that did not run in FP8 in the first iterations, or was replaced since.
     """
 
@@ -34,6 +35,7 @@ class Row:
     reason: str
     weights: int = 0
     multiplied: int = 0
+    lazy: bool = False
     in_use: bool = True
 
 
@@ -69,6 +71,11 @@ class Fp8Report:
         two activations, as attention has them. Of experts all count."""
         return self._share("multiplied")
 
+    def with_rows(self, rows: Iterable[Row]) -> Fp8Report:
+        """The report with these rows in the place of those of the same names."""
+        new = {row.name: row for row in rows}
+        return Fp8Report(tuple(new.get(row.name, row) for row in self.rows))
+
     def without(self, names: Iterable[str], runs: str, reason: str) -> Fp8Report:
         """The report with these converted modules marked as not running in FP8."""
         found = set(names)
@@ -101,6 +108,7 @@ class Fp8Report:
         return (
             f"{running} of {len(self.rows)} modules with parameters run in FP8: {_percent(self.weights_in_fp8)} of the"
             f" weights, {_percent(self.flops_in_fp8)} of the FLOPs if a token meets each matrix once"
+            + (", not counting what has no shape yet" if any(row.lazy for row in self.rows) else "")
         )
 
     def _share(self, field: str) -> float:

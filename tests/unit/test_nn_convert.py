@@ -339,6 +339,28 @@ def test_conv1d_is_a_linear_with_its_weight_transposed(recipe):
         assert_same_bytes(tensor, before[name], name)
 
 
+def test_what_the_shares_leave_out():
+    """A linear without a shape, of which nothing can be said; a parametrization, whose layer counts."""
+    model = convert_to_fp8(nn.Sequential(nn.LazyLinear(64), nn.Linear(64, 64)))
+    assert "100 % of the FLOPs if a token meets each matrix once, not counting what has no shape yet" in str(
+        model.fp8_report
+    )
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
+    assert convert_to_fp8(normed).fp8_report.flops_in_fp8 == 0.5
+
+
+def test_a_weight_that_is_no_ordinary_tensor_is_left():
+    """Quantised by torchao its dtype is still float32, and FP8 would fail in the first forward."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
+    assert (
+        convert_to_fp8(model).fp8_report.skipped["0"]
+        == "its weight is a Int8Tensor, which is no ordinary tensor"
+    )
+    model(torch.randn(16, 64))
+
+
 def test_conv1d_elsewhere():
     """High precision is Conv1D's own; inference has codes of the transposed weight; calibration knows its shape."""
     Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D

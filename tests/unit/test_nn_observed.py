@@ -44,6 +44,17 @@ def test_linears_that_nobody_calls_are_named_once_and_marked():
     assert "not in FP8" in str(model.fp8_report)
 
 
+def test_who_runs_later_loses_the_mark():
+    """An expert that got its first token in the fifth iteration."""
+    model = convert_to_fp8(Reader())
+    fresh = model.fp8_report
+    assert len(steps(model, 4)) == 1 and set(model.fp8_report.not_in_use) == {"read", "idle"}
+    model.forward = lambda x: model.idle(model.called(x))
+    assert steps(model, 1) == [] and set(model.fp8_report.not_in_use) == {"read"}
+    model.forward = lambda x: model.read(model.called(x))
+    assert steps(model, 2) == [] and model.fp8_report == fresh
+
+
 def test_an_iteration_without_fp8_tells_nothing():
     model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32)))
     with fp8_autocast(enabled=False):
