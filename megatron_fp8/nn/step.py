@@ -6,6 +6,7 @@ that is called twice and recomputation each have several of those in one iterati
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -116,7 +117,22 @@ class _EndOfIteration:
         self.model, self.group = model, group
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        fp8_step(self.model, group=self.group)
+        if not _within_its_own_step(optimizer):
+            fp8_step(self.model, group=self.group)
+
+
+def _within_its_own_step(optimizer: Optimizer) -> bool:
+    """Whether a hook is called for ``super().step()`` of a subclass: torch wraps the step of each class, hooks and all.
+
+    Found on the stack: a count of steps begun would be wrong for good after a closure that raised.
+    """
+    frame = sys._getframe(2)  # torch's wrapper, which calls the hook
+    wrapper, outer = frame.f_code, frame.f_back
+    while outer is not None:
+        if outer.f_code is wrapper and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False
 
 
 def _optimizer_with_hooks(optimizer: Any) -> Optimizer:

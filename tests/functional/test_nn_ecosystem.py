@@ -6,6 +6,9 @@ Each needs nothing but what docs/pytorch.md says of it.
 from __future__ import annotations
 
 import copy
+import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,10 +112,8 @@ def test_transformers_trainer(tmp_path):
     """The callback of docs/pytorch.md."""
     transformers = pytest.importorskip("transformers")
 
-    class Fp8Step(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            fp8_step(model)
-
+    page = (Path(__file__).parents[2] / "docs" / "pytorch.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"^  ```python\n(  class Fp8Step.*?)^  ```", page, re.DOTALL | re.M)
     model = convert_to_fp8(llama(), "delayed")
     arguments = transformers.TrainingArguments(
         tmp_path,
@@ -127,7 +128,11 @@ def test_transformers_trainer(tmp_path):
         disable_tqdm=True,
     )
     rows = [{"input_ids": row, "labels": row} for row in DATA]
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[Fp8Step()])
+    names = {"model": model, "arguments": arguments, "rows": rows}
+    names |= {"Trainer": transformers.Trainer, "TrainerCallback": transformers.TrainerCallback}
+    names |= {"fp8_step": fp8_step, "convert_to_fp8": convert_to_fp8}
+    exec(textwrap.dedent(recipe), names)
+    trainer = names["trainer"]
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert iterations(model) == {3} and len(losses) == 3 and losses[-1] < losses[0]

@@ -41,7 +41,7 @@ def test_the_page_runs(tmp_path):
     }
     names |= {"path": tmp_path / "saved", "fp8_step": fp8_step, "fp8_autocast": fp8_autocast}
     names |= {"fp8_state_dict": fp8_state_dict, "load_fp8_state_dict": load_fp8_state_dict}
-    first, skip, step, regions, resume, sharded = blocks_of_the_page()
+    first, skip, step, trainer, regions, resume, sharded = blocks_of_the_page()
     exec(first, names)
     assert isinstance(model[0], Fp8Linear)
     layers = nn.ModuleDict({"layers": nn.ModuleList([fresh(), fresh()]), "router": nn.Linear(32, 32)})
@@ -52,6 +52,7 @@ def test_the_page_runs(tmp_path):
     names["loss"] = model(batch).sum()
     exec(step, names)
     assert names["counts"].fp8_gemms == 5
+    assert "TrainerCallback" in trainer  # test_nn_ecosystem.py runs it
     exec(regions, names)
     assert 0 < (names["reference"] - names["other"]).norm() < 0.2 * names["reference"].norm()
     fp8_step(model)

@@ -229,6 +229,29 @@ def test_registered_twice_is_registered_once():
     assert not optimizer._optimizer_step_post_hooks
 
 
+def test_an_optimizer_that_calls_its_base_class_steps_once():
+    """torch wraps both classes' step, if an optimizer of the base class was ever made, and each calls the hooks."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = convert_to_fp8(Tower(), DELAYED)
+    sgd(Tower())
+    optimizer = Own(model.parameters(), lr=0.1)
+    register_fp8_step(optimizer, model)
+    train(model, optimizer, range(2), hook=True)
+    assert model.up.fp8_family.iteration == 2
+
+    def failing() -> torch.Tensor:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        optimizer.step(failing)
+    train(model, optimizer, range(1), hook=True)
+    assert model.up.fp8_family.iteration == 3
+
+
 def test_wrapped_optimizers_and_what_is_none():
     class Wrapper(torch.optim.Optimizer):  # accelerate's is one of these
         def __init__(self, optimizer):
