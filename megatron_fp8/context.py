@@ -16,10 +16,10 @@ the process's: compiled code that several threads run at once must find FP8 swit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -173,6 +173,13 @@ class ForwardReasons(Settled[str | None]):
 
     def __init__(self) -> None:
         super().__init__(disabled_reason)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """torch.autocast is off inside: it would round the products of the emulated GEMM."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def in_recompute() -> bool:

@@ -5,20 +5,21 @@ a value, and scales) and the weight's, not BF16. The function is told its GEMMs 
 TensorParallel); it chooses neither. Rejected: the forty loose arguments and the flags for every kernel that such
 functions grow elsewhere.
 
-While torch.compile traces, the same passes are called as two opaque operators (linear_op.py). In eager mode they are not:
-an operator's way through the dispatcher costs a small linear more than autograd's function does.
+While torch.compile traces, or a dispatch mode is on, the same passes are called as two opaque operators (linear_op.py).
+Else they are not: an operator's way through the dispatcher costs a small linear more than autograd's function does.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from .context import in_recompute
+from .context import in_recompute, without_autocast
+from .derivative import first_derivative_only
 from .linear_passes import Call, backward, forward
 from .param import Fp8Parameter
 from .recipe import Granularity
@@ -59,6 +60,7 @@ def fp8_linear(
 
     Raises:
         ValueError: x's last dimension is not the weight's.
+        RuntimeError: it is being exported or jit-traced, or transformed by torch.func.
     """
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -68,15 +70,61 @@ def fp8_linear(
     assert bias is None or tp.kind != "row", (
         "each rank would add a row-parallel bias, and their sum would count it again"
     )
-    if torch.compiler.is_compiling():
-        from .linear_op import break_graph, traced_linear  # loads torch's compiler
+    _refuse_tracers(site)
+    eager = (x, weight, bias, site, tp, training, save_original_input, fresh_weight)
+    if isinstance(weight, Fp8Parameter) and torch.compiler.is_compiling():
+        from .linear_op import break_graph  # loads torch's compiler
 
-        if isinstance(weight, Fp8Parameter):
-            return break_graph(_eager_linear, x, weight, bias, site, tp, training, save_original_input)
+        return break_graph(_eager_linear, *eager)
+    watched = (
+        is_watched(x, weight) and not site.state.capturing
+    )  # who stands in for a CUDA graph wants all steps
+    if isinstance(weight, Fp8Parameter) and watched:
+        with _disable_current_modes():
+            return _eager_linear(*eager)
+    if torch.compiler.is_compiling() or watched:
+        from .linear_op import traced_linear  # loads torch's compiler
+
         return traced_linear(
             x, weight, bias, site, tp, training=training, save_original_input=save_original_input
         )
-    return _eager_linear(x, weight, bias, site, tp, training, save_original_input, fresh_weight)
+    return _eager_linear(*eager)
+
+
+def is_watched(*tensors: torch.Tensor) -> bool:
+    """Whether somebody looks at each operation, or there is nothing to compute with: such callers get one operator.
+
+    Selective activation checkpointing keeps results of operations to hand them out again, tracers write operations down,
+    fake and meta tensors have no memory. The steps inside the linear are no business of theirs: it changes results in
+    place, and a recomputation takes other steps.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return _get_current_dispatch_mode() is not None or any(
+        x.is_meta or isinstance(x, FakeTensor) for x in tensors
+    )
+
+
+def _refuse_tracers(site: GemmSite) -> None:
+    """RuntimeError where the call is being made into something that outlives the model, or is transformed."""
+    if torch.compiler.is_exporting():
+        raise RuntimeError(
+            f"{site.plan.name}: torch.export (torch.onnx and pipelining's pipeline() use it) makes a program that"
+            " outlives the model, and FP8 state cannot go along: export inside fp8_autocast(enabled=False), or after"
+            " convert_from_fp8(model); for pipelines make each PipelineStage of a converted module"
+        )
+    if torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            f"{site.plan.name}: torch.jit.trace does not see through an FP8 linear: use torch.compile, or trace inside"
+            " fp8_autocast(enabled=False)"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"{site.plan.name}: the transforms of torch.func (grad, vmap, jvp) do not see through an FP8 linear: use"
+            " loss.backward() and batched inputs, or call it inside fp8_autocast(enabled=False)"
+        )
 
 
 def _eager_linear(
@@ -87,7 +135,7 @@ def _eager_linear(
     tp: TensorParallel,
     training: bool,
     save_original_input: bool,
-    fresh_weight: bool = False,
+    fresh_weight: bool,
 ) -> torch.Tensor:
     call = Call(site, tp, training and not in_recompute(), fresh_weight, save_original_input)
     return _LinearFunction.apply(x, weight, bias, call, torch.is_grad_enabled())
@@ -100,7 +148,7 @@ def observe_high_precision(
 
     Use what is returned: traced code records on the way from y to it.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (is_watched(x, weight) and not site.state.capturing):
         from .linear_op import traced_observation
 
         return traced_observation(x, weight, y, site)
@@ -129,14 +177,12 @@ class _LinearFunction(torch.autograd.Function):
         return done.y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
         tensors = list(ctx.saved_tensors)
         saved_x, saved_w = (_Kept.restore(spec, tensors) for spec in ctx.kept)
-        device = grad_output.device.type
-        autocast = torch.is_autocast_enabled(device)  # backward() called inside it would round the products
-        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+        with without_autocast(grad_output.device):  # backward() may be called inside it
             dx, dw, dbias = backward(
                 grad_output,
                 saved_x,
@@ -147,6 +193,12 @@ class _LinearFunction(torch.autograd.Function):
                 ctx.bias_dtype if needs_dbias else None,
             )
         return None if dx is None else dx.view(ctx.x_shape), dw, dbias, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            "an FP8 linear has no forward-mode derivative: use backward(), or call it inside fp8_autocast(enabled=False)"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""The linear layer in compiled code: two operators that torch.compile calls and does not look into.
+"""The linear layer in compiled code, and under dispatch modes: two operators that are called and not looked into.
 
-    linear           y, codes, scales  =  x, weight, bias, site       codes and scales: what backward keeps of x
-    linear_backward  dx, dw, dbias     =  dy, (x | codes, scales), weight, site
+    linear           y, codes, scales, stamp, scale  =  x, weight, bias, site
+    linear_backward  dx, dw, dbias  =  dy, (x | codes, scales), weight, stamp, scale, site
+
+codes and scales are what backward keeps of x, stamp and scale tell it how the weight was quantised.
 
 A cast records into a slot, a weight is quantised once an iteration, kernels are launched by pointer, stochastic rounding
 counts its calls: state that a tracer would have to guard on, or would bake in. So all of it stays inside, eager, and the
@@ -21,7 +23,7 @@ What crosses as an argument, and why so:
 Effects that the graph does not see: slots (a maximum and a sum, in any order), counters, the kept weight, main_grad. No
 result in the graph reads them. An operator that is recomputed by activation checkpointing runs inside a backward and
 records nothing, as in eager mode. The weight's codes stay with the site between forward and backward, and are made again
-from the same weight if another one took their place.
+from the same weight, with the same scale, if others took their place.
 
 Rejected: tracing through, as torchao does, with everything in torch operations. It suits tensors that carry their
 state; here slots, caches and Triton launches would each need a functional twin, and bits would differ from eager mode's.
@@ -46,6 +48,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._guards import detect_fake_mode
+from torch.utils.flop_counter import register_flop_formula
 
 from .context import in_recompute
 from .linear_passes import Call, backward, forward, keeps_codes
@@ -78,15 +82,34 @@ def traced_linear(
     training: bool,
     save_original_input: bool,
 ) -> Tensor:
-    """fp8_linear while torch.compile traces. The weight is quantised once an iteration of training and at each call of
-    evaluation, whatever its layer was told."""
+    """fp8_linear while torch.compile traces, or under a dispatch mode.
+
+    Whether the weight is quantised at each call of training, or once an iteration, is the state's to say
+    (``keeps_weights``), whatever its layer was told; in evaluation it is at each.
+    """
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
     call = Call(site, tp, training, False, save_original_input)
     keeps = needs_wgrad and keeps_codes(math.prod(x.shape[:-1]), call)
-    y, _, _ = torch.ops.megatron_fp8.linear(
-        x, weight, bias, site.handle, site.saved_layout, _describe(tp), keeps, training, _next_call()
+    y, *_ = torch.ops.megatron_fp8.linear(
+        x,
+        weight,
+        bias,
+        _handle_for(site, x, weight),
+        site.saved_layout,
+        _describe(tp),
+        keeps,
+        training,
+        _next_call(),
     )
     return y
+
+
+def _handle_for(site: GemmSite, *given: Tensor) -> Tensor:
+    """The site's handle, as a fake tensor where others are and real ones are refused: nobody will read it there."""
+    if torch.compiler.is_compiling():
+        return site.handle
+    mode = detect_fake_mode(given)
+    return site.handle if mode is None or mode.allow_non_fake_inputs else mode.from_tensor(site.handle)
 
 
 @torch.compiler.disable(
@@ -109,8 +132,8 @@ def linear(
     keeps: bool,
     training: bool,
     number: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y [..., N]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else empty.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y [..., N]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else empty; GemmSite.weight_stamp.
 
     Args:
         site: int64 [] on the CPU, a GemmSite's handle.
@@ -125,10 +148,11 @@ def linear(
         found.gradient_owner = weakref.ref(weight) if hasattr(weight, "main_grad") else None
     with nullcontext() if training else found.state.uncounted():
         done = forward(x, weight, bias, call, keeps)
+    stamp = found.weight_stamp(x.device)
     if not keeps:
-        return done.y, x.new_empty(0), x.new_empty(0)
+        return done.y, x.new_empty(0), x.new_empty(0), *stamp
     assert isinstance(done.x, QuantizedSide)
-    return done.y, *SideLayout.parse(layout).take_apart(done.x)
+    return done.y, *SideLayout.parse(layout).take_apart(done.x), *stamp
 
 
 @linear.register_fake
@@ -138,31 +162,35 @@ def _(x, weight, bias, site, layout, tp, keeps, training, number):
     if parallel.sequence_parallel:
         shape[0] = shape[0] * parallel.size if parallel.kind == "column" else shape[0] // parallel.size
     y = x.new_empty(shape)
+    stamp = torch.empty(2, dtype=torch.int64, device="cpu"), x.new_empty((), dtype=torch.float32)
     if not keeps:
-        return y, x.new_empty(0), x.new_empty(0)
+        return y, x.new_empty(0), x.new_empty(0), *stamp
     lies, size = SideLayout.parse(layout), (x.shape[-1], math.prod(x.shape[:-1]))
-    return y, lies.codes(*size).empty(x.device), lies.scales(*size).empty(x.device)
+    return y, lies.codes(*size).empty(x.device), lies.scales(*size).empty(x.device), *stamp
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, site, layout, tp, keeps, _, number = inputs
-    _, codes, scales = output
+    _, *others = output
+    codes, scales, stamp, weight_scale = others
     needs_wgrad = ctx.needs_input_grad[1]
     kept = [codes, scales] if keeps else [x] if needs_wgrad else []
-    ctx.save_for_backward(weight, site, *kept)
+    ctx.save_for_backward(weight, site, stamp, weight_scale, *kept)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(codes, scales)
+    ctx.mark_non_differentiable(*others)
     ctx.arguments = (layout, tp, number)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    weight, site, *kept = ctx.saved_tensors
+    weight, site, stamp, weight_scale, *kept = ctx.saved_tensors
     needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
     dx, dw, dbias = torch.ops.megatron_fp8.linear_backward(
         dy,
         kept,
         weight,
+        stamp,
+        weight_scale,
         site,
         *ctx.arguments,
         needs_dgrad,
@@ -181,6 +209,8 @@ def linear_backward(
     dy: Tensor,
     kept: list[Tensor],
     weight: Tensor,
+    stamp: Tensor,
+    weight_scale: Tensor,
     site: Tensor,
     layout: str,
     tp: str,
@@ -194,6 +224,7 @@ def linear_backward(
     Args:
         dy: [..., N].
         kept: codes and scales, or the input itself, or nothing where there is no dw.
+        stamp, weight_scale: how forward quantised the weight.
         bias_dtype: None if dbias is not wanted.
         site, layout, tp, number: as in ``linear``.
     """
@@ -204,7 +235,7 @@ def linear_backward(
         saved_x = kept[0].reshape(-1, kept[0].shape[-1]).t()
     elif kept:
         saved_x = SideLayout.parse(layout).put_together(*kept)
-    saved_w = found.weight_in_backward(weight) if needs_dgrad else None
+    saved_w = found.weight_in_backward(weight, stamp, weight_scale) if needs_dgrad else None
     owner = None if found.gradient_owner is None else found.gradient_owner()
     needs = (needs_dgrad, needs_wgrad)
     done = backward(dy, saved_x, saved_w, weight if owner is None else owner, call, needs, bias_dtype)
@@ -215,12 +246,29 @@ def linear_backward(
 
 
 @linear_backward.register_fake
-def _(dy, kept, weight, site, layout, tp, number, needs_dgrad, needs_wgrad, bias_dtype):
+def _(dy, kept, weight, stamp, weight_scale, site, layout, tp, number, needs_dgrad, needs_wgrad, bias_dtype):
     shape = [*_dx_shape(dy, _parallel(tp)), weight.shape[1]]
     dx = dy.new_empty(shape if needs_dgrad else 0)
     dw = weight.new_empty(weight.shape) if needs_wgrad else dy.new_empty(0)
     dbias = dy.new_empty(0) if bias_dtype is None else dy.new_empty(dy.shape[-1], dtype=bias_dtype)
     return dx, dw, dbias
+
+
+# ------------------------------------------------------------------------------------------------------------ FLOPs
+
+
+@register_flop_formula(torch.ops.megatron_fp8.linear)
+def _(x_shape, weight_shape, *_, **__):
+    """For torch.utils.flop_counter: one product."""
+    return 2 * math.prod(x_shape) * weight_shape[0]
+
+
+@register_flop_formula(torch.ops.megatron_fp8.linear_backward)
+def _(
+    dy_shape, kept, weight_shape, stamp, scale, site, layout, tp, number, needs_dgrad, needs_wgrad, *_, **__
+):
+    """One product for each gradient that is wanted."""
+    return 2 * math.prod(dy_shape) * weight_shape[1] * (needs_dgrad + needs_wgrad)
 
 
 # ------------------------------------------------------------------------------------------------- high precision
@@ -230,7 +278,7 @@ def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite) -> 
     """observe_high_precision while torch.compile traces: y, or a copy of it that cannot be had without the recording."""
     if not isinstance(site.plan.recipe, DelayedScaling):
         return y
-    return torch.ops.megatron_fp8.observe(x, weight, y, site.handle, _next_call())
+    return torch.ops.megatron_fp8.observe(x, weight, y, _handle_for(site, x, weight), _next_call())
 
 
 @torch.library.custom_op("megatron_fp8::observe", mutates_args=(), tags=_TAGS)

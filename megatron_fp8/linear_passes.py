@@ -78,8 +78,14 @@ def forward(
     if tp.kind == "row" and tp.sequence_parallel:
         y = tp.reduce_scatter(y).wait()
         sequence //= tp.size
-    y = y.view(sequence, *x.shape[1:-1], y.shape[-1]) if x.ndim > 1 else y.view(-1)
-    return Forward(y, saved, quantized_weight)
+    shape = (sequence, *x.shape[1:-1], y.shape[-1]) if x.ndim > 1 else (y.shape[-1],)
+    return Forward(owned(y, shape), saved, quantized_weight)
+
+
+def owned(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """y in another shape, over the same memory, and not a view: what an autograd function returns as a view of
+    something that only it knows cannot be changed in place."""
+    return torch.ops.aten._unsafe_view(y, shape)
 
 
 def backward(

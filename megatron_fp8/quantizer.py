@@ -93,6 +93,12 @@ class Quantizer:
         self.slot.arena.counts.casts += 1
         return quantized
 
+    def again(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
+        """x as it was quantised before, with the delayed scale of then (None: x's own). Nothing is recorded."""
+        self.slot.arena.counts.casts += 1
+        done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
+        return done.tensor
+
     @property
     def computes(self) -> bool:
         """Whether its kernels take a matrix that they have to compute as they read (unwritten.py)."""

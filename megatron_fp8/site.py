@@ -7,8 +7,10 @@ import weakref
 import zlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .backends import BACKENDS
 from .backends.emulated import Region, matmul_high_precision
@@ -46,16 +48,16 @@ def site_by_handle(handle: torch.Tensor) -> GemmSite:
 
 @dataclass(frozen=True)
 class _KeptWeight:
-    """A quantised weight, and of which tensor in which state it is."""
+    """A quantised weight, of what memory in which state it is, and the delayed scale that was used, if one was."""
 
-    weight: weakref.ref[torch.Tensor]
-    version: tuple[int, int, int, bool]
+    version: tuple[Any, ...]
     recorded: bool
+    scale: torch.Tensor | None
     quantized: Float8Tensor
 
-    def serves(self, weight: torch.Tensor, version: tuple[int, int, int, bool], record: bool) -> bool:
+    def serves(self, version: tuple[Any, ...], record: bool) -> bool:
         """Whether it is this weight's, as it is. What evaluation quantised misses the slot, so training does it again."""
-        return self.weight() is _owner(weight) and self.version == version and (self.recorded or not record)
+        return self.version == version and (self.recorded or not record)
 
 
 class GemmSite:
@@ -151,7 +153,8 @@ class GemmSite:
     def quantized_weight(
         self, weight: torch.Tensor, *, fresh: bool, record: bool
     ) -> Float8Tensor | torch.Tensor:
-        """The weight [N, K] in both directions, quantised once per iteration; the weight itself if it stays as it is.
+        """The weight [N, K] in both directions; the weight itself if it stays as it is. It is quantised once an iteration
+        if the state ``keeps_weights``, else at each call.
 
         Args:
             fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
@@ -167,33 +170,54 @@ class GemmSite:
             return weight.quantized
         if quantizer is None:
             return weight
-        version, kept = self._version(weight), self._weight
+        version, kept = self._version(weight, self.state.epoch), self._weight
+        fresh = fresh or not self.state.keeps_weights
         fresh = fresh or weight.is_inference()  # has no version: nobody would notice that it was written
-        if fresh or kept is None or not kept.serves(weight, version, record):
+        if fresh or kept is None or not kept.serves(version, record):
             with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
+                scale = quantizer.delayed_scale()
                 quantized = quantizer(weight, "both", record=record)
-            kept = _KeptWeight(weakref.ref(_owner(weight)), version, record, quantized)
+            kept = _KeptWeight(version, record, scale, quantized)
             self._weight = kept
         return kept.quantized
 
-    def weight_in_backward(self, weight: torch.Tensor) -> Operand:
+    def weight_stamp(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """What backward needs to know of the weight that a forward has just quantised, as tensors that a graph can save.
+
+        (int64 [2] on the CPU: the epoch, and whether a delayed scale was used; float32 []: that scale, or 1.)
+        """
+        scale = None if self._weight is None else self._weight.scale
+        stamp = torch.tensor([self.state.epoch, int(scale is not None)], dtype=torch.int64, device="cpu")
+        used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
+        return stamp, used
+
+    def weight_in_backward(self, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor) -> Operand:
         """The columnwise side of the weight that compiled code hands back: what forward made of it if that is here still,
-        else made again, the same bits (what offloading brought back is another tensor with the same values)."""
+        else made again, the same bits (what offloading brought back is another tensor with the same values).
+
+        stamp and scale are the forward's: ``fp8_step`` may have been called since, and another forward.
+        """
         quantizer, kept = self.quantizers["weight"], self._weight
         if quantizer is None:
             return weight.t()
-        if kept is None or not kept.serves(weight, self._version(weight), False):
-            return side_of(quantizer(weight, "columnwise", record=False), "columnwise")
+        epoch, used_delayed = stamp.tolist()
+        if kept is None or not kept.serves(self._version(weight, epoch), False):
+            return side_of(
+                quantizer.again(weight, "columnwise", scale if used_delayed else None), "columnwise"
+            )
         return side_of(kept.quantized, "columnwise")
 
-    def _version(self, weight: torch.Tensor) -> tuple[int, int, int, bool]:
-        """Optimizers that write through flat buffers leave no trace in _version; the epoch covers those.
+    def _version(self, weight: torch.Tensor, epoch: int) -> tuple[Any, ...]:
+        """The weight's memory, how it lies there, and what is known of writes to it.
 
+        Optimizers that write through flat buffers leave no trace in _version; the epoch covers those. An address may be
+        that of memory which is gone; a weak reference to the storage keeps its identity from being given out again.
         Codes that a CUDA graph will make are not those of what runs now.
         """
         captured = self.state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         version = 0 if weight.is_inference() else weight._version
-        return self.state.epoch, weight.data_ptr(), version, captured
+        lies = (weight.dtype, weight.shape, weight.stride(), weight.storage_offset())
+        return epoch, StorageWeakRef(weight.untyped_storage()), lies, version, captured
 
     def forget_weight(self) -> None:
         """Drop the weight that was kept: another one took its place for good."""
@@ -230,12 +254,6 @@ class GemmSite:
         dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
         plain_a, plain_b = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
         return matmul_high_precision(plain_a, plain_b, out_dtype, bias)
-
-
-def _owner(weight: torch.Tensor) -> torch.Tensor:
-    """The tensor that lives as long as the layer: a transposed weight is another view at each call."""
-    base = weight._base
-    return weight if base is None or base.numel() != weight.numel() else base
 
 
 def side_of(operand: Float8Tensor | torch.Tensor, direction: str) -> Operand:

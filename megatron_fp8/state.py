@@ -289,13 +289,15 @@ class Fp8State:
     """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
 
     ``capturing`` is set while a CapturedStep (graph.py) captures.
-    ``epoch`` marks kept quantised weights as stale; ``seed`` is stochastic rounding's; ``phases`` says in which
-    iterations FP8 runs.
+    ``epoch`` marks kept quantised weights as stale; ``keeps_weights`` says that they serve until then, since nobody
+    writes weights meanwhile without a trace (through ``.data``): else each forward quantises its weight.
+    ``seed`` is stochastic rounding's; ``phases`` says in which iterations FP8 runs.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     iteration: int = 0
     epoch: int = 0
+    keeps_weights: bool = True
     seed: int = 0
     phases: Phases = field(default_factory=Phases)
     counts: IterationCounts = field(default_factory=IterationCounts)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..backends import emulated, native
+from ..derivative import first_derivative_only
 from ..formats import E4M3
 from ..recipe import BLOCK_1X128, Rule
 from ..tensor import QuantizedSide
@@ -41,6 +41,7 @@ class _SwiGLU(torch.autograd.Function):
         return (y if weights is None else y * weights).to(x.dtype)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         codes, scale_inv, weights = ctx.saved_tensors
         gate, up = QuantizedSide(codes, scale_inv, BLOCK_1X128, True).dequantize().chunk(2, -1)
@@ -78,7 +79,7 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
         return Unwritten(swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from ..kernels.swiglu_quantize import swiglu_grad, swiglu_weight_grad  # loads Triton
 

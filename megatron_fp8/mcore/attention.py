@@ -25,6 +25,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from ..derivative import first_derivative_only
+
 
 class CoreAttention(DotProductAttention):
     """softmax(q k^T * scale) v for Megatron-Core's SelfAttention, constructed as DotProductAttention is.
@@ -122,7 +124,7 @@ def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: fl
         raise ValueError(
             f"context parallelism needs as many queries as keys, an even number; got {len(q)} and {len(k)}"
         )
-    both = _GatherZigzag.apply(torch.cat([k, v], dim=-1), group)
+    both = _GatherZigzag.apply(torch.cat([k, v], dim=-1), group).flatten(0, 1)
     k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
     if not causal:
         return _sdpa(q, k, v, scale)
@@ -141,7 +143,7 @@ def zigzag_positions(size: int) -> list[int]:
 
 
 class _GatherZigzag(torch.autograd.Function):
-    """[s/cp, ...] in zigzag order -> [s, ...] in sequence order on all ranks; backward: reduce-scatter."""
+    """[s/cp, ...] in zigzag order -> [2*cp, s/(2*cp), ...], all chunks in sequence order; backward: reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -151,12 +153,12 @@ class _GatherZigzag(torch.autograd.Function):
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
         chunks = gathered.unflatten(0, (2 * size, -1))
         order = torch.tensor(zigzag_positions(size), device=x.device, dtype=torch.int64)
-        return chunks.index_select(0, order).flatten(0, 1)
+        return chunks.index_select(0, order)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        size = dist.get_world_size(ctx.group)
-        chunks = grads[0].unflatten(0, (2 * size, -1))
+        size, chunks = dist.get_world_size(ctx.group), grads[0]
         order = torch.tensor(zigzag_positions(size), device=chunks.device, dtype=torch.int64)
         by_rank = torch.empty_like(chunks).index_copy_(0, order, chunks).flatten(0, 1)
         out = by_rank.new_empty(len(by_rank) // size, *by_rank.shape[1:])

@@ -63,6 +63,21 @@ def patches() -> list[Patch]:
             "called by every schedule before an iteration's first forward: sites get their names then",
             wrap=True,
         ),
+        *(
+            Patch(
+                f"{core}.pipeline_parallel.schedules",
+                f"forward_backward_{schedule}",
+                keep_weights_for_microbatches,
+                "weights are quantised once for all microbatches of an iteration, while nobody else can write them",
+                wrap=True,
+                everywhere=True,
+            )
+            for schedule in (
+                "no_pipelining",
+                "pipelining_with_interleaving",
+                "pipelining_without_interleaving",
+            )
+        ),
         Patch(
             f"{core}.pipeline_parallel.schedules",
             "get_model_config",
@@ -130,6 +145,22 @@ def prepare_at_first_microbatch(original: Callable[[Any], None]) -> Callable[[An
         original(self)
 
     return set_is_first_microbatch
+
+
+def keep_weights_for_microbatches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule, in which codes of weights are kept from microbatch to microbatch.
+
+    Around it they are not: a loop of one's own, or whoever merges adapters, writes weights when it likes.
+    """
+
+    @functools.wraps(original)
+    def schedule(*, model: Any, **kwargs: Any) -> Any:
+        from .sites import keeping_weights
+
+        with keeping_weights(model if isinstance(model, list) else [model]):
+            return original(model=model, **kwargs)
+
+    return schedule
 
 
 def end_iterations_of_plain_configs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

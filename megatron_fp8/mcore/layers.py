@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..context import ForwardReasons, layer_being_built
 from ..linear import fp8_linear, observe_high_precision
@@ -64,7 +65,8 @@ class _Fp8Site:
     def make_sites(self) -> None:
         """Resolve this layer on its own, unless a model's plan has."""
         if self._site is None:
-            self.bind_fp8_site(make_site(self, type(self).__name__))
+            with _disable_current_modes():  # fake tensors and tracers go, the site stays
+                self.bind_fp8_site(make_site(self, type(self).__name__))
 
     def runs_fp8(self) -> bool:
         """Whether the next forward uses FP8: planned so, in force this iteration, not switched off around this call."""

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import kernels
+from ..derivative import first_derivative_only
 from ..unwritten import Unwritten, written
 
 
@@ -43,7 +43,7 @@ class _RMSNorm(torch.autograd.Function):
         return (x * rstd).mul_(weight.to(rstd.dtype) + offset).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         normed = x * rstd

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ def state_of(config: Any) -> Fp8State:
     """The FP8 state of all models built from this config object, made on first use. Its phases are the config's."""
     state = config.__dict__.get("_fp8_state")
     if state is None:
-        state = config.__dict__["_fp8_state"] = Fp8State(model_device())
+        state = config.__dict__["_fp8_state"] = Fp8State(model_device(), keeps_weights=False)
     warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
     state.phases = Phases(warmup, healing, state.phases.length)
     return state
@@ -130,6 +132,20 @@ def prepare(model_chunks: list[Any]) -> None:
         if hasattr(model.config, "freeze"):
             model.config.freeze()
         model.__dict__["_fp8_prepared"] = True
+
+
+@contextmanager
+def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
+    """Inside, a weight of these chunks is quantised once: Megatron's schedule says when (is_first_microbatch)."""
+    configs = [unwrap(chunk).config for chunk in model_chunks]
+    states = [state_of(config) for config in configs if getattr(config, "fp8", None)]
+    for state in states:
+        state.keeps_weights, state.epoch = True, state.epoch + 1  # what was kept before may be stale
+    try:
+        yield
+    finally:
+        for state in states:
+            state.keeps_weights = False
 
 
 def unwrap(chunk: Any) -> Any:

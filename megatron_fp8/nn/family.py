@@ -108,7 +108,8 @@ class Family:
     def state(self, device: torch.device) -> Fp8State:
         """The state on a device, made on first use."""
         if device not in self.states:
-            self.states[device] = Fp8State(device, iteration=self.iteration)
+            # Loops, adapters and moving averages write weights through .data, at any time, and nobody is told.
+            self.states[device] = Fp8State(device, iteration=self.iteration, keeps_weights=False)
         return self.states[device]
 
     def bind(self, device: torch.device) -> None:

@@ -5,19 +5,22 @@ What does not depend on how the weight lies is Fp8Layer's, for conv1d.py.
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..context import ForwardReasons, Settled, in_recompute, recipe_label, recipe_override
+from ..context import ForwardReasons, Settled, in_recompute, recipe_label, recipe_override, without_autocast
 from ..linear import fp8_linear, observe_high_precision
 from ..param import Fp8Parameter
 from ..recipe import Recipe
 from ..site import GemmSite
 from .config import Fp8Config, make_config
 from .family import Family, site_of, take_over
+from .inputs import call_in_graph, call_on_values
 
 
 class Fp8Layer(torch.nn.Module):
@@ -85,7 +88,8 @@ class Fp8Layer(torch.nn.Module):
         key = (device, "" if recipe is None else repr(recipe))
         if key not in self._sites:
             shape = (self.out_features, self.in_features)
-            self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
+            with _disable_current_modes():  # fake tensors and tracers go, the site stays
+                self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
             self.__dict__["_ready_on"] = device if recipe is None else self._ready_on
         if self._left is not None and recipe is None and device.type != "meta":
             take_over(self._left, self._sites[key])
@@ -129,19 +133,33 @@ class Fp8Layer(torch.nn.Module):
         """Its sites on a device are of a state that is gone."""
         self.__dict__["_sites"] = {key: site for key, site in self._sites.items() if key[0] != device}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: sites hold slots of this model's state, so a copy makes its own."""
+    def _without_sites(self) -> dict[str, Any]:
+        """What copies and pickles take: sites hold slots of this model's state, so a copy makes its own."""
         drop = ("_sites", "_ready_on", "_left", "_reasons", "_labels")
         return {key: value for key, value in self.__dict__.items() if key not in drop}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._without_sites()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.join_family(self._family, self.fp8_name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Layer:
+        """Not by way of __getstate__: parametrizations (weight_norm) replace that, to forbid pickles."""
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self._without_sites(), memo))
+        copied.join_family(copied._family, copied.fp8_name)
+        return copied
+
     # ---------------------------------------------------------------------------------------------------------- forward
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Any) -> Any:
         """[..., in_features] -> [..., out_features]."""
+        if isinstance(input, torch.fx.Proxy):
+            return call_in_graph(self, input)
+        if input.is_nested:
+            return call_on_values(self, input)
         family, device = self._family, self.weight.device
         if family.owed and self.training and not in_recompute():
             raise RuntimeError(
@@ -162,16 +180,13 @@ class Fp8Layer(torch.nn.Module):
             _check_weight(name, self.weight, off is None and not label and site.runs_fp8)
         if off is not None or not site.runs_fp8:
             return self._high_precision(input, site, off is None)
-        if torch.is_autocast_enabled(device.type):
+        if device.type != "meta" and torch.is_autocast_enabled(device.type):
             input = input.to(torch.get_autocast_dtype(device.type))
         with (
-            torch.autocast(device.type, enabled=False),  # it would round the products of the emulated GEMM
+            without_autocast(device),
             nullcontext() if self.training else site.state.uncounted(),
         ):
-            # Codes are kept within an iteration of training. Evaluation cannot know when a weight was written: through
-            # .data, as merged adapters and moving averages do it, a tensor's version stays as it is.
-            fresh, training = not self.training, self.training
-            return fp8_linear(input, self.matrix, self.bias, site, training=training, fresh_weight=fresh)
+            return fp8_linear(input, self.matrix, self.bias, site, training=self.training)
 
     def _high_precision(self, x: torch.Tensor, site: GemmSite, observe: bool) -> torch.Tensor:
         """The unconverted layer's own forward; outside the FP8 phase delayed scaling learns from it."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..backends import choose_backend
-from ..linear import fp8_linear
+from ..context import without_autocast
+from ..linear import fp8_linear, is_watched
 from ..plan import fp8_site
 from ..recipe import Recipe, recipe_name
 from ..site import GemmSite
@@ -59,6 +61,16 @@ def fp8_matmul(
             f"fp8_matmul of {a.dtype} on {a.device} and {b.dtype} on {b.device}: give both the same dtype and device"
         )
     chosen, why = choose_backend(backend, a.device, taken)
-    plan = fp8_site(f"fp8_matmul {recipe_name(taken)}", None, taken, chosen.name, why)
-    with torch.autocast(a.device.type, enabled=False):  # it would round the products of the emulated GEMM
-        return fp8_linear(a, b.t(), None, GemmSite(plan, Fp8State(a.device), None), training=False)
+    # A backward that a tracer recorded finds its site by number, when the call is over.
+    make = _lasting_site if is_watched(a, b) else _site
+    with without_autocast(a.device):
+        return fp8_linear(a, b.t(), None, make(a.device, taken, chosen.name, why), training=False)
+
+
+def _site(device: torch.device, recipe: Recipe, backend: str, why: str) -> GemmSite:
+    plan = fp8_site(f"fp8_matmul {recipe_name(recipe)}", None, recipe, backend, why)
+    with _disable_current_modes():  # fake tensors and tracers go, the site stays
+        return GemmSite(plan, Fp8State(device), None)
+
+
+_lasting_site = lru_cache(_site)

@@ -151,7 +151,8 @@ def test_one_byte_a_value_is_saved(backend):
     codes = [t for t in kept if t.dtype == torch.uint8 and t.shape[0] in (128, 256) and t.shape[1] == 64]
     assert sum(t.nbytes for t in codes) == values, [(t.shape, t.dtype) for t in kept]
     others = sum(t.nbytes for t in kept) - values
-    assert others == values // 32 + 2 * 8, "scales of 32 values each, and two sites' numbers"
+    few = 8 + 2 * 8 + 4  # a site's number, and how its weight was quantised
+    assert others == values // 32 + 2 * few, "scales of 32 values each, and little else"
 
 
 def test_offloaded_activations_come_back_the_same():
@@ -194,6 +195,30 @@ def test_two_calls_on_one_input_are_two_gradients():
         found.append((weight.main_grad, site.state.counts))
     assert_same_bytes(found[1][0], found[0][0])
     assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["step", "step and forward"])
+def test_backward_uses_the_weights_scale_of_its_forward(again):
+    """fp8_step between a forward and its backward changes the delayed scale, and another forward the kept codes."""
+    x, w, dy = data(64, 32, 48)
+    outcomes = []
+    for how in (lambda f: f, compiled):
+        site, _ = make_site("delayed")
+        weight = torch.nn.Parameter(w.clone())
+        call = how(lambda x, weight=weight, site=site: fp8_linear(x, weight, None, site))
+        for _ in range(2):
+            call(x.clone().requires_grad_()).backward(dy)
+            site.state.finish_iteration()
+            with torch.no_grad():
+                weight.mul_(3.3)
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        site.state.finish_iteration()
+        if again:
+            call(x.clone().requires_grad_())
+        y.backward(dy)
+        outcomes.append(leaf.grad)
+    assert_same_bytes(*outcomes)
 
 
 def test_a_recomputed_forward_records_nothing():
@@ -315,12 +340,14 @@ def test_operators_are_what_their_descriptions_say(name):
     arguments = (x, w, None, site.handle, site.saved_layout, "", keeps, True, 0)
     torch.library.opcheck(linear_op.linear, arguments)
     with torch.no_grad():
-        _, *kept = linear_op.linear(*arguments)
+        _, *kept, stamp, scale = linear_op.linear(*arguments)
         given = kept if keeps else [x.detach()]
         arguments = (
             dy.detach(),
             given,
             w.detach(),
+            stamp,
+            scale,
             site.handle,
             site.saved_layout,
             "",

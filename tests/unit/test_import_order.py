@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 
 STREAM: list[tuple[str, ...]] = [
-    ("timing", "checkpoint_files", "command_line"),
+    ("timing", "checkpoint_files", "command_line", "derivative"),
     ("formats",),
     ("kernels",),
     ("cast",),

@@ -114,6 +114,35 @@ def test_another_weight_at_the_same_address_is_quantised():
     assert_same_bytes(second, fp8_linear(x, w * 3, None, make_site("mxfp8")[0]))
 
 
+def test_another_weight_is_known_whatever_its_address_and_version():
+    """Memory that is freed comes back to the next tensor of its size, and ``.data =`` leaves no new version."""
+    site, _ = make_site("tensorwise")
+    memory = torch.empty(16, 16).numpy()
+    weight, x = torch.nn.Parameter(torch.from_numpy(memory)), torch.ones(1, 16)
+    address, version = weight.data_ptr(), weight._version
+    for value in (1.0, 2.0, 3.0):
+        memory[:] = value
+        weight.data = torch.from_numpy(memory)
+        assert (weight.data_ptr(), weight._version) == (address, version)
+        assert float(fp8_linear(x, weight, None, site).detach().mean()) == pytest.approx(16 * value)
+    weight.data = torch.arange(256.0).view(16, 16)
+    fp8_linear(x, weight, None, site)
+    weight.data = weight.data.t()
+    expected = fp8_linear(x, weight, None, make_site("tensorwise")[0])
+    assert_same_bytes(fp8_linear(x, weight, None, site), expected)
+
+
+def test_codes_are_kept_only_where_somebody_promises_that_weights_stay():
+    x, w, _ = data(64, 32, 48)
+    site, backend = make_site("mxfp8", state=Fp8State(keeps_weights=False))
+    weight = torch.nn.Parameter(w.clone())
+    for factor in (1, 2):
+        weight.data.mul_(factor)
+        expected = fp8_linear(x, w * factor, None, make_site("mxfp8")[0])
+        assert_same_bytes(fp8_linear(x, weight, None, site), expected, f"after a factor of {factor}")
+    assert sum(shape == (48, 32) for shape, _ in backend.casts) == 2
+
+
 def test_weight_quantised_in_evaluation_is_recorded_in_training():
     x, w, _ = data(64, 32, 48)
     site, _ = make_site("delayed")

@@ -330,7 +330,7 @@ def test_conv1d_is_a_linear_with_its_weight_transposed(recipe):
         assert_same_bytes(x.grad, other.grad, "input's gradient")
         assert_same_bytes(weight.grad, linear[0].weight.grad.t().contiguous(), "weight's gradient")
         counts = fp8_step(theirs)
-        assert counts == fp8_step(linear) and counts.casts == 5  # the weight once
+        assert counts == fp8_step(linear) and counts.casts == 6  # the weight in each forward
     twin = pickle.loads(pickle.dumps(theirs))
     assert_same_bytes(copy.deepcopy(theirs)(x), twin(x))
     convert_from_fp8(theirs)

@@ -160,6 +160,20 @@ def test_evaluation_sees_a_weight_that_was_written_without_a_version():
         assert_same_bytes(compiled(X), 4 * before, "compiled, written again")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_sees_a_weight_that_was_written_without_a_version(compiled):
+    """Masters that a loop copies, an adapter that is merged: no optimizer, no fp8_step, no new version."""
+    linear = make("tensorwise")
+    call = torch.compile(linear, backend="eager", fullgraph=True) if compiled else linear
+    x = torch.randn(4, 64)
+    call(x)
+    for factor in (2, 0.5):
+        linear.weight.data *= factor
+        fresh = nn.Linear(64, 48)
+        fresh.load_state_dict(linear.state_dict())
+        assert_same_bytes(call(x), Fp8Linear.from_linear(fresh)(x))
+
+
 def test_delayed_uses_the_last_iterations_scale():
     linear = make("delayed")
     x = torch.randn(8, 64)

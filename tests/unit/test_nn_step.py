@@ -105,12 +105,13 @@ def test_counts_of_an_iteration():
     assert fp8_step(model).fp8_gemms == 0
 
 
-def test_accumulation_is_one_iteration_and_weights_are_cast_once():
+def test_accumulation_is_one_iteration():
+    """Weights are cast in each forward: nobody knows whether they were written since the last."""
     model, whole = convert_to_fp8(Tower(), DELAYED), convert_to_fp8(Tower(), DELAYED)
     for i in range(3):
         model(batch(i)).sum().backward()
     counts = fp8_step(model)
-    assert (counts.fp8_gemms, counts.casts) == (18, 3 * 4 + 2)
+    assert (counts.fp8_gemms, counts.casts) == (18, 3 * 6)
     whole(torch.cat([batch(i) for i in range(3)])).sum().backward()
     fp8_step(whole)
     for part in ("scale", "amax_history"):

@@ -123,6 +123,13 @@ def assert_right(
     return y
 
 
+def test_a_second_derivative_is_an_error() -> None:
+    x = torch.randn(4, 256, requires_grad=True)
+    (dx,) = torch.autograd.grad(swiglu(x, None, True).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
+
+
 def test_bias_is_added_before() -> None:
     x, bias = torch.randn(4, 256, requires_grad=True), torch.randn(256, requires_grad=True)
     swiglu(x, bias, True).sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,14 +76,15 @@ def test_planned_in_bf16_is_megatrons_to_the_bit(ranks: RankPool) -> None:
 
 
 def called_twice(recipe: str) -> dict[str, Any]:
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.sites import keeping_weights, state_of
 
     with model_parallel():
         config = fp8_config(ONE, recipe)
         linear = make_linear(config, bias=False)
         first, second = random_input(4, 2, 64), (3 * random_input(4, 2, 64)).detach().requires_grad_()
         grads = [outcome(make_linear(fp8_config(ONE, recipe), bias=False), x)[2] for x in (first, second)]
-        (linear(first)[0].float().square().sum() + linear(second)[0].float().square().sum()).backward()
+        with keeping_weights([SimpleNamespace(config=config)]):
+            (linear(first)[0].float().square().sum() + linear(second)[0].float().square().sum()).backward()
         state = state_of(config)
         amax = float(state.arenas[0].rows[0, 0])
         counts = state.finish_iteration()
@@ -97,13 +99,28 @@ def called_twice(recipe: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_a_module_called_twice(ranks: RankPool, recipe: str) -> None:
-    """Gradients add up, the amax is that of both calls, the weight is cast once."""
+    """Gradients add up, the amax is that of both calls, the weight is cast once where a schedule runs them."""
     seen = ranks(1).run(called_twice, recipe)[0]
     first, second = seen["apart"]
     assert torch.allclose(seen["gradient"].float(), (first + second).float(), rtol=2**-7, atol=1e-3)
     assert seen["amax"][0] == seen["amax"][1]
     assert seen["counts"] == (6, 5)
     assert seen["updates"] == [recipe == "delayed"] * 3
+
+
+def written_unseen() -> list[float]:
+    """Largest outputs of a loop of one's own, after the weight was written through .data."""
+    with model_parallel():
+        linear = make_linear(fp8_config(ONE, "tensorwise"), bias=False)
+        found = []
+        for value in (1.0, 0.5, 0.0):
+            linear.weight.data.fill_(value)
+            found.append(float(linear(torch.ones(2, 64, dtype=torch.bfloat16))[0].max()))
+        return found
+
+
+def test_a_loop_of_ones_own_sees_every_write(ranks: RankPool) -> None:
+    assert ranks(1).run(written_unseen)[0] == [64.0, 32.0, 0.0]
 
 
 def odd_calls() -> None:

@@ -1,0 +1,61 @@
+"""The end of differentiation: a backward whose result cannot be differentiated again says so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+
+_NO_SECOND = (
+    "no second derivative: gradients of FP8 layers, and of what stores FP8, have none. For a loss that contains gradients"
+    " (create_graph=True) switch FP8 off around the forward"
+)
+_NO_BATCHES = (
+    "gradients of FP8 layers cannot be batched (is_grads_batched, jacobian with vectorize=True): call backward for"
+    " each"
+)
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of an autograd function, outermost but for staticmethod: differentiating it is a RuntimeError.
+
+    torch's ``once_differentiable`` says so only where the incoming gradient depends on something, and where the error
+    lies on the way. A constant gradient, such as a sum's, still meets operands that depend on something: their part of a
+    gradient penalty would be missing without a word. And who asks for certain inputs (``hessian``) would get zeros.
+    """
+
+    @functools.wraps(backward)
+    def guarded(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return backward(ctx, *grads)
+        if any(is_batchedtensor(grad) or is_legacy_batchedtensor(grad) for grad in grads):
+            raise RuntimeError(_NO_BATCHES)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        outputs = [
+            None if x is None else x.detach() for x in (found if isinstance(found, tuple) else (found,))
+        ]
+        sources = [*_leaves_behind(ctx), *(grad for grad in grads if grad.requires_grad)]
+        refuse: Any = torch._C._functions.DelayedError(_NO_SECOND.encode(), len(outputs) + len(sources))
+        return refuse(*outputs, *sources)[: len(outputs)]
+
+    return guarded
+
+
+def _leaves_behind(node: Any) -> list[torch.Tensor]:
+    """The leaves that a function's inputs were computed from."""
+    leaves, met, ahead = [], {node}, [node]
+    while ahead:
+        for function, _ in ahead.pop().next_functions:
+            if function is None or function in met:
+                continue
+            met.add(function)
+            ahead.append(function)
+            if hasattr(function, "variable"):  # what accumulates a leaf's gradient
+                leaves.append(function.variable)
+    return leaves
