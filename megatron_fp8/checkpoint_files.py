@@ -19,54 +19,35 @@ with weights_only, everything else is JSON. A file that was cut off or altered i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
-import json
+import math
 import os
 import pickle
 import re
+import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-FORMAT, VERSION = "megatron_fp8 checkpoint", 1
-MANIFEST, LATEST, METADATA = "manifest.json", "latest", ".metadata"
+from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
+
+LATEST, METADATA, _MEGATRONS = "latest", ".metadata", "metadata.json"
 _CHUNK = 1 << 22
-
-
-@dataclass
-class Manifest:
-    """What manifest.json says.
-
-    Attributes:
-        iteration: finished when it was saved.
-        state: numbers that training continues from.
-        facts: layout, precision, model and versions of the run that saved it.
-        files: name -> {"bytes", "sha256"} of every other file.
-    """
-
-    iteration: int
-    state: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def write(self, folder: Path) -> None:
-        """Write ``<folder>/manifest.json``, down to the disk."""
-        content = {"format": FORMAT, "version": VERSION, **vars(self)}
-        write_file(folder / MANIFEST, json.dumps(content, indent=1, allow_nan=False) + "\n")
+_NAMED = re.compile(r"(?:iter|not_finite)_(\d{7,})")
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
-    Raises ValueError: there is none, it cannot be read, or it is not this package's.
+    Raises ValueError: there is none, it is damaged or not this package's, or it belongs into another folder.
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse(_regular(path, LARGEST))
     except FileNotFoundError:
         what = "it has no manifest.json" if folder.is_dir() else "there is no such folder"
         raise ValueError(
@@ -77,21 +58,42 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(
             f"{str(path)!r} cannot be read ({error.strerror}): check its permissions."
         ) from error
+    except NotAManifest as error:
+        raise ValueError(f"{str(path)!r} {error}.") from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is damaged ({error}): {_use_another(folder)}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    named = _NAMED.fullmatch(Path(os.path.abspath(folder)).name)
+    if named and int(named[1]) != manifest.iteration:
         raise ValueError(
-            f"{str(path)!r} is not the manifest of a megatron_fp8 checkpoint: give another folder."
+            f"{str(path)!r} is of iteration {manifest.iteration}, and its folder is named {named[0]}: one of them was"
+            f" changed. {_use_another(folder)}"
         )
-    if content.get("version") != VERSION:
-        raise ValueError(
-            f"{str(path)!r} has version {content.get('version')!r}, and this megatron_fp8 reads version {VERSION}: use"
-            " the version of megatron_fp8 that wrote it."
-        )
-    try:
-        return Manifest(content["iteration"], content["state"], content["facts"], content["files"])
-    except KeyError as error:
-        raise ValueError(f"{str(path)!r} is damaged ({error} is missing): {_use_another(folder)}") from error
+    return manifest
+
+
+def without_checksum(manifest: Manifest) -> list[str]:
+    """A line for people if nothing says that a manifest is what was written; else none."""
+    if manifest.checked:
+        return []
+    return ["the checkpoint's manifest is of an earlier version, which had no checksum: it is taken as it is"]
+
+
+def _regular(path: Path, largest: int) -> bytes:
+    """The bytes of an ordinary file. OSError if it is something else, or too large."""
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
+        size = _ordinary(os.fstat(stream.fileno())).st_size
+        if size > largest:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, too many for what it should be")
+        return stream.read()
+
+
+def _ordinary(status: os.stat_result) -> os.stat_result:
+    """``status`` of an ordinary file; OSError of a folder, and of a pipe or device, whose reading might never end."""
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file")
+    return status
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
@@ -99,7 +101,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
     for name in manifest.files if names is None else names:
         path, expected = folder / name, manifest.files[name]
         try:
-            size = path.stat().st_size
+            size = _ordinary(path.stat()).st_size
             if size != expected["bytes"]:
                 problem = f"has {size} bytes and was written with {expected['bytes']}"
             elif digest(path) != expected["sha256"]:
@@ -112,6 +114,18 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
             problem = f"cannot be read ({error.strerror})"
         raise ValueError(
             f"the checkpoint {str(folder)!r} is damaged: {name} {problem}. {_use_another(folder)}"
+        )
+    if names is None:
+        check_listed(folder, manifest)
+
+
+def check_listed(folder: Path, manifest: Manifest) -> None:
+    """ValueError if tensors lie in a file that the manifest does not list, which nobody would compare with anything."""
+    used = {METADATA, *(place.relative_path for place in read_metadata(folder).storage_data.values())}
+    used |= {_MEGATRONS} if (folder / _MEGATRONS).exists() else set()
+    if unlisted := sorted(used - set(manifest.files)):
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {unlisted[0]}. {_use_another(folder)}"
         )
 
 
@@ -245,28 +259,58 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(folder: Path) -> Any:
     """torch_dist's ``.metadata``: ``state_dict_metadata`` has shape and dtype by tensor name.
 
-    Raises ValueError if it is missing, cut off, or asks for anything but the classes of its format.
+    Raises ValueError if it is missing, cut off, asks for anything but the classes of its format, or describes tensors
+    that its own folder cannot hold.
     """
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     path = folder / METADATA
     try:
-        with path.open("rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
+        metadata = _MetadataUnpickler(io.BytesIO(_regular(path, LARGEST))).load()
     except FileNotFoundError:
-        raise ValueError(f"the checkpoint {str(folder)!r} is damaged: .metadata is missing.") from None
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {_use_another(folder)}"
+        ) from None
     except OSError as error:
         raise ValueError(
             f"{str(path)!r} cannot be read ({error.strerror}): check its permissions."
         ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise ValueError(f"{str(path)!r} is not the metadata of a checkpoint ({error}).") from error
+        raise ValueError(
+            f"{str(path)!r} is not the metadata of a checkpoint ({error}). {_use_another(folder)}"
+        ) from error
     if not isinstance(metadata, Metadata):
         raise ValueError(
             f"{str(path)!r} is not the metadata of a checkpoint (it holds {type(metadata).__name__})."
         )
+    try:
+        _check_metadata(metadata)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} is damaged ({error}). {_use_another(folder)}") from error
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Any exception unless every tensor consists of its chunks, each in a file of this folder, as long as it must be."""
+    places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
+    for name, entry in metadata.state_dict_metadata.items():
+        size, dtype = tuple(entry.size), entry.properties.dtype
+        if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name!r} is no tensor")
+        values = 0
+        for chunk in entry.chunks:
+            window = list(zip(chunk.offsets, chunk.sizes, size, strict=True))
+            place, part = places[name, chunk.offsets], math.prod(chunk.sizes)
+            if not is_plain_name(place.relative_path):
+                raise ValueError(f"{name} lies outside, in {place.relative_path!r}")
+            if place.transform_descriptors or place.offset < 0 or place.length < part * dtype.itemsize:
+                raise ValueError(f"{name} is not stored as it should be in {place.relative_path}")
+            if not all(0 <= offset <= offset + count <= whole for offset, count, whole in window):
+                raise ValueError(f"{name} has a part outside its shape {list(size)}")
+            values += part
+        if values != math.prod(size):
+            raise ValueError(f"{name} has {values} values, and its shape is {list(size)}")
 
 
 def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
@@ -282,14 +326,14 @@ def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
     places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
     for chunk in entry.chunks:
         place = places[name, chunk.offsets]
-        if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"{str(folder)!r} is damaged: {name} lies outside, in {place.relative_path!r}.")
+        window = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
         try:
             with (folder / place.relative_path).open("rb") as stream:
                 stream.seek(place.offset)
-                part = torch.load(io.BytesIO(stream.read(place.length)), weights_only=True)
+                part = torch.load(
+                    io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True
+                )
+            whole[window] = part.reshape(chunk.sizes)
         except Exception as error:  # of a damaged file torch.load raises nearly anything
             raise ValueError(f"{name} in {str(folder)!r} cannot be read ({error}).") from error
-        window = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole[window] = part.reshape(chunk.sizes)
     return whole

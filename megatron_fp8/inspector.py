@@ -7,7 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_files import check_files, find_checkpoint, read_manifest, read_metadata, read_tensor
+from .checkpoint_files import (
+    METADATA,
+    check_files,
+    find_checkpoint,
+    read_manifest,
+    read_metadata,
+    read_tensor,
+    without_checksum,
+)
 from .command_line import refuse
 
 USAGE = """\
@@ -55,7 +63,9 @@ def describe(folder: Path) -> dict[str, Any]:
 
     Raises ValueError if it is damaged, or no checkpoint.
     """
-    manifest, metadata = read_manifest(folder), read_metadata(folder)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, [METADATA] if METADATA in manifest.files else [])
+    metadata = read_metadata(folder)
     tensors = []
     for name, entry in sorted(metadata.state_dict_metadata.items()):
         dtype = entry.properties.dtype
@@ -76,6 +86,9 @@ def describe(folder: Path) -> dict[str, Any]:
         "layout": manifest.facts.get("layout"),
         "precision": manifest.facts.get("precision"),
         "versions": manifest.facts.get("versions"),
+        "tokenizer": manifest.facts.get("tokenizer"),
+        "accepted": manifest.facts.get("accepted", []),
+        "notes": without_checksum(manifest),
         "files": {name: record["bytes"] for name, record in manifest.files.items()},
         "tensors": tensors,
         "delayed_scaling": _delayed(folder, metadata),
@@ -129,6 +142,11 @@ def format_description(found: dict[str, Any]) -> str:
         f"precision   {precision.get('params_dtype')}, {fp8}",
         f"versions    {', '.join(f'{name} {version}' for name, version in (found['versions'] or {}).items())}",
         f"files       {len(found['files'])}, {sum(found['files'].values()):,} bytes",
+        *(
+            f"accepted    {change['name']}: {change['there']!r} -> {change['here']!r} at iteration {change['iteration']}"
+            for change in found["accepted"]
+        ),
+        *(f"            {note}" for note in found["notes"]),
     ]
     for kind in ("weights", "delayed scaling", "optimizer", "random streams"):
         of_kind = [tensor for tensor in found["tensors"] if tensor["kind"] == kind]

@@ -108,7 +108,8 @@ def _export(options: argparse.Namespace) -> None:
         shard_bytes=size_in_bytes(options.max_shard_size),
     )
     run = _read_config(Path(options.config)) if options.config else None
-    done = export(open_source(Path(options.checkpoint), run), Path(options.out), wanted, _shown)
+    source = open_source(Path(options.checkpoint), run)
+    done = export(source, Path(options.out), wanted, _shown)
     what = (
         f"{done.quantised} linears in FP8 ({options.format})" if form else f"in {done.config['torch_dtype']}"
     )
@@ -116,6 +117,8 @@ def _export(options: argparse.Namespace) -> None:
     print(
         f"{done.config['architectures'][0]}, {what}{kept}: {options.out}, {len(done.files)} file(s) of tensors"
     )
+    for note in source.notes:
+        print(note)
 
 
 def _import(options: argparse.Namespace) -> None:

@@ -60,8 +60,16 @@ def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> Non
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:
-    """The tokenizer of the run, if it is known; without a file it is bytes."""
-    return None if source.run.get("data") is None else load_tokenizer(_tokenizer_file(source))
+    """The tokenizer of the run, if it is known; without a file it is bytes. ValueError if it is another one by now."""
+    if source.run.get("data") is None:
+        return None
+    tokenizer = load_tokenizer(_tokenizer_file(source))
+    if source.tokenizer not in (None, tokenizer.name):
+        raise ValueError(
+            f"{str(source.folder)!r} was trained with the tokenizer {source.tokenizer}, and its run's tokenizer is now"
+            f" {tokenizer.name} ({_tokenizer_file(source)}): put the file back that it was trained with."
+        )
+    return tokenizer
 
 
 def _tokenizer_file(source: Source) -> str | None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint_files import check_files, find_checkpoint, read_manifest, read_metadata, read_tensor
+from ..checkpoint_files import (
+    check_files,
+    find_checkpoint,
+    read_manifest,
+    read_metadata,
+    read_tensor,
+    without_checksum,
+)
+from ..model_fields import differences, kind_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NOT_MODEL = ("optimizer.", "rng.")
@@ -22,12 +31,16 @@ class Source:
         section: the model section of its run.
         run: all sections that are known.
         metadata: torch_dist's.
+        tokenizer: of its run, as its manifest says it (``Tokenizer.name``); None if it does not.
+        notes: lines for people.
     """
 
     folder: Path
     section: dict[str, Any]
     run: dict[str, Any]
     metadata: Any
+    tokenizer: str | None
+    notes: list[str]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,16 +70,61 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
     Args:
         run: the sections of its run, where the checkpoint itself does not say (it was saved from Python).
 
-    Raises ValueError: it is no checkpoint, damaged, or says nothing about its model.
+    Raises ValueError: it is no checkpoint, damaged, says nothing about its model, or something else than `run`.
     """
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    run = run or manifest.facts.get("run")
-    if not run or not run.get("model"):
+    own = manifest.facts.get("run", {})
+    if not own.get("model") and not (run or {}).get("model"):
         raise ValueError(
             f"{str(folder)!r} does not say what model it is of: give its run's config with --config=FILE."
         )
+    run = {**own, **_agreeing(folder, own, run)} if run else own
     precision = manifest.facts.get("precision", {})  # two names for one thing are resolved there
     settled = {name: precision[name] for name in ("params_dtype", "fp8", "fp8_recipe") if name in precision}
-    return Source(folder, {**run["model"], **settled}, run, read_metadata(folder))
+    metadata = read_metadata(folder)
+    section = {**run["model"], **settled}
+    _check_types(folder, section, len(metadata.state_dict_metadata))
+    return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), without_checksum(manifest))
+
+
+def _agreeing(folder: Path, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The sections of a given config, over what the checkpoint says of its model. ValueError if that is another one."""
+    model = own.get("model", {})
+    merged = {**model, **given["model"]}
+    for name, (there, here) in differences(model, merged, {}).items() if model else ():
+        if kind_of(name) in ("shape", "function"):
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} is of another model: model.{name} is {there!r} there and {here!r} in the"
+                " given config. Leave --config out: the checkpoint has its own."
+            )
+    return {**given, "model": merged}
+
+
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+_OTHER_SIZES = ("num_query_groups", "kv_channels", "ffn_hidden_size", "vocab_size", "padded_vocab_size")
+_NUMBERS = ("layernorm_epsilon", "rotary_base", "rope_scaling_factor")
+
+
+def _check_types(folder: Path, section: dict[str, Any], tensors: int) -> None:
+    """ValueError unless sizes are whole numbers and the like: a manifest may say anything."""
+
+    def require(name: str, holds: bool, words: str) -> None:
+        if not holds:
+            raise ValueError(
+                f"the model of {str(folder)!r} has model.{name}={section.get(name)!r}: it must be {words}."
+            )
+
+    for name in (*_SIZES, *_OTHER_SIZES):
+        value = section.get(name)
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        require(name, whole or (value is None and name in _OTHER_SIZES), "a whole number of at least 1")
+    require("num_layers", section["num_layers"] <= tensors, f"at most the checkpoint's {tensors} tensors")
+    for name in _NUMBERS:
+        value = section.get(name, 1)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        require(name, number and 0 < value < math.inf, "a number above 0")
+    overrides = section.get("fp8_overrides") or {}
+    require("fp8_overrides", isinstance(overrides, dict), "names and recipes")
+    require("params_dtype", section.get("params_dtype") in (None, *_DTYPES), f"one of {', '.join(_DTYPES)}")

@@ -241,26 +241,33 @@ def _is_stored(shard: Any, stored: dict[str, Any]) -> bool:
 def _check_same_model(
     folder: Path, wanted: dict[str, Any], stored: dict[str, Any], otherwise: str = ", or --resume=never"
 ) -> None:
-    """ValueError, on every rank, if any rank wants a tensor that the checkpoint lacks or has in another shape."""
-    problem = ""
+    """ValueError, on every rank, unless the checkpoint has the ranks' tensors in their shapes, and no other weights."""
+    problem, keys = "", set()
     for shard in _shards(wanted):
         for tensor in nested_values(shard.build()) if isinstance(shard, ShardedTensorFactory) else [shard]:
+            keys.add(tensor.key)
             have = stored.get(tensor.key)
+            if problem:
+                continue
             if have is None:
                 problem = f"it has no {tensor.key}"
             elif tuple(have.size) != tuple(tensor.global_shape):
                 problem = f"{tensor.key} is {list(have.size)} there and {list(tensor.global_shape)} here"
-            if problem:
-                break
-        if problem:
-            break
-    problems: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    if found := next((text for text in problems if text), ""):
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (problem, keys))
+    found = next((text for text, _ in everyone if text), "")
+    if left := sorted(_weights(stored).difference(*(keys for _, keys in everyone))):
+        found = found or f"it has {left[0]}, which this one has not"
+    if found:
         raise ValueError(
             f"the checkpoint {str(folder)!r} is of another model: {found}. Give the model section it was trained with"
             f" (config.yaml of its run){otherwise}."
         )
+
+
+def _weights(stored: dict[str, Any]) -> set[str]:
+    """Names of the model's own tensors: not of optimizer, random streams and delayed scaling."""
+    return {key for key in stored if not key.startswith(("optimizer.", "rng.")) and not is_slot_key(key)}
 
 
 def _take_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:

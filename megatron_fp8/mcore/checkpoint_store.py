@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -23,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ..checkpoint_files import read_metadata
@@ -69,12 +74,20 @@ def load_shards(folder: Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
     """``sharded_state`` with each sharded tensor replaced by what the checkpoint has of it. Collective.
 
     Values that are no sharded tensors stay as they are.
+
+    Raises ValueError, on every rank: a file holds something else than the metadata says.
     """
     _, rest = extract_nonpersistent(sharded_state)
     _, common = extract_sharded_base(rest)
-    return dist_checkpointing.load(
-        sharded_state, str(folder), sharded_strategy=_TensorsOnly(), common_strategy=_Current(common)
-    )
+    try:
+        return dist_checkpointing.load(
+            sharded_state, str(folder), sharded_strategy=_TensorsOnly(), common_strategy=_Current(common)
+        )
+    except CheckpointException as error:  # no Exception: it names the ranks that failed
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(f"the checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause})") from error
+    except CheckpointingException as error:
+        raise ValueError(f"the checkpoint {str(folder)!r} is damaged: {error}") from error
 
 
 def root_cause(error: BaseException) -> BaseException:

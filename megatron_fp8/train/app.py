@@ -135,7 +135,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     """Data, model, optimizer and report of a run whose ranks have met. None after a dry run."""
     from megatron_fp8.mcore.iteration import set_training_length
     from megatron_fp8.mcore.sites import check_plan
-    from megatron_fp8.train import checkpoints, data, model
+    from megatron_fp8.train import binding, checkpoints, data, model
     from megatron_fp8.train.config import tokens_of_microbatch
     from megatron_fp8.train.facts import input_facts
     from megatron_fp8.train.loop import Trainer
@@ -145,7 +145,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     set_training_length(config, run.train.train_iters)
     if config.fp8_size_filter_tokens is None:
         config.fp8_size_filter_tokens = tokens_of_microbatch(run)
-    chosen = None if run.dry_run else checkpoints.choose(run)
+    chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
     prefixes = data.find_data(run.data, tokenizer, vocab_size)
     launch.meeting.agree("files", input_facts(prefixes, chosen), run.train.distributed_timeout_minutes * 60)
     datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
@@ -165,9 +165,10 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     if run.dry_run:
         _dry_run(trainer, chunks, vocab_size, first)
         return None
-    start = checkpoints.resume(run, chosen, chunks, optimizer, scheduler)
+    start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler)
     trainer.finished, trainer.samples = start.iteration, start.samples
-    trainer.checkpoints = checkpoints.Checkpoints(run, chunks, optimizer, scheduler)
+    facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted}
+    trainer.checkpoints = checkpoints.Checkpoints(run, chunks, optimizer, scheduler, facts)
     folder = Path(run.run_dir)
 
     def after_first_step() -> None:

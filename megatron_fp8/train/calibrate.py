@@ -77,6 +77,8 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     )
     batches = _batches(options, restored)
     say(f"checkpoint  {restored.folder}, iteration {restored.iteration}", launch)
+    for line in restored.lines:
+        say(f"            {line}", launch)
     out = Path(options.out) if options.out else run_folder_of(restored.folder) / "calibration"
     try:
         out.mkdir(parents=True, exist_ok=True)  # found out before the minutes that calibration may take
@@ -97,6 +99,8 @@ def _batches(options: argparse.Namespace, restored: Any) -> list[torch.Tensor]:
     section, length = restored.run.data, restored.run.train.seq_length
     if options.data:
         section.paths = options.data
+        if options.config is None:  # a user's text is not copied to where a checkpoint says
+            section.cache_dir = None
     prefixes = find_data(section, restored.tokenizer, restored.vocab_size)
     parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
     tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -12,13 +12,16 @@ import torch.distributed as dist
 from megatron_fp8.checkpoint_files import (
     Manifest,
     check_files,
+    check_listed,
     complete_checkpoints,
     find_checkpoint,
     latest_checkpoint,
     read_manifest,
+    without_checksum,
 )
 from megatron_fp8.mcore import checkpoint
 from megatron_fp8.mcore.checkpoint_saver import Saver
+from megatron_fp8.train import binding
 from megatron_fp8.train.config import RunConfig
 from megatron_fp8.train.parallel import on_first_rank, seed_streams
 from megatron_fp8.train.report import versions
@@ -26,12 +29,16 @@ from megatron_fp8.train.report import versions
 
 @dataclass
 class Start:
-    """Where training starts: iterations finished, of them skipped, and samples consumed; lines for people."""
+    """Where training starts: iterations finished, of them skipped, and samples consumed; lines for people.
+
+    ``accepted``: what `--checkpoint.accept` let change, from here and from checkpoints before, for the next manifests.
+    """
 
     iteration: int = 0
     samples: int = 0
     skipped: int = 0
     folder: Path | None = None
+    accepted: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
 
@@ -48,10 +55,11 @@ def checkpoint_before(run: RunConfig, iteration: int) -> Path | None:
     return None if run.resume in ("auto", "never") else Path(run.resume)
 
 
-def choose(run: RunConfig) -> tuple[Path, Manifest] | None:
+def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     """The checkpoint that `--resume` means, every file of it checked; None to start from the beginning. Collective.
 
-    Raises ValueError, on every rank: there is none at the path, or it is damaged.
+    Raises ValueError, on every rank: there is none at the path, it is damaged, or this run would compute something else
+    with its weights than it was trained for.
     """
 
     def find() -> tuple[Path, Manifest] | None:
@@ -62,7 +70,13 @@ def choose(run: RunConfig) -> tuple[Path, Manifest] | None:
             if run.resume == "auto"
             else find_checkpoint(Path(run.resume))
         )
-        return None if found is None else (found, read_manifest(found))
+        if found is None:
+            return None
+        manifest = read_manifest(found)
+        _check_state(found, manifest)
+        binding.check(run, found, manifest, tokenizer, ", or --resume=never")
+        check_listed(found, manifest)
+        return found, manifest
 
     chosen = on_first_rank(find)
     if chosen is None:
@@ -78,61 +92,94 @@ def choose(run: RunConfig) -> tuple[Path, Manifest] | None:
     return chosen
 
 
+def _check_state(folder: Path, manifest: Manifest) -> None:
+    """ValueError unless a manifest's numbers say where training goes on, and fit together."""
+    state, done = manifest.state, manifest.iteration
+    needed = ("optimizer_step", "fp8_iteration", "scheduler_steps", "consumed_samples")
+    problem = ""
+    if missing := [name for name in needed if name not in state]:
+        problem = f"its manifest has no {missing[0]}, as one that was saved from Python and not by a run"
+    elif (
+        not 1 <= state["scheduler_steps"] <= done + 1
+    ):  # one ahead of the optimizer, which skips steps and adds none
+        problem = f"its manifest has scheduler_steps {state['scheduler_steps']} after iteration {done}"
+    elif not state["optimizer_step"] <= done:
+        problem = f"its manifest has optimizer_step {state['optimizer_step']} after iteration {done}"
+    elif done and not state["consumed_samples"]:
+        problem = f"its manifest has consumed_samples 0 after iteration {done}"
+    if problem:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} cannot be trained on from: {problem}. Give another one with --resume=PATH."
+        )
+
+
 def resume(
-    run: RunConfig, chosen: tuple[Path, Manifest] | None, chunks: list[Any], optimizer: Any, scheduler: Any
+    run: RunConfig,
+    chosen: tuple[Path, Manifest] | None,
+    tokenizer: Any,
+    chunks: list[Any],
+    optimizer: Any,
+    scheduler: Any,
 ) -> Start:
     """Put the chosen checkpoint into model, optimizer, schedule and random streams. Collective."""
     if chosen is None:
         return Start()
     folder, manifest = chosen
+    accepted = binding.check(run, folder, manifest, tokenizer)
     resumed = checkpoint.load(folder, manifest, chunks, optimizer)
     state = manifest.state
     scheduler.num_steps = 0
     scheduler.step(
         state["scheduler_steps"]
     )  # rates are this run's own; only the place on the curve is taken over
-    lines = [f"resume      {folder}: iteration {manifest.iteration} is done", *map(_note, resumed.notes)]
+    lines = [f"resume      {folder}: iteration {manifest.iteration} is done"]
+    lines += map(_note, without_checksum(manifest))
+    if accepted:
+        lines.append(
+            _note(f"accepted, it computes something else from here on: {', '.join(map(str, accepted))}")
+        )
+    lines += map(_note, resumed.notes)
     begun = manifest.iteration > 0  # an imported model has no order of samples, and no streams, to go on with
     if begun and not resumed.same_layout:
         seed_streams(zlib.crc32(f"{run.train.seed} {manifest.iteration}".encode()))
         lines.append(_note("another parallel layout: random streams (dropout) start anew"))
-    lines += map(_note, _data_notes(run, manifest) if begun else ())
+    if begun:
+        changed = binding.may_change(run, manifest)
+        lines += [_note(f"not as it was: {', '.join(map(str, changed))}")] if changed else []
+        lines += map(_note, _data_notes(changed))
     taken = state["scheduler_steps"] - 1  # the scheduler is one step ahead of the optimizer
     skipped = manifest.iteration - taken
-    return Start(manifest.iteration, state["consumed_samples"], skipped, folder, lines)
+    before = manifest.facts.get("accepted", [])
+    now = [{"iteration": manifest.iteration, **vars(change)} for change in accepted]
+    return Start(manifest.iteration, state["consumed_samples"], skipped, folder, [*before, *now], lines)
 
 
 def _note(text: str) -> str:
     return f"            {text}"
 
 
-def _data_notes(run: RunConfig, manifest: Manifest) -> list[str]:
+def _data_notes(changed: list[binding.Change]) -> list[str]:
     """What decides the order of samples and is not as it was."""
-    before, now = manifest.facts.get("run", {}), run.to_dict()
-    keys = [
-        ("train", "train_iters"),
-        ("train", "global_batch_size"),
-        ("train", "seq_length"),
-        ("train", "seed"),
-    ]
-    keys += [("data", "paths"), ("data", "split"), ("data", "tokenizer")]
-    changed = [
-        f"{section}.{name}"
-        for section, name in keys
-        if section in before and before[section].get(name) != now[section][name]
-    ]
+    order = {f"train.{name}" for name in ("train_iters", "global_batch_size", "seq_length", "seed")}
+    order |= {"data.paths", "data.split"}
+    names = [change.name for change in changed if change.name in order]
     return (
-        [f"the order of samples may differ from the first run's: changed {', '.join(changed)}"]
-        if changed
-        else []
+        [f"the order of samples may differ from the first run's: changed {', '.join(names)}"] if names else []
     )
 
 
 class Checkpoints:
-    """Saves a run's checkpoints. Made, and called, on every rank."""
+    """Saves a run's checkpoints. Made, and called, on every rank.
 
-    def __init__(self, run: RunConfig, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+    Args:
+        facts: what manifests say of the run beside its config, layout and versions.
+    """
+
+    def __init__(
+        self, run: RunConfig, chunks: list[Any], optimizer: Any, scheduler: Any, facts: dict[str, Any]
+    ) -> None:
         self.run, self.chunks, self.optimizer, self.scheduler = run, chunks, optimizer, scheduler
+        self.facts = facts
         wanted = run.checkpoint
         self._saver = Saver(
             checkpoint_folder(run), keep_last=wanted.keep_last, asynchronous=wanted.async_save
@@ -157,6 +204,7 @@ class Checkpoints:
             "consumed_samples": samples,
         }
         facts = {**checkpoint.layout_facts(self.chunks), "versions": versions(), "run": self.run.to_dict()}
+        facts |= self.facts
         self._saver.save(
             checkpoint.sharded_state(self.chunks, self.optimizer), Manifest(iteration, state, facts)
         )

@@ -26,9 +26,10 @@ class Parser(CommandParser):
         """(options, options of the run's model section such as --model.fp8_pow2_scales=true)."""
         options, rest = self.parse_known_args(arguments)
         for argument in rest:
-            if not argument.startswith("--model.") or "=" not in argument:
+            if not argument.startswith(("--model.", "--checkpoint.accept")) or "=" not in argument:
                 self.error(
-                    f"{argument} is not an option (of the run's config --model.NAME=VALUE may be given)"
+                    f"{argument} is not an option (of the run's config --model.NAME=VALUE and --checkpoint.accept=NAME"
+                    " may be given)"
                 )
         return options, rest
 

@@ -109,6 +109,8 @@ def parse(arguments: list[str]) -> RunConfig:
         dry_run=values["dry_run"],
         debug=values["debug"],
     )
+    for name in run.checkpoint.accept:
+        _check_key(name, "--checkpoint.accept=")
     settle_precision(run.model)
     check_sections(run.train, run.optimizer, run.checkpoint, run.resume)
     check_loss_scaling(run.optimizer, fp16=run.model.fp16)
@@ -149,6 +151,8 @@ def _normalised(arguments: list[str]) -> Iterator[str]:
             taking_paths = name == "data" and not equals
             if name == "data" and equals:
                 yield f"--data.paths+={value}"
+            elif name == "checkpoint.accept" and equals and not value.startswith("["):
+                yield from (f"--checkpoint.accept+={part}" for part in value.split(","))
             elif name in _FLAGS and not equals:
                 yield f"--{name}=true"
             elif not taking_paths:

@@ -132,6 +132,8 @@ def _make_ready(options: argparse.Namespace, restored: Any, launch: Any) -> None
 
     static = options.activations == "static"
     say(f"checkpoint  {restored.folder}, iteration {restored.iteration}", launch)
+    for line in restored.lines:
+        say(f"            {line}", launch)
     if not restored.run.model.fp8:
         if static:
             raise ValueError(

@@ -16,12 +16,13 @@ from typing import Any
 
 import yaml
 
-from megatron_fp8.checkpoint_files import check_files, find_checkpoint, read_manifest
+from megatron_fp8.checkpoint_files import check_files, find_checkpoint, read_manifest, without_checksum
 from megatron_fp8.mcore.checkpoint import load_weights
 from megatron_fp8.mcore.sites import check_plan
+from megatron_fp8.model_fields import IMPORT_PATHS
 from megatron_fp8.recipe import check_recipe_name
+from megatron_fp8.train import binding, parallel
 from megatron_fp8.train import config as run_config
-from megatron_fp8.train import parallel
 from megatron_fp8.train.config import RunConfig, tokens_of_microbatch
 from megatron_fp8.train.facts import run_facts
 from megatron_fp8.train.model import build_model
@@ -48,7 +49,10 @@ _FOR_INFERENCE: dict[str, Any] = {
 
 @dataclass
 class Restored:
-    """A trained model on the ranks of this launch. ``run`` has this launch's layout; vocab_size is padded."""
+    """A trained model on the ranks of this launch. ``run`` has this launch's layout; vocab_size is padded.
+
+    ``lines``: what people should know of the checkpoint.
+    """
 
     model: Any
     run: RunConfig
@@ -56,6 +60,7 @@ class Restored:
     vocab_size: int
     folder: Path
     iteration: int
+    lines: list[str]
 
 
 def choose_recipe(section: Any, recipe: str | None, fp8: str | None) -> None:
@@ -101,6 +106,7 @@ def restore(
     manifest = read_manifest(folder)
     run = _run_of(folder, manifest.facts.get("run"), config, options)
     tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
+    accepted = binding.check(run, folder, manifest, tokenizer)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     if vocab_size % launch.world_size:
         raise ValueError(
@@ -109,6 +115,8 @@ def restore(
     if run.model.fp8_size_filter_tokens is None:
         run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)  # the same layers in FP8 as in training
     choose_recipe(run.model, recipe, fp8)
+    if config is None:
+        _refuse_its_code(folder, manifest.facts["run"]["model"], run.model)
     for name, value in _FOR_INFERENCE.items():
         setattr(run.model, name, value)
     run.model.tensor_model_parallel_size = launch.world_size
@@ -120,18 +128,49 @@ def restore(
     model = build_model(settings, run, vocab_size)
     load_weights(folder, model)
     check_plan([model])
-    return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration)
+    lines = without_checksum(manifest)
+    if accepted:
+        lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
+    return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines)
 
 
-def _run_of(folder: Path, saved: Any, config: str | None, options: list[str]) -> RunConfig:
+def _run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, options: list[str]) -> RunConfig:
     if config is not None:
         return run_config.load(config, *options)
-    if not isinstance(saved, dict) or "model" not in saved:
+    if not saved or "model" not in saved:
         raise ValueError(
             f"{str(folder)!r} does not say what run it is of: give its config with --config=FILE"
         )
-    with _as_file(saved) as path:
-        return run_config.load(path, *options)
+    sections = {name: dict(values) for name, values in saved.items() if isinstance(values, dict)}
+    for section, name in _NOT_FROM_A_CHECKPOINT:
+        sections.get(section, {}).pop(name, None)
+    with _as_file(sections) as path:
+        try:
+            return run_config.load(path, *options)
+        except ValueError as error:
+            said = str(error).replace(f"--config={path}", "its config").replace(path, "its config")
+            raise ValueError(
+                f"the run that the checkpoint {str(folder)!r} is of cannot be built here: {said}"
+            ) from error
+
+
+# Code, a place to write to, and what a user accepts count only from the user's own config or command line.
+_NOT_FROM_A_CHECKPOINT = (
+    *(("model", name) for name in (*IMPORT_PATHS, "config_logger_dir")),
+    ("checkpoint", "accept"),
+)
+
+
+def _refuse_its_code(folder: Path, saved: dict[str, Any], section: Any) -> None:
+    """ValueError if the model needs code that the checkpoint names and the user does not: none is imported from there."""
+    path = saved.get("fp8_quantizer_factory")
+    wanted = {section.fp8_recipe, section.fp8_format, *section.fp8_overrides.values()}
+    if path is not None and section.fp8 and "custom" in wanted and section.fp8_quantizer_factory is None:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} names code, fp8_quantizer_factory={path!r}, and code that a checkpoint names"
+            f" is not imported: if you know it, add --model.fp8_quantizer_factory={path}; or choose a recipe"
+            " with --recipe."
+        )
 
 
 @contextmanager

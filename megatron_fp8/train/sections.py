@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_fp8.model_fields import kind_of
+
 
 @dataclass
 class TrainSection:
@@ -109,6 +111,8 @@ class CheckpointSection:
     """Write while training goes on (a copy of the model and optimizer state is held in memory meanwhile)."""
     folder: str | None = None
     """Where checkpoints are; None: the folder checkpoints in run_dir."""
+    accept: list[str] = field(default_factory=list)
+    """Settings that may change what a checkpoint's model computes, such as model.rotary_base for a longer context."""
 
 
 def check_sections(
@@ -146,8 +150,25 @@ def check_sections(
         )
     for name in ("save_interval", "keep_last"):
         _at_least(f"checkpoint.{name}", getattr(checkpoint, name), 0)
+    check_accept(checkpoint.accept)
     if not resume.strip():
         raise ValueError("resume='' must be 'auto', 'never' or the path of a checkpoint.")
+
+
+def check_accept(names: list[str]) -> None:
+    """Raise ValueError unless every name is of a setting that a checkpoint may have otherwise, if it is accepted."""
+    for name in names:
+        section, _, key = name.partition(".")
+        kind = kind_of(key) if section == "model" else "function" if name == "data.tokenizer" else ""
+        if kind == "shape":
+            raise ValueError(
+                f"checkpoint.accept={name}: it is part of the model's shape, which no checkpoint can change. Drop it."
+            )
+        if kind != "function":
+            raise ValueError(
+                f"checkpoint.accept={name}: it may change without being accepted, leave it out. What may be accepted is"
+                " model.rotary_base and the like, and data.tokenizer."
+            )
 
 
 _LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "max_loss_scale", "loss_scale_window", "hysteresis")

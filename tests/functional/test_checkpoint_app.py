@@ -19,6 +19,7 @@ import yaml
 from megatron_fp8.checkpoint_files import check_files, latest_checkpoint, read_manifest
 from megatron_fp8.inspector import main as inspect
 from tests.functional.test_train_app import APP, MEASURED, MODEL, environment, lines
+from tests.manifests import edit
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
 FIELDS |= {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
@@ -92,9 +93,8 @@ def damage(checkpoint: Path, kind: str) -> None:
         # A folder of the very size, which nobody may read as a file, not even root.
         shard.unlink()
         shard.mkdir()
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest["files"][shard.name]["bytes"] = shard.stat().st_size
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        size = shard.stat().st_size
+        edit(checkpoint, lambda content: content["files"][shard.name].update(bytes=size))
     else:
         (checkpoint / {"metadata missing": ".metadata", "manifest missing": "manifest.json"}[kind]).unlink()
 
@@ -176,8 +176,8 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(folder, results, kind):
 
 def test_another_models_checkpoint_is_refused(folder, results):
     for kind, words in {
-        "wider": "is of another model: decoder.layers.0.mlp.linear_fc1.weight",
-        "deeper": "is of another model: it has no decoder.layers.2.",
+        "wider": "is of another model: model.ffn_hidden_size is 128 there and 256 here",
+        "deeper": "is of another model: model.num_layers is 2 there and 3 here",
         "nowhere": "'runs/nowhere' is not a checkpoint of megatron_fp8: there is no such folder",
     }.items():
         code, said = results[kind]

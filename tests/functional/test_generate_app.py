@@ -15,6 +15,7 @@ import yaml
 from megatron_fp8.calibration import load_calibration
 from megatron_fp8.checkpoint_files import latest_checkpoint
 from tests.functional.test_train_app import APP, MODEL, environment
+from tests.manifests import edit
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
 FIELDS |= {"fp8_format": "tensorwise", "hidden_dropout": 0.0}
@@ -94,10 +95,7 @@ def heard(folder) -> Heard:
     tensors.write_bytes(tensors.read_bytes()[:-1])
     shard = next(latest_checkpoint(foreign / "checkpoints").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    manifest = latest_checkpoint(unsaid / "checkpoints") / "manifest.json"
-    record = json.loads(manifest.read_text())
-    del record["facts"]["run"]
-    manifest.write_text(json.dumps(record))
+    edit(latest_checkpoint(unsaid / "checkpoints"), lambda content: content["facts"].pop("run"))
     calibrate = ["calibrate", run_dir]
     return first | run(
         folder,
@@ -229,7 +227,7 @@ BAD = {
     "static bf16": "--activations static needs FP8",
     "calibration unused": "--calibration is for --activations static",
     "another shape": "is of another model: ",
-    "another shape by option": "mlp.linear_fc1.weight_w is [128, 64] there and [64, 64] here",
+    "another shape by option": "model.ffn_hidden_size is 128 there and 64 here",
     "damaged checkpoint": "is damaged: __0_0.distcp has",
     "no config": "does not say what run it is of: give its config with --config=FILE",
     "no checkpoint": "nowhere",

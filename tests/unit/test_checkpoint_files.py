@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from megatron_fp8 import checkpoint_files as files
+from megatron_fp8.manifest import FORMAT
 
 
 class Writer(dcp.FileSystemWriter):
@@ -102,8 +105,8 @@ def test_damage_is_found_and_another_checkpoint_named(saved, name):
         ("{", "is damaged"),
         ("[]", "is not the manifest of a megatron_fp8 checkpoint"),
         ('{"format": "other"}', "is not the manifest of a megatron_fp8 checkpoint"),
-        (json.dumps({"format": files.FORMAT, "version": 99}), "has version 99"),
-        (json.dumps({"format": files.FORMAT, "version": 1, "iteration": 1}), "'state' is missing"),
+        (json.dumps({"format": FORMAT, "version": 99}), "has version 99"),
+        (json.dumps({"format": FORMAT, "version": 1, "iteration": 1}), "'facts' is missing"),
     ],
 )
 def test_a_foreign_folder_is_refused(saved, content, words):
@@ -156,11 +159,128 @@ def test_no_pickle_runs(saved, tmp_path):
         entry.offset, entry.length = 0, len(bomb.getvalue())
     with pytest.raises(ValueError, match="cannot be read"):
         files.read_tensor(saved, metadata, "w")
-    for entry in metadata.storage_data.values():
-        entry.relative_path = "../../secret"
-    with pytest.raises(ValueError, match="lies outside"):
-        files.read_tensor(saved, metadata, "w")
     assert not mark.exists()
+
+
+def to_another_file(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).relative_path = "../../secret"
+
+
+def to_a_packed_file(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+
+
+def larger(metadata: Any) -> None:
+    for name, entry in list(metadata.state_dict_metadata.items()):
+        size = torch.Size([1 << 50, *entry.size[1:]])
+        entry.chunks[0].sizes = size
+        metadata.state_dict_metadata[name] = dataclasses.replace(entry, size=size)
+
+
+def with_a_hole(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].chunks.clear()
+
+
+def outside(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([2, 6])
+
+
+def of_no_tensor(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"] = 3
+
+
+def without_a_place(metadata: Any) -> None:
+    metadata.storage_data.clear()
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (to_another_file, "lies outside, in '../../secret'"),
+        (to_a_packed_file, "is not stored as it should be"),
+        (larger, "is not stored as it should be"),
+        (with_a_hole, "w has 0 values"),
+        (outside, "w has a part outside its shape"),
+        (of_no_tensor, "is damaged"),
+        (without_a_place, "is damaged"),
+    ],
+)
+def test_metadata_describes_what_its_folder_can_hold(saved, edit, words):
+    metadata = files.read_metadata(saved)
+    edit(metadata)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError) as error:
+        files.read_metadata(saved)
+    assert words in str(error.value)
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_believed(saved):
+    for name in (".metadata", next(saved.glob("*.distcp")).name):
+        manifest = files.read_manifest(saved)
+        del manifest.files[name]
+        with pytest.raises(ValueError, match=f"its manifest does not list {name}"):
+            files.check_files(saved, manifest)
+
+
+def test_the_folders_name_is_the_iteration(saved):
+    for name in ("iter_0000003", "not_finite_0000003"):
+        other = saved.rename(saved.with_name(name))
+        with pytest.raises(ValueError, match=f"is of iteration 2, and its folder is named {name}"):
+            files.read_manifest(other)
+        other.rename(saved)
+    copy = saved.rename(saved.with_name("best"))
+    assert files.read_manifest(copy).iteration == 2
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("gone")
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("change", [empty, folder, pipe, loop, nowhere, device])
+def test_whatever_stands_for_a_file_is_a_line(saved, name, change):
+    change(saved / name)
+    with pytest.raises(ValueError) as error:
+        files.check_files(saved, files.read_manifest(saved))
+    assert len(str(error.value).splitlines()) == 1
+    if name == ".metadata":
+        with pytest.raises(ValueError):
+            files.read_metadata(saved)
+
+
+def test_a_manifest_without_a_checksum_is_read_and_said(saved):
+    path = saved / "manifest.json"
+    assert files.without_checksum(files.read_manifest(saved)) == []
+    content = {**json.loads(path.read_text()), "version": 1}
+    del content["sha256"]
+    path.write_text(json.dumps(content))
+    (line,) = files.without_checksum(files.read_manifest(saved))
+    assert "no checksum" in line
 
 
 def test_a_replaced_file_is_never_half_written(tmp_path):

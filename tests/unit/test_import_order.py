@@ -13,7 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 
 STREAM: list[tuple[str, ...]] = [
-    ("timing", "checkpoint_files", "command_line", "derivative"),
+    ("timing", "manifest", "model_fields", "command_line", "derivative"),
+    ("checkpoint_files",),
     ("formats",),
     ("kernels",),
     ("cast",),

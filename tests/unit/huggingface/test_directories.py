@@ -25,6 +25,7 @@ from megatron_fp8.cli import main
 from megatron_fp8.huggingface.commands import size_in_bytes
 from megatron_fp8.huggingface.directory import Tensors, new_directory, write_tensors
 from megatron_fp8.huggingface.source import Source
+from tests.manifests import edit
 from tests.unit.huggingface.small import tensors, write
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -382,7 +383,10 @@ def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, capsys):
 
 
 def test_a_config_of_another_model_names_the_tensor(run, tmp_path, capsys):
+    """Of a checkpoint that does not say itself what run it is of."""
     model = read_manifest(find_checkpoint(run)).facts["run"]["model"]
+    unsaid = shutil.copytree(run, tmp_path / "unsaid")
+    edit(find_checkpoint(unsaid), lambda content: content["facts"].pop("run"))
     for changes, words in {
         (("ffn_hidden_size", 512),): "mlp.linear_fc1.weight_w is [256, 128] in",
         (("num_layers", 1),): "has, and the exported model has not, decoder.layers.1.",
@@ -392,7 +396,7 @@ def test_a_config_of_another_model_names_the_tensor(run, tmp_path, capsys):
     }.items():
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump({"model": {**model, **dict(changes)}, "train": {"seq_length": 64}}))
-        assert words in refused(capsys, "export", run, tmp_path / "out", f"--config={config}")
+        assert words in refused(capsys, "export", unsaid, tmp_path / "out", f"--config={config}")
 
 
 def test_help_teaches(capsys):

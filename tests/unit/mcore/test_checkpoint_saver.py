@@ -66,7 +66,7 @@ FAULTS = {
     "the metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 0),
     "the companions": ("megatron_fp8.mcore.checkpoint_saver.write_companions", 0),
     "a checksum": ("megatron_fp8.mcore.checkpoint_saver.file_record", 1),
-    "the manifest": ("megatron_fp8.checkpoint_files.write_file", 0),
+    "the manifest": ("megatron_fp8.manifest.Manifest.write", 0),
     "the folder": ("pathlib.Path.mkdir", 0),
     "the rename": ("pathlib.Path.rename", 0),
 }

@@ -1,0 +1,217 @@
+"""A checkpoint's manifest as text: everything in it has its key and type, and a checksum over all of it.
+
+    {"format": "megatron_fp8 checkpoint", "version": 2, "sha256": "...",
+     "iteration": 500, "state": {...}, "facts": {...}, "files": {"__0_0.distcp": {"bytes": 1, "sha256": "..."}, ...}}
+
+The checksum is of the JSON of all other keys, sorted, without spaces: how the file is indented does not matter. It finds
+damage and hasty edits; it keeps nobody out who computes another one, so a manifest is also never trusted with more than
+numbers, words, and the names of files beside it. Version 1 had no checksum and is still read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+FORMAT, VERSION, _WITHOUT_CHECKSUM = "megatron_fp8 checkpoint", 2, 1
+MANIFEST = "manifest.json"
+LARGEST = 1 << 28
+"""Bytes of a manifest that is read: far above what files of 100,000 ranks take."""
+
+_KEYS = ("iteration", "state", "facts", "files")
+_COUNTS = ("optimizer_step", "fp8_iteration", "scheduler_steps", "consumed_samples")
+_LAST = 2**63 - 1
+
+
+class NotAManifest(ValueError):
+    """What was read is something else, not a damaged manifest."""
+
+
+@dataclass
+class Manifest:
+    """What manifest.json says.
+
+    Attributes:
+        iteration: finished when it was saved.
+        state: numbers that training continues from.
+        facts: layout, precision, model and versions of the run that saved it.
+        files: name -> {"bytes", "sha256"} of every other file.
+        checked: a checksum says that all of this is what was written; False: of version 1, which had none.
+    """
+
+    iteration: int
+    state: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    checked: bool = field(default=True, compare=False)
+
+    def text(self) -> str:
+        """The content of manifest.json. Raises ValueError if it holds what JSON has not: NaN, Inf, other types."""
+        content = {"format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in _KEYS}}
+        return json.dumps({**content, "sha256": _checksum(content)}, indent=1, allow_nan=False) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Write ``<folder>/manifest.json``, down to the disk."""
+        with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
+            stream.write(self.text())
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def parse(data: bytes) -> Manifest:
+    """The manifest that a file's bytes hold.
+
+    Raises:
+        NotAManifest: it is JSON of something else, or of a version that is not known here.
+        ValueError: it is damaged; the message says by what, without the file's name.
+    """
+    try:
+        content = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_no_key_twice, parse_constant=_no_constant
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise NotAManifest("is not the manifest of a megatron_fp8 checkpoint: give another folder")
+    version = content.get("version")
+    if isinstance(version, bool) or version not in (VERSION, _WITHOUT_CHECKSUM):
+        raise NotAManifest(
+            f"has version {version!r}, and this megatron_fp8 reads versions {_WITHOUT_CHECKSUM} and {VERSION}: use the"
+            " version of megatron_fp8 that wrote it"
+        )
+    checked = version == VERSION
+    wanted = {"format", "version", *_KEYS} | ({"sha256"} if checked else set())
+    for names, words in (
+        (wanted - set(content), "is missing"),
+        (set(content) - wanted, "does not belong there"),
+    ):
+        if names:
+            raise ValueError(f"{min(names)!r} {words}")
+    if checked and content["sha256"] != _checksum(content):
+        raise ValueError("its checksum differs: it is not what was written")
+    _check(content)
+    return Manifest(content["iteration"], content["state"], content["facts"], content["files"], checked)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    plain = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(plain.encode("ascii")).hexdigest()
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is there twice")
+        found[name] = value
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+# ----------------------------------------------------------------------------------------------- what values may be
+
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LAST
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_COUNT: Rule = (_is_count, "a whole number from 0")
+_SECTION: Rule = (lambda value: isinstance(value, dict), "a group of named values")
+_TEXT: Rule = (lambda value: isinstance(value, str), "text")
+_DIGEST: Rule = (
+    lambda value: isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None,
+    "64 hexadecimal digits",
+)
+_SCALER: Rule = (
+    lambda value: value is None or (isinstance(value, dict) and all(map(_is_number, value.values()))),
+    "null or finite numbers by name",
+)
+_LAYOUT: Rule = (lambda value: value is None or isinstance(value, int), "a whole number, true, false or null")
+
+
+def _check(content: dict[str, Any]) -> None:
+    """ValueError naming the first value that is not of its kind."""
+    _require([("iteration", content["iteration"])], _COUNT)
+    for name in _KEYS[1:]:
+        _require([(name, content[name])], _SECTION)
+    try:
+        json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it holds text that is no text (half a surrogate pair)") from None
+    state, facts = content["state"], content["facts"]
+    _require(_present("state", state, _COUNTS), _COUNT)
+    _require(_present("state", state, ("loss_scaler",)), _SCALER)
+    groups = _present("facts", facts, ("layout", "precision", "versions", "run"))
+    _require(groups, _SECTION)
+    _require(_members("facts.layout", facts.get("layout", {})), _LAYOUT)
+    _require(_members("facts.versions", facts.get("versions", {})), _TEXT)
+    run = facts.get("run", {})
+    _require(_present("facts.run", run, ("model", "train", "optimizer", "data", "checkpoint")), _SECTION)
+    _require(_present("facts", facts, ("tokenizer",)), _TEXT)
+    for change in _list("facts.accepted", facts.get("accepted", [])):
+        if not isinstance(change, dict) or set(change) != {"iteration", "name", "there", "here"}:
+            raise ValueError("facts.accepted must hold iteration, name, there and here, and nothing else")
+        _require([("facts.accepted.iteration", change["iteration"])], _COUNT)
+        _require([("facts.accepted.name", change["name"])], _TEXT)
+    _check_files(content["files"])
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    _require([(name, value)], (lambda value: isinstance(value, list), "a list"))
+    return list(value)
+
+
+def _check_files(files: dict[str, Any]) -> None:
+    if not files:
+        raise ValueError("'files' is empty: a checkpoint has files")
+    for name, record in files.items():
+        if not is_plain_name(name):
+            raise ValueError(f"{name!r} in 'files' is not the name of a file beside it")
+        if not isinstance(record, dict) or set(record) != {"bytes", "sha256"}:
+            raise ValueError(f"files[{name!r}] must have bytes and sha256, and nothing else")
+        _require([(f"files[{name!r}].bytes", record["bytes"])], _COUNT)
+        _require([(f"files[{name!r}].sha256", record["sha256"])], _DIGEST)
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether ``name`` is a file's own name, which cannot lead out of its folder."""
+    return (
+        isinstance(name, str)
+        and re.fullmatch(r"[\w.+\-]{1,255}", name, re.ASCII) is not None
+        and name.strip(".") != ""
+    )
+
+
+def _present(where: str, values: dict[str, Any], names: Iterable[str]) -> list[tuple[str, Any]]:
+    return [(f"{where}.{name}", values[name]) for name in names if name in values]
+
+
+def _members(where: str, values: dict[str, Any]) -> list[tuple[str, Any]]:
+    return _present(where, values, values)
+
+
+def _require(values: Iterable[tuple[str, Any]], rule: Rule) -> None:
+    holds, words = rule
+    for name, value in values:
+        if not holds(value):
+            shown = repr(value)
+            raise ValueError(
+                f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}, and must be {words}"
+            )
