@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,6 @@ def _source_digest() -> str:
 
 
 def _module_digest(name: str) -> str | None:
-    """Of the file that holds the object with this import path; None where there is no such file."""
-    spec = find_spec(name.partition(":")[0] if ":" in name else name.rpartition(".")[0])
-    return _digest(Path(spec.origin)) if spec is not None and spec.origin else None
+    """Of the file that the object with this import path is from, which is imported; None where there is none."""
+    file = getattr(sys.modules.get(name.rpartition(".")[0]), "__file__", None)
+    return _digest(Path(file)) if file else None

@@ -132,8 +132,8 @@ class Trainer:
     def _check_end(self, summary: dict[str, float]) -> None:
         """Raise TrainingFailed, on all ranks, if what was trained is worth nothing."""
         done = int(summary["iteration"])
-        if self.liveness.skipped and not self.liveness.taken:
-            self._fail("every step was skipped", done - self.liveness.skipped)
+        if self.liveness.row and not self.liveness.taken:
+            self._fail("no step could be taken", done - self.liveness.row)
         if not math.isfinite(summary.get("validation_loss", 0.0)):
             self._fail("the last validation's loss is not finite", done - 1)
         if self.liveness.row:
@@ -146,15 +146,13 @@ class Trainer:
         found = first_not_finite(self.chunks)
         where = f"; first, {found[1]}" if found else ""
         saved = checkpoint_before(self.run, last_good)
-        remedy = (
-            f"go on from {saved} (--resume={saved})"
-            if saved
-            else "there is no checkpoint from before, so start again,"
+        back = (
+            f"Go back to {saved} (--resume={saved})" if saved else "No checkpoint is from before: start again"
         )
         skipped, steps = self.liveness.skipped, self.liveness.skipped + self.liveness.taken
         raise TrainingFailed(
-            f"training failed: {what}{where}. To go on, {remedy} with a lower optimizer.lr, a longer "
-            f"optimizer.lr_warmup_iters or other data. {skipped} of {steps} steps were skipped."
+            f"training failed: {what}{where}. {back}, with a lower optimizer.lr, a longer optimizer.lr_warmup_iters or "
+            f"other data. {skipped} of {steps} steps were skipped."
         )
 
     def _timed_step(self, iteration: int, training: list[Iterator[Any]]) -> IterationMetrics:
