@@ -5,7 +5,9 @@ Everything that can be wrong with the input is found before the first step and r
 
 from __future__ import annotations
 
+import faulthandler
 import math
+import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -255,6 +257,8 @@ def _train(trainer: Any) -> int:
     import time
 
     start = time.perf_counter()
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # SIGBUS (a mapped file that became shorter) and SIGSEGV say where
     trainer.stop.listen("SIGTERM")
     try:
         summary = trainer.train()
