@@ -258,7 +258,8 @@ def _train(trainer: Any) -> int:
 
     start = time.perf_counter()
     if sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # SIGBUS (a mapped file that became shorter) and SIGSEGV say where
+        # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
+        faulthandler.enable(sys.__stderr__)
     trainer.stop.listen("SIGTERM")
     try:
         summary = trainer.train()
