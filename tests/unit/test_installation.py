@@ -1,0 +1,46 @@
+"""The Makefile's installation fits every build of torch that the README names: one resolve, and torch stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.resolution import BUILDS, CONSTRAINTS, RECORD, ROOT, requirements, resolve, write_wheels
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    write_wheels(json.loads(RECORD.read_text()), folder)
+    return folder
+
+
+def versions(wheels: Path, build: str, tests: bool, constraints: Path = CONSTRAINTS) -> dict[str, str]:
+    wanted = [f"torch=={build}", *requirements(tests=tests)]
+    found = resolve(wanted, constraints, wheels)
+    return {name: metadata["version"] for name, metadata in found.items()}
+
+
+@pytest.mark.parametrize("build, tests", BUILDS.items())
+def test_a_build_of_torch_for_cuda_is_kept_with_the_triton_that_it_brings(wheels, build, tests):
+    found = versions(wheels, build, tests)
+    (brought,) = (n for n in json.loads(RECORD.read_text())["torch"][build] if n.startswith("triton"))
+    assert found["torch"] == build and found["megatron-core"] == "0.16.1"
+    assert found["triton"] in brought.replace("~=", "=="), brought
+
+
+def test_a_constraint_that_contradicts_torch_is_found(wheels, tmp_path):
+    """As `triton==3.9.0` did: torch 2.13 for CUDA needs 3.7.1."""
+    contradicting = tmp_path / "constraints.txt"
+    contradicting.write_text(CONSTRAINTS.read_text() + "triton==3.9.0\n")
+    with pytest.raises(RuntimeError, match="triton"):
+        versions(wheels, "2.13.0", True, contradicting)
+
+
+def test_the_makefile_resolves_torch_together_with_all_else():
+    """A second `pip install` that does not name torch may replace it."""
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    installs = [line for line in lines if "$(PIP)" in line and " -e " in line]
+    assert len(installs) == 2 and all('"$(TORCH)"' in line for line in installs), installs
