@@ -72,22 +72,20 @@ def fp8_linear(
     )
     _refuse_tracers(site)
     eager = (x, weight, bias, site, tp, training, save_original_input, fresh_weight)
-    if isinstance(weight, Fp8Parameter) and torch.compiler.is_compiling():
-        from .linear_op import break_graph  # loads torch's compiler
+    if torch.compiler.is_compiling():
+        from .linear_op import break_graph, traced_linear  # loads torch's compiler
 
-        return break_graph(_eager_linear, *eager)
-    watched = (
-        is_watched(x, weight) and not site.state.capturing
-    )  # who stands in for a CUDA graph wants all steps
-    if isinstance(weight, Fp8Parameter) and watched:
+        if isinstance(weight, Fp8Parameter):
+            return break_graph(_eager_linear, *eager)
+        return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
+    as_operator = site.as_operator(is_watched(x, weight))
+    if as_operator and isinstance(weight, Fp8Parameter):
         with _disable_current_modes():
             return _eager_linear(*eager)
-    if torch.compiler.is_compiling() or watched:
+    if as_operator:
         from .linear_op import traced_linear  # loads torch's compiler
 
-        return traced_linear(
-            x, weight, bias, site, tp, training=training, save_original_input=save_original_input
-        )
+        return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
     return _eager_linear(*eager)
 
 
@@ -98,8 +96,6 @@ def is_watched(*tensors: torch.Tensor) -> bool:
     fake and meta tensors have no memory. The steps inside the linear are no business of theirs: it changes results in
     place, and a recomputation takes other steps.
     """
-    if torch.compiler.is_compiling():
-        return False
     return _get_current_dispatch_mode() is not None or any(
         x.is_meta or isinstance(x, FakeTensor) for x in tensors
     )
@@ -148,7 +144,7 @@ def observe_high_precision(
 
     Use what is returned: traced code records on the way from y to it.
     """
-    if torch.compiler.is_compiling() or (is_watched(x, weight) and not site.state.capturing):
+    if torch.compiler.is_compiling() or site.as_operator(is_watched(x, weight)):
         from .linear_op import traced_observation
 
         return traced_observation(x, weight, y, site)

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .backends import BACKENDS
 from .backends.emulated import Region, matmul_high_precision
 from .cast import RandomKey
+from .context import in_recompute
 from .param import Fp8Parameter
 from .plan import SitePlan
 from .quantizer import Quantizer
@@ -97,6 +98,7 @@ class GemmSite:
         self._weight: _KeptWeight | None = None
         self.gradient_owner: weakref.ref[torch.Tensor] | None = None
         self.has_run = False  # a forward came here
+        self._ways: tuple[int, set[bool]] = (-1, set())  # how the iteration's forwards were called
         self._observed = -1  # the iteration in which the weight was observed
 
     @property
@@ -120,6 +122,24 @@ class GemmSite:
         quantizer = self.quantizers[role]
         in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm, roles in GEMM_OPERANDS.items() if role in roles)
         return quantizer is not None and quantizer.computes and in_fp8
+
+    def as_operator(self, watched: bool) -> bool:
+        """Whether a call in eager mode goes as one operator: where somebody watches operations (linear.is_watched).
+
+        A recomputation goes as the forwards of its iteration did, since what it saves has to match, and the mode that was
+        on around them may be off now. Who stands in for a CUDA graph wants all steps.
+        """
+        if self.state.capturing:
+            return False
+        iteration, ways = self._ways
+        if not in_recompute():
+            self._ways = (
+                self.state.iteration,
+                {watched} | (ways if iteration == self.state.iteration else set()),
+            )
+        elif iteration == self.state.iteration and len(ways) == 1:
+            return next(iter(ways))
+        return watched
 
     def observe(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, record: bool) -> None:
         """Fill delayed scaling's histories from a linear that ran in high precision: y [..., N] = x [..., K] @ weight^T.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -57,6 +58,8 @@ def test_selective_checkpointing_changes_no_bit(recipe, policy, mutation):
 
 def test_selective_checkpointing_can_save_the_linears():
     """Their name for a policy; what was saved is not computed again."""
+    import megatron_fp8.linear_op  # noqa: F401
+
     saved = [torch.ops.megatron_fp8.linear.default]
     model = tower()
     contexts = functools.partial(create_selective_checkpoint_contexts, saved)
@@ -73,6 +76,26 @@ def test_selective_checkpointing_of_one_product():
         outcomes.append(torch.autograd.grad(y.sum(), [a, b]))
     for selective, plain in zip(*outcomes, strict=True):
         assert_same_bytes(selective, plain)
+
+
+@pytest.mark.parametrize("around", ["forward", "backward"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_a_recomputation_goes_as_its_forward_did(recipe, around):
+    """A mode that is on around one of them only: what both save has to match."""
+    model, plain, x, other = tower(recipe), tower(recipe), tokens(4), tokens(4)
+    with FlopCounterMode(display=False) if around == "forward" else nullcontext():
+        y = checkpoint(model, x, use_reentrant=False)
+    with FlopCounterMode(display=False) if around == "backward" else nullcontext():
+        y.sum().backward()
+    plain(other).sum().backward()
+    assert_same_bytes(x.grad, other.grad)
+    contexts = functools.partial(create_selective_checkpoint_contexts, POLICIES["products"])
+    fp8_step(model), fp8_step(plain)
+    x.grad = other.grad = None
+    inner = functools.partial(checkpoint, model, use_reentrant=False)
+    checkpoint(inner, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    plain(other).sum().backward()
+    assert_same_bytes(x.grad, other.grad)
 
 
 def test_flops_are_counted():
