@@ -27,7 +27,9 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +258,29 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's .metadata")
 
 
+@contextmanager
+def _classes_unchanged() -> Iterator[None]:
+    """Take back what a pickle does to the classes themselves, whose attributes it can set; then it is an error."""
+    made = [getattr(import_module(module), name) for module, names in _PLAIN.items() for name in names]
+    before = {each: dict(vars(each)) for each in made if isinstance(each, type)}
+    changed = ""
+    try:
+        yield
+    finally:
+        for each, own in before.items():
+            for name in [n for n, value in vars(each).items() if own.get(n, _NOTHING) is not value]:
+                changed = each.__name__
+                if name in own:
+                    setattr(each, name, own[name])
+                else:
+                    delattr(each, name)
+    if changed:
+        raise pickle.UnpicklingError(f"it changes the class {changed}")
+
+
+_NOTHING = object()
+
+
 def read_metadata(folder: Path) -> Any:
     """torch_dist's ``.metadata``: ``state_dict_metadata`` has shape and dtype by tensor name.
 
@@ -266,7 +291,9 @@ def read_metadata(folder: Path) -> Any:
 
     path = folder / METADATA
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(_regular(path, LARGEST))).load()
+        data = _regular(path, LARGEST)
+        with _classes_unchanged():
+            metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except FileNotFoundError:
         raise ValueError(
             f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {_use_another(folder)}"

@@ -135,6 +135,7 @@ def _is_number(value: Any) -> bool:
 _COUNT: Rule = (_is_count, "a whole number from 0")
 _SECTION: Rule = (lambda value: isinstance(value, dict), "a group of named values")
 _TEXT: Rule = (lambda value: isinstance(value, str), "text")
+_TEXT_OR_NULL: Rule = (lambda value: value is None or isinstance(value, str), "text or null")
 _DIGEST: Rule = (
     lambda value: isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None,
     "64 hexadecimal digits",
@@ -164,6 +165,8 @@ def _check(content: dict[str, Any]) -> None:
     _require(_members("facts.versions", facts.get("versions", {})), _TEXT)
     run = facts.get("run", {})
     _require(_present("facts.run", run, ("model", "train", "optimizer", "data", "checkpoint")), _SECTION)
+    _require(_present("facts.run.data", run.get("data", {}), ("tokenizer",)), _TEXT_OR_NULL)
+    _require(_present("facts.run.train", run.get("train", {}), ("seq_length",)), _COUNT)
     _require(_present("facts", facts, ("tokenizer",)), _TEXT)
     for change in _list("facts.accepted", facts.get("accepted", [])):
         if not isinstance(change, dict) or set(change) != {"iteration", "name", "there", "here"}:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
 from megatron_fp8 import checkpoint_files as files
 from megatron_fp8.manifest import FORMAT
@@ -160,6 +160,15 @@ def test_no_pickle_runs(saved, tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         files.read_tensor(saved, metadata, "w")
     assert not mark.exists()
+
+
+def test_a_pickle_cannot_change_the_classes_that_it_may_make(saved):
+    """BUILD on a class sets the class's attributes: a later save would write what they say."""
+    name = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n"
+    (saved / ".metadata").write_bytes(b"\x80\x02" + name + b"N}X\x06\x00\x00\x00chunksK\x01s\x86b.")
+    with pytest.raises(ValueError, match="it changes the class TensorStorageMetadata"):
+        files.read_metadata(saved)
+    assert not hasattr(TensorStorageMetadata, "chunks")
 
 
 def to_another_file(metadata: Any) -> None:

@@ -91,6 +91,8 @@ def edited(**changes: Any) -> bytes:
         (earlier(state={"loss_scaler": {"scale": 1e999}}), "Infinity is no number"),
         (earlier(state={"loss_scaler": [1]}), "state.loss_scaler is [1]"),
         (earlier(facts={"run": {"model": "/etc/model.yaml"}}), "facts.run.model is '/etc/model.yaml'"),
+        (earlier(facts={"run": {"data": {"tokenizer": 3}}}), "facts.run.data.tokenizer is 3, and must be text or null"),
+        (earlier(facts={"run": {"train": {"seq_length": "x"}}}), "facts.run.train.seq_length is 'x'"),
         (earlier(facts={"run": "x"}), "facts.run is 'x'"),
         (earlier(facts={"layout": {"tensor": []}}), "facts.layout.tensor is []"),
         (earlier(facts={"accepted": [{}]}), "facts.accepted must hold"),
