@@ -10,6 +10,9 @@ import importlib
 import types
 from typing import Any
 
+import torch
+from torch.utils._device import _device_constructors
+
 from megatron_fp8.mcore import apex
 from megatron_fp8.mcore import cpu_stubs as cpu
 from megatron_fp8.mcore.patching import Patch, loaded_megatron_modules
@@ -25,11 +28,27 @@ _MODULES = (
     "megatron.core.transformer.moe.token_dispatcher",
 )
 
-# Factories that Megatron-Core calls with device='cuda' (or pin_memory=True).
-_FACTORIES = (
-    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint",
-    "empty_like", "zeros_like", "ones_like", "full_like",
-)  # fmt: skip
+
+def factories() -> dict[str, tuple[str, ...]]:
+    """Where torch keeps functions that make tensors on a ``device``, and their names: all that this torch has."""
+    taking_device = {
+        schema.name.removeprefix("aten::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::") and any(a.name == "device" for a in schema.arguments)
+    }
+    # Those of torch's own device context, as asarray has no schema. The call also makes torch remember them: asked for
+    # the first time after the patches, it would take ours for its own, and `with torch.device(...)` would do nothing.
+    own = {f.__name__ for f in _device_constructors()}
+    return {
+        "torch": tuple(
+            name
+            for name in sorted(taking_device | own)
+            if not name.startswith("_") and isinstance(getattr(torch, name, None), types.BuiltinFunctionType)
+        ),
+        "torch.fft": tuple(name for name in ("fftfreq", "rfftfreq") if hasattr(torch.fft, name)),
+        "torch.nested": ("nested_tensor", "as_nested_tensor"),
+        "torch.Tensor": tuple(sorted(name for name in dir(torch.Tensor) if name.startswith("new_"))),
+    }
 
 
 def patches() -> list[Patch]:
@@ -52,13 +71,35 @@ def _device() -> list[Patch]:
         Patch("torch.cuda", "current_stream", cpu.current_stream, why),
         Patch("torch.cuda", "default_stream", cpu.current_stream, why),
         Patch("torch.cuda", "stream", cpu.stream_context, why),
+        Patch("torch.cuda", "set_stream", cpu.set_stream, why),
         *(
-            Patch("torch", name, cpu.cpu_factory, "Megatron-Core makes tensors with device='cuda'", wrap=True)
-            for name in _FACTORIES
+            Patch(
+                "torch.cuda.nvtx",
+                name,
+                cpu.no_range,
+                "a torch without CUDA has no NVTX",
+                wrap=True,
+                everywhere=True,
+            )
+            for name in ("range_push", "range_pop", "range_start", "range_end", "mark")
+        ),
+        *(
+            Patch(owner, name, cpu.cpu_factory, "Megatron-Core makes tensors with device='cuda'", wrap=True)
+            for owner, names in factories().items()
+            for name in names
+        ),
+        Patch(
+            "torch.utils._device.DeviceContext",
+            "__init__",
+            cpu.cpu_device_context,
+            "`with torch.device('cuda')` makes tensors on the GPU",
+            wrap=True,
         ),
         Patch(
             "torch.Tensor", "cuda", cpu.tensor_cuda, "tied embeddings and checkpoints move tensors to the GPU"
         ),
+        Patch("torch.Tensor", "to", cpu.tensor_to, "Megatron-Core moves tensors to the GPU", wrap=True),
+        Patch("torch.Tensor", "pin_memory", cpu.tensor_pin_memory, "pinning needs CUDA's driver"),
         Patch(
             "torch.Tensor",
             "type",

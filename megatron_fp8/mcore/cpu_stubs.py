@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,13 +19,14 @@ CPU = torch.device("cpu")
 
 
 class CpuEvent:
-    """An event on a device that runs in program order: always complete."""
+    """An event on a device that runs in program order: complete as soon as it is recorded."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.args = (args, kwargs)
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
+        self._timed, self._recorded = enable_timing, float("nan")
 
     def record(self, stream: Any = None) -> None:
-        """Nothing is pending before this point."""
+        """Everything before this point has run: the time is now."""
+        self._recorded = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         """Nothing to wait for."""
@@ -35,14 +38,26 @@ class CpuEvent:
         """True: everything recorded has run."""
         return True
 
+    def elapsed_time(self, end_event: CpuEvent) -> float:
+        """Milliseconds from this event to ``end_event``.
 
-class CpuStream:
-    """A stream on a device that runs in program order."""
+        Raises ValueError, as torch.cuda.Event does, if one of them was not recorded or made without enable_timing.
+        """
+        elapsed = 1e3 * (end_event._recorded - self._recorded)
+        if not (self._timed and end_event._timed) or math.isnan(elapsed):
+            raise ValueError("elapsed_time() needs two recorded events made with enable_timing=True")
+        return elapsed
+
+
+class CpuStream(contextlib.nullcontext[None]):
+    """A stream on a device that runs in program order. `with stream:` runs here, as everything does."""
 
     device = CPU
+    cuda_stream = stream_id = device_index = 0
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.args = (args, kwargs)
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any):
+        super().__init__()
+        self.priority = priority
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing to wait for."""
@@ -54,8 +69,10 @@ class CpuStream:
         """Nothing to wait for."""
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        """An event that is complete."""
-        return event or CpuEvent()
+        """The event, or a new one, recorded here."""
+        event = event or CpuEvent()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         """True: nothing is queued."""
@@ -73,6 +90,10 @@ def current_stream(device: Any = None) -> CpuStream:
 def stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
     """Running on another stream is running here."""
     return contextlib.nullcontext()
+
+
+def set_stream(stream: Any) -> None:
+    """There is one order in which things run."""
 
 
 def current_device() -> torch.device:
@@ -121,6 +142,45 @@ def cpu_factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`tensor.cuda()` is the tensor itself, as it is on a GPU for a tensor that already lives there."""
     return self
+
+
+def tensor_to(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`tensor.to(...)` in all its forms, to the CPU where it says 'cuda'; module.to() goes through it."""
+
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and names_cuda(args[0]):
+            args = (CPU, *args[1:])
+        elif kwargs and names_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def tensor_pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Pinning needs CUDA's driver, and is for copies to a GPU: the tensor itself."""
+    return self
+
+
+def cpu_device_context(original: Callable[..., None]) -> Callable[..., None]:
+    """DeviceContext.__init__: `with torch.device("cuda")` and set_default_device("cuda") make tensors on the CPU."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, device: Any) -> None:
+        original(self, CPU if names_cuda(device) else device)
+
+    return __init__
+
+
+def no_range(original: Callable[..., Any]) -> Callable[..., int]:
+    """A function of torch.cuda.nvtx that marks nothing: nobody profiles a GPU here. Its depth, or handle, is 0."""
+
+    @functools.wraps(original)
+    def mark(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    return mark
 
 
 def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,6 +39,61 @@ def tensors_on_cuda() -> None:
         event.synchronize()
         torch.cuda.synchronize()
         assert event.query() and torch.cuda.Stream() != torch.cuda.current_stream()
+
+
+def everything_that_takes_a_device() -> list[str]:
+    """Every factory and method that takes device=, with 'cuda': which of them are not on the CPU."""
+    from megatron_fp8.mcore.cpu_engine import factories
+
+    arguments: dict[str, tuple[Any, ...]] = {
+        "as_tensor": ([1.0],), "asarray": ([1.0],), "tensor": ([1.0],), "scalar_tensor": (1.0,),
+        "nested_tensor": ([torch.ones(2)],), "as_nested_tensor": ([torch.ones(2)],), "new_tensor": ([1.0],),
+        "full": ((2,), 7.0), "new_full": ((2,), 7.0), "full_like": (torch.ones(2), 7.0),
+        "linspace": (0, 1, 3), "logspace": (0, 1, 3), "range": (0, 3), "normal": (0.0, 1.0, (2,)),
+        "randint": (5, (2,)), "randint_like": (torch.ones(2), 5), "randperm": (4,), "eye": (3,),
+        "tril_indices": (2, 2), "triu_indices": (2, 2), "empty_permuted": ((2, 3), (1, 0)),
+        "empty_strided": ((2,), (1,)), "new_empty_strided": ((2,), (1,)),
+        "sparse_coo_tensor": ([[0]], [1.0], (2,)),
+        "sparse_csr_tensor": ([0, 1], [0], [1.0], (1, 1)), "sparse_csc_tensor": ([0, 1], [0], [1.0], (1, 1)),
+        "sparse_bsr_tensor": ([0, 1], [0], [[[1.0]]], (1, 1)), "sparse_bsc_tensor": ([0, 1], [0], [[[1.0]]], (1, 1)),
+    }  # fmt: skip
+    elsewhere = []
+    with model_parallel():
+        for owner, names in factories().items():
+            for name in set(names) - {"from_file", "empty_quantized", "sparse_compressed_tensor"}:
+                likes = (torch.ones(2),) if name.endswith("_like") else (4,)
+                made = getattr(torch.ones(2) if owner == "torch.Tensor" else eval(owner), name)(
+                    *arguments.get(name, likes), device="cuda"
+                )
+                elsewhere += [f"{owner}.{name}"] * (made.device.type != "cpu")
+        x, linear = torch.ones(2), torch.nn.Linear(2, 2, device="cuda")
+        for moved in (
+            x.to("cuda"), x.to(0), x.to(torch.device("cuda", 1), torch.float64), x.to(device="cuda", copy=True),
+            x.to("cuda:0", non_blocking=True), x.to(x), x.pin_memory(),
+            linear.to("cuda").weight, linear.cuda().weight, linear.to("meta").to_empty(device="cuda").weight,
+        ):  # fmt: skip
+            elsewhere += [str(moved.device)] * (moved.device.type != "cpu")
+        assert x.to(torch.float64).dtype == torch.float64 and x.to("meta").device.type == "meta"
+        with torch.device("cuda"):
+            elsewhere += ["a device context"] * (torch.empty(2).device.type != "cpu")
+        with torch.device("meta"):
+            assert torch.empty(2).device.type == "meta", "torch's own device context works"
+        stream = torch.cuda.Stream(priority=-1)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with stream:
+            start.record(stream)
+            stream.record_event(end)
+        torch.cuda.nvtx.range_push("name")
+        torch.cuda.nvtx.range_pop()
+        assert 0 <= start.elapsed_time(end) < 60_000
+        for event in (torch.cuda.Event(enable_timing=True), torch.cuda.Event()):
+            with pytest.raises(ValueError, match="enable_timing"):
+                start.elapsed_time(event)
+    return elsewhere
+
+
+def test_all_of_torch_that_takes_a_device_takes_cuda_for_the_cpu(ranks: RankPool) -> None:
+    assert ranks(1).run(everything_that_takes_a_device)[0] == []
 
 
 def test_tensors_on_cuda_are_on_the_cpu(ranks: RankPool) -> None:
