@@ -288,7 +288,8 @@ class Arena:
 class Fp8State:
     """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
 
-    ``capturing`` is set while a CapturedStep (graph.py) captures.
+    ``capturing`` is set while a CapturedStep (graph.py) captures. ``owed``: an optimizer stepped after FP8 GEMMs of an
+    iteration that was not ended (mcore/owed.py).
     ``epoch`` marks kept quantised weights as stale; ``keeps_weights`` says that they serve until then, since nobody
     writes weights meanwhile without a trace (through ``.data``): else each forward quantises its weight.
     ``seed`` is stochastic rounding's; ``phases`` says in which iterations FP8 runs.
@@ -304,6 +305,7 @@ class Fp8State:
     last: IterationCounts = field(default_factory=IterationCounts)
     arenas: list[Arena] = field(default_factory=list)
     capturing: bool = False
+    owed: bool = False
     _phase: Phase | None = field(init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
@@ -389,4 +391,5 @@ class Fp8State:
         self._count_in(IterationCounts())
         self.iteration += 1
         self.epoch += 1
+        self.owed = False
         return self.last

@@ -28,11 +28,11 @@ def install() -> None:
     from megatron_fp8.mcore import compat
     from megatron_fp8.mcore.patching import PatchSet
 
-    compat.require_megatron()
-    patches = compat.patches()
     with warnings.catch_warnings():
         # Said at import, once a module, on every machine without them; nothing of theirs is used.
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+        compat.require_megatron()
+        patches = compat.patches()
         if not compat.has_cuda():
             from megatron_fp8.mcore import cpu_engine
 

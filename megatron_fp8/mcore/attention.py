@@ -63,6 +63,9 @@ class CoreAttention(DotProductAttention):
     ) -> Tensor:
         """query [sq, b, heads, d], key [sk, b, groups, d], value [sk, b, groups, dv] -> [sq, b, heads * dv].
 
+        With packed sequences (`packed_seq_params`, format 'thd') query [t, heads, d], key and value alike, and the
+        result [t, heads * dv]: each sequence attends to itself, one call a sequence, and padding is zeros.
+
         Under context parallelism sq = sk is this rank's part and must be even. As in the parent, the mask
         type given at construction counts and `attn_mask_type` is not read.
         """
@@ -76,6 +79,8 @@ class CoreAttention(DotProductAttention):
                     "without a given mask, bias or packed sequences"
                 )
             context = _zigzag(query, key, value, self.cp_group, self.softmax_scale, causal)
+        elif packed_seq_params is not None and not self._extra and plain and attention_bias is None:
+            return _packed(query, key, value, packed_seq_params, self.softmax_scale, causal).flatten(1)
         elif self._extra or not plain or any(x is not None for x in given):
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
@@ -116,6 +121,31 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
     return context.permute(2, 0, 1, 3).contiguous()
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: bool) -> Tensor:
+    """q [t, heads, d], k and v [t, groups, d], sequence after sequence: attention within each, [t, heads, dv]."""
+    parts = []
+    queries = _sequences(packed.cu_seqlens_q, packed.cu_seqlens_q_padded, len(q))
+    keys = _sequences(packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded, len(k))
+    for (start, length, room), (first, seen, _) in zip(queries, keys, strict=True):
+        one, their_k, their_v = (
+            x.unsqueeze(1)
+            for x in (q[start : start + length], k[first : first + seen], v[first : first + seen])
+        )
+        parts.append(_sdpa(one, their_k, their_v, scale, **_causal_mask(one, their_k, causal)).squeeze(1))
+        parts.append(q.new_zeros(room - length, q.shape[1], v.shape[-1]))
+    return torch.cat(parts)
+
+
+def _sequences(ends: Tensor, padded: Tensor | None, total: int) -> list[tuple[int, int, int]]:
+    """(start, length, length with padding) of each packed sequence; the last one's padding ends with the tensor."""
+    lengths = ends.diff().tolist()
+    starts = (ends if padded is None else padded).tolist()[:-1]
+    return [
+        (start, length, following - start)
+        for start, length, following in zip(starts, lengths, [*starts[1:], total], strict=True)
+    ]
 
 
 def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: float, causal: bool) -> Tensor:

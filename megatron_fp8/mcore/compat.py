@@ -1,14 +1,16 @@
 """What is installed, and every difference between Megatron-Core set-ups, decided once.
 
-Nothing here imports Megatron or Transformer Engine: the probes look at package metadata.
+Importing this imports neither Megatron nor Transformer Engine; only the version check imports the first.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata, util
+from importlib import util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,19 +24,26 @@ HOW_TO_GET = (
 
 
 def installed_megatron() -> str:
-    """'megatron-core 0.16.1', or 'megatron-core is not installed'."""
+    """'megatron-core 0.16.1' and where it lies, of what Python imports here, or 'megatron-core is not installed'.
+
+    pip's metadata may be another copy's: a checkout of Megatron-LM on PYTHONPATH has none and is imported first.
+    """
     try:
-        return f"megatron-core {metadata.version('megatron-core')}"
-    except metadata.PackageNotFoundError:
+        package = importlib.import_module("megatron.core.package_info")
+    except ModuleNotFoundError as error:
+        if error.name is None or not "megatron.core.package_info".startswith(error.name):
+            raise  # it is there, and something that it needs is not
         return "megatron-core is not installed"
+    return f"megatron-core {package.__version__} in {Path(str(package.__file__)).parent}"
 
 
 def require_megatron() -> None:
-    """Raises RuntimeError unless a Megatron-Core of the supported series is installed."""
+    """Raises RuntimeError unless the Megatron-Core that Python imports here is one of the supported series."""
     found = installed_megatron()
     if not found.startswith(f"megatron-core {SUPPORTED}."):
         raise RuntimeError(
-            f"this part of megatron_fp8 needs megatron-core {SUPPORTED}.x, found: {found}. To get it: {HOW_TO_GET}"
+            f"this part of megatron_fp8 needs megatron-core {SUPPORTED}.x, found: {found}. To get it: {HOW_TO_GET}."
+            " Another copy on PYTHONPATH or in the working directory is imported first"
         )
 
 
@@ -77,6 +86,14 @@ def patches() -> list[Patch]:
             everywhere=True,
         ),
         Patch(
+            "megatron.core.tensor_parallel.mappings",
+            "reduce_from_tensor_model_parallel_region",
+            _returning_no_view,
+            "experts with biases add them in place to its output, which autograd forbids for the view that it is",
+            wrap=True,
+            everywhere=True,
+        ),
+        Patch(
             "megatron.core.fp8_utils",
             "prepare_model_for_fp8_inference",
             _preparing_our_layers,
@@ -104,7 +121,6 @@ def _without_te() -> list[Patch]:
     """Names that Megatron-Core uses as if Transformer Engine were always there."""
     from packaging.version import Version
 
-    from megatron_fp8.mcore.apex import norm_class
     from megatron_fp8.mcore.patching import Patch
 
     return [
@@ -134,12 +150,6 @@ def _without_te() -> list[Patch]:
                 "fp8_autocast": _null_context,
                 "activation_recompute_forward": _null_context,
             }.items()
-        ),
-        Patch(
-            "megatron.core.transformer.transformer_block",
-            "LayerNormImpl",
-            norm_class(),
-            "the final norm is WrappedTorchNorm, which refuses SP, or with apex its LayerNorm, which refuses RMSNorm",
         ),
     ]
 
@@ -174,6 +184,19 @@ def _returning_no_parameter(checkpoint: Callable[..., Any]) -> Callable[..., Any
         return checkpoint(region, distribute_saved_activations, *args)
 
     return safe
+
+
+def _returning_no_view(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """The all-reduce, whose result may be changed in place: the same memory, which autograd takes for a new tensor."""
+
+    @functools.wraps(reduce)
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        y = reduce(*args, **kwargs)
+        return torch.ops.aten._unsafe_view(y, y.shape)
+
+    return reduced
 
 
 def _alias(value: Any) -> Any:

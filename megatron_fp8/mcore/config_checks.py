@@ -28,6 +28,8 @@ DEFAULT_RECIPE = "delayed"  # Megatron-Core's
 
 def check_fp8_settings(config: TransformerConfig) -> None:
     """Normalise names to plain strings and check every FP8 setting of `config`. Raises ValueError."""
+    if config.fp8 is False:  # as other libraries say it
+        config.fp8 = None
     if config.fp8 is not None:
         config.fp8 = one_of("fp8", config.fp8, FP8_FORMATS, also=(), none="None (FP8 off)")
     config.fp8_recipe = one_of("fp8_recipe", config.fp8_recipe or DEFAULT_RECIPE, RECIPES)

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .. import fp8_utils
 from ..context import remember_fp8
 from . import compat
@@ -16,7 +18,7 @@ def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
     from . import fusion, grad_norm, loss_scaler, param_optimizer, params, te_context
     from .activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
-    from .spec import Fp8SpecProvider
+    from .substitute import build_own_modules, final_norm_of_the_layers
 
     core = "megatron.core"
     checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
@@ -36,10 +38,20 @@ def patches() -> list[Patch]:
             everywhere=True,
         ),
         Patch(
-            f"{core}.models.gpt.gpt_layer_specs",
-            "LocalSpecProvider",
-            Fp8SpecProvider,
-            "layer specs without Transformer Engine are made of LocalSpecProvider's modules",
+            f"{core}.transformer.spec_utils",
+            "build_module",
+            build_own_modules,
+            "specs without Transformer Engine name linears that run in BF16 whatever fp8 says",
+            wrap=True,
+            everywhere=True,
+        ),
+        Patch(
+            f"{core}.transformer.transformer_block",
+            "_get_block_submodules",
+            final_norm_of_the_layers,
+            "the final norm of a block made from one layer's spec is not the spec's",
+            wrap=True,
+            everywhere=True,
         ),
         *(
             Patch(
@@ -77,6 +89,13 @@ def patches() -> list[Patch]:
                 "pipelining_with_interleaving",
                 "pipelining_without_interleaving",
             )
+        ),
+        Patch(
+            f"{core}.models.common.language_module.language_module.LanguageModule",
+            "__init__",
+            prepare_at_first_forward,
+            "a training loop without Megatron's schedules says nothing before the first forward",
+            wrap=True,
         ),
         Patch(
             f"{core}.pipeline_parallel.schedules",
@@ -161,6 +180,25 @@ def keep_weights_for_microbatches(original: Callable[..., Any]) -> Callable[...,
             return original(model=model, **kwargs)
 
     return schedule
+
+
+def prepare_at_first_forward(original: Callable[..., None]) -> Callable[..., None]:
+    """LanguageModule.__init__; an FP8 model's sites get their names before its first forward in training."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        if config.fp8:
+            self.register_forward_pre_hook(_prepare_before)
+
+    return __init__
+
+
+def _prepare_before(model: Any, args: Any) -> None:
+    if model.training and not torch.compiler.is_compiling():
+        from .sites import prepare
+
+        prepare([model])
 
 
 def end_iterations_of_plain_configs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -5,7 +5,8 @@ weights have one of their own, shards are cut elsewhere, and the sum's last bits
 with BF16 weights; clipping hands the difference on to every gradient. Summed in float64 and rounded once, the norm is the
 same float32 number for any cut (but for about one sum in 10^8, which lies that close to the middle of two).
 
-Only the distributed optimizer shards, so only its norm is taken here.
+Only the distributed optimizer shards, and only FP8 moves weights to other buffers, so only the norm of FP8 models over it
+is taken here.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def gradient_norm(grads: list[torch.Tensor], group: Any) -> float:
 
 
 def norm_of_shards(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """get_grad_norm of an optimizer, or of several chained ones that share one group, where all of them shard."""
+    """get_grad_norm of an optimizer, or of chained ones that share one group, where all of them shard FP8 models."""
 
     @functools.wraps(original)
     def get_grad_norm(self: Any) -> Any:
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
         parts = getattr(self, "chained_optimizers", [self])
-        if not all(isinstance(part, DistributedOptimizer) for part in parts):
+        if not all(isinstance(part, DistributedOptimizer) and _trains_fp8(part) for part in parts):
             return original(self)
         if len(parts) > 1 and not self.grads_states_parallel_group_is_shared():
             return original(self)
@@ -50,6 +51,10 @@ def norm_of_shards(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return gradient_norm(grads, parts[0].get_grad_stats_parallel_group())
 
     return get_grad_norm
+
+
+def _trains_fp8(optimizer: Any) -> bool:
+    return bool(optimizer.model_chunks[0].config.fp8)
 
 
 def patches() -> list[Patch]:

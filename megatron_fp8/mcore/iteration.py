@@ -25,6 +25,11 @@ _last_is_fp8 = False
 def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
     """Reduce and update all FP8 state of these chunks' config. Collective over all ranks; once per iteration.
 
+    Megatron-Core's schedules call it, after ``config.finalize_model_grads_func``. A training loop of one's own calls it
+    with a list of its model (or chunks) after the last backward of an iteration, whatever the number of microbatches,
+    and before ``optimizer.step()``: ``nonfinite`` of what it returns says whether the step should be skipped. Without
+    it, the forward after an optimizer step is an error.
+
     Raises:
         RuntimeError: FP8 was asked for and install() was not called; or ranks of a group hold different FP8 tensors.
     """

@@ -14,11 +14,12 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..context import ForwardReasons, layer_being_built
+from ..context import ForwardReasons, in_recompute, layer_being_built
 from ..linear import fp8_linear, observe_high_precision
 from ..site import GemmSite
 from ..tp import TensorParallel
 from .checkpoint_fp8 import sharded_slots, take_slots
+from .owed import require_settled
 from .sites import count_high_precision, make_site, prepare
 
 
@@ -104,6 +105,8 @@ class _Fp8Site:
             torch.compiler.is_compiling()
         ):  # a flag that changes would be another graph; the operator sees to the rest
             return fp8_linear(x, weight, bias, site, tp, **options)
+        if self.training and not in_recompute():
+            require_settled(site.state)
         fresh, self.is_first_microbatch = self.is_first_microbatch, False
         with nullcontext() if self.training else site.state.uncounted():
             return fp8_linear(x, weight, bias, site, tp, fresh_weight=fresh, **options)

@@ -94,8 +94,7 @@ class Norm(torch.nn.Module):
     weight [hidden_size], and for LayerNorm bias [hidden_size], in config.params_dtype; initial output:
     unscaled, unshifted. `config.layernorm_zero_centered_gamma` stores weight - 1.
 
-    Raises ValueError for a normalization other than 'RMSNorm' and 'LayerNorm', and for a LayerNorm with
-    zero-centred gamma.
+    Raises ValueError for a normalization other than 'RMSNorm' and 'LayerNorm'.
     """
 
     def __init__(
@@ -118,11 +117,6 @@ class Norm(torch.nn.Module):
         self.hidden_size, self.eps = hidden_size, eps
         self.zero_centered_gamma = bool(config.layernorm_zero_centered_gamma or zero_centered_gamma)
         dtype, device = config.params_dtype, _parameter_device(config)
-        if self.zero_centered_gamma and kind == "LayerNorm":
-            raise ValueError(
-                "layernorm_zero_centered_gamma=True is supported with normalization='RMSNorm' only; "
-                "set it to False for LayerNorm"
-            )
         first = 0.0 if self.zero_centered_gamma else 1.0
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), first, dtype=dtype, device=device))
         self.bias: torch.nn.Parameter | None = None
@@ -137,7 +131,8 @@ class Norm(torch.nn.Module):
         if self.kind == "RMSNorm":
             unwritten = self.reader_takes_codes is not None and self.reader_takes_codes()
             return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma, unwritten=unwritten)
-        return F.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return F.layer_norm(x, (self.hidden_size,), weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         """hidden size, eps and kind, for print(model)."""

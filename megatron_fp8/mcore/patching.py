@@ -59,6 +59,8 @@ class PatchSet:
     def __init__(self, patches: Iterable[Patch]):
         self.patches = tuple(patches)
         self._bindings: list[_Binding] = []
+        # (old, new) of names that modules import: one loaded while the patches stand has only ever seen the new value
+        self._imported: list[tuple[Any, Any]] = []
         self.applied = False
 
     def apply(self) -> None:
@@ -74,6 +76,7 @@ class PatchSet:
             new = patch.replacement(old) if patch.wrap else patch.replacement
             self._bind(owner, patch.name, new)
             if patch.everywhere:
+                self._imported.append((old, new))
                 for module, name in _imported_by_name(old):
                     self._bind(module, name, new)
         self.applied = True
@@ -98,7 +101,11 @@ class PatchSet:
                 delattr(b.owner, b.name)
             else:
                 setattr(b.owner, b.name, b.before)
+        for old, new in reversed(self._imported):
+            for module, name in _imported_by_name(new):
+                setattr(module, name, old)
         self._bindings.clear()
+        self._imported.clear()
         self.applied = False
 
     def _bind(self, owner: Any, name: str, new: Any) -> None:

@@ -2,8 +2,8 @@
 
 ``prepare`` names every FP8 linear of the model chunks by its fully qualified name, with global layer numbers, resolves
 its plan and gives it its slots. Megatron's schedules reach it through ``set_is_first_microbatch``, before the first
-forward; a training loop of one's own may call it itself. A linear that runs before anything was prepared (a lone layer in
-a notebook) is resolved on its own.
+forward; in a training loop of one's own the model's first forward does. A linear that runs before anything was prepared
+(a lone layer in a notebook) is resolved on its own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from ..plan import SitePlan, bf16_site, check_overrides_match, fp8_site, matchin
 from ..site import GemmSite
 from ..state import Fp8State
 from . import compat
+from .foreign import foreign_linears, is_te_linear, refuse_foreign_layers, require_mtp_block
+from .owed import watch
 from .size_filter import announce, check_something_left, filtered
 from .te_site import TeSite
 
@@ -89,7 +91,7 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
     The size filter decides last, on sites that run the config's recipe: what was asked for by name stays.
     """
     config = linear.config
-    te = _is_te_linear(linear)
+    te = is_te_linear(linear)
     plan = resolve(config, name, linear.fp8_layer, linear.weight.device, te=te)
     if matching_override(name, getattr(config, "fp8_overrides", None) or {}) is None:
         plan = filtered(config, plan, linear)
@@ -97,7 +99,7 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
     if te:
         return TeSite(plan, state)
     group, stream = None, 0
-    if parallel_state.model_parallel_is_initialized():
+    if plan.precision == "fp8" and parallel_state.model_parallel_is_initialized():
         group = compat.amax_group(config, expert=linear.is_expert)
         stream = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return GemmSite(plan, state, group, seed=state.seed, stream=stream)
@@ -107,13 +109,15 @@ def prepare(model_chunks: list[Any]) -> None:
     """Name, plan and allocate every site of this rank's model chunks; chunks that were prepared are left alone.
 
     Raises:
-        ValueError: FP8 was asked for and cannot run as asked; layers are not this package's; or the config has phases in
-            high precision and the training's length is not known.
+        ValueError: FP8 was asked for and cannot run as asked; layers are not this package's, or those of multi-token
+            prediction are missing; or the config has phases in high precision and the training's length is not known.
     """
     for chunk in model_chunks:
         model = unwrap(chunk)
         if model.__dict__.get("_fp8_prepared"):
             continue
+        refuse_foreign_layers(model)
+        require_mtp_block(model)
         state = state_of(model.config)
         if model.config.fp8 and not state.phases.trivial:
             state.phases.require_length()
@@ -123,12 +127,11 @@ def prepare(model_chunks: list[Any]) -> None:
         for name, module in model.named_modules():
             if hasattr(module, "bind_fp8_site"):
                 module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer), state))
-            elif _is_te_linear(module):
-                _refuse_foreign_layers(model.config, name, "Transformer Engine's linear")
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                _refuse_foreign_layers(model.config, name, "Megatron-Core's plain linear")
                 count_plain_linear(module, state)
         announce(linear.fp8_site.plan for linear in fp8_linears([model]))
+        if model.config.fp8:
+            watch(model, state)
         if hasattr(model.config, "freeze"):
             model.config.freeze()
         model.__dict__["_fp8_prepared"] = True
@@ -180,30 +183,13 @@ def check_plan(model_chunks: list[Any]) -> None:
         return
     plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
     entries = [(plan.name, plan.precision, plan.reason) for plan in plans]
+    entries += [(name, "bf16", "") for chunk in model_chunks for name in foreign_linears(unwrap(chunk))]
     if dist.is_initialized():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, entries)
         entries = [entry for part in everyone for entry in part]
     check_overrides_match(overrides, (name for name, _, _ in entries))
     check_something_left((precision, reason) for _, precision, reason in entries)
-
-
-def _is_te_linear(module: Any) -> bool:
-    """Whether a module's GEMMs are Transformer Engine's, told by its classes' names: it need not be installed."""
-    return any(
-        base.__module__.startswith("transformer_engine.") and base.__name__.endswith(("Linear", "MLP"))
-        for base in type(module).__mro__
-    )
-
-
-def _refuse_foreign_layers(config: Any, name: str, whose: str) -> None:
-    """FP8 asked for, and a transformer layer is built from linears that no plan reaches: BF16 in silence."""
-    if config.fp8 and re.search(r"(^|\.)layers\.\d+\.", name):
-        raise ValueError(
-            f"fp8={config.fp8!r} was asked for, but {name} is {whose}, which runs in BF16: build the"
-            " model from megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config), or call megatron_fp8.mcore.install()"
-            " before making Megatron's local spec"
-        )
 
 
 def count_plain_linear(module: Any, state: Fp8State) -> None:

@@ -1,50 +1,19 @@
-"""Layer specs: Megatron-Core's own GPT layer, with this package's linears, norm and core attention in it."""
+"""Layer specs: Megatron-Core's own GPT specs, with this package's linears, norm and core attention in them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from . import is_installed
-from .apex import norm_class
-from .attention import CoreAttention
-from .layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from . import compat, is_installed
+from .substitute import with_own_modules
 from .te_context import choose_te_layers
-
-
-class Fp8SpecProvider(LocalSpecProvider):
-    """Megatron-Core's local modules, the GEMMs of which can run in FP8, and which run under SP and CP without TE."""
-
-    def column_parallel_linear(self) -> type:
-        """Column-parallel linear."""
-        return Fp8ColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        """Row-parallel linear."""
-        return Fp8RowParallelLinear
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """RMSNorm or LayerNorm, as config.normalization says."""
-        return norm_class()
-
-    def core_attention(self) -> type:
-        """Attention between the projections, in high precision."""
-        return CoreAttention
-
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules | None]:
-        """Experts one after another; ValueError for grouped GEMM."""
-        if moe_use_grouped_gemm:
-            raise ValueError("moe_grouped_gemm=True is not available in FP8 in this version: set it to False")
-        return SequentialMLP, MLPSubmodules(
-            linear_fc1=Fp8ColumnParallelLinear, linear_fc2=Fp8RowParallelLinear
-        )
 
 
 def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
@@ -52,22 +21,103 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
 
     Raises:
         RuntimeError: megatron_fp8.mcore.install() was not called.
-        ValueError: multi-latent attention; grouped GEMM for experts; Transformer Engine was asked for and cannot run.
+        ValueError: moe_layer_freq makes layers of two kinds; multi-latent attention; latent experts without Transformer
+            Engine; grouped GEMM for experts in FP8; Transformer Engine was asked for and cannot run.
     """
-    _require_installed()
-    if getattr(config, "multi_latent_attention", False):
-        raise ValueError("multi_latent_attention=True is not available in this version: set it to False")
+    _check(config)
     if choose_te_layers(config):
         from .te_layers import te_layer_spec  # its base classes are Transformer Engine's
 
         return te_layer_spec(config)
-    return gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
+    with _layer_frequency(config):
+        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config, use_transformer_engine=False, **_options(config)
+        )
+    if any(layer is not layers[0] for layer in layers):
+        raise ValueError(
+            f"moe_layer_freq={config.moe_layer_freq!r} makes some layers dense and some of experts, and one layer's spec"
+            " is for all layers: use megatron_fp8.mcore.spec.get_gpt_decoder_block_fp8_spec(config)"
+        )
+    return with_own_modules(layers[0])
+
+
+def get_gpt_decoder_block_fp8_spec(
+    config: Any, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """The specs of the layers that this pipeline stage holds, each dense or of experts by config.moe_layer_freq.
+
+    Args:
+        vp_stage: the chunk, where stages are interleaved.
+        pp_rank: the pipeline stage; None is this rank's.
+
+    Raises:
+        RuntimeError, ValueError: as get_gpt_layer_fp8_spec, for two kinds of layers excepted.
+    """
+    _check(config)
+    options = _options(config) | {"vp_stage": vp_stage, "pp_rank": pp_rank}
+    if choose_te_layers(config):
+        from .te_layers import te_block_spec  # its base classes are Transformer Engine's
+
+        return te_block_spec(config, **options)
+    with _layer_frequency(config):
+        return with_own_modules(
+            gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options)
+        )
+
+
+def get_gpt_mtp_block_fp8_spec(
+    config: Any,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """GPTModel's ``mtp_block_spec``: the layers of multi-token prediction, made like the last one of ``spec``.
+
+    None without config.mtp_num_layers, and on pipeline stages that hold none.
+
+    Raises:
+        RuntimeError: megatron_fp8.mcore.install() was not called.
+        ValueError: the layers are Transformer Engine's.
+    """
+    _require_installed()
+    if not config.mtp_num_layers:
+        return None
+    if choose_te_layers(config):
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers} cannot be had from fp8_backend={config.fp8_backend!r}: its"
+            " projection would be in no plan. Use another backend, or set mtp_num_layers=None"
+        )
+    found = gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, spec, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=pp_rank
     )
+    return with_own_modules(found)
+
+
+def _check(config: Any) -> None:
+    _require_installed()
+    if getattr(config, "multi_latent_attention", False):
+        raise ValueError("multi_latent_attention=True is not available in this version: set it to False")
+    if config.moe_latent_size and not compat.has_te():
+        raise ValueError(
+            f"moe_latent_size={config.moe_latent_size} needs Transformer Engine's linear: Megatron-Core makes its"
+            " projections of it, and it is not installed. Set it to None"
+        )
+    if config.fp8 and config.num_moe_experts and config.moe_grouped_gemm:
+        raise ValueError("moe_grouped_gemm=True is not available in FP8 in this version: set it to False")
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """What Megatron-Core's spec functions want to be told beside the config."""
+    return {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
+
+
+@contextmanager
+def _layer_frequency(config: Any) -> Iterator[None]:
+    """Megatron-Core asserts that the list is as long as the model."""
+    try:
+        yield
+    except AssertionError as error:
+        raise ValueError(f"moe_layer_freq={config.moe_layer_freq!r}: {error}") from error
 
 
 def _require_installed() -> None:
@@ -81,5 +131,5 @@ def __getattr__(name: str) -> ModuleSpec:
     # Megatron-LM's --spec imports an object and never calls it, so the dense spec is made when it is looked up.
     if name == "gpt_layer_fp8_spec":
         _require_installed()
-        return gpt_layer_specs.get_gpt_layer_local_spec()
+        return with_own_modules(gpt_layer_specs.get_gpt_layer_local_spec())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,8 @@ Import this only where Transformer Engine is: its classes are the base classes h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from megatron.core.extensions.transformer_engine import (
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from ..backends import transformer_engine as engine
 from ..context import ForwardReasons, layer_being_built
@@ -177,6 +180,20 @@ class Fp8TeSpecProvider(TESpecProvider):
 
 def te_layer_spec(config: Any) -> ModuleSpec:
     """Megatron-Core's Transformer Engine spec of a dense GPT layer, made of this file's classes."""
+    with _own_classes():
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm
+        )
+
+
+def te_block_spec(config: Any, **options: Any) -> TransformerBlockSubmodules:
+    """The same for all dense layers that a pipeline stage holds; ``options`` as of get_gpt_decoder_block_spec."""
+    with _own_classes():
+        return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **options)
+
+
+@contextmanager
+def _own_classes() -> Iterator[None]:
     ours = Patch(
         "megatron.core.models.gpt.gpt_layer_specs",
         "TESpecProvider",
@@ -186,8 +203,6 @@ def te_layer_spec(config: Any) -> ModuleSpec:
     provider = PatchSet([ours])
     provider.apply()
     try:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm
-        )
+        yield
     finally:
         provider.revert()

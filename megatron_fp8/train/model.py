@@ -23,7 +23,7 @@ from megatron_fp8.mcore.adam_fp8 import compact_state
 from megatron_fp8.mcore.config import TransformerConfig
 from megatron_fp8.mcore.loss_scaler import set_max_scale
 from megatron_fp8.mcore.params import gather_settings
-from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+from megatron_fp8.mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_spec
 from megatron_fp8.train.config import RunConfig
 from megatron_fp8.train.initial import draw_weights
 from megatron_fp8.train.model_section import what_failed
@@ -61,8 +61,12 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
 def build_model(config: TransformerConfig, run: RunConfig, vocab_size: int) -> Any:
     """The whole model of one pipeline stage, not wrapped for data parallelism: for inference.
 
+    Layers of multi-token prediction are left out, of ``config`` too: they serve training, and Megatron-Core's GPTModel
+    runs them on whatever it is given, with labels or without.
+
     Raises ValueError if the model cannot be built in this layout.
     """
+    config.mtp_num_layers = None
     try:
         return _build_stage(config, run, vocab_size, None)
     except AssertionError as error:
@@ -70,9 +74,11 @@ def build_model(config: TransformerConfig, run: RunConfig, vocab_size: int) -> A
 
 
 def _build_stage(config: TransformerConfig, run: RunConfig, vocab_size: int, stage: int | None) -> Any:
+    layers = get_gpt_decoder_block_fp8_spec(config, vp_stage=stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_fp8_spec(config),
+        transformer_layer_spec=layers,
+        mtp_block_spec=get_gpt_mtp_block_fp8_spec(config, layers, vp_stage=stage),
         vocab_size=vocab_size,
         max_sequence_length=run.train.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),

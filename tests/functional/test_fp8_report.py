@@ -93,10 +93,15 @@ def failure(layout: Layout, fields: dict[str, Any], foreign: str | None = None) 
 
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
+    class Special(ColumnParallelLinear):
+        pass
+
     def spec(config: Any) -> Any:
         made = get_gpt_layer_fp8_spec(config)
         if foreign:
-            made.submodules.mlp.submodules.linear_fc1 = ColumnParallelLinear
+            made.submodules.mlp.submodules.linear_fc1 = (
+                Special if foreign == "special" else ColumnParallelLinear
+            )
         return made
 
     with model_parallel(layout):
@@ -107,11 +112,14 @@ def failure(layout: Layout, fields: dict[str, Any], foreign: str | None = None) 
         return ""
 
 
-def test_plain_linears_are_refused(ranks: RankPool) -> None:
-    assert ranks(1).run(failure, ONE, {})[0] == ""
-    message = ranks(1).run(failure, ONE, {}, foreign="linear_fc1")[0]
-    assert "layers.0.mlp.linear_fc1 is Megatron-Core's plain linear" in message
-    assert "get_gpt_layer_fp8_spec" in message and "install()" in message
+def test_linears_that_run_in_bf16_are_refused_unless_they_are_said_to(ranks: RankPool) -> None:
+    for spec in (None, "plain"):  # Megatron-Core's class in a spec is built as this package's
+        assert ranks(1).run(failure, ONE, {}, foreign=spec)[0] == ""
+    message = ranks(1).run(failure, ONE, {}, foreign="special")[0]
+    assert "layers.0.mlp.linear_fc1 is a Special, whose own forward runs in BF16" in message
+    assert "fp8_overrides = {'decoder.layers.0.mlp.linear_fc1': 'bf16'}" in message
+    fields = {"fp8_overrides": {"*.linear_fc1": "bf16"}}
+    assert ranks(1).run(failure, ONE, fields, foreign="special")[0] == ""
 
 
 def test_a_backend_that_cannot_run_is_refused(ranks: RankPool) -> None:

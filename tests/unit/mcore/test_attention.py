@@ -207,3 +207,32 @@ def test_what_context_parallelism_cannot_do_is_refused(ranks: RankPool) -> None:
         strict=True,
     ):
         assert message.startswith(name) and "context_parallel_size=2" in message
+
+
+def packed_sequences() -> None:
+    """Three sequences in one row, padded or not, are the three by themselves, gradients too."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_fp8.mcore.attention import CoreAttention
+
+    with model_parallel():
+        attention = CoreAttention(gpt_config(), 1, AttnMaskType.causal, "self")
+        ends, rooms = torch.tensor([0, 5, 6, 16]), torch.tensor([0, 8, 9, 19])
+        for padded, total in ((None, 16), (rooms, 20)):
+            starts = (ends if padded is None else padded).tolist()
+            q, k, v = (torch.randn(total, heads, 64, requires_grad=True) for heads in (4, 2, 2))
+            packed = PackedSeqParams("thd", ends, ends, padded, padded, 10, 10)
+            context = attention(q, k, v, None, packed_seq_params=packed)
+            alone = torch.zeros_like(context)
+            for start, length in zip(starts, ends.diff().tolist(), strict=False):
+                one = (x[start : start + length].unsqueeze(1) for x in (q, k, v))
+                alone[start : start + length] = attention(*one, None).squeeze(1)
+            assert torch.equal(context, alone)
+            weight = torch.randn_like(context)
+            grads = [torch.autograd.grad((y * weight).sum(), (q, k, v)) for y in (context, alone)]
+            assert all(map(torch.equal, *grads))
+
+
+def test_packed_sequences_attend_each_to_itself(ranks: RankPool) -> None:
+    ranks(1).run(packed_sequences)

@@ -164,6 +164,8 @@ def test_module_is_what_the_config_names() -> None:
     assert [n for n, _ in layer.named_parameters()] == ["weight", "bias"]
     centred = Norm(config(layernorm_zero_centered_gamma=True), 12, eps=1e-3)
     assert (centred.weight == 0).all() and torch.equal(centred(x), rms(x))
+    centred = Norm(config(normalization="LayerNorm", layernorm_zero_centered_gamma=True), 12, eps=1e-3)
+    assert (centred.weight == 0).all() and torch.equal(centred(x), layer(x))
 
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
@@ -176,5 +178,3 @@ def test_parameters_say_whether_their_gradients_are_partial(kind: str, parallel:
 def test_what_is_not_supported_is_refused() -> None:
     with pytest.raises(ValueError, match=r"normalization='L2Norm'.*RMSNorm"):
         Norm(config(normalization="L2Norm"), 4)
-    with pytest.raises(ValueError, match=r"layernorm_zero_centered_gamma=True.*RMSNorm.*only"):
-        Norm(config(normalization="LayerNorm", layernorm_zero_centered_gamma=True), 4)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,18 +130,37 @@ def test_somebody_elses_later_replacement_is_not_undone(packages: Any) -> None:
     assert home.f is old
 
 
-def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found in ("0.15.3", "0.20.0", "0.160.1"):
-        monkeypatch.setattr(compat.metadata, "version", lambda package, found=found: found)
-        with pytest.raises(
-            RuntimeError, match=rf"needs megatron-core 0\.16\.x, found: megatron-core {found}"
-        ):
-            compat.require_megatron()
+def test_a_module_loaded_while_patched_is_reverted_too(
+    packages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, user = packages
+    patches = PatchSet([Patch("pretend.home", "f", new, "test", everywhere=True)])
+    patches.apply()
+    late = types.ModuleType("megatron.core.late")
+    late.f = home.f  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.core.late", late)
+    patches.revert()
+    assert late.f is old and user.g is old
 
-    def absent(package: str) -> str:
-        raise compat.metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(compat.metadata, "version", absent)
+@pytest.mark.parametrize("found", ["0.160.1"])
+def test_another_megatron_on_the_path_is_refused(tmp_path: Path, found: str) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    for name, text in {"__init__": "", "package_info": f"__version__ = {found!r}"}.items():
+        (core / f"{name}.py").write_text(text)
+    script = "from megatron_fp8 import mcore; mcore.install()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        f"RuntimeError: this part of megatron_fp8 needs megatron-core 0.16.x, found: megatron-core {found} in {core}"
+        in done.stderr
+    )
+
+
+def test_a_missing_megatron_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
     with pytest.raises(RuntimeError, match="not installed"):
         compat.require_megatron()
 

@@ -1,0 +1,80 @@
+"""Linears of a transformer layer that no FP8 plan reaches: with fp8 they would run in BF16 in silence, and are refused.
+
+Naming one in ``fp8_overrides`` as 'bf16' says that it may. With fp8 off nothing is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from ..plan import matching_override
+
+
+def is_te_linear(module: Any) -> bool:
+    """Whether a module's GEMMs are Transformer Engine's, told by its classes' names: it need not be installed."""
+    return any(
+        base.__module__.startswith("transformer_engine.") and base.__name__.endswith(("Linear", "MLP"))
+        for base in type(module).__mro__
+    )
+
+
+def foreign_linears(model: Any) -> dict[str, str]:
+    """Names of the model's layer linears that are no FP8 sites -> what they are and the remedy."""
+    return {
+        name: what
+        for name, module in model.named_modules()
+        if re.search(r"(^|\.)layers\.\d+\.", name) and (what := _foreign(module)) is not None
+    }
+
+
+def refuse_foreign_layers(model: Any) -> None:
+    """ValueError for FP8 asked for and a linear that would run in BF16 and is not named in fp8_overrides as 'bf16'."""
+    config = model.config
+    for name, what in foreign_linears(model).items() if config.fp8 else ():
+        override = matching_override(name, getattr(config, "fp8_overrides", None) or {})
+        if override is None or override[1] != "bf16":
+            raise ValueError(
+                f"fp8={config.fp8!r} was asked for, but {name} is {what}; or say that it runs in BF16:"
+                f" config.fp8_overrides = {{{name!r}: 'bf16'}}"
+            )
+
+
+def require_mtp_block(model: Any) -> None:
+    """ValueError where FP8 and multi-token prediction were asked for, and the last stage's model was built without it."""
+    config = model.config
+    layers = getattr(config, "mtp_num_layers", None)
+    if (
+        config.fp8
+        and layers
+        and getattr(model, "post_process", False)
+        and not getattr(model, "mtp_process", True)
+    ):
+        raise ValueError(
+            f"mtp_num_layers={layers} and the model has no layers for it: give GPTModel"
+            " mtp_block_spec=megatron_fp8.mcore.spec.get_gpt_mtp_block_fp8_spec(config, transformer_layer_spec), or set"
+            " mtp_num_layers=None"
+        )
+
+
+def _foreign(module: Any) -> str | None:
+    if hasattr(module, "bind_fp8_site"):
+        return None
+    kind = type(module)
+    if is_te_linear(module):
+        return (
+            "Transformer Engine's linear, which runs in BF16: build the model from"
+            " megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config)"
+        )
+    if kind in (ColumnParallelLinear, RowParallelLinear):
+        return (
+            "Megatron-Core's plain linear, which runs in BF16: call megatron_fp8.mcore.install() before the model is"
+            " built, and build it from a layer spec, such as megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config)"
+        )
+    if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+        return f"a {kind.__name__}, whose own forward runs in BF16: name Megatron-Core's linear in the spec"
+    if kind.__name__ == "GroupedMLP":
+        return "a GroupedMLP, which runs in BF16: set moe_grouped_gemm=False"
+    return None

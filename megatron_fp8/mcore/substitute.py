@@ -1,0 +1,107 @@
+"""This package's modules in the place of Megatron-Core's own: in a spec, and where a module is built from any spec.
+
+Specs name classes, and Megatron-Core builds them all through ``build_module``. There the config is known, so one rule
+serves every spec (GPT's, BERT's, T5's, a user's own): with ``fp8`` the classes below are built as this package's; without
+it Megatron-Core's own are built, but where they would refuse the config (their norms under sequence parallelism, their
+attention under context parallelism).
+
+Rejected: rebinding the provider from which Megatron-Core's GPT specs take their classes. It is not told the config, so a
+BF16 model was made of this package's modules; and BERT's, T5's and heterogeneous specs name their classes themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from . import compat
+from .apex import norm_class
+from .attention import CoreAttention
+from .layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+
+_LINEARS: dict[Any, type] = {
+    ColumnParallelLinear: Fp8ColumnParallelLinear,
+    RowParallelLinear: Fp8RowParallelLinear,
+}
+
+
+def with_own_modules(spec: Any, replaces: Callable[[type], bool] = lambda theirs: True) -> Any:
+    """A copy of a class, a ModuleSpec, submodules, or a list of them, with this package's classes in it.
+
+    Args:
+        replaces: which of Megatron-Core's classes are replaced; all of those that this package has a class for.
+    """
+    if isinstance(spec, type):
+        ours = _own_class(spec)
+        return spec if ours is None or not replaces(spec) else ours
+    if isinstance(spec, list):
+        return [with_own_modules(part, replaces) for part in spec]
+    if not is_dataclass(spec) or isinstance(spec, MLASelfAttentionSubmodules):
+        return spec  # multi-latent attention asks which class a linear is, and has each built by build_module
+    own: Any = copy.copy(spec)
+    for field in fields(own):
+        setattr(own, field.name, with_own_modules(getattr(own, field.name), replaces))
+    return own
+
+
+def build_own_modules(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron-Core's build_module, which builds this package's classes where the config asks for FP8 or needs them."""
+
+    @functools.wraps(original)
+    def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config")
+        if config is not None:
+            fp8 = getattr(config, "fp8", None)
+            spec_or_module = with_own_modules(spec_or_module, lambda theirs: fp8 or _refuses(theirs, config))
+        return original(spec_or_module, *args, **kwargs)
+
+    return build_module
+
+
+def final_norm_of_the_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """transformer_block._get_block_submodules, the final norm of which is this package's where the layers' norms are."""
+
+    @functools.wraps(original)
+    def get_block_submodules(config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(config, spec, *args, **kwargs)
+        submodules = getattr(spec, "submodules", None)
+        if found is not submodules and getattr(submodules, "input_layernorm", None) is norm_class():
+            found.layer_norm = norm_class()
+        return found
+
+    return get_block_submodules
+
+
+def _own_class(theirs: Any) -> type | None:
+    if theirs in _norms():
+        return norm_class()
+    return CoreAttention if theirs is DotProductAttention else _LINEARS.get(theirs)
+
+
+def _refuses(theirs: Any, config: Any) -> bool:
+    """Whether Megatron-Core's class cannot be built from a config that this package's takes, FP8 or not."""
+    if theirs is DotProductAttention:
+        return config.context_parallel_size > 1
+    if theirs is WrappedTorchNorm:
+        return bool(config.sequence_parallel or config.layernorm_zero_centered_gamma)
+    return theirs in _norms() and config.normalization != "LayerNorm"  # apex has no other
+
+
+@functools.cache
+def _norms() -> tuple[Any, ...]:
+    """The norms that Megatron-Core's specs name where Transformer Engine is not installed."""
+    if not compat.has_apex():
+        return (WrappedTorchNorm,)
+    return (
+        WrappedTorchNorm,
+        importlib.import_module("megatron.core.fusions.fused_layer_norm").FusedLayerNorm,
+    )
