@@ -8,6 +8,7 @@ A folder of checkpoints holds
       .metadata          torch.distributed.checkpoint's: where in which file each tensor lies (a pickle)
       __0_0.distcp, ...  tensors, one file a rank
       metadata.json, common.pt    for Megatron-Core's own loader; common.pt is empty
+    not_finite_0000120/  a checkpoint that cannot be trained on from: read only where its own path is given
     .saving-...          a save that is under way, or was killed; never read, removed by the next save
 
 The name is the commit. A scheme that marks a folder complete by a file inside it was rejected: between the first byte and
@@ -27,6 +28,7 @@ import os
 import pickle
 import re
 import stat
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -50,8 +52,12 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         manifest = parse(_regular(path, LARGEST))
-    except FileNotFoundError:
-        what = "it has no manifest.json" if folder.is_dir() else "there is no such folder"
+    except (FileNotFoundError, NotADirectoryError):
+        what = "there is no such folder"
+        if folder.is_dir():
+            what = "it has no manifest.json, and no checkpoint is in it"
+        elif folder.exists():
+            what = "it is a file"
         raise ValueError(
             f"{str(folder)!r} is not a checkpoint of megatron_fp8: {what}. Give a folder such as "
             "RUN_DIR/checkpoints/iter_0000100, or a run's folder."
@@ -161,34 +167,59 @@ def folder_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def not_finite_name(iteration: int) -> str:
+    """The name of the checkpoint of an iteration after which weights or optimizer state held NaN or Inf."""
+    return f"not_finite_{iteration:07d}"
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in ``folder`` that were committed, oldest iteration first; empty if there is no such folder."""
+    return _checkpoints(folder, r"iter_(\d{7,})")
+
+
+def not_finite_checkpoints(folder: Path) -> list[Path]:
+    """Those of ``not_finite_name`` in ``folder``, oldest iteration first."""
+    return _checkpoints(folder, r"not_finite_(\d{7,})")
+
+
+def _checkpoints(folder: Path, pattern: str) -> list[Path]:
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
-    except OSError:
-        return []
-    found = {int(m[1]): path for path in entries if (m := re.fullmatch(r"iter_(\d{7,})", path.name))}
-    return [found[iteration] for iteration in sorted(found)]
+    except OSError as error:
+        raise ValueError(
+            f"{str(folder)!r} cannot be listed ({error.strerror}): check its permissions."
+        ) from error
+    named = [(int(m[1]), path) for path in entries if (m := re.fullmatch(pattern, path.name))]
+    return [path for _, path in sorted(named) if path.is_dir()]
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that ``latest`` names; where it names none that is there, the newest committed one; else None.
+    """The checkpoint that ``latest`` names; where there is no ``latest``, the newest committed one; else None.
 
-    Raises ValueError if ``latest`` cannot be read.
+    Where ``latest`` names one that is gone, a warning says so, and the newest that is there is taken.
+
+    Raises ValueError if ``latest`` or the folder cannot be read, or ``latest`` names one that is gone and there is none.
     """
     pointer = folder / LATEST
     try:
         name = pointer.read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
-        name = ""
+        complete = complete_checkpoints(folder)
+        return complete[-1] if complete else None
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{str(pointer)!r} cannot be read ({error}): give --resume=PATH of a checkpoint."
         ) from error
     if re.fullmatch(r"iter_\d{7,}", name) and (folder / name).is_dir():
         return folder / name
-    complete = complete_checkpoints(folder)
-    return complete[-1] if complete else None
+    gone = f"{str(pointer)!r} names {name!r}, which is not there"
+    if not (complete := complete_checkpoints(folder)):
+        raise ValueError(
+            f"{gone}, and neither is another checkpoint: bring it back, or give another one (to train: --resume=PATH,"
+            " or --resume=never)."
+        )
+    warnings.warn(f"{gone}: {complete[-1].name} is taken, the newest that is.", stacklevel=2)
+    return complete[-1]
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -203,34 +234,6 @@ def find_checkpoint(path: Path) -> Path:
             return found
     read_manifest(path)
     return path
-
-
-# ------------------------------------------------------------------------------------------------- down to the disk
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write ``text`` and wait until it is on the disk."""
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Put ``text`` in place of what the file holds: whoever looks, now or after a crash, sees the old or the new."""
-    beside = path.with_name(f".{path.name}.new")
-    write_file(beside, text)
-    beside.replace(path)
-    sync(path.parent)
 
 
 # ---------------------------------------------------------------------------------------------- torch_dist's metadata

@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from .disk import write_file
 
 FORMAT, VERSION, _WITHOUT_CHECKSUM = "megatron_fp8 checkpoint", 2, 1
 MANIFEST = "manifest.json"
@@ -59,10 +60,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write ``<folder>/manifest.json``, down to the disk."""
-        with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
-            stream.write(self.text())
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_file(folder / MANIFEST, self.text())
 
 
 def parse(data: bytes) -> Manifest:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from .checkpoint_files import sync
+from .disk import sync
 from .loss_scaler import LossScaler, agree, unscale_
 from .nn import fp8_state_dict, fp8_step, load_fp8_state_dict
 from .nn.linear import Fp8Layer

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import yaml
 
-from ..checkpoint_files import Manifest, write_file
+from ..checkpoint_files import Manifest
+from ..disk import write_file
 from ..train.tokenizers import load_tokenizer
 from .architectures import Entry, entries
 from .config import architecture_of, heads_of, model_section

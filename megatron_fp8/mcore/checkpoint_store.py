@@ -10,6 +10,7 @@ No pickle is made but ``.metadata``, and none is loaded but that one, by checkpo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,26 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ..checkpoint_files import read_metadata
+from .checkpoint_fp8 import is_slot_key
 
 _COMMON_FILE = "common.pt"
 
 
-def prepare(sharded_state: dict[str, Any], *, copy: bool) -> dict[str, Any]:
-    """What this rank writes of ``sharded_state``, by key, ready for ``write_shards``. Collective.
+@dataclass
+class Prepared:
+    """What one rank writes.
+
+    Attributes:
+        tensors: by key, as torch.distributed.checkpoint takes them.
+        not_finite: the first weight or optimizer tensor of this rank that holds NaN or Inf; '' if none does.
+    """
+
+    tensors: dict[str, Any]
+    not_finite: str
+
+
+def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
+    """What this rank writes of ``sharded_state``, ready for ``write_shards``. Collective.
 
     Checks that the ranks' shards make up every tensor exactly once. Values that are no sharded tensors are left out.
 
@@ -49,19 +64,39 @@ def prepare(sharded_state: dict[str, Any], *, copy: bool) -> dict[str, Any]:
     for shard in nested_values(sharded):
         assert isinstance(shard, ShardedTensor), f"{shard.key} would be pickled"
         if is_main_replica(shard.replica_id):
-            if copy:
-                shard.data = shard.data.detach().to("cpu", copy=True)
             tensors.setdefault(shard.key, []).append(shard)
-    return torch_dist.mcore_to_pyt_state_dict(tensors, False)
+    written = [shard for shards in tensors.values() for shard in shards]
+    bad = _first_not_finite(written)
+    for shard in written if copy else ():
+        shard.data = shard.data.detach().to("cpu", copy=True)
+    return Prepared(torch_dist.mcore_to_pyt_state_dict(tensors, False), bad)
 
 
-def write_shards(folder: Path, prepared: dict[str, Any], group: Any) -> None:
+def _first_not_finite(shards: list[ShardedTensor]) -> str:
+    """The key of the first shard that holds NaN or Inf, of weights and optimizer; '' if none does.
+
+    A sum is finite only if all its terms are, and takes one pass without a copy; one that is not may have overflowed.
+    Delayed scaling's histories are left out: an amax may be Inf, and is never made a scale.
+    """
+    checked = [
+        shard
+        for shard in shards
+        if shard.data.is_floating_point() and shard.data.numel() and not is_slot_key(shard.key)
+    ]
+    if not checked:
+        return ""
+    sums = torch.stack([shard.data.detach().sum(dtype=torch.float32) for shard in checked])
+    doubtful = [shard for shard, good in zip(checked, sums.isfinite().tolist(), strict=True) if not good]
+    return next((shard.key for shard in doubtful if not bool(shard.data.isfinite().all())), "")
+
+
+def write_shards(folder: Path, tensors: dict[str, Any], group: Any) -> None:
     """Write every rank's part and ``.metadata`` into ``folder``, down to the disk. Collective over ``group``.
 
     Raises dcp.CheckpointException (no Exception: it names the ranks that failed) on every rank.
     """
     planner = torch_dist.MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False)
-    dcp.save(prepared, storage_writer=_Writer(folder), planner=planner, process_group=group)
+    dcp.save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group)
 
 
 def write_companions(folder: Path) -> None:

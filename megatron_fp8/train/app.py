@@ -97,9 +97,7 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
             return EXIT_DONE
         trainer.stop = stop
         return _train(trainer)
-    except SaveError as error:
-        return refuse(error, debug=debug, tell=launch.meeting.tell)
-    except TrainingFailed as error:
+    except (SaveError, TrainingFailed) as error:
         return refuse(error, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
     except Exception as error:
         traceback.print_exc()
@@ -143,10 +141,14 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     from megatron_fp8.train.loop import Trainer
     from megatron_fp8.train.metrics import Display, MetricsWriter, model_flops_per_token
     from megatron_fp8.train.report import build_report, format_report, write_report
+    from megatron_fp8.train.run_folder import RunFolders, naming
 
     set_training_length(config, run.train.train_iters)
     if config.fp8_size_filter_tokens is None:
         config.fp8_size_filter_tokens = tokens_of_microbatch(run)
+    folders = RunFolders(run)
+    if not run.dry_run:
+        folders.claim()
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
     prefixes = data.find_data(run.data, tokenizer, vocab_size)
     launch.meeting.agree("files", input_facts(prefixes, chosen), run.train.distributed_timeout_minutes * 60)
@@ -167,10 +169,15 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     if run.dry_run:
         _dry_run(trainer, chunks, vocab_size, first)
         return None
+    if run.checkpoint.save_interval:
+        folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
     start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler)
     trainer.finished, trainer.samples = start.iteration, start.samples
     facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted}
-    trainer.checkpoints = checkpoints.Checkpoints(run, chunks, optimizer, scheduler, facts)
+    trainer.checkpoints = checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts)
+    continues = folders.has(start.folder)
+    if not continues:
+        folders.keep_earlier()
     folder = Path(run.run_dir)
 
     def after_first_step() -> None:
@@ -182,12 +189,11 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
         entropy = data.corpus_bigram_entropy(prefixes)
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
         print(*start.lines, sep="\n", end="\n" if start.lines else "", flush=True)
-        continues = start.folder is not None and start.folder.parent == checkpoints.checkpoint_folder(run)
-        run_folder(folder, keep=continues)
-        run.save(folder / "config.yaml")
         report["bigram_entropy"] = entropy
-        write_report(report, folder)
-        trainer.writer = MetricsWriter(folder, start.iteration if continues else 0)
+        with naming("run_dir", folder):
+            run.save(folder / "config.yaml")
+            write_report(report, folder)
+            trainer.writer = MetricsWriter(folder, start.iteration if continues else 0)
         trainer.display = Display(
             run.train.train_iters, run.train.log_interval, start.iteration, start.skipped
         )
@@ -202,35 +208,12 @@ def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, firs
     report["sites"] = site_report(chunks)
     if not first:
         return
-    write_report(report, folder)
+    try:
+        write_report(report, folder)
+    except OSError as error:
+        warnings.warn(f"{str(folder / 'report.json')!r} cannot be written ({error.strerror}).", stacklevel=2)
     if notes := format_notes(report["sites"]):
         print(notes, flush=True)
-
-
-def run_folder(folder: Path, *, keep: bool = False) -> Path:
-    """Make `folder`; what an earlier run wrote there moves to `previous-1`, `previous-2`, ...; `keep`: it stays."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        mine = (
-            "config.yaml",
-            "report.json",
-            "metrics.jsonl",
-            "validation.jsonl",
-            "tensorboard",
-            "checkpoints",
-        )
-        earlier = [folder / name for name in mine if not keep and (folder / name).exists()]
-        if earlier:
-            number = 1 + sum(1 for _ in folder.glob("previous-*"))
-            kept = folder / f"previous-{number}"
-            kept.mkdir()
-            for path in earlier:
-                path.rename(kept / path.name)
-    except OSError as error:
-        raise ValueError(
-            f"run_dir={str(folder)!r} cannot be written ({error}): give another folder."
-        ) from error
-    return folder
 
 
 def _dry_run(trainer: Any, chunks: list[Any], vocab_size: int, first: bool) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_fp8.checkpoint_files import (
@@ -16,15 +18,17 @@ from megatron_fp8.checkpoint_files import (
     complete_checkpoints,
     find_checkpoint,
     latest_checkpoint,
+    not_finite_checkpoints,
     read_manifest,
     without_checksum,
 )
 from megatron_fp8.mcore import checkpoint
-from megatron_fp8.mcore.checkpoint_saver import Saver
+from megatron_fp8.mcore.checkpoint_saver import SaveError, Saver
 from megatron_fp8.train import binding
 from megatron_fp8.train.config import RunConfig
 from megatron_fp8.train.parallel import on_first_rank, seed_streams
 from megatron_fp8.train.report import versions
+from megatron_fp8.train.run_folder import RunFolders, checkpoint_folder
 
 
 @dataclass
@@ -40,11 +44,6 @@ class Start:
     folder: Path | None = None
     accepted: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-
-
-def checkpoint_folder(run: RunConfig) -> Path:
-    """Where this run's checkpoints are."""
-    return Path(run.checkpoint.folder) if run.checkpoint.folder else Path(run.run_dir) / "checkpoints"
 
 
 def checkpoint_before(run: RunConfig, iteration: int) -> Path | None:
@@ -65,11 +64,14 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     def find() -> tuple[Path, Manifest] | None:
         if run.resume == "never":
             return None
-        found = (
-            latest_checkpoint(checkpoint_folder(run))
-            if run.resume == "auto"
-            else find_checkpoint(Path(run.resume))
-        )
+        if run.resume == "auto":
+            found = latest_checkpoint(checkpoint_folder(run))
+            _say_what_is_passed_over(checkpoint_folder(run), found)
+        else:
+            try:
+                found = find_checkpoint(Path(run.resume))
+            except ValueError as error:
+                raise ValueError(f"--resume={run.resume}: {error}") from error
         if found is None:
             return None
         manifest = read_manifest(found)
@@ -111,6 +113,17 @@ def _check_state(folder: Path, manifest: Manifest) -> None:
         raise ValueError(
             f"the checkpoint {str(folder)!r} cannot be trained on from: {problem}. Give another one with --resume=PATH."
         )
+
+
+def _say_what_is_passed_over(folder: Path, found: Path | None) -> None:
+    """Warn that a newer state was saved which is not finite."""
+    for path in not_finite_checkpoints(folder)[-1:]:
+        ruined, good = (int(p.name.rpartition("_")[2]) if p else -1 for p in (path, found))
+        if ruined > good:
+            warnings.warn(
+                f"{str(path)!r} holds NaN or Inf and is passed over: training goes on from {found or 'the beginning'}.",
+                stacklevel=2,
+            )
 
 
 def resume(
@@ -168,21 +181,36 @@ def _data_notes(changed: list[binding.Change]) -> list[str]:
     )
 
 
+def estimated_bytes(parameters: int, dtype: torch.dtype) -> int:
+    """About how large a checkpoint is: weights in their dtype, masters and two moments in float32."""
+    return parameters * (dtype.itemsize + 3 * torch.float32.itemsize)
+
+
 class Checkpoints:
     """Saves a run's checkpoints. Made, and called, on every rank.
 
     Args:
+        folders: where they are, held by this run.
         facts: what manifests say of the run beside its config, layout and versions.
     """
 
     def __init__(
-        self, run: RunConfig, chunks: list[Any], optimizer: Any, scheduler: Any, facts: dict[str, Any]
+        self,
+        run: RunConfig,
+        folders: RunFolders,
+        chunks: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        facts: dict[str, Any],
     ) -> None:
         self.run, self.chunks, self.optimizer, self.scheduler = run, chunks, optimizer, scheduler
         self.facts = facts
         wanted = run.checkpoint
         self._saver = Saver(
-            checkpoint_folder(run), keep_last=wanted.keep_last, asynchronous=wanted.async_save
+            folders.checkpoints,
+            keep_last=wanted.keep_last,
+            asynchronous=wanted.async_save,
+            still_ours=folders.still_ours,
         )
         self._saved: int | None = None
 
@@ -211,5 +239,13 @@ class Checkpoints:
         self._saved = iteration
 
     def close(self) -> None:
-        """Wait for a save that is under way. Raises SaveError if it failed."""
+        """Wait for a save that is under way. Raises SaveError if it failed, or the last one held NaN or Inf."""
         self._saver.close()
+        if self._saver.not_finite:
+            kept = complete_checkpoints(self._saver.folder)
+            back = (
+                f"go back to {kept[-1]} with a lower optimizer.lr"
+                if kept
+                else "start again with a lower optimizer.lr"
+            )
+            raise SaveError(f"training ended with NaN or Inf in {self._saver.not_finite}: {back}.")

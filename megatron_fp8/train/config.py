@@ -111,6 +111,7 @@ def parse(arguments: list[str]) -> RunConfig:
     )
     for name in run.checkpoint.accept:
         _check_key(name, "--checkpoint.accept=")
+    _check_text(run.to_dict())
     settle_precision(run.model)
     check_sections(run.train, run.optimizer, run.checkpoint, run.resume)
     check_loss_scaling(run.optimizer, fp16=run.model.fp16)
@@ -226,6 +227,17 @@ def _check_key(key: str, where: str) -> None:
     near = by_last_part or difflib.get_close_matches(key, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else " Sections are " + ", ".join(_SECTIONS) + "."
     raise ValueError(f"{where}{key} is not a known key.{hint}")
+
+
+def _check_text(values: dict[str, Any], before: str = "") -> None:
+    """Raise ValueError if a setting holds a NUL, which no path, name or number has."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_text(value, f"{before}{name}.")
+        elif any(
+            isinstance(part, str) and "\0" in part for part in (value if isinstance(value, list) else [value])
+        ):
+            raise ValueError(f"{before}{name}={value!r} holds a NUL character: write it without.")
 
 
 def check_model(run: RunConfig) -> None:

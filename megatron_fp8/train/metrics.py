@@ -26,9 +26,11 @@ import resource
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
+
+from megatron_fp8.train.records import Board, continued
 
 # Dense BF16 peaks of the vendors' data sheets, in FLOP/s; the first name found in the device's name counts.
 _BF16_PEAK = (
@@ -93,52 +95,37 @@ def model_flops_per_token(
 class MetricsWriter:
     """Writes metrics.jsonl, validation.jsonl and TensorBoard under a run's folder. Only rank 0 has one.
 
+    Raises OSError when it is made, and not later: a disk that is full meanwhile is said once.
+
     Args:
         finished: iterations that the run had finished when it was resumed; what is recorded of later ones is dropped.
     """
 
     def __init__(self, folder: Path, finished: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._metrics = _continued(folder / "metrics.jsonl", finished)
-        self._validation = _continued(folder / "validation.jsonl", finished)
-        self._board = SummaryWriter(
-            str(folder / "tensorboard"), purge_step=finished + 1 if finished else None
-        )
+        self._metrics = continued(folder / "metrics.jsonl", finished)
+        self._validation = continued(folder / "validation.jsonl", finished)
+        self._board = Board(folder / "tensorboard", finished + 1 if finished else 0)
 
     def iteration(self, metrics: IterationMetrics) -> None:
         """Record one iteration."""
         values = asdict(metrics)
-        self._metrics.write(json.dumps(values, allow_nan=False) + "\n")
-        for name, value in values.items():
-            if name != "iteration" and value is not None:
-                self._board.add_scalar(f"train/{name}", value, metrics.iteration)
+        self._metrics.write((json.dumps(values, allow_nan=False) + "\n").encode())
+        shown = {f"train/{name}": value for name, value in values.items() if value is not None}
+        del shown["train/iteration"]
+        self._board.scalars(metrics.iteration, shown)
 
     def validation(self, iteration: int, loss: float) -> None:
         """Record a validation: {"iteration", "validation_loss"}."""
         record = {"iteration": iteration, "validation_loss": finite(loss)}
-        self._validation.write(json.dumps(record, allow_nan=False) + "\n")
+        self._validation.write((json.dumps(record, allow_nan=False) + "\n").encode())
         if math.isfinite(loss):
-            self._board.add_scalar("validation/lm_loss", loss, iteration)
+            self._board.scalars(iteration, {"validation/lm_loss": loss})
 
     def close(self) -> None:
-        """Flush and close every file."""
+        """Close every file."""
         self._metrics.close()
         self._validation.close()
         self._board.close()
-
-
-def _continued(path: Path, finished: int) -> TextIO:
-    """`path` open for writing after its records of the first `finished` iterations; everything else is dropped."""
-    kept = []
-    if finished and path.is_file():
-        complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
-        kept = [line for line in complete.splitlines() if json.loads(line)["iteration"] <= finished]
-    # Replaced whole: a run that is killed here has the old file or the new one.
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    beside.replace(path)
-    return path.open("a", encoding="utf-8", buffering=1)
 
 
 class Display:

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -228,8 +229,17 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+_held = ExitStack()
+
+
+def until_leave(release: Callable[[], None]) -> None:
+    """Have `release` called when this process leaves: it gives back what the run holds."""
+    _held.callback(release)
+
+
 def leave() -> None:
-    """Give the groups back. Nothing happens when there are none."""
+    """Give back what `until_leave` was told of, and the groups. Nothing happens when there is nothing."""
+    _held.close()
     if dist.is_initialized():
         from megatron.core import parallel_state
 

@@ -148,20 +148,11 @@ def test_the_report_lists_every_gemm_site(trained):
         assert fact in said
 
 
-def test_the_whole_config_is_written_and_an_earlier_run_is_kept(trained, folder, config):
+def test_the_whole_config_is_written(trained):
     out, _ = trained
     saved = yaml.safe_load((out / "config.yaml").read_text())
     assert {f"model.{key}" for key in saved["model"]} <= set(known_keys())
     assert saved["model"]["fp8_format"] == "delayed" and saved["train"]["seed"] == 1234
-    from megatron_fp8.train.app import run_folder
-
-    other = folder / "runs" / "kept"
-    for number in range(2):
-        run_folder(other)
-        (other / "metrics.jsonl").write_text(str(number))
-    assert (other / "previous-1" / "metrics.jsonl").read_text() == "0"
-    assert not (run_folder(other) / "metrics.jsonl").exists()
-    assert (other / "previous-2" / "metrics.jsonl").read_text() == "1"
 
 
 def test_report_prints_a_run(trained):

@@ -13,7 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 
 STREAM: list[tuple[str, ...]] = [
-    ("timing", "manifest", "model_fields", "command_line", "derivative"),
+    ("disk",),
+    ("timing", "manifest", "model_fields", "command_line", "derivative", "run_lock"),
     ("checkpoint_files",),
     ("formats",),
     ("kernels",),

@@ -1,0 +1,94 @@
+"""Files that are whole or not there: written down to the disk, replaced, removed, seen from another machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write ``text`` and wait until it is on the disk."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Put ``text`` in place of what the file holds: whoever looks, now or after a crash, sees the old or the new."""
+    beside = path.with_name(f".{path.name}.new")
+    discard(beside)  # of a killed process, or a link that would be written through
+    write_file(beside, text)
+    beside.replace(path)
+    sync(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove what has this name: a file, a folder and all in it, or a link, never what it points to; or nothing."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return
+
+
+def free_name(path: Path) -> Path:
+    """``path-1``, ``path-2``, ...: the first after all that are taken."""
+    start = f"{path.name}-"
+    taken = [entry.name[len(start) :] for entry in path.parent.glob(f"{start}*")]
+    return path.with_name(f"{start}{1 + max((int(n) for n in taken if n.isdecimal()), default=0)}")
+
+
+def unseen(folder: Path, sizes: dict[str, int], patience: float) -> list[str]:
+    """Those files of ``folder`` that cannot be seen from here in their size; waits up to ``patience`` s for them.
+
+    Network file systems show another machine's files seconds late.
+    """
+    deadline, pause = time.monotonic() + patience, 0.02
+    while missing := [name for name, size in sizes.items() if _size(folder / name) != size]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, 1.0)
+        _refresh(folder)
+    return missing
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file, None where it cannot be opened: opening asks the server, where a name is looked up in a cache."""
+    try:
+        with path.open("rb") as stream:
+            return os.fstat(stream.fileno()).st_size
+    except OSError:
+        return None
+
+
+def _refresh(folder: Path) -> None:
+    """Have the folder's names read anew, which ends what a client remembers of names that were not there."""
+    if folder.is_dir():
+        os.listdir(folder)
+
+
+def remedy(error: BaseException) -> str:
+    """What helps against an OSError where something is written, in a few words."""
+    code = getattr(error, "errno", None)
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "make room there"
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make it writable"
+    return "see what is there"

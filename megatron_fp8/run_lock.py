@@ -1,0 +1,289 @@
+"""One run at a time in a folder: a lock that is a file, on any file system, and that its owner keeps alive.
+
+    .lock    {"owner": a random name, "host", "pid", "job", "since", "beats", ...}, rewritten every few seconds
+
+Who finds a lock takes it over at once where its owner is surely gone, or was this very job: the same SLURM job (requeued,
+or a step of it started again), the same torchrun, or a process of this machine that has ended. Otherwise it watches: a
+lock whose beats go on is held, one that stands still for a minute is stale. Only this machine's own clock measures that
+minute, so the clocks of two machines need not agree. The file is rewritten in place: another machine's open sees the new
+content, where a new file under the old name may be looked up in a cache.
+
+An owner that was taken for dead and is not (stopped for minutes, cut off from the file system) finds another name in the
+file, and says so before it writes anything: `check`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+LOCK = ".lock"
+BEAT_S, STALE_S = 5.0, 60.0
+"""Seconds between beats; seconds without one after which a lock is stale, which is as long as NFS remembers a file."""
+_SETTLE_S = 0.3
+"""After a lock was taken over: how long another who takes it over at the same moment may be behind."""
+_SIZE = 2048
+"""Bytes of the file, always: it is rewritten in one write, and needs no more room."""
+
+
+class LockHeld(ValueError):
+    """Another run has the folder."""
+
+
+class RunLock:
+    """Holds a folder, which it makes, from `take` to `release`. One process of a run has it.
+
+    Args:
+        folder: what is locked.
+        option: what the user set it with, for messages.
+        environ: says which job this is.
+        beat, stale: seconds, as BEAT_S and STALE_S.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        option: str,
+        *,
+        environ: Mapping[str, str] = os.environ,
+        beat: float = BEAT_S,
+        stale: float = STALE_S,
+    ) -> None:
+        self.folder, self.path, self.option = folder, folder / LOCK, option
+        self._beat, self._stale = beat, stale
+        self._record: dict[str, Any] = {
+            "owner": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": _process(os.getpid()),
+            "job": job_name(environ),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "beats": 0,
+        }
+        self._made: list[Path] = []
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self, say: Callable[[str], None]) -> None:
+        """Make the folder and hold it.
+
+        Args:
+            say: told what takes time, and whose lock was taken over.
+
+        Raises LockHeld: another run has it; OSError: the folder or the file cannot be made.
+        """
+        self._made = _make(self.folder)
+        try:
+            if not self._create():
+                self._take_over(say)
+        except BaseException:
+            self._unmake()
+            raise
+        self._thread = threading.Thread(target=self._keep_alive, name="run lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise OSError if another run has taken the folder over. One that was deleted is made again."""
+        now = _read(self.path)
+        if now is None and self._create():
+            return
+        if not self._is_ours(now):
+            raise OSError(f"another run has taken over {str(self.folder)!r}: {_who(now or {})}")
+
+    def release(self) -> None:
+        """Let go, and remove the folders that were made for nothing."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            try:
+                if self._is_ours(_read(self.path)):
+                    self.path.unlink(missing_ok=True)
+            except OSError as error:
+                warnings.warn(f"the lock {str(self.path)!r} cannot be removed ({error}).", stacklevel=2)
+            self._unmake()
+
+    # ------------------------------------------------------------------------------------------------------ the file
+
+    def _create(self) -> bool:
+        try:
+            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.pwrite(handle, self._content(), 0)
+            os.fsync(handle)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(handle)
+        return True
+
+    def _write(self) -> None:
+        handle = os.open(self.path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+        try:
+            os.pwrite(handle, self._content(), 0)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def _content(self) -> bytes:
+        return json.dumps(self._record).encode().ljust(_SIZE - 1) + b"\n"
+
+    def _take_over(self, say: Callable[[str], None]) -> None:
+        """Make a lock that is there ours, if nobody holds it."""
+        found, reason = _read(self.path), ""
+        while not reason:
+            if found is None:
+                if self._create():
+                    return
+                found = self._watch(None)
+            elif self._lives_here(found):
+                self._refuse(found)
+            elif not (reason := self._free_at_once(found)):
+                say(
+                    f"{str(self.path)!r} is another run's ({_who(found)}): waiting up to {self._stale:.0f} s to see"
+                    " whether it lives"
+                )
+                now = self._watch(found)
+                if now and now != found and now.get("owner") == found.get("owner"):
+                    self._refuse(now)
+                if now == found:
+                    reason = f"it was not renewed for {self._stale:.0f} s"
+                found = now
+        assert found is not None
+        if (now := _read(self.path)) != found:
+            self._refuse(now or {})
+        self._write()
+        time.sleep(_SETTLE_S)  # of two that take it over at once, the later one has it
+        if not self._is_ours(now := _read(self.path)):
+            self._refuse(now or {})
+        say(f"took over the lock of {_who(found)}: {reason}")
+
+    def _is_ours(self, content: dict[str, Any] | None) -> bool:
+        return content is not None and content["owner"] == self._record["owner"]
+
+    def _refuse(self, holder: dict[str, Any]) -> None:
+        raise LockHeld(
+            f"{self.option}={str(self.folder)!r} is in use by another run: {_who(holder)}. Wait for it, stop it, or give"
+            f" another {self.option}. If it has surely ended, delete {str(self.path)!r}."
+        )
+
+    def _watch(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What the lock says as soon as that is something else; `found` if it is not for long enough."""
+        deadline = time.monotonic() + self._stale
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, self._stale / 20))
+            now = _read(self.path)
+            if now != found:
+                return now
+        return found
+
+    def _free_at_once(self, found: dict[str, Any]) -> str:
+        """Why a lock may be taken over without waiting; '' if it may not."""
+        if found.get("job") and found["job"] == self._record["job"]:
+            return "it is of this very job"
+        if self._is_of_here(found) and _process(found["pid"]) != found["process"]:
+            return "its process has ended"
+        return ""
+
+    def _lives_here(self, found: dict[str, Any]) -> bool:
+        """Whether a lock's owner is a living process of this machine, of another job."""
+        return (
+            self._is_of_here(found)
+            and _process(found["pid"]) == found["process"]
+            and not (found.get("job") and found["job"] == self._record["job"])
+        )
+
+    def _is_of_here(self, found: dict[str, Any]) -> bool:
+        mine, theirs = self._record["process"], found.get("process")
+        return (
+            bool(mine)
+            and isinstance(theirs, dict)
+            and theirs.get("machine") == mine["machine"]
+            and "pid" in found
+        )
+
+    # --------------------------------------------------------------------------------------------------- keeping it
+
+    def _keep_alive(self) -> None:
+        told = False
+        while not self._ended.wait(self._beat):
+            try:
+                self.check()
+                self._record["beats"] += 1
+                self._write()
+            except OSError as error:
+                if not told:
+                    warnings.warn(f"the lock {str(self.path)!r} is not renewed ({error}).", stacklevel=1)
+                told = True
+
+    def _unmake(self) -> None:
+        for folder in reversed(self._made):
+            try:
+                folder.rmdir()
+            except OSError:  # it is used
+                return
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    """What a restart has in common with the run before it: the SLURM job, or the torchrun; '' where there is neither."""
+    if environ.get("SLURM_JOB_ID"):
+        return f"SLURM job {environ['SLURM_JOB_ID']} of {environ.get('SLURM_CLUSTER_NAME', 'this cluster')}"
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return ""
+    if environ["TORCHELASTIC_RUN_ID"] != "none":
+        return f"torchrun {environ['TORCHELASTIC_RUN_ID'][:200]}"
+    parent = _process(os.getppid()) or {}
+    return f"torchrun {os.getppid()} on {socket.gethostname()}, started at {parent.get('started', '?')}"
+
+
+def _process(pid: int) -> dict[str, str] | None:
+    """A living process so that no other one, here or elsewhere, is taken for it; None if there is none, or no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else {"machine": machine, "started": fields[19]}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What a lock says; None if it is not there; {"owner": None} if it cannot be understood."""
+    for pause in (0.0, 0.05, 0.2):  # somebody may be writing it just now
+        time.sleep(pause)
+        try:
+            content = json.loads(path.read_bytes()[:_SIZE])
+        except FileNotFoundError:
+            if path.is_symlink():
+                raise OSError(f"{str(path)!r} is a link to nothing: remove it") from None
+            return None
+        except ValueError:
+            continue
+        if isinstance(content, dict) and "owner" in content:
+            return content
+    return {"owner": None}
+
+
+def _who(holder: dict[str, Any]) -> str:
+    if not holder.get("host"):
+        return "a process that did not leave its name"
+    job = f" ({holder['job']})" if holder.get("job") else ""
+    return f"process {holder.get('pid')} on {holder['host']}{job}, since {holder.get('since')}"
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and those above it; which were made, from the top."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]

@@ -1,0 +1,117 @@
+"""Files that grow by one record at a time, and that a full disk does not end a training for.
+
+What cannot be written now is kept in memory and written before the next record, from the very byte where it broke off;
+that something is missing is said once. A killed process leaves at most one record unfinished, the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+class Appended:
+    """A file that records are appended to, each at once. Raises OSError only when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._waiting = path, b""
+        self._told = False
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, record: bytes) -> int:
+        """Append a record, after what is still waiting; its length."""
+        assert self._file is not None, "it was closed"
+        self._waiting += record
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+        except OSError as error:
+            self._tell(error)
+        return len(record)
+
+    def close(self) -> None:
+        """Try once more to write what is waiting, and close."""
+        if self._file is None:
+            return
+        self.write(b"")
+        file, self._file = self._file, None
+        try:
+            os.close(file)
+        except OSError as error:
+            self._tell(error)
+        if self._waiting:
+            warnings.warn(f"{str(self._path)!r} lacks its last {len(self._waiting)} bytes.", stacklevel=2)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            warnings.warn(
+                f"{str(self._path)!r} cannot be written ({error.strerror}): training goes on, and what is missing is"
+                " added when it can be.",
+                stacklevel=3,
+            )
+        self._told = True
+
+
+class Board:
+    """Scalars for TensorBoard, in a file of events of its own.
+
+    TensorBoard's own writer has a thread, which a full disk ends with a traceback.
+
+    Args:
+        folder: made if it is not there.
+        first: the first step that will be written: what earlier files have from there on is not shown. 0: all is.
+    """
+
+    def __init__(self, folder: Path, first: int = 0) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
+        taken = sum(1 for _ in folder.glob(f"{name}.*"))
+        self._file = Appended(folder / f"{name}.{taken}")
+        self._records, self._event = RecordWriter(self._file), event_pb2.Event
+        self._add(file_version="brain.Event:2")
+        if first:
+            self._add(step=first, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Record named values of a step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step=step, summary=Summary(value=entries))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def continued(path: Path, finished: int) -> Appended:
+    """A .jsonl file, open after its records of the first `finished` iterations; everything else in it is dropped.
+
+    A line that is no record, as a full disk leaves one, is dropped too, and that is said. Raises OSError.
+    """
+    kept, damaged = [], 0
+    if finished and path.is_file():
+        for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
+            try:
+                if json.loads(line)["iteration"] <= finished:
+                    kept.append(line + b"\n")
+            except (ValueError, TypeError, KeyError):
+                damaged += 1
+    if damaged:
+        warnings.warn(f"{damaged} lines of {str(path)!r} are no records: they are dropped.", stacklevel=2)
+    # Replaced whole: a run that is killed here has the old file or the new one.
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_bytes(b"".join(kept))
+    beside.replace(path)
+    return Appended(path)

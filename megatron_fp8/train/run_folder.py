@@ -1,0 +1,198 @@
+"""The two folders that a run writes into: tried before anything is trained, held for one run, what was there kept.
+
+    run_dir              config.yaml, report.json, metrics.jsonl, validation.jsonl, tensorboard/
+    checkpoint.folder    checkpoints; by default run_dir/checkpoints
+
+Both are locked (megatron_fp8.run_lock), so that no other run removes this one's saves, whatever its run_dir. All ranks
+write checkpoints, so all ranks try that folder: each writes a file there, and rank 0 must see them all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fp8.checkpoint_files import LATEST, complete_checkpoints, not_finite_checkpoints
+from megatron_fp8.disk import discard, free_name, remedy, unseen, write_file
+from megatron_fp8.run_lock import RunLock
+from megatron_fp8.train.parallel import on_first_rank, until_leave
+
+PATIENCE_S = 60.0
+"""How long ranks wait to see each other's files: clients of NFS look at a folder again after at most 60 s."""
+_RECORDS = ("config.yaml", "report.json", "metrics.jsonl", "validation.jsonl", "tensorboard")
+_PREVIOUS, _TRIAL = "previous", ".trial-"
+
+
+class RunFolders:
+    """A run's folders, from `claim` until the ranks part. Made, and called, on every rank."""
+
+    def __init__(self, run: Any) -> None:
+        self.run_dir = Path(run.run_dir)
+        self.checkpoints = checkpoint_folder(run)
+        self._option = "checkpoint.folder" if run.checkpoint.folder else "run_dir"
+        self._lock: RunLock | None = None
+
+    def claim(self) -> None:
+        """Make both folders, hold them, and see that all ranks mean the same ones. Collective.
+
+        Raises ValueError, on every rank: a folder cannot be made or written, another run has it, it is not shared.
+        """
+        on_first_rank(self._take)
+        self._try_together()
+
+    def still_ours(self) -> None:
+        """On rank 0: raise OSError if another run has taken over the checkpoints' folder."""
+        assert self._lock is not None
+        self._lock.check()
+
+    def has(self, checkpoint: Path | None) -> bool:
+        """Whether a checkpoint is one of this run's, however its path is written."""
+        return checkpoint is not None and _same(checkpoint.parent, self.checkpoints)
+
+    def keep_earlier(self) -> None:
+        """What an earlier run left moves to `previous-1`, `previous-2`, ... Collective. Raises ValueError."""
+
+        def move() -> None:
+            with naming("run_dir", self.run_dir):
+                keep_earlier(self.run_dir, self.checkpoints)
+
+        on_first_rank(move)
+
+    def check_room(self, needed: int) -> None:
+        """Raise ValueError, on every rank, if there is surely no room for a checkpoint of `needed` bytes."""
+
+        def look() -> None:
+            with naming(self._option, self.checkpoints):
+                disk = shutil.disk_usage(self.checkpoints)
+            if disk.total and disk.free < needed:  # some file systems do not know, and say 0
+                raise ValueError(
+                    f"{self._option}={str(self._given())!r}: there is room for {disk.free / 2**20:,.0f} MiB, and a"
+                    f" checkpoint takes about {needed / 2**20:,.0f} MiB. Make room, or give another folder with"
+                    " --checkpoint.folder=FOLDER."
+                )
+
+        on_first_rank(look)
+
+    def _given(self) -> Path:
+        return self.checkpoints if self._option == "checkpoint.folder" else self.run_dir
+
+    def _take(self) -> None:
+        locks = [("run_dir", self.run_dir)]
+        if not _same(self.checkpoints, self.run_dir):
+            locks.append((self._option, self.checkpoints))
+        for option, folder in locks:
+            with naming(option, folder):
+                self._lock = RunLock(folder, option)
+                self._lock.take(lambda text: print(f"lock        {text}", flush=True))
+            until_leave(self._lock.release)
+            with naming(option, folder):
+                for leftover in folder.glob(f"{_TRIAL}*"):
+                    discard(leftover)
+                _try_to_write(folder)
+
+    def _try_together(self) -> None:
+        """Each rank sees rank 0's token in the folder, writes its own, and rank 0 sees them all."""
+        if dist.get_world_size() == 1:
+            return
+        rank, token = dist.get_rank(), on_first_rank(lambda: uuid.uuid4().hex)
+        names = [f"{_TRIAL}{token}-{other}" for other in range(dist.get_world_size())]
+        mine, size, problem = self.checkpoints / names[rank], len(token), ""
+        try:
+            if rank and unseen(self.checkpoints, {names[0]: size}, PATIENCE_S):
+                problem = "it does not have there what rank 0 has written"
+            else:
+                write_file(mine, token)
+        except OSError as error:
+            problem = f"it cannot write there ({error.strerror})"
+        problems = _gather(problem and f"rank {rank} on {socket.gethostname()}: {problem}")
+        try:
+            if not any(problems):
+                sizes = dict.fromkeys(names, size)
+                missing = on_first_rank(lambda: unseen(self.checkpoints, sizes, PATIENCE_S))
+                problems = [
+                    f"rank 0 does not see what rank {names.index(name)} has written" for name in missing
+                ]
+        finally:
+            mine.unlink(missing_ok=True)
+        if wrong := [text for text in problems if text]:
+            more = f" (and {len(wrong) - 1} more ranks)" if len(wrong) > 1 else ""
+            raise ValueError(
+                f"{self._option}={str(self._given())!r} is not shared by all ranks: {wrong[0]}{more}. Give a folder on a"
+                " file system that all nodes have under the same path."
+            )
+
+
+def checkpoint_folder(run: Any) -> Path:
+    """Where this run's checkpoints are."""
+    return Path(run.checkpoint.folder) if run.checkpoint.folder else Path(run.run_dir) / "checkpoints"
+
+
+def keep_earlier(run_dir: Path, checkpoints: Path) -> None:
+    """Move a run's records and checkpoints out of the way, to a folder of the same file system; OSError if that fails."""
+    records = [run_dir / name for name in _RECORDS if os.path.lexists(run_dir / name)]
+    saved = [*complete_checkpoints(checkpoints), *not_finite_checkpoints(checkpoints)]
+    saved += [checkpoints / LATEST] if os.path.lexists(checkpoints / LATEST) else []
+    inside = _same(checkpoints.parent, run_dir) and not checkpoints.is_symlink()
+    inside = inside and (not checkpoints.exists() or checkpoints.stat().st_dev == run_dir.stat().st_dev)
+    kept = free_name(run_dir / _PREVIOUS)
+    _move(records, kept)
+    _move(saved, kept / checkpoints.name if inside else free_name(checkpoints / _PREVIOUS))
+
+
+def _move(paths: list[Path], folder: Path) -> None:
+    if paths:
+        folder.mkdir(parents=True)
+    for path in paths:
+        path.rename(folder / path.name)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _gather(value: str) -> list[str]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _try_to_write(folder: Path) -> None:
+    """A file of a few KiB is written, synced and renamed: what saving needs."""
+    trial = folder / f"{_TRIAL}{uuid.uuid4().hex}"
+    try:
+        write_file(trial, "x" * 4096)
+        renamed = trial.with_name(f"{trial.name}-renamed")
+        trial.rename(renamed)
+        renamed.unlink()
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(option: str, folder: Path) -> Iterator[None]:
+    """An OSError becomes a ValueError that names the folder, the option that set it, and the cause."""
+    try:
+        yield
+    except OSError as error:
+        in_the_way = next(
+            (p for p in (folder, *folder.parents) if os.path.lexists(p) and not os.path.isdir(p)), None
+        )
+        reason = error.strerror or str(error)
+        if in_the_way:
+            reason = (
+                f"{str(in_the_way)!r} is a file" if in_the_way.is_file() else f"{reason}: {str(in_the_way)!r}"
+            )
+        elif error.filename and Path(error.filename) != folder:
+            reason += f": {str(error.filename2 or error.filename)!r}"
+        raise ValueError(
+            f"{option}={str(folder)!r} cannot be written ({reason}): {remedy(error)}, or give another folder with"
+            f" --{option}=FOLDER."
+        ) from error

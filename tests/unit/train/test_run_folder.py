@@ -1,0 +1,170 @@
+"""The folders of a run: tried before training, named with their option, and what was there kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fp8.run_lock import RunLock
+from megatron_fp8.train import run_folder
+from megatron_fp8.train.run_folder import RunFolders, keep_earlier
+
+MIB = 1 << 20
+
+
+def run_of(run_dir: Path, folder: Path | None = None) -> Any:
+    """The part of a run's config that says where it writes."""
+    return SimpleNamespace(run_dir=str(run_dir), checkpoint=SimpleNamespace(folder=folder and str(folder)))
+
+
+def earlier_run(run_dir: Path, checkpoints: Path) -> None:
+    """What an earlier run left."""
+    for folder in (run_dir, checkpoints / "iter_0000002", checkpoints / "not_finite_0000003"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("earlier")
+    (checkpoints / "latest").write_text("iter_0000002\n")
+    (checkpoints / "notes.txt").write_text("mine")
+
+
+MOVED = ["iter_0000002", "latest", "not_finite_0000003"]
+
+
+def test_records_and_checkpoints_of_an_earlier_run_are_kept(tmp_path):
+    for number in (1, 2):
+        earlier_run(tmp_path, tmp_path / "checkpoints")
+        keep_earlier(tmp_path, tmp_path / "checkpoints")
+        kept = tmp_path / f"previous-{number}"
+        assert sorted(os.listdir(kept)) == ["checkpoints", "metrics.jsonl"]
+        assert sorted(os.listdir(kept / "checkpoints")) == MOVED
+        assert os.listdir(tmp_path / "checkpoints") == ["notes.txt"]
+    keep_earlier(tmp_path, tmp_path / "checkpoints")
+    assert not (tmp_path / "previous-3").exists()
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_checkpoints_elsewhere_are_kept_where_they_are(tmp_path, linked):
+    """Nothing is moved from one file system to another, and a link stays where it is for the next run."""
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    checkpoints = elsewhere
+    earlier_run(run_dir, elsewhere)
+    if linked:
+        checkpoints = run_dir / "checkpoints"
+        checkpoints.symlink_to(elsewhere)
+    keep_earlier(run_dir, checkpoints)
+    assert sorted(os.listdir(elsewhere)) == ["notes.txt", "previous-1"]
+    assert sorted(os.listdir(elsewhere / "previous-1")) == MOVED
+    assert os.listdir(run_dir / "previous-1") == ["metrics.jsonl"]
+
+
+@pytest.fixture
+def alone():
+    """This process as the only rank; what a run holds is given back."""
+    from megatron_fp8.train.parallel import leave
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    leave()
+
+
+def refusal(run: Any, size: int = 0) -> str:
+    """What a run is told that cannot have its folders."""
+    from megatron_fp8.train.parallel import _held
+
+    folders = RunFolders(run)
+    with pytest.raises(ValueError) as refused:
+        folders.claim()
+        folders.check_room(size)
+    _held.close()
+    return str(refused.value)
+
+
+def test_what_is_wrong_is_said_with_the_option_that_set_it(tmp_path, alone):
+    file, good = tmp_path / "file", tmp_path / "good"
+    file.write_text("")
+    for option, run, folder in (
+        ("run_dir", run_of(file), file),
+        ("run_dir", run_of(file / "a" / "b"), file / "a" / "b"),
+        ("checkpoint.folder", run_of(good, file), file),
+    ):
+        words = f"{option}={str(folder)!r} cannot be written ({str(file)!r} is a file)"
+        assert words in refusal(run)
+        assert not good.exists()
+    (good / "checkpoints").parent.mkdir()
+    (good / "checkpoints").write_text("")
+    assert f"run_dir={str(good / 'checkpoints')!r} cannot be written" in refusal(run_of(good))
+
+
+def test_no_room_is_said_before_training(tmp_path, alone):
+    said = refusal(run_of(tmp_path / "run"), 1 << 60)
+    assert f"run_dir={str(tmp_path / 'run')!r}: there is room for" in said
+    assert "a checkpoint takes about 1,099,511,627,776 MiB" in said and "--checkpoint.folder=FOLDER" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_said_before_training(tmp_path, alone):
+    """A disk of 4 KiB, which only root may mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs root, with which CI runs")
+    try:
+        (disk / "full").write_bytes(b"x" * 4096)
+        said = refusal(run_of(tmp_path / "run", disk))
+        assert (
+            f"checkpoint.folder={str(disk)!r} cannot be written (No space left on device): make room" in said
+        )
+        assert os.listdir(disk) == ["full"]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_folders_are_held_until_the_ranks_part(tmp_path, alone):
+    from megatron_fp8.train.parallel import _held
+
+    run = run_of(tmp_path / "run", tmp_path / "saves")
+    folders = RunFolders(run)
+    folders.claim()
+    folders.still_ours()
+    for other in (run, run_of(tmp_path / "run"), run_of(tmp_path / "other", tmp_path / "saves")):
+        with pytest.raises(ValueError, match="is in use by another run"):
+            RunFolders(other).claim()
+    _held.close()
+    assert not os.listdir(tmp_path)
+    for folder in ("run", "saves"):
+        lock = RunLock(tmp_path / folder, "run_dir")
+        lock.take(print)
+        lock.release()
+
+
+def in_their_folders(folders: list[str]) -> str:
+    """A rank case: each rank's checkpoint.folder; what is said."""
+    run_folder.PATIENCE_S = 0.3
+    folder = Path(folders[dist.get_rank()])
+    claimed = RunFolders(run_of(folder.parent / "run", folder))
+    try:
+        claimed.claim()
+        return "nothing"
+    except ValueError as error:
+        return str(error)
+    finally:
+        from megatron_fp8.train.parallel import _held
+
+        _held.close()
+
+
+def test_a_folder_that_is_not_shared_is_said_before_training(ranks, tmp_path):
+    one, other, missing = (str(tmp_path / name) for name in ("one", "other", "missing"))
+    Path(other).mkdir()
+    assert ranks(2).run(in_their_folders, [one, one]) == ["nothing"] * 2
+    for folders in ([one, other], [one, missing]):
+        said = ranks(2).run(in_their_folders, folders)
+        assert "is not shared by all ranks: rank 1 on" in said[0] and f"checkpoint.folder={one!r}" in said[0]
+        assert "does not have there what rank 0 has written" in said[1]
+    assert os.listdir(tmp_path) == ["other"] and not os.listdir(other)
