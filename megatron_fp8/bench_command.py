@@ -18,6 +18,7 @@ from .backends import choose_backend
 from .bench import SECTIONS, Bench
 from .command_line import refuse
 from .formats import parse_format
+from .kernels.cpu import MAX_THREADS
 from .recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from .size_filter import FORMAT, Gemm, load_table, roles_of
 from .timing import device_label, table
@@ -140,6 +141,8 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
         raise ValueError(f"--repetitions={options.repetitions} must be at least 1")
     if options.threads < 0:
         raise ValueError(f"--threads={options.threads} must be at least 1, or 0 for torch's own number")
+    if options.threads > MAX_THREADS:
+        raise ValueError(f"--threads={options.threads} must be at most {MAX_THREADS}: torch dies of too many")
     if options.config and (options.recipe or options.shape or options.backend):
         raise ValueError(
             "--config gives recipe, shapes and backend: drop --recipe, --shape and --backend, and change them there"

@@ -15,6 +15,7 @@ Large CPU tensors go through compiled loops (kernels/cpu.c) where a C compiler i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -112,7 +113,9 @@ def _one_nan(codes: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: bool = False) -> torch.Tensor:
-    """The real numbers that codes stand for, exactly. NaN codes give NaN, E5M2's Inf codes give Inf, 0x80 gives -0.
+    """The real numbers that codes stand for, exactly. E5M2's Inf codes give Inf, 0x80 gives -0.
+
+    NaN codes, of either sign, give the canonical quiet NaN of dtype: 0x7FC0, 0x7E00, 0x7FC00000, 0x7FF8000000000000.
 
     Args:
         codes: float8_e4m3fn or float8_e5m2, any shape; the result has its strides.
@@ -128,8 +131,8 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
     if cpu.usable(codes):
         kernel_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return cpu.decode(codes, None, (0, 0), kernel_dtype).to(dtype)
-    if codes.numel() == 0 or not (finite or _all_finite(codes, fmt)):
-        return codes.to(torch.float32).to(dtype)
+    if not (finite or all_finite(codes, fmt)):
+        return one_nan_(codes.to(torch.float32).to(dtype))
     # Sign-extended, the code's magnitude is moved up to where the wider float keeps its low exponent bits.
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     values = torch.empty(codes.shape, dtype=wide, device=codes.device)
@@ -143,9 +146,17 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
     return values.to(dtype)
 
 
-def _all_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
+def one_nan_(values: torch.Tensor) -> torch.Tensor:
+    """Gives NaN one pattern of bits, in place: the quiet one without sign or payload. Conversions and products differ in
+    what they make of a NaN's bits from processor to processor."""
+    return values.masked_fill_(values.isnan(), math.nan)
+
+
+def all_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
     """Whether no code is NaN or Inf: every magnitude byte is below the first special's."""
     first = 0x7C if fmt.has_inf else 0x7F
+    if codes.numel() == 0:
+        return True
     return bool(codes.view(torch.int8).max() < first) and bool(codes.view(torch.uint8).max() < 0x80 + first)
 
 

@@ -116,7 +116,7 @@ def round_down_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
 def compute_scale(
     amax: torch.Tensor, fmt: FloatFormat, *, margin: int = 0, epsilon: float = 0.0, pow2: bool = False
 ) -> torch.Tensor:
-    """scale = fmt.max / max(amax, epsilon) * 2^-margin, in IEEE float32.
+    """scale = (fmt.max * 2^-margin) / max(amax, epsilon), in IEEE float32; the product is exact.
 
     Args:
         amax: float32, any shape, >= 0.
@@ -131,9 +131,8 @@ def compute_scale(
     """
     if epsilon:
         amax = amax.clamp(min=epsilon)
-    scale = torch.full_like(amax, fmt.max) / amax
-    if margin:
-        scale = scale * 2.0**-margin
+    # The product first: fmt.max / amax overflows for a tiny amax, and the headroom would be lost.
+    scale = torch.full_like(amax, fmt.max * 2.0**-margin) / amax
     # A subnormal scale, or 0, would have an infinite inverse, and no mantissa to round down.
     scale = scale.clamp(FLT_MIN, FLT_MAX)
     if pow2:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .cast import decode
+from .cast import all_finite, decode, one_nan_
 from .formats import FloatFormat, format_of
 from .kernels import cpu
 from .recipe import Granularity
@@ -60,7 +60,7 @@ class QuantizedSide:
         return replace(self, codes=self.codes.t(), scale_inv=scale_inv)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """codes * scale_inv in float32, rounded once to dtype; NaN codes stay NaN."""
+        """codes * scale_inv in float32, rounded once to dtype; NaN codes give dtype's canonical quiet NaN."""
         turned = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
         codes = self.codes.t() if turned else self.codes
         if cpu.usable(codes) and dtype in (torch.bfloat16, torch.float32):
@@ -70,8 +70,10 @@ class QuantizedSide:
             return cpu.decode(codes, _float_scale(self.scale_inv), block, dtype)
         # A code times a power of two is a bfloat16 number, or is rounded to one once, as from float32.
         work = torch.bfloat16 if self.pow2 and dtype == torch.bfloat16 else torch.float32
-        values = decode(self.codes, work, finite=self.finite)
-        return scale_blocks_(values, self.float_scale_inv().to(work), self.granularity).to(dtype)
+        finite = self.finite or all_finite(codes, self.fmt)
+        values = decode(self.codes, work, finite=finite)
+        values = scale_blocks_(values, self.float_scale_inv().to(work), self.granularity).to(dtype)
+        return values if finite else one_nan_(values)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 
 from ..cast import RandomKey, cast, cast_stochastic, check_float, decode
 from ..formats import E4M3
-from ..kernels import cpu
+from ..kernels import cpu, gemms
 from ..recipe import Granularity, Recipe, Rule
 from ..scaling import (
     block_amaxes,
@@ -239,13 +239,13 @@ def gemm(
         return _finish(_values64(a) @ _values64(b).t(), None, bias, out_dtype)
     if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16:
         return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
-    short = _is_short(a) and _is_short(b)
-    dtype = torch.bfloat16 if short and cpu.multiplies(a.codes, b.codes) else torch.float32
+    short = _is_short(a) and _is_short(b) and gemms.multiplies(a.codes, b.codes)
+    dtype = torch.bfloat16 if short else torch.float32
     (values_a, scale_a), (values_b, scale_b) = _operand(a, dtype), _operand(b, dtype)
     if scale_b is not None:
         scale_b = scale_b.t() if scale_b.ndim else scale_b
     scale = scale_b if scale_a is None else scale_a if scale_b is None else scale_a * scale_b
-    return _finish(_matmul_fp32(values_a, values_b, short), scale, bias, out_dtype)
+    return _finish(_matmul_fp32(values_a, values_b), scale, bias, out_dtype)
 
 
 def check_operands(a: QuantizedSide, b: QuantizedSide) -> None:
@@ -312,18 +312,10 @@ def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     return side.dequantize(dtype), None
 
 
-def _matmul_fp32(a: torch.Tensor, b: torch.Tensor, short: bool) -> torch.Tensor:
-    """float32 a @ b^T. If all values are bfloat16 numbers (``short``) they may be multiplied as such: no loss."""
-    if a.dtype == b.dtype == torch.bfloat16 and cpu.multiplies(a, b):
-        return cpu.matmul(a, b)
-    if short and a.device.type == "cpu":
-        setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        before = setting.fp32_precision
-        setting.fp32_precision = "bf16"
-        try:
-            return a.to(torch.float32) @ b.to(torch.float32).t()
-        finally:
-            setting.fp32_precision = before
+def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """float32 a @ b^T. Nothing that is the process's is set for it: other threads multiply meanwhile."""
+    if a.dtype == b.dtype == torch.bfloat16 and gemms.multiplies(a, b):
+        return gemms.matmul(a, b)
     return a.to(torch.float32) @ b.to(torch.float32).t()
 
 
@@ -333,4 +325,4 @@ def matmul_high_precision(
     """a [M, K] @ b [N, K]^T (+ bias [N]) of unquantised matrices, for GEMMs that a plan keeps out of FP8."""
     if bias is None and out_dtype == a.dtype == b.dtype:
         return a @ b.t()
-    return _finish(_matmul_fp32(a, b, a.dtype == b.dtype == torch.bfloat16), None, bias, out_dtype)
+    return _finish(_matmul_fp32(a, b), None, bias, out_dtype)

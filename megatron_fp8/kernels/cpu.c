@@ -30,7 +30,7 @@ INLINE float load_float16(uint16_t h) {
 
 INLINE float store_float32(float v) { return v; }
 
-/* NaN needs no care: those of codes have only their upper payload bits set, so no carry reaches the sign. */
+/* NaN needs no care: that of codes has no lower payload bits, so nothing is rounded. */
 INLINE uint16_t store_bfloat16(float v) {
     uint32_t u = bits_of(v);
     return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
@@ -54,18 +54,21 @@ INLINE uint8_t encode(float v, uint32_t kept, uint32_t low, uint32_t top) {
 INLINE uint8_t encode_e4m3(float v) { return encode(v, 3, 121u << 23, 0x43E00000 /* 448 */); }
 INLINE uint8_t encode_e5m2(float v) { return encode(v, 2, 113u << 23, 0x47600000 /* 57344 */); }
 
+/* NaN codes, of either sign, give the one quiet NaN that has no sign and no payload: 0x7FC00000. */
 INLINE float decode_e4m3(uint8_t code) {
-    uint32_t magnitude = code & 0x7F;
-    uint32_t normal = magnitude == 0x7F ? 0x7FC00000 : (magnitude << 20) + (120u << 23);
+    uint32_t magnitude = code & 0x7F, sign = (uint32_t)(code & 0x80) << 24;
+    uint32_t normal = (magnitude << 20) + (120u << 23);
     uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-9f);
-    return float_of((magnitude < 8 ? subnormal : normal) | (uint32_t)(code & 0x80) << 24);
+    uint32_t number = (magnitude < 8 ? subnormal : normal) | sign;
+    return float_of(magnitude == 0x7F ? 0x7FC00000 : number);
 }
 
 INLINE float decode_e5m2(uint8_t code) {
-    uint32_t magnitude = code & 0x7F;
-    uint32_t normal = (magnitude << 21) + (magnitude >= 0x7C ? 224u << 23 : 112u << 23);
+    uint32_t magnitude = code & 0x7F, sign = (uint32_t)(code & 0x80) << 24;
+    uint32_t normal = (magnitude << 21) + (magnitude == 0x7C ? 224u << 23 : 112u << 23);
     uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-16f);
-    return float_of((magnitude < 4 ? subnormal : normal) | (uint32_t)(code & 0x80) << 24);
+    uint32_t number = (magnitude < 4 ? subnormal : normal) | sign;
+    return float_of(magnitude > 0x7C ? 0x7FC00000 : number);
 }
 
 /* ------------------------------------------------------------------------------------- elementwise under a scale */

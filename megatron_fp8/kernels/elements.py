@@ -117,8 +117,8 @@ def decode(codes, E4M3: tl.constexpr):
     bits = as_bits(as_float(magnitude << SHIFT) * REBIAS)
     if not E4M3:
         bits = tl.where(magnitude == 0x7C, INF, bits)
-    bits = tl.where(magnitude >= NAN_FROM, 0x7FC00000, bits)
-    return as_float(bits | ((code & 0x80) << 24))
+    bits |= (code & 0x80) << 24
+    return as_float(tl.where(magnitude >= NAN_FROM, 0x7FC00000, bits))
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def scale_of(bits, fp8_max, epsilon, factor):
     """float32 scale of an amax given by its bits: scaling.compute_scale with factor = 2^-margin, not rounded down."""
     amax = tl.maximum(as_float(bits), epsilon)
     ordinary = (amax > 0) & (amax <= FLT_MAX)
-    scale = divide(fp8_max, tl.where(ordinary, amax, 1.0)) * factor
+    scale = divide(fp8_max * factor, tl.where(ordinary, amax, 1.0))
     return tl.where(ordinary, tl.minimum(tl.maximum(scale, FLT_MIN), FLT_MAX), 1.0)
 
 

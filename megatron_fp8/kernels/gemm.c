@@ -10,8 +10,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-/* With AMX the processor's own library is the faster way. */
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 
 #include <immintrin.h>
 

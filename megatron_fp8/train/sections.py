@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_fp8.kernels.cpu import MAX_THREADS
 from megatron_fp8.model_fields import kind_of
 
 
@@ -36,6 +37,7 @@ class TrainSection:
     max_skipped_steps: int = 10
     """Skipped steps in a row after which the run ends as failed; those of a loss scale that can still fall do not
     count. 0: never."""
+    """CPU threads per rank, at most 1024; 0 shares the machine's cores among its ranks."""
     distributed_timeout_minutes: int = 30
     """A collective that waits longer than this ends the run."""
 
@@ -125,6 +127,11 @@ def check_sections(
         _at_least(f"train.{name}", getattr(train, name), 0)
     if train.seed >= 2**32:
         raise ValueError(f"train.seed={train.seed} must be less than 2**32 = {2**32}, as NumPy's seeds are.")
+    if train.threads > MAX_THREADS:
+        raise ValueError(
+            f"train.threads={train.threads} must be at most {MAX_THREADS}: a rank cannot use more, and torch dies of too"
+            " many; 0 shares the machine's cores among its ranks."
+        )
     _at_least("train.distributed_timeout_minutes", train.distributed_timeout_minutes, 1)
     if not optimizer.lr > 0:
         raise ValueError(f"optimizer.lr={optimizer.lr} must be greater than 0.")

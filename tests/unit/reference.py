@@ -115,8 +115,7 @@ def scale(
     """float32 scale of an amax, rules 1 to 4 of the amax section."""
     floor = np.maximum(np.asarray(amax, dtype=np.float32), np.float32(epsilon))
     with np.errstate(all="ignore"):
-        result = np.float32(largest) / floor
-        result = result * np.float32(2.0**-margin)
+        result = np.float32(largest * 2.0**-margin) / floor
     result = np.where(np.isinf(result), np.float32(2.0**127) if pow2 else F32_MAX, result)
     result = np.maximum(result, np.float32(2.0**-126))  # a subnormal scale would have an infinite inverse
     useless = (floor == 0) | np.isinf(floor)

@@ -124,6 +124,7 @@ def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
         (["--fp8=fp4"], "fp4"),
         (["--only=gem"], "'gem': sections are quantise, gemm, linear"),
         (["--repetitions=0"], "--repetitions=0 must be at least 1"),
+        (["--threads=100000"], "--threads=100000 must be at most 1024"),
         (["--backend=native"], "cannot run on cpu"),
         (["--model.fp8=hybrid"], "a run's options need --config FILE"),
         ([CONFIG, "--recipe=mxfp8"], "drop --recipe"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,11 @@ from megatron_fp8.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
+    Granularity,
     MXFP8BlockScaling,
 )
 from megatron_fp8.scaling import block_amaxes, compute_e8m0, e8m0_to_scale, e8m0_to_scale_inv
+from megatron_fp8.tensor import QuantizedSide
 from tests.unit.compare import assert_same_bytes
 
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
@@ -73,11 +76,6 @@ def mixed(shape: tuple[int, int], dtype: torch.dtype, special: bool, seed: int =
     return x.to(dtype)
 
 
-def no_payload(values: torch.Tensor) -> torch.Tensor:
-    """values with one bit pattern for NaN: how arithmetic passes on a NaN's payload and sign is not promised."""
-    return values.masked_fill(values.isnan(), torch.nan)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_16_bit_value(fmt, dtype, both):
@@ -118,7 +116,37 @@ def test_any_float32_bits(fmt, both):
 def test_every_code_decoded(fmt, dtype, both):
     compiled, plain = both(lambda: decode(EVERY_CODE.view(fmt.dtype), dtype))
     assert compiled.dtype == dtype and compiled.isnan().sum() == (2 if fmt is E4M3 else 6)
-    assert_same_bytes(no_payload(compiled), no_payload(plain), f"{fmt.name} to {dtype}")
+    assert_same_bytes(compiled, plain, f"{fmt.name} to {dtype}")
+
+
+QUIET_NAN = {
+    torch.bfloat16: 0x7FC0,
+    torch.float16: 0x7E00,
+    torch.float32: 0x7FC00000,
+    torch.float64: 0x7FF8000000000000,
+}
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 3.0, 2.0**-127])
+@pytest.mark.parametrize("dtype", QUIET_NAN, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_nan_codes_give_the_canonical_quiet_nan(fmt, dtype, scale, both):
+    """All codes, alone and under scales, by the kernels and by torch: NaN has one pattern of bits in each dtype."""
+    codes = EVERY_CODE.view(fmt.dtype).repeat(3, 1)
+
+    def values():
+        if scale is None:
+            return decode(codes, dtype)
+        scale_inv = torch.tensor([[scale]] * 3)
+        return QuantizedSide(codes, scale_inv, Granularity(1, 0), pow2=scale != 3.0).dequantize(dtype)
+
+    for found in both(values):
+        assert found.dtype is dtype
+        nan = found.isnan()
+        is_nan = (0x7F if fmt is E4M3 else 0x7D) <= (EVERY_CODE & 0x7F)
+        assert torch.equal(nan, is_nan.expand(3, -1))
+        assert set(found.view(BITS[dtype.itemsize])[nan].tolist()) == {QUIET_NAN[dtype]}
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["finite", "nonfinite"])
@@ -154,7 +182,7 @@ def test_quantize_and_dequantize(name, dtype, special, both):
                 assert mine.codes.stride() == theirs.codes.stride() or 1 in shape
                 for to in DTYPES:
                     values, expected = both(lambda to=to, theirs=theirs: theirs.dequantize(to))
-                    assert_same_bytes(no_payload(values), no_payload(expected), f"{what} values in {to}")
+                    assert_same_bytes(values, expected, f"{what} values in {to}")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -170,7 +198,7 @@ def test_blocks_of_any_size(fmt):
             codes = cpu.cast(x, scale, (height, width), fmt.dtype)
             assert_same_bytes(codes, cast(x, each, fmt), f"blocks of {height} x {width}")
             values = cpu.decode(codes, scale, (height, width), torch.float32)
-            assert_same_bytes(no_payload(values), no_payload(codes.float() * each), f"{height} x {width}")
+            assert_same_bytes(values, decode(codes) * each, f"{height} x {width}")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -230,6 +258,54 @@ def test_only_plain_contiguous_large_cpu_tensors():
     assert not cpu.usable(large.to("meta"))
 
 
+def test_what_does_not_fit_is_named_before_c_sees_it():
+    x, scale = torch.zeros(4, 64), torch.ones(4, 2)
+    wrong = [
+        (lambda: cpu.cast(x.t(), None, (0, 0), torch.float8_e4m3fn), "contiguous"),
+        (lambda: cpu.cast(x, scale.double(), (1, 32), torch.float8_e4m3fn), "float64"),
+        (lambda: cpu.cast(x, scale[:3], (1, 32), torch.float8_e4m3fn), "8 contiguous elements"),
+        (lambda: cpu.cast(x, scale.to("meta"), (1, 32), torch.float8_e4m3fn), "meta"),
+        (lambda: cpu.block_amaxes(x[:, :7], [(0, 0)]), "contiguous"),
+        (lambda: cpu.e8m0_of_amax(scale.bfloat16(), 8), "bfloat16"),
+        (lambda: cpu.power_of_e8m0(scale, True), "torch.uint8"),
+    ]
+    for call, said in wrong:
+        with pytest.raises(AssertionError, match=said):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_defaults_of_dtype_and_device_are_not_asked(dtype, both):
+    x, w = mixed((70, 160), torch.bfloat16, False), mixed((90, 160), torch.bfloat16, False, seed=3)
+
+    def run():
+        found = []
+        for recipe in RECIPES.values():
+            a, b = quantize(x, recipe, "input"), quantize(w, recipe, "weight")
+            found += [a.rowwise.codes, a.rowwise.scale_inv, a.dequantize(), cpu.matmul(x, w)]
+            found += [
+                emulated.gemm(a.rowwise, b.rowwise, out_dtype=t) for t in (torch.bfloat16, torch.float32)
+            ]
+        return found
+
+    expected = both(run)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            found = both(run)
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(chain(*expected), chain(*found), strict=True):
+        assert one.dtype is other.dtype
+        assert_same_bytes(one, other, str(one.dtype))
+
+
+def test_no_more_threads_than_a_system_gives(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 100_000)
+    assert cpu._threads(1 << 40) == cpu.MAX_THREADS and cpu._threads(1) == 1
+
+
 # ------------------------------------------------------------------------------------------------------------ compiling
 
 QUANTISE = """
@@ -283,12 +359,6 @@ def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
     assert "cannot compile the kernels: cpu.c:1: error: broken" in results[4][1]
     left = [path.name for path in (tmp_path / "shared" / "megatron_fp8" / "kernels").iterdir()]
     assert len(left) == 1 and left[0].startswith("cpu-") and left[0].endswith(".so"), left
-
-
-def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert cpu.cache_folder().is_dir()
 
 
 def test_importing_compiles_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -90,6 +91,30 @@ def test_scale_at_every_edge(fmt, spec, margin, pow2):
     assert bool(actual.isfinite().all()) and bool((actual > 0).all())
 
 
+@pytest.mark.parametrize("pow2", [False, True], ids=["fp32", "pow2"])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_margin_keeps_headroom_at_every_exponent(fmt, pow2):
+    """Against rational arithmetic: the quotient of exact numbers, rounded once, for every exponent and every margin."""
+    mantissas = torch.tensor([1, 0x200000, 0x600000, 0x600001, 0x7FFFFF])
+    bits = (torch.arange(255)[:, None] << 23) + mantissas
+    amax = bits.to(torch.int32).flatten().view(torch.float32)
+    largest = Fraction(F32_MAX) if not pow2 else Fraction(2) ** 127
+    for margin in (0, 1, 8, 64):
+        scale = compute_scale(amax, fmt, margin=margin, pow2=pow2)
+        for found, of in zip(scale.tolist(), amax.tolist(), strict=True):
+            exact = Fraction(fmt.max) / 2**margin / Fraction(of)
+            within = min(max(exact, Fraction(2) ** -126), largest)
+            if pow2:
+                assert found <= within < 2 * found or found == largest, (margin, of, found)
+            else:
+                assert abs(Fraction(found) - within) <= Fraction(found) / 2**24, (margin, of, found)
+            if (
+                exact >= Fraction(2) ** -126
+            ):  # never more than the format holds, less the headroom, but for rounding
+                reach = Fraction(found) * Fraction(of) * 2**margin
+                assert reach <= Fraction(fmt.max) * (1 + Fraction(1, 2**24)), (margin, of, found)
+
+
 @settings(max_examples=300, deadline=None)
 @given(amax=st.floats(min_value=0, width=32), epsilon=st.floats(0, 2.0**40, width=32), pow2=st.booleans())
 def test_scale_of_any_amax(amax, epsilon, pow2):
@@ -121,6 +146,7 @@ def test_scale_is_a_division_not_a_reciprocal():
         (2.0**-149, {}, F32_MAX),
         (2.0**-149, {"pow2": True}, 2.0**127),
         (2.0**-149, {"pow2": True, "margin": 2}, 2.0**127),
+        (2.0**-126, {"margin": 8}, 1.75 * 2.0**126),  # 448 / amax overflows: the product has to come first
         (448.0, {}, 1.0),
         (448.0, {"margin": 3}, 0.125),
         (448.0, {"margin": -1}, 2.0),

@@ -88,10 +88,9 @@ def test_decode(fmt):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     values = torch.empty(256, device=DEVICE)
     decode_all[(1,)](codes.to(DEVICE), values, fmt is E4M3)
-    values, expected = values.cpu(), codes.view(fmt.dtype).to(torch.float32)
-    assert torch.equal(values.isnan(), expected.isnan())
-    number = ~expected.isnan()
-    assert_same_bytes(values[number], expected[number], fmt.name)
+    expected = codes.view(fmt.dtype).to(torch.float32)
+    expected.view(torch.int32)[expected.isnan()] = 0x7FC00000  # the one quiet NaN, whatever the code's sign
+    assert_same_bytes(values.cpu(), expected, fmt.name)
 
 
 def amaxes() -> torch.Tensor:
@@ -108,7 +107,7 @@ def amaxes() -> torch.Tensor:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_scales(fmt, kind):
     amax = amaxes()
-    for margin, epsilon in [(0, 0.0), (3, 0.0), (64, 1e-3)]:
+    for margin, epsilon in [(0, 0.0), (3, 0.0), (64, 0.0), (64, 1e-3)]:
         scale = torch.empty_like(amax, device=DEVICE)
         inverse = torch.empty_like(scale)
         if kind == "e8m0":

@@ -49,6 +49,7 @@ def test_data_is_short_for_its_paths():
         ("--train.train_iters=0", ["train.train_iters=0", "at least 1"]),
         ("--model.bf16=perhaps", ["model.bf16", "perhaps"]),
         ("--model.activation_func=tanh", ["model.activation_func", "tanh", "gelu"]),
+        ("--train.threads=100000", ["train.threads=100000", "at most 1024"]),
         ("--optimizer.lr=0", ["optimizer.lr=0", "greater than 0"]),
         ("--optimizer.min_lr=1", ["optimizer.min_lr=1"]),
         ("--optimizer.lr_warmup_iters=100", ["optimizer.lr_warmup_iters=100", "less than the 100"]),
