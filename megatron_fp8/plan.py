@@ -120,3 +120,24 @@ def check_overrides_match(overrides: Mapping[str, str], names: Iterable[str]) ->
             raise ValueError(
                 f"fp8_overrides: {pattern!r} matches no GEMM site; the sites are {', '.join(names[:6])}, ..."
             )
+
+
+FALLBACK = "fp8_fallback: "
+"""What the reason of a site begins with that cannot run as asked and, as the user allowed, runs in BF16."""
+
+
+def check_something_left(plans: Iterable[tuple[str, str]]) -> None:
+    """ValueError if FP8 was asked for and no site runs in it, unless a fallback was allowed.
+
+    ``plans``: (precision, reason) of every site of the whole model; nothing is said of a model without any.
+    """
+    plans = list(plans)
+    reasons = list(dict.fromkeys(reason for _, reason in plans))
+    if not plans or any(precision == "fp8" for precision, _ in plans):
+        return
+    if not any(reason.startswith(FALLBACK) for reason in reasons):
+        more = ", ..." if len(reasons) > 3 else ""
+        raise ValueError(
+            f"the settings leave none of {len(plans)} GEMM sites in FP8 ({', '.join(reasons[:3])}{more}): change them, or"
+            " set fp8=None to train in BF16."
+        )

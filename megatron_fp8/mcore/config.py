@@ -23,6 +23,7 @@ from megatron_fp8.mcore.config_checks import (
     DEFAULT_RECIPE,
     FP8_FORMATS,
     RECIPES,
+    announce_settings,
     check_fp8_settings,
     one_of,
     plain,
@@ -86,6 +87,7 @@ class TransformerConfig(megatron_config.TransformerConfig):
 
     def __post_init__(self) -> None:
         check_fp8_settings(self)
+        announce_settings(self)
         with _megatron_checks_eased(self):
             super().__post_init__()
 
@@ -164,7 +166,7 @@ def _accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., Non
     def init(self: TransformerConfig, *args: Any, fp8_format: str | None = None, **kwargs: Any) -> None:
         # None as the default of both names lets a conflict be told from a default.
         if fp8_format is not None:
-            _merge_fp8_format(fp8_format, kwargs)
+            _merge_fp8_format(fp8_format, kwargs, switch_given=bool(args) or "fp8" in kwargs)
         if kwargs.get("fp8_recipe") is None:
             kwargs["fp8_recipe"] = DEFAULT_RECIPE
         generated_init(self, *args, **kwargs)
@@ -179,8 +181,13 @@ def _accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., Non
     return init
 
 
-def _merge_fp8_format(fp8_format: str, kwargs: dict[str, Any]) -> None:
+def _merge_fp8_format(fp8_format: str, kwargs: dict[str, Any], *, switch_given: bool) -> None:
     value = one_of("fp8_format", fp8_format, RECIPES, also=FP8_FORMATS)
+    if value in RECIPES and not switch_given:
+        raise ValueError(
+            f"fp8_format={value!r} without fp8, which would train in BF16: give fp8='hybrid' or 'e4m3' (or fp8=None, to"
+            " have FP8 off)."
+        )
     name, meaning = ("fp8", "element formats") if value in FP8_FORMATS else ("fp8_recipe", "scaling recipe")
     given = plain(kwargs.get(name))
     if given is not None and given != value:

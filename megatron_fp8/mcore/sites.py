@@ -23,13 +23,21 @@ from ..backends import LAYER_BACKENDS, choose_backend
 from ..context import LayerBeingBuilt
 from ..fp8_utils import get_fp8_recipe
 from ..phases import Phases
-from ..plan import SitePlan, bf16_site, check_overrides_match, fp8_site, matching_override
+from ..plan import (
+    FALLBACK,
+    SitePlan,
+    bf16_site,
+    check_overrides_match,
+    check_something_left,
+    fp8_site,
+    matching_override,
+)
 from ..site import GemmSite
 from ..state import Fp8State
 from . import compat
 from .foreign import foreign_linears, is_te_linear, refuse_foreign_layers, require_mtp_block
 from .owed import watch
-from .size_filter import announce, check_something_left, filtered
+from .size_filter import announce, filtered
 from .te_site import TeSite
 
 
@@ -78,7 +86,7 @@ def resolve(
         if getattr(config, "fp8_fallback", "error") != "warn":
             raise
         print(f"megatron_fp8: {name} runs in BF16: {error}", file=sys.stderr)
-        return bf16_site(name, number, f"fp8_fallback: {error}")
+        return bf16_site(name, number, f"{FALLBACK}{error}")
     return fp8_site(
         name, number, recipe, backend.name, f"{reason}; backend {why}", fp8_wgrad=config.fp8_wgrad
     )
@@ -109,8 +117,9 @@ def prepare(model_chunks: list[Any]) -> None:
     """Name, plan and allocate every site of this rank's model chunks; chunks that were prepared are left alone.
 
     Raises:
-        ValueError: FP8 was asked for and cannot run as asked; layers are not this package's, or those of multi-token
-            prediction are missing; or the config has phases in high precision and the training's length is not known.
+        ValueError: FP8 was asked for and cannot run as asked, or the settings leave no site in FP8; layers are not this
+            package's, or those of multi-token prediction are missing; or the config has phases in high precision and the
+            training's length is not known.
     """
     for chunk in model_chunks:
         model = unwrap(chunk)
@@ -130,6 +139,11 @@ def prepare(model_chunks: list[Any]) -> None:
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 count_plain_linear(module, state)
         announce(linear.fp8_site.plan for linear in fp8_linears([model]))
+        if (
+            model.config.fp8 and model.config.pipeline_model_parallel_size == 1
+        ):  # else all stages together, check_plan
+            plans = [linear.fp8_site.plan for linear in fp8_linears([model])]
+            check_something_left((plan.precision, plan.reason) for plan in plans)
         if model.config.fp8:
             watch(model, state)
         if hasattr(model.config, "freeze"):
@@ -174,12 +188,12 @@ def check_plan(model_chunks: list[Any]) -> None:
     """What only all pipeline stages together can tell; prepares the chunks. Collective; on all ranks the same.
 
     Raises:
-        ValueError: an fp8_overrides glob matches no site, or fp8_size_filter leaves none in FP8.
+        ValueError: an fp8_overrides glob matches no site, or the settings leave none in FP8.
     """
     prepare(model_chunks)
     config = unwrap(model_chunks[0]).config
     overrides = getattr(config, "fp8_overrides", None) or {}
-    if not (config.fp8 and (overrides or getattr(config, "fp8_size_filter", None))):
+    if not config.fp8:
         return
     plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
     entries = [(plan.name, plan.precision, plan.reason) for plan in plans]

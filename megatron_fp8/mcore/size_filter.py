@@ -99,14 +99,3 @@ def announce(plans: Iterable[SitePlan]) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def check_something_left(plans: Iterable[tuple[str, str]]) -> None:
-    """ValueError if the filter has taken the last FP8 site of the whole model. ``plans``: (precision, reason) of all."""
-    plans = list(plans)
-    left = [reason for _, reason in plans if reason.startswith(LEFT)]
-    if left and not any(precision == "fp8" for precision, _ in plans):
-        raise ValueError(
-            f"fp8_size_filter leaves none of {len(plans)} GEMM sites in FP8, such as {left[0].removeprefix(LEFT)}. Drop"
-            " fp8_size_filter to train in FP8 all the same, or set fp8=None to train in BF16."
-        )

@@ -111,7 +111,7 @@ def prepare(arguments: list[str], launch: Any) -> Any:
 
     mcore.install()
     from megatron_fp8.train import config as run_config
-    from megatron_fp8.train import parallel
+    from megatron_fp8.train import data, parallel
     from megatron_fp8.train.facts import run_facts
     from megatron_fp8.train.model_section import padded_vocab_size, transformer_config
     from megatron_fp8.train.tokenizers import load_tokenizer
@@ -124,6 +124,7 @@ def prepare(arguments: list[str], launch: Any) -> Any:
     parallel.check_layout(run.model, run.train, launch.world_size)
     tokenizer = load_tokenizer(run.data.tokenizer)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
+    data.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
     launch.meeting.agree(
         "settings", run_facts(run, tokenizer, launch.world_size), run.train.distributed_timeout_minutes * 60
     )

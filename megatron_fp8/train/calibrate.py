@@ -94,24 +94,33 @@ def _batches(options: argparse.Namespace, restored: Any) -> list[torch.Tensor]:
     import numpy as np
 
     from megatron_fp8.train import corpus
-    from megatron_fp8.train.data import find_data
+    from megatron_fp8.train.data import check_tokenizer, find_data
 
     section, length = restored.run.data, restored.run.train.seq_length
     if options.data:
         section.paths = options.data
         if options.config is None:  # a user's text is not copied to where a checkpoint says
             section.cache_dir = None
+    check_tokenizer(section, restored.tokenizer, restored.run.model.vocab_size or 0)
     prefixes = find_data(section, restored.tokenizer, restored.vocab_size)
     parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
     tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    count = options.batches * options.batch_size
+    if count * length > _MOST_TOKENS:
+        raise ValueError(
+            f"--batches {options.batches} of --batch-size {options.batch_size} sequences of {length} tokens are"
+            f" {count * length:,} tokens, more than the {_MOST_TOKENS:,} that are held at once: lower one of them"
+        )
     if len(tokens) < length:
         raise ValueError(
             f"{', '.join(prefixes)} has {len(tokens)} tokens, and a sequence has {length}: give more text"
         )
-    count = options.batches * options.batch_size
     starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
     rows = torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
     return list(rows.to(next(restored.model.parameters()).device).split(options.batch_size))
+
+
+_MOST_TOKENS = 2**28
 
 
 def _calibrate(prepared: _Prepared) -> None:

@@ -7,11 +7,11 @@ Names may be written with '-' for '_'. A later option wins over an earlier one, 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import enum
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,10 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from megatron_fp8.train.model_section import ModelSection, settle_precision, transformer_config
+from megatron_fp8.mcore.field_table import FIELDS, FP8_FORMATS, OWN_RULES
+from megatron_fp8.rules import Rule, shown
+from megatron_fp8.train.field_rules import RULES, check_rules
+from megatron_fp8.train.model_section import NAMES, ModelSection, settle_precision, transformer_config
 from megatron_fp8.train.paths import check_config_file, check_paths
 from megatron_fp8.train.sections import (
     CheckpointSection,
@@ -83,21 +86,23 @@ def parse(arguments: list[str]) -> RunConfig:
     of range, a file that is missing or not YAML.
     """
     arguments = list(_normalised(arguments))
-    files = [value for name, value in _named(arguments) if name == "config" and value is not None]
-    for path in files:
-        check_config_file(path)
-        for key in _keys(_read_yaml(path)):
-            _check_key(key, f"{path}: ")
+    # Key: what was written, and the file it is in; what comes later wins.
+    given: dict[str, tuple[Any, str]] = {}
+    files = []
     for name, value in _named(arguments):
-        if name not in _NOT_IN_FILES:
-            _check_key(name, "--")
         if value is None:
             raise ValueError(f"--{name} has no value: write --{name}=VALUE.")
-    try:
-        parsed = _parser().parse_args(arguments)
-    except (argparse.ArgumentError, TypeError, ValueError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
-    values = parsed.as_dict() if hasattr(parsed, "as_dict") else vars(parsed)
+        if name == "config":
+            check_config_file(value)
+            files.append(value)
+            content = _read_yaml(value)
+            for key in _keys(content):
+                _check_key(key, f"{value}: ")
+            given.update({key: (item, f"{value}: ") for key, item in _flat(content).items()})
+        elif name not in _NOT_IN_FILES:
+            _check_key(name, "--")
+            given[name] = (value, "")
+    values = _typed(arguments, given)
     sections = {name: kind(**values[name]) for name, kind in _SECTIONS.items()}
     run_dir = values["run_dir"]
     if run_dir is None:
@@ -109,14 +114,64 @@ def parse(arguments: list[str]) -> RunConfig:
         dry_run=values["dry_run"],
         debug=values["debug"],
     )
+    for name in _SECTIONS:
+        check_rules(name, getattr(run, name))
+    check_rules("", run)
     for name in run.checkpoint.accept:
         _check_key(name, "--checkpoint.accept=")
     _check_text(run.to_dict())
+    _check_fp8_switch(run.model, given)
     settle_precision(run.model)
-    check_sections(run.train, run.optimizer, run.checkpoint, run.resume)
+    check_sections(run.train, run.optimizer, run.checkpoint)
     check_loss_scaling(run.optimizer, fp16=run.model.fp16)
     check_paths(run)
     return run
+
+
+def _typed(arguments: list[str], given: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+    """The values of all keys by section, each of its type; ValueError names the key, what was given and its rule."""
+    try:
+        parsed = _parser().parse_args(arguments)
+    except Exception as error:  # whatever the parser, YAML or a type stumbles over is in what was given
+        message = " ".join(str(error).split()) or type(error).__name__
+        key = next((key for key in _KEY.findall(message) if key in given), None)
+        if key is None:
+            raise ValueError(message) from error
+        rule = rule_of(key)
+        words = rule.words if rule else f"of its type ({message})"
+        value, where = given[key]
+        raise ValueError(
+            f"{where}{key}={shown(value)} must be {words}: change it, or leave it out."
+        ) from error
+    return parsed.as_dict() if hasattr(parsed, "as_dict") else vars(parsed)
+
+
+_KEY = re.compile(r"[Kk]ey [\"']([\w.]+)")  # where jsonargparse names what it speaks of
+
+
+def rule_of(key: str) -> Rule | None:
+    """The rule of a dotted key, None where its type alone decides (this package's own fields of the model)."""
+    section, _, name = key.rpartition(".")
+    if name in RULES.get(section, {}):
+        return RULES[section][name]
+    if section == "model" and name in NAMES:
+        return NAMES[name]
+    return FIELDS[name].rule if section == "model" and name in FIELDS else OWN_RULES.get(name)
+
+
+def _check_fp8_switch(model: Any, given: Container[str]) -> None:
+    """A recipe is named and FP8 is neither on nor switched off by name: it would train in BF16."""
+    recipe = next((name for name in ("fp8_format", "fp8_recipe") if getattr(model, name) is not None), None)
+    if (
+        recipe
+        and getattr(model, recipe) not in FP8_FORMATS
+        and model.fp8 is None
+        and "model.fp8" not in given
+    ):
+        raise ValueError(
+            f"model.{recipe}={getattr(model, recipe)!r} without model.fp8, which would train in BF16: give"
+            " model.fp8=hybrid or e4m3 (or model.fp8=null, to have FP8 off)."
+        )
 
 
 def load(path: str | Path, *overrides: str) -> RunConfig:
@@ -187,25 +242,60 @@ def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
         yield waiting, None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error: the first one would be dropped without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(
+                    f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
+                )
+            if isinstance(key.value, str):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise ValueError(f"--config={path} is not YAML: {' '.join(str(error).split())}") from error
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
-        raise ValueError(f"--config={path}: {reason}. Shipped ones are in examples/configs/.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config={path!r}: {reason}. Shipped ones are in examples/configs/.") from error
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"--config={path} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         raise ValueError(f"--config={path} is empty: it needs keys such as model and train.")
     if not isinstance(content, dict):
         raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
+    for name, section in content.items():
+        if name in _SECTIONS and not isinstance(section, dict):
+            raise ValueError(
+                f"--config={path}: {name}={shown(section)} must be a section: write {name}: {{KEY: VALUE}}, or leave"
+                " it out."
+            )
     return content
+
+
+def _flat(content: dict[str, Any]) -> dict[str, Any]:
+    """Values by dotted key."""
+    found = {}
+    for name, value in content.items():
+        inner = value if isinstance(value, dict) and name in _SECTIONS else None
+        found.update(
+            {f"{name}.{key}": item for key, item in inner.items()} if inner is not None else {name: value}
+        )
+    return found
 
 
 def _keys(content: dict[str, Any], before: str = "") -> Iterator[str]:
     for name, value in content.items():
         key = f"{before}{name}"
-        if isinstance(value, dict) and key not in _FREE_FORM:
+        if isinstance(value, dict) and not before and name in _SECTIONS:
             yield from _keys(value, f"{key}.")
         else:
             yield key
@@ -220,7 +310,9 @@ def known_keys() -> list[str]:
 
 def _check_key(key: str, where: str) -> None:
     known = known_keys()
-    if key in known or key in _SECTIONS or any(key.startswith(f"{free}.") for free in _FREE_FORM):
+    if key in _SECTIONS:
+        raise ValueError(f"{where}{key} is a section: give its keys, --{key}.KEY=VALUE.")
+    if key in known or any(key.startswith(f"{free}.") for free in _FREE_FORM):
         return
     # 'model.fp8_recepi' is near 'model.fp8_recipe'; 'fp8' alone is near 'model.fp8'.
     by_last_part = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]

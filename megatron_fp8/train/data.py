@@ -24,7 +24,7 @@ from megatron_fp8.train.bigram import bigram_entropy
 from megatron_fp8.train.indexed import CorpusDataset
 from megatron_fp8.train.parallel import on_first_rank, wait_for_all
 from megatron_fp8.train.sections import DataSection, TrainSection
-from megatron_fp8.train.tokenizers import Tokenizer
+from megatron_fp8.train.tokenizers import ByteTokenizer, Tokenizer
 
 _SPLITS = ("training", "validation", "test")
 
@@ -32,6 +32,25 @@ _SPLITS = ("training", "validation", "test")
 def cache_dir(section: DataSection) -> Path:
     """Where prepared text and Megatron's sample indices are kept."""
     return Path(section.cache_dir) if section.cache_dir else corpus.default_cache_dir()
+
+
+def check_tokenizer(section: DataSection, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError if text would be cut into bytes for a model whose vocabulary was made for another tokenizer.
+
+    Args:
+        vocab_size: ids that were asked for, 0 if the tokenizer's. Data that is prepared already holds the right ids.
+    """
+    is_text = not section.paths or any(not corpus.is_prefix(path) for path in section.paths)
+    if is_text and isinstance(tokenizer, ByteTokenizer) and vocab_size > _VOCABULARY_FOR_BYTES:
+        what = "data.paths" if section.paths else "the Python standard library's source (no data was given)"
+        raise ValueError(
+            f"model.vocab_size={vocab_size} and no data.tokenizer: the model would learn the bytes of {what}, and use"
+            f" {tokenizer.vocab_size} of its ids. Give --data FILE... and --data.tokenizer=tokenizer.json, or prefixes of"
+            " prepared .bin/.idx pairs; or, to train on bytes, leave model.vocab_size out."
+        )
+
+
+_VOCABULARY_FOR_BYTES = 1024
 
 
 def find_data(section: DataSection, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
@@ -58,8 +77,7 @@ def build_datasets(
 ) -> list[Any]:
     """Training, validation and test `GPTDataset`s (None where the split gives none).
 
-    Raises ValueError if the split is not three weights, or leaves a data set that is needed without
-    documents.
+    Raises ValueError if the split leaves a data set that is needed without documents.
     """
     evaluated = train.eval_iters * train.global_batch_size
     sizes = [train.train_iters * train.global_batch_size, evaluated, 0]
@@ -119,15 +137,6 @@ def _keep_indices(built: Path, folder: Path) -> None:
 
 
 def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: int) -> None:
-    try:
-        weights = [float(part) for part in split.split(",")]
-        good = len(weights) == 3 and all(weight >= 0 for weight in weights) and weights[0] > 0
-    except ValueError:
-        good = False
-    if not good:
-        raise ValueError(
-            f"data.split={split!r} must be three weights, of which the first is not 0, such as '96,4,0'."
-        )
     ends = np.cumsum([0, *parse_and_normalize_split(split)])
     for prefix in prefixes:
         index = corpus.check_indexed(prefix)

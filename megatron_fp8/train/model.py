@@ -39,7 +39,9 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
         models = [
             _build_stage(config, run, vocab_size, stage if stages else None) for stage in range(stages or 1)
         ]
-    except AssertionError as error:
+    except ValueError:
+        raise
+    except Exception as error:  # an assertion, an index, a size: Megatron-Core's way to refuse
         raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -69,7 +71,9 @@ def build_model(config: TransformerConfig, run: RunConfig, vocab_size: int) -> A
     config.mtp_num_layers = None
     try:
         return _build_stage(config, run, vocab_size, None)
-    except AssertionError as error:
+    except ValueError:
+        raise
+    except Exception as error:  # an assertion, an index, a size: Megatron-Core's way to refuse
         raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
 
 

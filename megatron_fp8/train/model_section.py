@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+import types
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 
 from megatron_fp8.mcore.config import TransformerConfig
+from megatron_fp8.mcore.fields import DEFAULTS, announce_fields, check_fields
+from megatron_fp8.rules import Rule, one_of, optional
+from megatron_fp8.train.field_rules import check_rotary, check_training_fields
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared_relu": squared_relu}
@@ -52,6 +56,12 @@ _DEFAULTS: dict[str, Any] = {
     "cuda_graph_scope": "full",
     "transformer_impl": "local",
 }
+
+NAMES: dict[str, Rule] = {
+    "activation_func": one_of(*ACTIVATIONS),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), optional(one_of(*DTYPES))),
+}
+"""What a run's config calls things that are objects in a TransformerConfig."""
 
 
 @dataclasses.dataclass
@@ -121,7 +131,7 @@ def transformer_config(section: Any) -> TransformerConfig:
     Raises ValueError: a value is out of range, or Megatron-Core refuses the combination.
     """
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if getattr(section, name) < 1:
+        if getattr(section, name) == 0:
             raise ValueError(
                 f"model.{name}={getattr(section, name)} must be at least 1: give it, or a config file such "
                 "as --config examples/configs/tiny_gpt_cpu.yaml."
@@ -144,13 +154,25 @@ def transformer_config(section: Any) -> TransformerConfig:
         if field.name not in megatrons or value != megatrons[field.name]:
             given[field.name] = value
     given = {name: value for name, value in given.items() if value is not None}
+    given["fp8"] = (
+        section.fp8
+    )  # also None: whether a recipe may be named without it is the run config's to say
     given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
     if section.virtual_pipeline_model_parallel_size and section.pipeline_model_parallel_size == 2:
         # The only right setting: two stages are each other's next and previous one (see config_checks).
         given.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    settings = types.SimpleNamespace(**{**DEFAULTS, **given})
+    check_fields(settings, "model.")
+    check_training_fields(settings, DEFAULTS)
+    channels = settings.kv_channels or settings.hidden_size // settings.num_attention_heads
+    check_rotary(section, channels)
+    if not section.fp8:  # with FP8 the config does it
+        announce_fields(settings)
     try:
         return TransformerConfig(**given)
-    except (AssertionError, TypeError, NotImplementedError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # an assertion, a division by 0, ...: Megatron-Core's way to refuse
         raise ValueError(f"the model section does not fit together: {what_failed(error)}") from error
 
 
@@ -182,9 +204,5 @@ def padded_vocab_size(section: Any, tokenizer_vocab_size: int) -> int:
                 f"multiple of model.tensor_model_parallel_size={ranks}: change it, or leave it out."
             )
         return section.padded_vocab_size
-    if section.make_vocab_size_divisible_by < 1:
-        raise ValueError(
-            f"model.make_vocab_size_divisible_by={section.make_vocab_size_divisible_by} must be at least 1."
-        )
     multiple = section.make_vocab_size_divisible_by * section.tensor_model_parallel_size
     return -(-size // multiple) * multiple

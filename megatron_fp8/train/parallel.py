@@ -76,12 +76,26 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             master_port=_number(environ, "MASTER_PORT", _slurm_port(environ)),
         )
     else:
+        given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
+        if given:
+            missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
+            raise ValueError(
+                f"the environment has {given[0]}={environ[given[0]]!r} and no {' and no '.join(missing)}: launch with"
+                f" torchrun or srun, or unset {' and '.join(given)} to run alone."
+            )
         return Launch("one process")
     if not 0 <= launch.rank < launch.world_size:
         raise ValueError(
             f"{launch.launcher} gives rank {launch.rank} of {launch.world_size} processes: ranks go from 0 "
             f"to {launch.world_size - 1}. Check the launch line."
         )
+    if not 0 <= launch.local_rank < launch.local_world_size:
+        raise ValueError(
+            f"{launch.launcher} gives local rank {launch.local_rank} of {launch.local_world_size} processes on this node:"
+            f" local ranks go from 0 to {launch.local_world_size - 1}. Check the launch line."
+        )
+    if not 0 < launch.master_port < 2**16:
+        raise ValueError(f"MASTER_PORT={launch.master_port} must be from 1 to 65535.")
     return launch
 
 

@@ -31,6 +31,8 @@ def main(arguments: list[str]) -> int:
         text = [format_report(report), *losses(folder if folder.is_dir() else folder.parent)]
     except KeyError as error:
         return refuse(ValueError(f"{str(folder)!r} is not a run's report or metrics: {error} is missing"))
+    except (TypeError, AttributeError, IndexError) as error:  # other JSON than a run writes
+        return refuse(ValueError(f"{str(folder)!r} is not a run's report or metrics ({error})"))
     except ValueError as error:
         return refuse(error)
     print("\n".join(text))

@@ -206,14 +206,16 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survived(folder, confi
     assert "skipped 1" in done.stdout
 
 
-def test_a_run_without_one_layer_in_fp8_is_warned_of(folder, config):
-    """What people asked for, and what will not run, on one line."""
-    more = ["--model.num_layers_at_start_in_bf16=3", "--dry-run"]
-    done = run("-m", "megatron_fp8", "train", f"--config={config}", f"--run_dir={folder}/runs/none", *more)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if "warning" in line.lower()] == [
-        "warning: all 4 layers stay in BF16 (3 first, 1 last): none runs in FP8"
-    ]
+def test_what_is_set_and_has_no_effect_is_said(folder, config):
+    """What people asked for, and what will not be, on one line, with FP8 on and off."""
+    for fp8 in ("hybrid", "null"):
+        more = ["--model.mamba_head_dim=32", f"--model.fp8={fp8}", "--dry-run"]
+        done = run(
+            "-m", "megatron_fp8", "train", f"--config={config}", f"--run_dir={folder}/runs/none", *more
+        )
+        assert done.returncode == 0, done.stderr
+        said = [line for line in done.stderr.splitlines() if "warning" in line.lower()]
+        assert said == ["warning: mamba_head_dim=32 has no effect: it is for Mamba layers"]
 
 
 def test_dry_run_builds_and_checks_but_trains_nothing(folder, config):
@@ -242,7 +244,8 @@ def test_the_command_ends_with_2_and_one_line(config):
     said = run("-m", "megatron_fp8", "train", f"--config={config}", "--model.fp8=hybird")
     assert said.returncode == 2 and said.stdout == ""
     assert said.stderr.splitlines() == [
-        "error: fp8='hybird' is unknown: it must be one of 'e4m3', 'hybrid' or None (FP8 off). Did you mean 'hybrid'?"
+        "error: model.fp8='hybird' must be one of 'e4m3', 'hybrid', or null: change it, or leave it None. Did you mean"
+        " 'hybrid'?"
     ]
 
 
@@ -256,6 +259,10 @@ def test_every_bad_input_is_named_before_training(folder, config):
         pytest.fail("run this test after one that prepared the text")
     data.write_bytes(pair.read_bytes()[:-2])
     index.write_bytes(pair.with_suffix(".idx").read_bytes())
+    wild = folder / "wild"  # its last document ends beyond its sequences
+    wild.with_suffix(".bin").write_bytes(pair.read_bytes())
+    content = pair.with_suffix(".idx").read_bytes()
+    wild.with_suffix(".idx").write_bytes(content[:-8] + (10**6).to_bytes(8, "little"))
     (folder / "good.bin").write_bytes(pair.read_bytes())
     (folder / "good.idx").write_bytes(index.read_bytes())
     # Of two token counts: the run's own, 2 x 64, must decide, and nothing as small was measured.
@@ -265,6 +272,15 @@ def test_every_bad_input_is_named_before_training(folder, config):
         "--model.fp8_format=mxfp9": "Did you mean 'mxfp8'",
         "--model.fp8_recipe=mxfp8": "fp8_format='delayed' conflicts with fp8_recipe='mxfp8'",
         "--model.num_layers_at_start_in_bf16=5": "num_layers_at_start_in_bf16=5",
+        "--model.num_layers_at_start_in_bf16=3": "num_layers_at_end_in_bf16=1 leave none of num_layers=4 in FP8",
+        "--model.fp8_overrides={'*': bf16}": "leave none of 16 GEMM sites in FP8 (fp8_overrides '*'",
+        "--data.split=1e-300,0,0": "data.split='1e-300,0,0'",
+        f"--data.paths=['{wild}']": "its document ends must rise from 0 to",
+        "--model.vocab_size=128256": "model.vocab_size=128256",
+        "--model.mtp_num_layers=1": "model.mtp_num_layers=1",
+        "--model.fp32_residual_connection=true": "model.fp32_residual_connection=True",
+        "--model.tensor_model_parallel_size=0": "model.tensor_model_parallel_size=0",
+        "--model.fp8_format=custom --model.fp8_quantizer_factory=os.getcwd": "os.getcwd",
         "--model.fp8_format=custom --model.fp8_quantizer_factory=no_such.factory": "no_such.factory",
         "--model.fp8_backend=native": "native",
         f"--model.fp8_size_filter={table}": "at 128 tokens was not measured, nor any as small in every dimension",

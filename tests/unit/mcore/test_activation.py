@@ -180,6 +180,6 @@ def test_asked_for_where_megatron_ignores_it_is_an_error() -> None:
 
     swiglu_layer = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "gated_linear_unit": True}
     asked = {**swiglu_layer, "activation_func": F.silu, "activation_func_fp8_input_store": True}
-    with pytest.raises(ValueError, match="no effect with bias_activation_fusion=False"):
-        TransformerConfig(**asked)
+    with pytest.raises(ValueError, match="only with bias_activation_fusion=True"):
+        TransformerConfig(fp8="hybrid", **asked)
     TransformerConfig(**asked, bias_activation_fusion=True, add_bias_linear=False)

@@ -82,7 +82,6 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
         ({"fp8": "e5m2"}, ["'e5m2'", "'e4m3', 'hybrid'"]),
         ({"fp8": "hybrid", "fp8_format": "mxfp9"}, ["'mxfp9'", "Did you mean 'mxfp8'"]),
         ({"fp8": "hybrid", "fp8_recipe": "blockwize"}, ["'blockwize'", "Did you mean 'blockwise'"]),
-        ({"fp8_recipe": "nonsense"}, ["'nonsense'"]),
         ({"fp8": "hybrid", "fp8_backend": "cuda"}, ["fp8_backend='cuda'", "'emulated'"]),
         ({"fp8": "hybrid", "fp8_fallback": "silent"}, ["fp8_fallback='silent'"]),
         ({"fp8": "hybrid", "fp8_interval": 0}, ["fp8_interval=0", "at least 1"]),
@@ -114,7 +113,7 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
                 "pipeline_model_parallel_size": 2,
                 "pipeline_dtype": torch.bfloat16,
             },
-            ["pipeline_dtype=torch.bfloat16", "fp16=True", "pipeline_dtype=torch.float16"],
+            ["pipeline_dtype=torch.bfloat16", "fp16=True", "the activations' dtype"],
         ),
         ({"fp8": "hybrid", "fp8_high_precision_warmup": -0.1}, ["fp8_high_precision_warmup=-0.1", "0 to 1"]),
         ({"fp8": "hybrid", "fp8_high_precision_warmup": True}, ["fp8_high_precision_warmup=True"]),
@@ -149,6 +148,22 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
             ["fine_grained_activation_offloading=True", "save_on_cpu"],
         ),
         ({"fp8": "hybrid", "gradient_accumulation_fusion": True}, ["gradient_accumulation_fusion=True"]),
+        ({"fp8_format": "mxfp8"}, ["fp8_format='mxfp8' without fp8", "'hybrid'"]),
+        (
+            {"fp8": "hybrid", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3},
+            ["num_layers_at_end_in_bf16=3", "none of num_layers=4 in FP8"],
+        ),
+        (
+            {"fp8": "hybrid", "experimental_attention_variant": "dsa"},
+            ["experimental_attention_variant='dsa'"],
+        ),
+        ({"fp8": "hybrid", "kv_channels": 0}, ["kv_channels=0", "at least 1"]),
+        ({"fp8": "hybrid", "layernorm_epsilon": float("nan")}, ["layernorm_epsilon=nan", "finite number"]),
+        ({"fp8": "hybrid", "num_query_groups": 3}, ["num_attention_heads=4, num_query_groups=3", "multiple"]),
+        (
+            {"fp8": "hybrid", "num_moe_experts": 2, "moe_router_topk": 3},
+            ["moe_router_topk=3, num_moe_experts=2"],
+        ),
     ],
 )
 def test_bad_values_are_named(settings, words):
@@ -311,14 +326,15 @@ def test_without_a_function_fp8_still_ends_its_iteration(calls):
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"fp8_format": "mxfp8"}, "fp8_recipe='mxfp8'"),
+        ({"fp8": None, "fp8_format": "mxfp8"}, "fp8_recipe='mxfp8'"),
+        ({"fp8_recipe": "nonsense"}, "fp8_recipe='nonsense'"),
         ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_interval": 4}, "fp8_interval=4"),
         ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_amax_epsilon": 1e-6}, "fp8_amax_epsilon"),
         ({"fp8": "hybrid", "num_layers_at_end_in_bf16": 2}, "num_layers_at_end_in_bf16=2"),
-        (
-            {"fp8": "hybrid", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3},
-            "none runs in FP8",
-        ),
+        ({"fp8": "hybrid", "tp_comm_atomic_ag": True}, "tp_comm_atomic_ag=True has no effect"),
+        ({"fp8": "hybrid", "moe_router_topk": 3}, "moe_router_topk=3 has no effect without num_moe_experts"),
+        ({"fp8": "hybrid", "recompute_num_layers": 2}, "without recompute_granularity='full'"),
+        ({"fp4": "e2m1"}, "fp4='e2m1' cannot work here"),
     ],
 )
 def test_a_setting_without_effect_is_said(settings, name):
@@ -340,6 +356,11 @@ def test_two_interleaved_stages_need_overlapped_messages() -> None:
         "virtual_pipeline_model_parallel_size": 2,
         "pipeline_dtype": torch.bfloat16,
     }
+    right = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    fp8 = {"fp8": "hybrid", "bf16": True}
     with pytest.raises(ValueError, match="overlap_p2p_comm=True and batch_p2p_comm=False"):
+        make(**interleaved, **fp8)
+    make(**interleaved, **fp8, **right)
+    with pytest.warns(UserWarning, match="overlap_p2p_comm=True and batch_p2p_comm=False"):
         make(**interleaved)
-    make(**interleaved, overlap_p2p_comm=True, batch_p2p_comm=False)
+    make(**interleaved, **right)

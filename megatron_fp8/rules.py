@@ -1,0 +1,126 @@
+"""What a setting may be, as data: a rule knows which values it admits and says so in words."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`words` complete the sentence "NAME=VALUE must be ..."; `holds(value)` is whether the value is that."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    names: tuple[str, ...] = ()
+    """The names it admits, of which a message suggests the nearest one."""
+    edges: tuple[float, ...] = ()
+    """The least and the greatest number that it speaks of."""
+
+
+def check(name: str, value: Any, rule: Rule, remedy: str = "change it, or leave it out") -> None:
+    """Raise ValueError, one line that names the setting, its value, the rule and the remedy, unless `rule` holds."""
+    if not rule.holds(value):
+        near = difflib.get_close_matches(str(value).lower(), rule.names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name}={shown(value)} must be {rule.words}: {remedy}.{hint}")
+
+
+def shown(value: Any) -> str:
+    """The value as a message shows it: what is long is cut."""
+    text = repr(value.name if isinstance(value, Enum) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def integer(low: int, high: int, unit: str = "") -> Rule:
+    """A whole number (not a bool) from `low` to `high`, both included."""
+    words = f"a whole number of at least {low:,} and at most {high:,}{' ' if unit else ''}{unit}"
+    return Rule(words, lambda v: _whole(v) and low <= v <= high, edges=(low, high))
+
+
+def number(low: float, high: float = math.inf, *, without: Iterable[float] = ()) -> Rule:
+    """A finite number from `low` to `high`; the ends in `without` are left out, as is infinity."""
+    left_out = {low, high} & set(without)
+    words = f"a finite number {'above' if low in left_out else 'of at least'} {low:g}"
+    if high < math.inf:
+        words += f" and {'below' if high in left_out else 'at most'} {high:g}"
+    return Rule(words, lambda v: _finite(v) and low <= v <= high and v not in left_out, edges=(low, high))
+
+
+FLAG = Rule("true or false", lambda v: isinstance(v, bool) or (_whole(v) and v in (0, 1)))
+ANYTHING = Rule("anything", lambda v: True)
+
+
+def text(words: str = "text without NUL", *, empty: bool = False) -> Rule:
+    """A string without NUL, which no file name and no C library takes; and not a blank one unless `empty`."""
+    return Rule(words, lambda v: isinstance(v, str) and "\0" not in v and (empty or bool(v.strip())))
+
+
+def one_of(*choices: str) -> Rule:
+    """One of these names; an enum's member counts as its name."""
+    return Rule(
+        f"one of {', '.join(map(repr, choices))}",
+        lambda v: isinstance(v, str | Enum) and (v.name if isinstance(v, Enum) else v) in choices,
+        choices,
+    )
+
+
+def optional(rule: Rule) -> Rule:
+    """`rule`, or None."""
+    return Rule(f"{rule.words}, or null", lambda v: v is None or rule.holds(v), rule.names, rule.edges)
+
+
+def either(*rules: Rule) -> Rule:
+    """What any of `rules` admits."""
+    return Rule(", or ".join(rule.words for rule in rules), lambda v: any(rule.holds(v) for rule in rules))
+
+
+def list_of(rule: Rule, length: int | None = None) -> Rule:
+    """A list (or tuple) whose items are as `rule` says; of `length` of them."""
+    size = f"{length} items" if length else "items"
+    return Rule(
+        f"a list of {size}, each {rule.words}",
+        lambda v: (
+            isinstance(v, list | tuple) and length in (None, len(v)) and all(rule.holds(item) for item in v)
+        ),
+    )
+
+
+def mapping_of(rule: Rule) -> Rule:
+    """Text keys, and values as `rule` says."""
+    return Rule(
+        f"a mapping from text to {rule.words}",
+        lambda v: isinstance(v, Mapping) and all(isinstance(k, str) and rule.holds(x) for k, x in v.items()),
+    )
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond float's range
+        return False
+
+
+@dataclass(frozen=True)
+class Relation:
+    """What several settings have to be together. `holds` gets an object that has them as attributes."""
+
+    names: tuple[str, ...]
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def check_relation(settings: Any, relation: Relation, before: str = "") -> None:
+    """Raise ValueError, one line that names the settings, their values, the rule and the remedy, unless it holds."""
+    if not relation.holds(settings):
+        values = ", ".join(f"{before}{name}={shown(getattr(settings, name))}" for name in relation.names)
+        raise ValueError(f"{values}: {relation.words}. Change one of them.")
