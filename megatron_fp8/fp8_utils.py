@@ -93,14 +93,13 @@ def get_fp8_recipe(config: Any, name: str | None = None) -> Recipe:
         )
     if name == "mxfp8":
         return MXFP8BlockScaling(fp8_format=fmt, stochastic_rounding=stochastic)
+    factory = _import_factory(config.fp8_quantizer_factory)
     try:
-        return CustomRecipe(_import_factory(config.fp8_quantizer_factory))
-    except ValueError:
-        raise
+        return CustomRecipe(factory)
     except Exception as error:  # user code: whatever it raises is the reason to show
         raise ValueError(
-            f"fp8_quantizer_factory={config.fp8_quantizer_factory!r} fails for a role ({type(error).__name__}: {error}):"
-            " it must take 'input', 'weight' or 'grad_output' and return a Rule, a recipe or None"
+            f"fp8_quantizer_factory={config.fp8_quantizer_factory!r} cannot be used ({type(error).__name__}: {error}): it"
+            " must take 'input', 'weight' or 'grad_output' and return a Rule, a recipe or None"
         ) from error
 
 

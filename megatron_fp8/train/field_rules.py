@@ -108,7 +108,9 @@ MODEL: dict[str, Rule] = {
 """The model's options beside its TransformerConfig."""
 TOP: dict[str, Rule] = {
     "run_dir": _PATH,
-    "resume": Rule("'auto', 'never' or the path of a checkpoint", lambda v: isinstance(v, str)),
+    "resume": Rule(
+        "'auto', 'never' or the path of a checkpoint", lambda v: isinstance(v, str) and bool(v.strip())
+    ),
     "dry_run": FLAG,
     "debug": FLAG,
 }
