@@ -85,7 +85,7 @@ def test_bad_options_are_one_line_that_names_them(option, words):
         ("model: {fp8_fromat: mxfp8}", ["model.fp8_fromat", "Did you mean model.fp8_format"]),
         ("[1, 2]", ["holds no sections"]),
         ("model: {fp8: [", ["is not YAML"]),
-        ("", ["holds no sections"]),
+        ("", ["is empty: it needs keys"]),
         ("train: [1]", ["train=[1] must be a section"]),
         ("train:", ["train=None must be a section"]),
         ("train: {seed: 1}\nmodel: {}\ntrain: {}", ["'train' stands twice, again in line 3"]),
