@@ -158,7 +158,6 @@ RELATIONS: dict[str, tuple[Relation, ...]] = {
 
 NOT_IN_TRAINING: dict[str, str] = {
     "calculate_per_token_loss": "every iteration's loss is the mean over its tokens already",
-    "mtp_num_layers": "the model is built without layers of multi-token prediction",
     "variable_seq_lengths": "all sequences have train.seq_length tokens",
     "perform_initialization": "training starts from drawn weights or from a checkpoint",
     "hetereogenous_dist_checkpoint": "checkpoints do not depend on it",

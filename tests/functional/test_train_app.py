@@ -277,7 +277,6 @@ def test_every_bad_input_is_named_before_training(folder, config):
         "--data.split=1e-300,0,0": "data.split='1e-300,0,0'",
         f"--data.paths=['{wild}']": "its document ends must rise from 0 to",
         "--model.vocab_size=128256": "model.vocab_size=128256",
-        "--model.mtp_num_layers=1": "model.mtp_num_layers=1",
         "--model.fp32_residual_connection=true": "model.fp32_residual_connection=True",
         "--model.tensor_model_parallel_size=0": "model.tensor_model_parallel_size=0",
         "--model.fp8_format=custom --model.fp8_quantizer_factory=os.getcwd": "os.getcwd",

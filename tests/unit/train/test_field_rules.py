@@ -96,7 +96,6 @@ def small():
         ({"tensor_model_parallel_size": 0}, "model.tensor_model_parallel_size=0"),
         ({"layernorm_epsilon": float("nan")}, "model.layernorm_epsilon=nan"),
         ({"num_moe_experts": 2, "moe_router_topk": 3}, "model.moe_router_topk=3, model.num_moe_experts=2"),
-        ({"mtp_num_layers": 1}, "model.mtp_num_layers=1"),
         ({"fp32_residual_connection": True}, "model.fp32_residual_connection=True"),
         ({"fp4": "e2m1"}, "model.fp4="),
         ({"experimental_attention_variant": "dsa"}, "model.experimental_attention_variant='dsa'"),
