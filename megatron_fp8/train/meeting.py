@@ -15,8 +15,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,7 @@ FIRST_LINE_S = 20.0
 """Seconds of waiting after which missing ranks are named; each further line comes after twice as long."""
 _LOOK_S = 0.5  # between two looks into the store
 _GRACE_S = 2.0  # for what other ranks are about to say
+_CONNECT_S = 60.0  # to reach a store that is there, as all ranks do at once
 _SHOWN = 8  # ranks, or settings, that a line names
 _STORE_LOST = (
     "the store where all ranks meet is gone: rank 0 has ended before the first step, and says why itself"
@@ -175,14 +177,26 @@ class Meeting:
         numbers = range(1, self._count(f"{what} different") + 1)
         return sorted(json.loads(self._store.get(f"{what} different {number}")) for number in numbers)
 
-    def group_store(self) -> dist.Store:
-        """A store for the process group, with a connection of its own. All ranks are there when it returns."""
+    def group_store(self, timeout_s: float = 1800.0) -> dist.Store:
+        """A store for the process group, with a connection of its own. All ranks are there when it returns.
+
+        `timeout_s` is the group's: NCCL makes each communicator when it is first used, and a rank that comes to that
+        early waits in the store for the one that is still compiling kernels or waiting for its pipeline's first batch.
+        """
         if self.world_size == 1:  # needs no port, and so never meets another run on it
             return dist.HashStore()
-        store = self._place.connect()
-        if store is None:
-            raise ValueError(_STORE_LOST)
-        return dist.PrefixStore("group", store)
+        found: list[dist.Store] = []
+
+        def connects() -> bool:
+            found.extend(store for store in [self._place.connect()] if store is not None)
+            return bool(found)
+
+        try:
+            self._until(connects, _CONNECT_S)
+        except TimeoutError:
+            raise ValueError(_STORE_LOST) from None
+        found[0].set_timeout(timedelta(seconds=timeout_s))
+        return dist.PrefixStore("group", found[0])
 
     def arrive(self, stage: str, timeout_s: float = 0.0) -> None:
         """Say that this rank is at `stage`, where the next thing is to wait for all. Raises ValueError as `agree`."""
@@ -264,13 +278,12 @@ class Meeting:
         self._connected.set()
 
     def _say_who_is_missing(self, number: int, seconds: float) -> None:
-        """One line, from one rank, if there is somebody to wait for."""
-        missing = self._missing()
+        """One line, from one rank, if there is somebody to wait for. Only that rank looks who it is."""
         if self._store is None:
             mine = self._first_here
         else:
-            mine = bool(missing) and self._store.add(f"line {number} of {self._wait_name}", 1) == 1
-        if mine:
+            mine = self._store.add(f"line {number} of {self._wait_name}", 1) == 1
+        if mine and (missing := self._missing()):
             print(f"waiting     {seconds:.0f} s so far: {missing}", file=sys.stderr, flush=True)
 
     def _missing(self) -> str:
@@ -281,24 +294,35 @@ class Meeting:
             return f"rank 0 has not come: nobody listens at {where}"
         ranks = range(self.world_size)
         if stage == "start":
-            absent = [rank for rank in ranks if not store.check([f"rank {rank}"])]
-            return _named("have not started", absent, self.world_size)
-        before = {rank: self._beat(rank) for rank in ranks}
+            return _named("have not started", self._absent("rank", ranks), self.world_size)
+        before = self._beats()
         time.sleep(2 * _LOOK_S + _GRACE_S)
-        absent = [rank for rank in ranks if not store.check([f"at {stage} {rank}"])]
-        silent = [
-            rank for rank in ranks if rank not in [*absent, self.rank] and self._beat(rank) == before[rank]
-        ]
+        absent, now = self._absent(f"at {stage}", ranks), self._beats()
+        known = {*absent, self.rank}
+        silent = [rank for rank in ranks if rank not in known and now.get(rank) == before.get(rank)]
         parts = [
             _named("have not come", absent, self.world_size),
             _named("do not answer", silent, self.world_size),
         ]
         return "; ".join(part for part in parts if part)
 
-    def _beat(self, rank: int) -> bytes:
+    def _absent(self, what: str, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` whose key is not there; asked by halves, since of many ranks few are missing."""
         assert self._store is not None
-        key = f"beat {rank}"
-        return self._store.get(key) if self._store.check([key]) else b""
+        if self._store.check([f"{what} {rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        middle = len(ranks) // 2
+        return self._absent(what, ranks[:middle]) + self._absent(what, ranks[middle:])
+
+    def _beats(self) -> dict[int, bytes]:
+        """The latest beat of every rank that has one."""
+        assert self._store is not None
+        ranks = range(self.world_size)
+        absent = set(self._absent("beat", ranks))
+        beating = [rank for rank in ranks if rank not in absent]
+        return dict(zip(beating, self._store.multi_get([f"beat {rank}" for rank in beating]), strict=True))
 
 
 def _named(what: str, ranks: list[int], world_size: int) -> str:

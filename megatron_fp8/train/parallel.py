@@ -205,7 +205,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
             backend(),
             rank=launch.rank,
             world_size=launch.world_size,
-            store=launch.meeting.group_store(),
+            store=launch.meeting.group_store(timeout.total_seconds()),
             timeout=timeout,
         )
     from megatron.core import parallel_state

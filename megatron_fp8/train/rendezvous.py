@@ -46,7 +46,7 @@ class Rendezvous:
         self._server: dist.Store | None = None
 
     def connect(self) -> dist.Store | None:
-        """A connection of its own to the attempt's keys; None: nobody listens there yet.
+        """A connection of its own to the attempt's keys; None: nobody listens there yet, or it was lost on the way.
 
         Raises ValueError if this process should keep the store and the port is taken.
         """
@@ -54,9 +54,12 @@ class Rendezvous:
             self._server = self._serve()
         if not self._answers():
             return None
-        store = dist.TCPStore(
-            self.address, self.port, is_master=False, wait_for_workers=False, timeout=_ANSWER
-        )
+        try:
+            store = dist.TCPStore(
+                self.address, self.port, is_master=False, wait_for_workers=False, timeout=_ANSWER
+            )
+        except RuntimeError:  # of many ranks that come at once, some may have to come again
+            return None
         return dist.PrefixStore(self._attempt, store)
 
     def _serve(self) -> dist.Store:

@@ -73,6 +73,28 @@ def test_equal_facts_are_agreed_on_and_the_process_group_gets_a_store(launch):
     assert stores[2].get("from") == b"rank 0"
 
 
+def test_the_groups_store_waits_as_long_as_the_group(launch):
+    """NCCL's communicators are made late, and ranks wait there for each other's first use."""
+    ranks = launch([0, 1], 2)
+    assert everywhere(lambda one: one.agree("settings", {}), *((one,) for one in ranks)) == [None] * 2
+    assert [one.group_store(3600.0).timeout for one in ranks] == [timedelta(hours=1)] * 2
+
+
+def test_a_connection_that_is_lost_on_the_way_is_made_again(launch, monkeypatch):
+    """Of a thousand ranks that connect at once, the store may turn some away."""
+    ranks = launch([0, 1], 2)
+    assert everywhere(lambda one: one.agree("settings", {}), *((one,) for one in ranks)) == [None] * 2
+    connect, refusals = dist.TCPStore, [dist.DistNetworkError("reset by peer"), None]
+
+    def unreliable(*args, **kwargs):
+        if refusal := refusals.pop(0):
+            raise refusal
+        return connect(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "TCPStore", unreliable)
+    assert ranks[1].group_store() is not None and refusals == []
+
+
 def test_what_differs_is_one_line_on_rank_0_and_ends_the_others(launch):
     ranks = launch([0, 1, 2], 3)
 
@@ -138,6 +160,25 @@ def test_two_processes_with_one_rank_are_refused(launch):
     ranks = launch([0, 0], 2)
     outcomes = everywhere(lambda one: one.agree("settings", {}, timeout_s=2), *((one,) for one in ranks))
     assert any("two processes of this launch are rank 0" in str(outcome) for outcome in outcomes)
+
+
+def test_one_rank_looks_who_is_missing_and_asks_by_halves(launch, monkeypatch):
+    """A thousand ranks that each ask about a thousand would keep the store busy for minutes."""
+    monkeypatch.setattr(meeting_file, "FIRST_LINE_S", 0.4)
+    looked, asked = [], []
+    look = Meeting._missing
+    monkeypatch.setattr(Meeting, "_missing", lambda one: looked.append(one.rank) or look(one))
+    absent = Meeting._absent
+    monkeypatch.setattr(
+        Meeting, "_absent", lambda one, what, ranks: asked.append(what) or absent(one, what, ranks)
+    )
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        ranks = launch(range(7), 8)
+        assert until(lambda: "1 of 8 ranks have not started: 7" in said.getvalue())
+        assert len(looked) == 1 and len(asked) == 7  # 8, then twice 4, 2 and 1
+        for one in ranks:
+            one.close()
 
 
 def test_missing_ranks_are_named_at_doubling_intervals_by_one_rank(launch, monkeypatch):
