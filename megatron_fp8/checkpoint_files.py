@@ -307,7 +307,7 @@ def read_metadata(folder: Path) -> Any:
         ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(
-            f"{str(path)!r} is not the metadata of a checkpoint ({error}). {_use_another(folder)}"
+            f"{str(path)!r} is not the metadata of a checkpoint ({error}). {_other_torch(folder)}{_use_another(folder)}"
         ) from error
     if not isinstance(metadata, Metadata):
         raise ValueError(
@@ -319,6 +319,18 @@ def read_metadata(folder: Path) -> Any:
         raise ValueError(f"{str(path)!r} is damaged ({error}). {_use_another(folder)}") from error
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
+
+
+def _other_torch(folder: Path) -> str:
+    """Newer releases of torch add fields to the metadata, which older ones cannot take."""
+    try:
+        versions = read_manifest(folder).facts.get("versions")
+    except ValueError:
+        return ""
+    written = versions.get("torch") if isinstance(versions, dict) else None
+    if written in (None, torch.__version__):
+        return ""
+    return f"It was written with torch {written}, and this is torch {torch.__version__}: try that one. "
 
 
 def _check_metadata(metadata: Any) -> None:

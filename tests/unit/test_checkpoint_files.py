@@ -163,6 +163,18 @@ def test_no_pickle_runs(saved, tmp_path):
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("written", ["99.0.0", torch.__version__])
+def test_metadata_of_another_torch_is_said_to_be_that(saved, written):
+    """torch 2.15 keeps more of a tensor than 2.13 can take."""
+    manifest = files.read_manifest(saved)
+    manifest.facts["versions"] = {"torch": written}
+    manifest.write(saved)
+    (saved / ".metadata").write_bytes(b"newer")
+    with pytest.raises(ValueError, match="not the metadata of a checkpoint") as error:
+        files.read_metadata(saved)
+    assert ("written with torch 99.0.0" in str(error.value)) == (written == "99.0.0")
+
+
 def test_a_pickle_cannot_change_the_classes_that_it_may_make(saved):
     """BUILD on a class sets the class's attributes: a later save would write what they say."""
     name = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n"
