@@ -103,7 +103,8 @@ def is_watched(*tensors: torch.Tensor) -> bool:
 
 def _refuse_tracers(site: GemmSite) -> None:
     """RuntimeError where the call is being made into something that outlives the model, or is transformed."""
-    if torch.compiler.is_exporting():
+    # Not is_exporting(): up to torch 2.12 Dynamo takes it for true in whatever it traces.
+    if torch.compiler._is_exporting_flag:
         raise RuntimeError(
             f"{site.plan.name}: torch.export (torch.onnx and pipelining's pipeline() use it) makes a program that"
             " outlives the model, and FP8 state cannot go along: export inside fp8_autocast(enabled=False), or after"
