@@ -55,12 +55,14 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     Raises ValueError naming the variable that is missing or not a number.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
+        local_rank = _number(environ, "LOCAL_RANK", 0)
         launch = Launch(
             "torchrun",
             rank=_number(environ, "RANK"),
             world_size=_number(environ, "WORLD_SIZE"),
-            local_rank=_number(environ, "LOCAL_RANK", 0),
-            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
+            local_rank=local_rank,
+            # Launchers other than torchrun leave it out: there are at least so many.
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", max(local_rank, 0) + 1),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_number(environ, "MASTER_PORT", _DEFAULT_PORT),
         )
@@ -110,13 +112,17 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int:
-    """Tasks on this node; SLURM writes '2(x3),1' for three nodes of two and one of one."""
+    """Tasks on this node; SLURM writes '2(x3),1' for three nodes of two and one of one.
+
+    At least as many as this task's own number tells of: in steps over unlike nodes the list may be another part's.
+    """
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
     node = _number(environ, "SLURM_NODEID", 0)
-    return counts[node] if node < len(counts) else max(counts, default=1)
+    listed = counts[node] if node < len(counts) else max(counts, default=1)
+    return max(listed, _number(environ, "SLURM_LOCALID", 0) + 1)
 
 
 def _slurm_first_host(environ: Mapping[str, str]) -> str:
@@ -181,6 +187,18 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
     return data
 
 
+def gpu_of(local_rank: int, visible: int) -> int:
+    """The number of this process's GPU among those that it sees; a launcher may show each process its own alone.
+
+    Raises ValueError if there are more processes than GPUs.
+    """
+    if visible > 1 and local_rank >= visible:
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: this node shows {visible}. Launch one process for each GPU."
+        )
+    return local_rank if visible > 1 else 0
+
+
 def backend() -> str:
     """The process group's backend: nccl with CUDA, gloo without."""
     return "nccl" if torch.cuda.is_available() else "gloo"
@@ -194,7 +212,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     check_layout(model, train, launch.world_size)
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(launch.local_rank)
+        torch.cuda.set_device(gpu_of(launch.local_rank, torch.cuda.device_count()))
     else:
         torch.set_num_threads(train.threads or max(1, usable_cores() // launch.local_world_size))
     if not dist.is_initialized():

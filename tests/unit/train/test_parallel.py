@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from megatron_fp8.train.config import parse
-from megatron_fp8.train.parallel import Launch, check_layout, find_launch
+from megatron_fp8.train.parallel import Launch, check_layout, find_launch, gpu_of
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -33,8 +33,22 @@ def test_slurm():
 
 def test_slurm_step_counts_go_before_the_jobs():
     assert find_launch({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}).world_size == 8
-    mixed = {**SLURM, "SLURM_TASKS_PER_NODE": "4(x2),1"}
+    mixed = {**SLURM, "SLURM_TASKS_PER_NODE": "4(x2),1", "SLURM_LOCALID": "0"}
     assert [find_launch({**mixed, "SLURM_NODEID": str(n)}).local_world_size for n in range(3)] == [4, 4, 1]
+
+
+def test_a_local_rank_counts_where_nobody_says_how_many_there_are():
+    """mpirun's wrappers and Kubernetes operators set no LOCAL_WORLD_SIZE; a step's list may be another part's."""
+    without = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
+    assert find_launch(without).local_world_size == 2
+    assert find_launch({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}).local_world_size == 2
+
+
+def test_each_process_has_a_gpu():
+    assert [gpu_of(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert gpu_of(3, 1) == 0  # srun --gpus-per-task=1 shows each process its own
+    with pytest.raises(ValueError, match="local rank 4 has no GPU: this node shows 4"):
+        gpu_of(4, 4)
 
 
 def test_the_first_host_of_a_node_list_comes_from_scontrol(tmp_path, monkeypatch):
