@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.util import find_spec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 def run_on(device: torch.device) -> bool:
@@ -20,3 +25,18 @@ def run_on(device: torch.device) -> bool:
 @cache
 def _installed() -> bool:
     return not vars(torch.version).get("hip") and find_spec("triton") is not None
+
+
+def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:
+    """A function that launches Triton kernels, on the device of its first argument, a tensor or a Source.
+
+    Triton launches on the current device and its stream, and a model's layers may be spread over GPUs.
+    """
+
+    @wraps(launches)
+    def launched(*args: P.args, **kwargs: P.kwargs) -> Result:
+        first: Any = args[0]
+        with torch.cuda.device_of(getattr(first, "x", first)):
+            return launches(*args, **kwargs)
+
+    return launched

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..formats import format_of
+from . import on_its_device
 from .elements import COMPILED, decode, narrow, widen
 from .tiles import is_e4m3
 
@@ -22,6 +23,7 @@ BLOCK = 128
 """Columns of the contraction that share a scale."""
 
 
+@on_its_device
 def block_matmul(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,

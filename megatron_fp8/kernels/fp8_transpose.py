@@ -10,11 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from . import on_its_device
 from .tiles import Tile, store
 
 TILE = Tile(128, 128, 8)
 
 
+@on_its_device
 def transpose(codes: torch.Tensor, *, tile: Tile = TILE) -> torch.Tensor:
     """Codes [rows, cols] of any one-byte dtype as a contiguous [cols, rows]. Rows may be strided; may be empty.
 

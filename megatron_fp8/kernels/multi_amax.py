@@ -11,12 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
+from . import on_its_device
 from .elements import FLT_MAX, as_bits, scale_of
 
 SLOTS = 16
 """Slots a program takes: with 10,000 of them and histories of 1024, six hundred programs of 64 KB each."""
 
 
+@on_its_device
 def update_delayed(
     running: torch.Tensor,
     scale: torch.Tensor,

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import on_its_device
 from .elements import divide, square_root, widen
 from .tiles import Source, unit_stride
 
@@ -47,6 +48,7 @@ def normalized(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, offset
     return Source("norm", x.shape[0], x.shape[1], x, rstd, unit_stride(weight), offset)
 
 
+@on_its_device
 def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
     """float32 [rows]: 1 / sqrt(mean(x^2) + eps) of x [rows, hidden], whose rows may be strided."""
     x = unit_stride(x)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..formats import FloatFormat
+from . import on_its_device
 from .elements import INF, count_nonfinite, encode, magnitudes, narrow, record, widen, without_nan
 from .tiles import is_e4m3
 
@@ -20,6 +21,7 @@ SIDE = 128
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+@on_its_device
 def piece_amax(
     master: torch.Tensor,
     offset: int,
@@ -46,6 +48,7 @@ def piece_amax(
         )  # fmt: skip
 
 
+@on_its_device
 def piece_cast(
     master: torch.Tensor,
     offset: int,

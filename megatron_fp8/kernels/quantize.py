@@ -27,6 +27,7 @@ import torch
 import triton
 
 from ..formats import FloatFormat
+from . import on_its_device
 from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
 from .tiles import Source, Tile, as_bytes, codes_like, is_e4m3, plain
 
@@ -74,6 +75,7 @@ class Record:
         return cls(pair[0], pair[1])
 
 
+@on_its_device
 def measure(
     x: torch.Tensor | Source,
     *,
@@ -101,6 +103,7 @@ def measure(
     return row_amax, col_amax
 
 
+@on_its_device
 def quantize_tensor(
     x: torch.Tensor | Source,
     fmt: FloatFormat,
@@ -147,6 +150,7 @@ def quantize_tensor(
     return out.sides(scale_inv, scale_inv)
 
 
+@on_its_device
 def quantize_rows(
     x: torch.Tensor | Source,
     fmt: FloatFormat,
@@ -192,6 +196,7 @@ def quantize_rows(
     return out.sides(row_scale, col_scale)
 
 
+@on_its_device
 def quantize_blocks(
     x: torch.Tensor | Source,
     fmt: FloatFormat,
@@ -258,6 +263,7 @@ def quantize_blocks(
     return out.sides(row_scale, col_scale)
 
 
+@on_its_device
 def write(source: Source) -> torch.Tensor:
     """The matrix that a Source computes, [rows, cols] in its dtype, contiguous: the values that codes are made of."""
     tile = _tile(source)

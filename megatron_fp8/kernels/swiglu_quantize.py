@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import on_its_device
 from .elements import widen
 from .tiles import Source, sigmoid, unit_stride
 
@@ -50,6 +51,7 @@ def swiglu_grad(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None 
     return Source("swiglu_grad", x.shape[0], x.shape[1], dy, x, _per_token(weights))
 
 
+@on_its_device
 def swiglu_weight_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """float32 [tokens]: the gradient of the weight per token, the sum of dy * silu(gate) * up over n."""
     dy, x = unit_stride(dy), unit_stride(x)
