@@ -31,6 +31,10 @@ _ENVIRONMENT = (
     "ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE",
 )  # fmt: skip
 """Beginnings of the names of environment variables that decide what FP8 layers compute, or in which order."""
+_ELSEWHERE = frozenset(
+    {"DIR", "PATH", "VERBOSE", "DEBUG", "DUMP", "LOG", "LOGS", "TRACE", "PROFILE", "THREADS"}
+)
+"""Words in the names of those of them that say where files go, what is printed, or how many compile: ranks may differ."""
 
 
 def run_facts(
@@ -46,7 +50,7 @@ def run_facts(
         "the version of megatron-core": megatron.core.__version__,
         "the version of megatron_fp8": megatron_fp8.__version__,
     }
-    facts |= {name: value for name, value in environ.items() if name.startswith(_ENVIRONMENT)}
+    facts |= {name: value for name, value in environ.items() if _decides(name)}
     facts |= {key: value for key, value in _flat(run.to_dict()).items() if key not in _LOCAL}
     facts["data.tokenizer"] = tokenizer.name  # which tells of its content
     facts["data.paths"] = [Path(path).name for path in run.data.paths]
@@ -71,6 +75,12 @@ def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None) -> dict[st
         facts[f"the SHA-256 of {MANIFEST} {of}"] = _digest(folder / MANIFEST)
         facts |= {f"the bytes of {name} {of}": _size(folder / name) for name in sorted(manifest.files)}
     return facts
+
+
+def _decides(variable: str) -> bool:
+    """Whether an environment variable may change numbers."""
+    known = variable.startswith(_ENVIRONMENT)
+    return known and (variable in _ENVIRONMENT or not _ELSEWHERE.intersection(variable.split("_")))
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -52,6 +52,13 @@ def test_every_other_option_counts(option):
     assert {key for key in {**before, **after} if before.get(key) != after.get(key)} >= {name}
 
 
+def test_where_files_go_and_what_is_printed_may_differ():
+    """A cache for each rank, on its node's own disk; one rank that is told to talk."""
+    local = {"TORCHINDUCTOR_CACHE_DIR": "/scratch/3", "ONEDNN_VERBOSE": "1", "NVTE_DEBUG_LEVEL": "2"}
+    assert of(environ=local) == of()
+    assert of(environ={"MKL_DEBUG_CPU_TYPE": "5"}) == {**of(), "MKL_DEBUG_CPU_TYPE": "5"}
+
+
 def test_launch_packages_and_environment_count():
     assert of(world_size=4) != of()
     assert of(environ={"NVTE_FLASH_ATTN": "0", "HOSTNAME": "a"}) == {**of(), "NVTE_FLASH_ATTN": "0"}
