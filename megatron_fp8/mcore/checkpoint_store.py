@@ -83,10 +83,13 @@ def _first_not_finite(shards: list[ShardedTensor]) -> str:
         for shard in shards
         if shard.data.is_floating_point() and shard.data.numel() and not is_slot_key(shard.key)
     ]
-    if not checked:
-        return ""
-    sums = torch.stack([shard.data.detach().sum(dtype=torch.float32) for shard in checked])
-    doubtful = [shard for shard, good in zip(checked, sums.isfinite().tolist(), strict=True) if not good]
+    doubtful = []
+    for device in dict.fromkeys(
+        shard.data.device for shard in checked
+    ):  # an offloaded optimizer is on the CPU
+        there = [shard for shard in checked if shard.data.device == device]
+        sums = torch.stack([shard.data.detach().sum(dtype=torch.float32) for shard in there])
+        doubtful += [shard for shard, good in zip(there, sums.isfinite().tolist(), strict=True) if not good]
     return next((shard.key for shard in doubtful if not bool(shard.data.isfinite().all())), "")
 
 

@@ -293,3 +293,22 @@ def test_who_lost_the_folder_changes_nothing_in_it(ranks, tmp_path):
     (said,) = ranks(1).run(taken_over, str(tmp_path))
     assert f"in {str(tmp_path)!r} (rank 0: another run has taken over)" in said
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest"]
+
+
+def test_tensors_of_an_offloaded_optimizer_are_checked_where_they_are(monkeypatch):
+    """Its masters are on the CPU, the weights on the GPU, and one stack holds tensors of one device."""
+    from megatron_fp8.mcore import checkpoint_store
+
+    def shard(key: str, device: str, value: float) -> Any:
+        data = mock.Mock(wraps=torch.full((4,), value), device=torch.device(device))
+        data.detach.return_value.sum.side_effect = lambda dtype: (device, torch.tensor(value, dtype=dtype))
+        return mock.Mock(key=key, data=data)
+
+    def stack(sums: list[Any]) -> torch.Tensor:
+        assert len({device for device, _ in sums}) == 1
+        return torch.tensor([value for _, value in sums])
+
+    monkeypatch.setattr(torch, "stack", stack)
+    shards = [shard("weight", "cuda:0", 1.0), shard("master", "cpu", 2.0), shard("bias", "cuda:0", 3.0)]
+    assert checkpoint_store._first_not_finite(shards) == ""
+    assert checkpoint_store._first_not_finite([*shards, shard("moment", "cpu", float("nan"))]) == "moment"
