@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatron_fp8.nn import (
     load_fp8_state_dict,
     register_fp8_step,
 )
+from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import DelayedScaling
 from tests.unit.compare import assert_same_bytes
 
@@ -365,6 +367,28 @@ def test_state_saved_and_resumed_bit_for_bit():
     assert train(cold, sgd(cold), range(3, 6)) != losses  # the state matters
 
 
+def test_codes_of_a_weight_live_only_as_long_as_backward_needs_them():
+    """One or two bytes a value of every weight, which no later call would use."""
+    model = convert_to_fp8(Tower(), "mxfp8")
+    quantized, quantize = [], Quantizer.__call__
+
+    def watched(self, *args, **kwargs):
+        quantized.append(quantize(self, *args, **kwargs))
+        return quantized[-1]
+
+    with mock.patch.object(Quantizer, "__call__", watched):
+        y = model(batch(0))
+    rowwise, columnwise = (
+        [weakref.ref(getattr(tensor, side).codes) for tensor in quantized]
+        for side in ("rowwise", "columnwise")
+    )
+    quantized.clear()
+    assert [code() for code in rowwise] == [None] * 4 and all(code() is not None for code in columnwise)
+    y.sum().backward()
+    del y
+    assert [code() for code in columnwise] == [None] * 4
+
+
 @pytest.mark.parametrize("moved", ["all", "up"])
 def test_a_model_that_leaves_its_device_keeps_histories_and_no_codes(moved):
     """Through the meta device: nothing of it may stay on the old one, and slots may not pile up with each move."""
@@ -375,10 +399,9 @@ def test_a_model_that_leaves_its_device_keeps_histories_and_no_codes(moved):
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model(batch(i))
         twin(batch(i))
-        codes = weakref.ref(model.up.fp8_site._weight.quantized)
         before = model.up.fp8_family.states[torch.device("cpu")]
         model.get_submodule("" if moved == "all" else moved).to("meta")
-        assert codes() is None and model.up.fp8_site.state.device.type == "meta"
+        assert model.up.fp8_site._weight is None and model.up.fp8_site.state.device.type == "meta"
         assert (torch.device("cpu") in model.up.fp8_family.states) == (moved == "up")
         model.to_empty(device="cpu").load_state_dict(weights)
         train(model, sgd(model), range(i, i + 1)), train(twin, optimizers[1], range(i, i + 1))
