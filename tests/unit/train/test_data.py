@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_fp8.train import data
+from megatron_fp8.train.config import parse
 from megatron_fp8.train.corpus import prepare
 from megatron_fp8.train.data import batches
 from megatron_fp8.train.indexed import CorpusChanged, _Files
@@ -66,10 +67,10 @@ def test_all_samples_used_start_again(ranks):
     assert taken(TrainSection(micro_batch_size=4), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 
-@pytest.mark.parametrize("split", ["", "1", "1,2", "0,1,1", "-1,1,1", "a,b,c", "1,1,1,1"])
+@pytest.mark.parametrize("split", ["", "1", "1,2", "0,1,1", "-1,1,1", "a,b,c", "1,1,1,1", "1e-300,1,0"])
 def test_splits_that_are_none(split):
     with pytest.raises(ValueError, match=r"data\.split"):
-        data._check_split([], split, [1, 1, 0], 8)
+        parse([f"--data.split={split}"])
 
 
 def test_a_split_must_leave_documents_for_what_is_used(tmp_path):

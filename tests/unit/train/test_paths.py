@@ -48,7 +48,7 @@ def test_a_run_with_good_paths_and_one_from_a_file_with_a_bad_one(run, tmp_path)
     check_paths(run)
     (tmp_path / "more.yaml").write_text(json.dumps({"data": {"cache_dir": "a\0b"}}))
     with pytest.raises(
-        ValueError, match=r"data\.cache_dir='a\\x00b' holds a NUL character: give another path"
+        ValueError, match=r"data\.cache_dir='a\\x00b' holds a NUL character: write it without"
     ):
         parse([f"--config={TINY}", f"--config={tmp_path / 'more.yaml'}"])
 
