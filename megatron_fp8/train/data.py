@@ -155,9 +155,15 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
                 )
 
 
-def corpus_bigram_entropy(prefixes: list[str]) -> float:
-    """The bigram entropy, in nats, of all data of `prefixes` put one after the other."""
-    parts = [np.fromfile(p + ".bin", dtype=corpus.check_indexed(p).dtype) for p in prefixes]
+def corpus_bigram_entropy(prefixes: list[str], most: int = 2**24) -> float:
+    """The bigram entropy, in nats, of the data of `prefixes` put one after the other, of its first `most` tokens.
+
+    More would not change the figure that is shown, and a large corpus does not fit into memory.
+    """
+    parts: list[np.ndarray] = []
+    for prefix in prefixes:
+        room = most - sum(map(len, parts))
+        parts.append(np.fromfile(prefix + ".bin", dtype=corpus.check_indexed(prefix).dtype, count=room))
     return bigram_entropy(np.concatenate(parts))
 
 

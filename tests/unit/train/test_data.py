@@ -176,3 +176,14 @@ def test_a_read_past_the_end_never_gives_what_was_not_there(tmp_path):
     assert files.read(np.uint16, 3, 34).tolist() == [0, 0, 0][:3] and files.read(np.uint16, 0, 0).size == 0
     with pytest.raises(CorpusChanged, match="ends before byte 82"):
         files.read(np.uint16, 2, 78)
+
+
+def test_the_bigram_entropy_reads_no_more_than_it_is_told(tmp_path):
+    """A corpus of billions of tokens does not fit into memory."""
+    (tmp_path / "a.txt").write_bytes(b"ab" * 50)
+    (tmp_path / "b.txt").write_bytes(bytes(range(97, 117)) * 5)
+    prefixes = [
+        prepare([tmp_path / name], ByteTokenizer(), tmp_path / "cache") for name in ("a.txt", "b.txt")
+    ]
+    assert data.corpus_bigram_entropy(prefixes, most=100) == pytest.approx(0.0)
+    assert data.corpus_bigram_entropy(prefixes) == data.corpus_bigram_entropy(prefixes, most=202) > 0
