@@ -155,7 +155,7 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
                 )
 
 
-def corpus_bigram_entropy(prefixes: list[str], most: int = 2**24) -> float:
+def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
     """The bigram entropy, in nats, of the data of `prefixes` put one after the other, of its first `most` tokens.
 
     More would not change the figure that is shown, and a large corpus does not fit into memory.
