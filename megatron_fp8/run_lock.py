@@ -30,6 +30,7 @@ BEAT_S, STALE_S = 5.0, 60.0
 """Seconds between beats; seconds without one after which a lock is stale, which is as long as NFS remembers a file."""
 _SETTLE_S = 0.3
 """After a lock was taken over: how long another who takes it over at the same moment may be behind."""
+_OF_SLURM = "SLURM job "
 _SIZE = 2048
 """Bytes of the file, always: it is rewritten in one write, and needs no more room."""
 
@@ -197,12 +198,12 @@ class RunLock:
         return ""
 
     def _lives_here(self, found: dict[str, Any]) -> bool:
-        """Whether a lock's owner is a living process of this machine, of another job."""
-        return (
-            self._is_of_here(found)
-            and _process(found["pid"]) == found["process"]
-            and not (found.get("job") and found["job"] == self._record["job"])
-        )
+        """Whether a lock's owner is a living process of this machine, and none that SLURM is about to end.
+
+        torchrun ends its ranks before it starts others: one that lives has another torchrun, whose --rdzv-id is the same.
+        """
+        being_ended = found.get("job") == self._record["job"] and self._record["job"].startswith(_OF_SLURM)
+        return self._is_of_here(found) and _process(found["pid"]) == found["process"] and not being_ended
 
     def _is_of_here(self, found: dict[str, Any]) -> bool:
         mine, theirs = self._record["process"], found.get("process")
@@ -238,7 +239,7 @@ class RunLock:
 def job_name(environ: Mapping[str, str]) -> str:
     """What a restart has in common with the run before it: the SLURM job, or the torchrun; '' where there is neither."""
     if environ.get("SLURM_JOB_ID"):
-        return f"SLURM job {environ['SLURM_JOB_ID']} of {environ.get('SLURM_CLUSTER_NAME', 'this cluster')}"
+        return f"{_OF_SLURM}{environ['SLURM_JOB_ID']} of {environ.get('SLURM_CLUSTER_NAME', 'this cluster')}"
     if "TORCHELASTIC_RUN_ID" not in environ:
         return ""
     if environ["TORCHELASTIC_RUN_ID"] != "none":

@@ -59,6 +59,18 @@ def test_a_living_process_of_this_machine_is_not_taken_for_a_dead_one(lock):
         lock()
 
 
+def test_a_living_run_of_a_torchrun_with_the_same_name_is_not_taken_over(lock):
+    """A script with a fixed --rdzv-id that is started twice; a SLURM job's step before may still be ending."""
+    named = {"TORCHELASTIC_RUN_ID": "my_run"}
+    first = lock(named)
+    with pytest.raises(LockHeld, match=r"in use by another run: .*torchrun my_run"):
+        lock(named)
+    first.check()
+    first.release()
+    lock(SLURM)
+    lock(SLURM).check()
+
+
 def test_a_dead_process_is_taken_over_at_once_and_named(tmp_path, lock):
     """The process is killed, and does not clean up."""
     code = (
