@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8.command_line import EXIT_DONE, EXIT_FAILED, refuse
+from megatron_fp8.command_line import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, refuse
 
 USAGE = """\
 usage: megatron-fp8 train --config FILE [--section.key=value ...] [--data FILE ...] [--dry-run] [--debug]
@@ -85,10 +85,13 @@ def main(arguments: list[str]) -> int:
 
 def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     """Prepare and train; the exit code. Bad input, and a save that fails, are said by one rank."""
+    from megatron_fp8.train.parallel import PASSING
+
     try:
         trainer = prepare(arguments, launch)
     except (ValueError, RuntimeError, OSError) as error:
-        return refuse(error, debug=debug, tell=launch.meeting.tell)
+        code = EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
+        return refuse(error, debug=debug, tell=launch.meeting.tell, code=code)
     from megatron_fp8.mcore.checkpoint_saver import SaveError
     from megatron_fp8.train.failure import TrainingFailed
 

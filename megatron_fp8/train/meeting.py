@@ -194,7 +194,7 @@ class Meeting:
         try:
             self._until(connects, _CONNECT_S)
         except TimeoutError:
-            raise ValueError(_STORE_LOST) from None
+            raise dist.DistNetworkError(_STORE_LOST) from None
         found[0].set_timeout(timedelta(seconds=timeout_s))
         return dist.PrefixStore("group", found[0])
 

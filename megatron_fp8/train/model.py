@@ -27,6 +27,7 @@ from megatron_fp8.mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_
 from megatron_fp8.train.config import RunConfig
 from megatron_fp8.train.initial import draw_weights
 from megatron_fp8.train.model_section import what_failed
+from megatron_fp8.train.parallel import PASSING
 
 
 def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> list[Any]:
@@ -39,9 +40,9 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
         models = [
             _build_stage(config, run, vocab_size, stage if stages else None) for stage in range(stages or 1)
         ]
-    except ValueError:
-        raise
     except Exception as error:  # an assertion, an index, a size: Megatron-Core's way to refuse
+        if isinstance(error, (ValueError, *PASSING)):
+            raise
         raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -71,9 +72,9 @@ def build_model(config: TransformerConfig, run: RunConfig, vocab_size: int) -> A
     config.mtp_num_layers = None
     try:
         return _build_stage(config, run, vocab_size, None)
-    except ValueError:
-        raise
     except Exception as error:  # an assertion, an index, a size: Megatron-Core's way to refuse
+        if isinstance(error, (ValueError, *PASSING)):
+            raise
         raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
 
 

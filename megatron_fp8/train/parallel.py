@@ -26,6 +26,12 @@ from megatron_fp8.train.sections import TrainSection
 Result = TypeVar("Result")
 _DEFAULT_PORT = 29500
 
+PASSING: tuple[type[BaseException], ...] = (
+    dist.DistError,
+    getattr(torch, "AcceleratorError", dist.DistError),
+)
+"""What a network, a GPU or another rank's end raises, whatever the input is: another attempt may not meet it."""
+
 
 @dataclass(frozen=True)
 class Launch:

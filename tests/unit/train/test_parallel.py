@@ -1,9 +1,13 @@
 """Who a process is: torchrun's and SLURM's variables, the layouts that fit, and what a layout must divide."""
 
 import stat
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_fp8.train import app
 from megatron_fp8.train.config import parse
 from megatron_fp8.train.parallel import Launch, check_layout, find_launch, gpu_of
 
@@ -80,6 +84,29 @@ def test_alone():
 def test_environments_that_cannot_be(environ, words):
     with pytest.raises(ValueError, match=words):
         find_launch(environ)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("a typo"), 2),
+        (RuntimeError("an old package"), 2),
+        (dist.DistBackendError("NCCL error: remote process exited"), 1),
+        (dist.DistNetworkError("the store is gone"), 1),
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), 1),
+    ],
+)
+def test_what_another_attempt_may_not_meet_is_no_bad_input(error, code, monkeypatch, capsys):
+    """The batch scripts do not start again after bad input, which stays bad."""
+
+    def prepare(arguments, launch):
+        raise error
+
+    monkeypatch.setattr(app, "prepare", prepare)
+    told = []
+    meeting = SimpleNamespace(tell=lambda code, line, say: (told.append(code), say()))
+    assert app._run([], SimpleNamespace(meeting=meeting), None, False) == code
+    assert told == [code] and capsys.readouterr().err == f"error: {error}\n"
 
 
 def layout(world_size, *options):
