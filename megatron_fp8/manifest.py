@@ -166,6 +166,7 @@ def _check(content: dict[str, Any]) -> None:
     _require(_present("facts.run.data", run.get("data", {}), ("tokenizer",)), _TEXT_OR_NULL)
     _require(_present("facts.run.train", run.get("train", {}), ("seq_length",)), _COUNT)
     _require(_present("facts", facts, ("tokenizer",)), _TEXT)
+    _require([("facts.data", digest) for digest in _list("facts.data", facts.get("data", []))], _TEXT)
     for change in _list("facts.accepted", facts.get("accepted", [])):
         if not isinstance(change, dict) or set(change) != {"iteration", "name", "there", "here"}:
             raise ValueError("facts.accepted must hold iteration, name, there and here, and nothing else")

@@ -141,7 +141,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     from megatron_fp8.mcore.sites import check_plan
     from megatron_fp8.train import binding, checkpoints, data, model
     from megatron_fp8.train.config import tokens_of_microbatch
-    from megatron_fp8.train.facts import input_facts
+    from megatron_fp8.train.facts import data_fact, input_facts
     from megatron_fp8.train.loop import Trainer
     from megatron_fp8.train.metrics import Display, MetricsWriter, model_flops_per_token
     from megatron_fp8.train.report import build_report, format_report, write_report
@@ -175,9 +175,10 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
         return None
     if run.checkpoint.save_interval:
         folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
-    start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler)
+    content = data_fact(prefixes)
+    start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
     trainer.finished, trainer.samples = start.iteration, start.samples
-    facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted}
+    facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted, "data": content}
     trainer.checkpoints = checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts)
     continues = folders.has(start.folder)
     if not continues:

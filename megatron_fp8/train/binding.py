@@ -28,6 +28,9 @@ _NOT_SAID = frozenset(
 )  # fmt: skip
 
 
+DATA_CONTENT = "the content of data.paths"
+
+
 @dataclasses.dataclass(frozen=True)
 class Change:
     """A setting that a checkpoint and the run that reads it have in two values."""
@@ -123,8 +126,12 @@ def _is_shape(name: str) -> bool:
     return name.startswith("model.") and kind_of(name.removeprefix("model.")) == "shape"
 
 
-def may_change(run: RunConfig, manifest: Manifest) -> list[Change]:
-    """What the run says otherwise, and may: layout, recipe, precision, lengths, data, dropout, rates, versions."""
+def may_change(run: RunConfig, manifest: Manifest, data: list[str]) -> list[Change]:
+    """What the run says otherwise, and may: layout, recipe, precision, lengths, data, dropout, rates, versions.
+
+    Args:
+        data: a digest of each data set. Of a manifest that has none, paths are all that is compared.
+    """
     changed = [change for change in _of_model(run, manifest) if not _decides(change.name)]
     before, now = manifest.facts.get("run", {}), run.to_dict()
     identified = "tokenizer" in manifest.facts  # by content, wherever its file is
@@ -136,6 +143,8 @@ def may_change(run: RunConfig, manifest: Manifest) -> list[Change]:
             and value != now[section][name]
             and not (name == "tokenizer" and identified)
         ]
+    if (trained_on := manifest.facts.get("data", data)) != data:
+        changed.append(Change(DATA_CONTENT, ", ".join(trained_on), ", ".join(data)))
     made_with, here = manifest.facts.get("versions", {}), versions()
     changed += [
         Change(name, made_with[name], here[name])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp8.checkpoint_files import (
+    LATEST,
     Manifest,
     check_files,
     check_listed,
@@ -116,7 +117,14 @@ def _check_state(folder: Path, manifest: Manifest) -> None:
 
 
 def _say_what_is_passed_over(folder: Path, found: Path | None) -> None:
-    """Warn that a newer state was saved which is not finite."""
+    """Warn of newer states than the one that is taken: not finite ones, and those that `latest` does not name."""
+    for path in complete_checkpoints(folder)[-1:]:
+        if found and int(path.name[5:]) > int(found.name[5:]):
+            warnings.warn(
+                f"{str(folder / LATEST)!r} names {found.name}, and {path.name} is newer: where training did not go back"
+                f" behind it on purpose, --resume={path} goes on from there.",
+                stacklevel=2,
+            )
     for path in not_finite_checkpoints(folder)[-1:]:
         ruined, good = (int(p.name.rpartition("_")[2]) if p else -1 for p in (path, found))
         if ruined > good:
@@ -133,8 +141,13 @@ def resume(
     chunks: list[Any],
     optimizer: Any,
     scheduler: Any,
+    data: list[str],
 ) -> Start:
-    """Put the chosen checkpoint into model, optimizer, schedule and random streams. Collective."""
+    """Put the chosen checkpoint into model, optimizer, schedule and random streams. Collective.
+
+    Args:
+        data: what the run's data sets hold, as facts.data_fact says.
+    """
     if chosen is None:
         return Start()
     folder, manifest = chosen
@@ -157,7 +170,7 @@ def resume(
         seed_streams(zlib.crc32(f"{run.train.seed} {manifest.iteration}".encode()))
         lines.append(_note("another parallel layout: random streams (dropout) start anew"))
     if begun:
-        changed = binding.may_change(run, manifest)
+        changed = binding.may_change(run, manifest, data)
         lines += [_note(f"not as it was: {', '.join(map(str, changed))}")] if changed else []
         lines += map(_note, _data_notes(changed))
     taken = state["scheduler_steps"] - 1  # the scheduler is one step ahead of the optimizer
@@ -174,7 +187,7 @@ def _note(text: str) -> str:
 def _data_notes(changed: list[binding.Change]) -> list[str]:
     """What decides the order of samples and is not as it was."""
     order = {f"train.{name}" for name in ("train_iters", "global_batch_size", "seq_length", "seed")}
-    order |= {"data.paths", "data.split"}
+    order |= {"data.paths", "data.split", binding.DATA_CONTENT}
     names = [change.name for change in changed if change.name in order]
     return (
         [f"the order of samples may differ from the first run's: changed {', '.join(names)}"] if names else []

@@ -6,6 +6,7 @@ Hosts, devices and ranks may differ, and so may local paths: of a file its conte
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -81,6 +82,12 @@ def _decides(variable: str) -> bool:
     """Whether an environment variable may change numbers."""
     known = variable.startswith(_ENVIRONMENT)
     return known and (variable in _ENVIRONMENT or not _ELSEWHERE.intersection(variable.split("_")))
+
+
+def data_fact(prefixes: list[str]) -> list[str]:
+    """What a manifest says of the data sets that a run reads: a digest of each one's fingerprint, in their order."""
+    found = [json.dumps(corpus.fingerprint(prefix), sort_keys=True) for prefix in prefixes]
+    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in found]
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -93,7 +93,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read ({error}): give the folder of a run.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not a report ({error}): give the folder of a run.") from error
 
 

@@ -61,4 +61,7 @@ def _records(path: Path) -> list[dict]:
     if not path.is_file():
         return []
     complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in complete.splitlines()]
+    try:
+        return [json.loads(line) for line in complete.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} holds a line that is no record ({error}): remove it.") from error

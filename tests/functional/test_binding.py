@@ -59,6 +59,7 @@ def heard(folder) -> Heard:
     other = json.loads((folder / "tokenizer.json").read_text())
     other["model"]["vocab"] = {word: 11 - number for word, number in other["model"]["vocab"].items()}
     (folder / "other.json").write_text(json.dumps(other))
+    (folder / "longer.txt").write_text((folder / "corpus.txt").read_text() * 2)
     train = ["train", *options("delayed"), "--checkpoint.save_interval=1"]
 
     def run(name: str, change: Any = None) -> str:
@@ -78,6 +79,8 @@ def heard(folder) -> Heard:
     commands |= {
         "accepted": trains("accepted", "--model.rotary_base=500000", "--checkpoint.accept=model.rotary_base"),
         "goes on": [*train, "--run_dir=accepted", "--model.rotary_base=500000", "--train.train_iters=5"],
+        "other content": [*train, "--run_dir=accepted", "--model.rotary_base=500000", "--train.train_iters=6",
+                          "--data.paths=[longer.txt]"],
         "other": trains("other", "--model.hidden_dropout=0", "--optimizer.lr=0.001", "--model.fp8_margin=1"),
         "accepts a shape": trains("shape", "--checkpoint.accept=model.num_layers"),
         "accepts dropout": trains("dropout", "--checkpoint.accept=[model.rotary_base,model.hidden_dropout]"),
@@ -151,6 +154,13 @@ def test_what_may_change_is_said_in_a_line(heard):
     (line,) = [line for line in printed.splitlines() if "not as it was" in line]
     for words in ("fp8_margin 0 -> 1", "hidden_dropout 0.1 -> 0.0", "optimizer.lr 0.01 -> 0.001"):
         assert words in line
+
+
+def test_data_are_compared_by_content(heard):
+    assert "content of data.paths" not in heard["goes on"][2]
+    code, said, printed = heard["other content"]
+    assert (code, said) == (0, "") and ", the content of data.paths " in printed
+    assert printed.count("content of data.paths") == 2  # what changed, and that the order depends on it
 
 
 def test_only_what_can_be_accepted_is(heard):

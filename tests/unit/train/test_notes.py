@@ -3,8 +3,10 @@
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from megatron_fp8.mcore import report as mcore_report
-from megatron_fp8.train import app
+from megatron_fp8.train import app, show
 from megatron_fp8.train.liveness import Liveness
 from megatron_fp8.train.loop import Trainer
 from megatron_fp8.train.report import format_notes
@@ -48,3 +50,14 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
     monkeypatch.setattr(trainer, "_timed_step", step)
     trainer.train()
     assert calls == [1, "noted", 2, 3]
+
+
+@pytest.mark.parametrize("name", ["report.json", "metrics.jsonl", "validation.jsonl"])
+@pytest.mark.parametrize("content", ["[" * 90_000 + "\n", "x\n"])
+def test_a_damaged_record_is_one_line_that_names_its_file(tmp_path, capsys, monkeypatch, name, content):
+    (tmp_path / "report.json").write_text("{}")
+    (tmp_path / name).write_text(content)
+    monkeypatch.setattr(show, "format_report", lambda report: "")
+    assert show.main([str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and name in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fp8.run_lock import RunLock
-from megatron_fp8.train import run_folder
+from megatron_fp8.train import checkpoints, run_folder
 from megatron_fp8.train.run_folder import RunFolders, keep_earlier
 
 MIB = 1 << 20
@@ -168,3 +169,13 @@ def test_a_folder_that_is_not_shared_is_said_before_training(ranks, tmp_path):
         assert "is not shared by all ranks: rank 1 on" in said[0] and f"checkpoint.folder={one!r}" in said[0]
         assert "does not have there what rank 0 has written" in said[1]
     assert os.listdir(tmp_path) == ["other"] and not os.listdir(other)
+
+
+def test_a_checkpoint_newer_than_the_one_taken_is_said(tmp_path):
+    for number in (3, 6):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    with pytest.warns(UserWarning, match="names iter_0000003, and iter_0000006 is newer"):
+        checkpoints._say_what_is_passed_over(tmp_path, tmp_path / "iter_0000003")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoints._say_what_is_passed_over(tmp_path, tmp_path / "iter_0000006")
