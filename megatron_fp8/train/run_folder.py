@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from megatron_fp8.checkpoint_files import LATEST, complete_checkpoints, not_finite_checkpoints
 from megatron_fp8.disk import discard, free_name, remedy, unseen, write_file
 from megatron_fp8.run_lock import RunLock
+from megatron_fp8.train.meeting import FIRST_LINE_S
 from megatron_fp8.train.parallel import on_first_rank, until_leave
 
 PATIENCE_S = 60.0
@@ -46,7 +49,8 @@ class RunFolders:
         Raises ValueError, on every rank: a folder cannot be made or written, another run has it, it is not shared.
         """
         on_first_rank(self._take)
-        self._try_together()
+        with self._saying_what_is_waited_for():
+            self._try_together()
 
     def still_ours(self) -> None:
         """On rank 0: raise OSError if another run has taken over the checkpoints' folder."""
@@ -97,6 +101,22 @@ class RunFolders:
                 for leftover in folder.glob(f"{_TRIAL}*"):
                     discard(leftover)
                 _try_to_write(folder)
+
+    @contextmanager
+    def _saying_what_is_waited_for(self) -> Iterator[None]:
+        """A line from rank 0 if it takes long: all ranks have come, so the meeting names none of them."""
+        text = (
+            f"waiting     {FIRST_LINE_S:.0f} s so far: ranks do not see each other's files in"
+            f" {str(self.checkpoints)!r}, which may take a network file system {PATIENCE_S:.0f} s"
+        )
+        line = threading.Timer(FIRST_LINE_S, print, (text,), {"file": sys.stderr, "flush": True})
+        line.daemon = True
+        if dist.get_rank() == 0:
+            line.start()
+        try:
+            yield
+        finally:
+            line.cancel()
 
     def _try_together(self) -> None:
         """Each rank sees rank 0's token in the folder, writes its own, and rank 0 sees them all."""
