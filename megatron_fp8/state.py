@@ -58,7 +58,7 @@ class Slot:
 
         Non-finite elements are not counted: nothing saturates them, whoever uses x meets them.
         """
-        amaxes, _ = block_amaxes(x.detach().contiguous(), [(0, 0)])
+        amaxes, _ = block_amaxes(kernels.in_memory(x).contiguous(), [(0, 0)])
         self.record(amaxes[0].view([]), None)
 
     @property

@@ -25,7 +25,7 @@ import torch
 
 from ..cast import RandomKey, cast, cast_stochastic, check_float, decode
 from ..formats import E4M3
-from ..kernels import cpu, gemms
+from ..kernels import cpu, gemms, in_memory
 from ..recipe import Granularity, Recipe, Rule
 from ..scaling import (
     block_amaxes,
@@ -109,7 +109,7 @@ def quantize(
         ValueError: x is not a matrix of a floating dtype, or direction is unknown.
     """
     check_matrix(x, direction)
-    x = x.detach().contiguous()
+    x = in_memory(x).contiguous()
     wants_row, wants_column = direction != "columnwise", direction != "rowwise"
     granularity = rule.granularity
     along_cols = [granularity] if wants_row or granularity.symmetric else []

@@ -22,6 +22,15 @@ def run_on(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.compiler.is_compiling() and _installed()
 
 
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """x outside autograd, with its numbers in its memory, which is what kernels read.
+
+    torch keeps some negations (``z.conj().imag``) and some zeros (``torch._efficientzerotensor``) as a mark on a tensor.
+    """
+    x = x.detach().resolve_neg()
+    return torch.zeros_like(x) if x._is_zerotensor() else x
+
+
 @cache
 def _installed() -> bool:
     return not vars(torch.version).get("hip") and find_spec("triton") is not None

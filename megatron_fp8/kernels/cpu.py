@@ -52,12 +52,14 @@ class _Cut(ctypes.Structure):
 
 
 def usable(x: torch.Tensor) -> bool:
-    """Whether x is for these kernels: a plain, contiguous, large CPU tensor, on a machine that could compile them."""
+    """Whether x is for these kernels: a plain, contiguous, large CPU tensor, its numbers in its memory (in_memory), on a
+    machine that could compile them."""
     return (
         x.device.type == "cpu"
         and x.numel() >= MIN_ELEMENTS
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.is_contiguous()
+        and not (x.is_neg() or x._is_zerotensor())
         and reason() is None
     )
 

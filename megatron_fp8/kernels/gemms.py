@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from . import cpu, mkl
+from . import cpu, in_memory, mkl
 
 
 def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -23,4 +23,5 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """float32 [M, N] = a [M, K] @ b [N, K]^T of bfloat16 matrices of any strides."""
+    a, b = in_memory(a), in_memory(b)
     return mkl.matmul(a, b) if mkl.has_matmul() else cpu.matmul(a, b)

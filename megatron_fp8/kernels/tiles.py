@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ..formats import E4M3, FloatFormat
+from . import in_memory
 from .elements import narrow, widen
 
 
@@ -107,7 +108,7 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"cannot quantise a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
         )
-    x = x.detach()
+    x = in_memory(x)
     return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
 
 

@@ -17,6 +17,7 @@ from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8
 
 from megatron_fp8 import Format, quantize
+from megatron_fp8.backends.emulated import matmul_high_precision
 from megatron_fp8.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -329,3 +330,26 @@ def test_custom_recipe_quantises_by_role():
 def test_bad_input_is_named(x, role, direction, message):
     with pytest.raises(ValueError, match=message):
         quantize(x, MXFP8BlockScaling(), role, direction)
+
+
+@pytest.mark.parametrize("rows", [3, 200])  # with torch's operations, and with compiled ones
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8"])
+def test_numbers_that_are_not_in_memory(name, rows):
+    """torch marks some negated and some zero tensors instead of writing them; memory then holds something else."""
+    recipe = RECIPES[name][0]
+    x = torch.randn(rows, 256)
+    for marked, written in (
+        (torch._neg_view(x), -x),
+        (torch._efficientzerotensor(x.shape), torch.zeros_like(x)),
+    ):
+        got, want = (quantize(m, recipe, "input", "both") for m in (marked, written))
+        for side in ("rowwise", "columnwise"):
+            assert_same_bytes(getattr(got, side).codes, getattr(want, side).codes)
+            assert_same_bytes(getattr(got, side).scale_inv, getattr(want, side).scale_inv)
+
+
+def test_high_precision_products_of_numbers_that_are_not_in_memory():
+    a, b = torch.randn(200, 256).bfloat16(), torch.randn(96, 256).bfloat16()
+    product = matmul_high_precision(torch._neg_view(a), b, torch.float32)
+    assert_same_bytes(product, matmul_high_precision(-a, b, torch.float32))
+    assert not matmul_high_precision(a, torch._efficientzerotensor(b.shape).bfloat16(), torch.float32).any()
