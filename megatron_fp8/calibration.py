@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from .context import fp8_disabled
 from .formats import E4M3
+from .nn.step import families_of
 from .recipe import TENSOR, Rule
 from .scaling import compute_scale, compute_scale_inv
 
@@ -44,6 +45,11 @@ def fp8_modules(model: torch.nn.Module) -> list[Any]:
     for module in modules:
         if name_sites := getattr(module, "name_sites", None):
             name_sites(model)  # Megatron-Core's linears get their sites from the model they stand in
+            break
+        if hasattr(module, "fp8_family"):
+            families_of(
+                model
+            )  # so do Fp8Linears that were made one by one: until then each is called 'linear'
             break
     return modules
 

@@ -13,7 +13,7 @@ from megatron_fp8.calibration import RECORD, TENSORS, Seen, calibrate, load_cali
 from megatron_fp8.cast import cast
 from megatron_fp8.formats import E4M3
 from megatron_fp8.inference import prepare_for_inference
-from megatron_fp8.nn import convert_to_fp8, fp8_step
+from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_step
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.scaling import compute_scale
 from tests.unit.compare import assert_same_bytes
@@ -228,3 +228,13 @@ def test_nothing_to_fill_is_an_error():
     model = converted("tensorwise")
     with pytest.raises(ValueError, match="no linear of the model uses delayed scaling"):
         calibrate(model, batches(1)).fill_history(model)
+
+
+def test_linears_made_one_by_one_are_told_apart():
+    """Each is called 'linear' until a model unites them: one range must not serve them all."""
+    model = nn.Sequential(Fp8Linear(32, 32), nn.ReLU(), Fp8Linear(32, 32))
+    calibration = calibrate(model, [100 * torch.randn(64, 32)])
+    assert set(calibration.ranges) == {"0.input", "0.weight", "2.input", "2.weight"}
+    prepare_for_inference(model, calibration=calibration)
+    first, last = (model[i].fp8_site.quantizers["input"].scale for i in (0, 2))
+    assert first < last
