@@ -6,6 +6,7 @@ What does not depend on how the weight lies is Fp8Layer's, for conv1d.py.
 from __future__ import annotations
 
 import copy
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +22,8 @@ from ..site import GemmSite
 from .config import Fp8Config, make_config
 from .family import Family, site_of, take_over
 from .inputs import call_in_graph, call_on_values
+
+_making = threading.Lock()  # threads that run a model at once must not each give it slots
 
 
 class Fp8Layer(torch.nn.Module):
@@ -88,8 +91,9 @@ class Fp8Layer(torch.nn.Module):
         key = (device, "" if recipe is None else repr(recipe))
         if key not in self._sites:
             shape = (self.out_features, self.in_features)
-            with _disable_current_modes():  # fake tensors and tracers go, the site stays
-                self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
+            with _making, _disable_current_modes():  # fake tensors and tracers go, the site stays
+                if key not in self._sites:
+                    self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
             self.__dict__["_ready_on"] = device if recipe is None else self._ready_on
         if self._left is not None and recipe is None and device.type != "meta":
             take_over(self._left, self._sites[key])

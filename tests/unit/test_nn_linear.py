@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 from torch import nn
@@ -296,3 +299,16 @@ def test_forwards_that_differ_need_to_be_told(reentrant):
     out.sum().backward()
     expected(X).sum().backward()
     assert_same_bytes(model.linear.weight.grad, expected.linear.weight.grad)
+
+
+def test_threads_that_meet_at_the_first_forward_share_its_slots():
+    """Slots that were made twice would differ from those of other ranks, and one of two would be updated by nobody."""
+    for _ in range(8):
+        model = convert_to_fp8(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), "delayed", skip=[])
+        together, x = Barrier(2), torch.randn(8, 32)
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda _, m=model, x=x, b=together: (b.wait(), m(x)), range(2)))
+        (state,) = model[0].fp8_family.states.values()
+        assert [slot.name for slot in state.slots()] == [
+            f"{i}.{role}" for i in range(4) for role in ("input", "weight", "grad_output")
+        ]
