@@ -51,6 +51,11 @@ Exit codes: 0 done, or stopped and saved; 1 training failed; 2 bad input.
 """
 
 
+_READER_LEFT = RuntimeError(
+    "training failed: whoever read its output has left, as `| head` does. Send it to a file: > train.log 2>&1."
+)
+
+
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 train` with `arguments`; returns the exit code."""
     if "-h" in arguments or "--help" in arguments:
@@ -69,6 +74,9 @@ def main(arguments: list[str]) -> int:
     # This package's own warnings are one line each, in rank 0's words; those of libraries are not for users.
     warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    if "--keys" in arguments:
+        print(_all_keys())
+        return EXIT_DONE
     try:
         launch = parallel.meet(parallel.find_launch())
     except ValueError as error:
@@ -89,6 +97,8 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
 
     try:
         trainer = prepare(arguments, launch)
+    except BrokenPipeError:
+        return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except (ValueError, RuntimeError, OSError) as error:
         code = EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
         return refuse(error, debug=debug, tell=launch.meeting.tell, code=code)
@@ -102,6 +112,8 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         return _train(trainer)
     except (SaveError, TrainingFailed) as error:
         return refuse(error, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
+    except BrokenPipeError:
+        return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except Exception as error:
         traceback.print_exc()
         launch.meeting.tell(EXIT_FAILED, f"rank {launch.rank} failed: {type(error).__name__}: {error}")
@@ -119,9 +131,6 @@ def prepare(arguments: list[str], launch: Any) -> Any:
     from megatron_fp8.train.model_section import padded_vocab_size, transformer_config
     from megatron_fp8.train.tokenizers import load_tokenizer
 
-    if "--keys" in arguments:
-        print(_all_keys())
-        return None
     run = run_config.parse(arguments)
     config = transformer_config(run.model)
     parallel.check_layout(run.model, run.train, launch.world_size)

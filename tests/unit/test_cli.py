@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from megatron_fp8.cli import COMMANDS, USAGE, main
 
 
@@ -21,6 +23,24 @@ def test_a_reader_that_leaves_is_no_failure():
         process.stdout.close()
         complaint = process.stderr.read()
     assert (process.returncode, complaint) == (0, "")
+
+
+def test_a_reader_that_leaves_a_list_of_keys_is_no_bad_input():
+    from megatron_fp8.train import app
+
+    with mock.patch("builtins.print", side_effect=BrokenPipeError), pytest.raises(BrokenPipeError):
+        app.main(["--keys"])  # megatron_fp8.cli ends it with 0
+
+
+@pytest.mark.parametrize("when", ["prepare", "_train"])
+def test_a_reader_that_leaves_a_training_ends_it_as_failed_and_says_so(when, capsys):
+    from megatron_fp8.train import app
+
+    launch = mock.Mock(rank=0)
+    launch.meeting.tell = lambda code, line, say: say()
+    with mock.patch.object(app, "prepare"), mock.patch.object(app, when, side_effect=BrokenPipeError):
+        assert app._run([], launch, None, False) == 1
+    assert capsys.readouterr().err.startswith("error: training failed: whoever read its output has left")
 
 
 def test_ctrl_c_ends_with_a_word(capsys):
