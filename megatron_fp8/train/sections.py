@@ -31,11 +31,10 @@ class TrainSection:
     deterministic: bool = True
     """Ask torch for deterministic algorithms."""
     threads: int = 0
-    """CPU threads per rank; 0 shares the machine's cores among its ranks."""
+    """CPU threads per rank, at most 1024; 0 shares the machine's cores among its ranks."""
     max_skipped_steps: int = 10
     """Skipped steps in a row after which the run ends as failed; those of a loss scale that can still fall do not
     count. 0: never."""
-    """CPU threads per rank, at most 1024; 0 shares the machine's cores among its ranks."""
     distributed_timeout_minutes: int = 30
     """A collective that waits longer than this ends the run."""
 
