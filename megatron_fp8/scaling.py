@@ -31,7 +31,10 @@ def blocked(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """
     (n_rows, rows), (n_cols, cols) = _cover(x.shape[0], rows), _cover(x.shape[1], cols)
     if (n_rows * rows, n_cols * cols) != tuple(x.shape):
-        x = torch.nn.functional.pad(x, (0, n_cols * cols - x.shape[1], 0, n_rows * rows - x.shape[0]))
+        missing = (0, n_cols * cols - x.shape[1], 0, n_rows * rows - x.shape[0])
+        # torch 2.8 refuses to pad what is empty.
+        pad = torch.nn.functional.pad
+        x = pad(x, missing) if x.numel() else x.new_zeros(n_rows * rows, n_cols * cols)
     return x.view(n_rows, rows, n_cols, cols)
 
 
