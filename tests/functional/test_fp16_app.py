@@ -25,7 +25,7 @@ REFUSED = {
     "--optimizer.loss_scale=8": "optimizer.loss_scale=8.0 has no effect without model.fp16=true",
     "--model.fp16=true --model.bf16=true": "model.fp16=true and model.bf16=true",
     "--model.fp16=true --model.params_dtype=bfloat16": "model.params_dtype='bfloat16' with model.fp16=true",
-    "--model.fp16=true --model.fp8_param=true": "fp8_param=True with bf16=False, fp16=True",
+    "--model.fp16=true --model.fp8_param=true": "fp8_param=True, model.bf16=False, model.fp16=True",
     "--model.fp16=true --optimizer.min_loss_scale=1e12": "optimizer.min_loss_scale=1000000000000.0",
     "--model.fp16=true --optimizer.max_loss_scale=.inf": "max_loss_scale=inf",
     "--model.fp16=true --optimizer.loss_scale=-1": "optimizer.loss_scale=-1.0",
