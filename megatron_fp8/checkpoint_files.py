@@ -20,14 +20,12 @@ with weights_only, everything else is JSON. A file that was cut off or altered i
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import math
 import os
 import pickle
 import re
-import stat
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +35,7 @@ from typing import Any
 
 import torch
 
+from .disk import ordinary, read_ordinary
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
 
 LATEST, METADATA, _MEGATRONS = "latest", ".metadata", "metadata.json"
@@ -51,7 +50,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = parse(_regular(path, LARGEST))
+        manifest = parse(read_ordinary(path, LARGEST))
     except (FileNotFoundError, NotADirectoryError):
         what = "there is no such folder"
         if folder.is_dir():
@@ -86,30 +85,12 @@ def without_checksum(manifest: Manifest) -> list[str]:
     return ["the checkpoint's manifest is of an earlier version, which had no checksum: it is taken as it is"]
 
 
-def _regular(path: Path, largest: int) -> bytes:
-    """The bytes of an ordinary file. OSError if it is something else, or too large."""
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
-        size = _ordinary(os.fstat(stream.fileno())).st_size
-        if size > largest:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, too many for what it should be")
-        return stream.read()
-
-
-def _ordinary(status: os.stat_result) -> os.stat_result:
-    """``status`` of an ordinary file; OSError of a folder, and of a pipe or device, whose reading might never end."""
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no ordinary file")
-    return status
-
-
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
     """ValueError if a file is missing, cut off, altered or unreadable: ``names``, by default all, read whole."""
     for name in manifest.files if names is None else names:
         path, expected = folder / name, manifest.files[name]
         try:
-            size = _ordinary(path.stat()).st_size
+            size = ordinary(path.stat()).st_size
             if size != expected["bytes"]:
                 problem = f"has {size} bytes and was written with {expected['bytes']}"
             elif digest(path) != expected["sha256"]:
@@ -202,7 +183,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """
     pointer = folder / LATEST
     try:
-        name = pointer.read_text(encoding="utf-8").strip()
+        name = read_ordinary(pointer, 4096).decode("utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         complete = complete_checkpoints(folder)
         return complete[-1] if complete else None
@@ -294,7 +275,7 @@ def read_metadata(folder: Path) -> Any:
 
     path = folder / METADATA
     try:
-        data = _regular(path, LARGEST)
+        data = read_ordinary(path, LARGEST)
         with _classes_unchanged():
             metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except FileNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import time
 from pathlib import Path
 
@@ -92,3 +93,21 @@ def remedy(error: BaseException) -> str:
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "make it writable"
     return "see what is there"
+
+
+def read_ordinary(path: Path, largest: int) -> bytes:
+    """The bytes of an ordinary file. OSError if it is something else, or too large."""
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
+        size = ordinary(os.fstat(stream.fileno())).st_size
+        if size > largest:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, too many for what it should be")
+        return stream.read()
+
+
+def ordinary(status: os.stat_result) -> os.stat_result:
+    """``status`` of an ordinary file; OSError of a folder, and of a pipe or device, whose reading might never end."""
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file")
+    return status

@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .disk import read_ordinary
+
 LOCK = ".lock"
 BEAT_S, STALE_S = 5.0, 60.0
 """Seconds between beats; seconds without one after which a lock is stale, which is as long as NFS remembers a file."""
@@ -264,11 +266,13 @@ def _read(path: Path) -> dict[str, Any] | None:
     for pause in (0.0, 0.05, 0.2):  # somebody may be writing it just now
         time.sleep(pause)
         try:
-            content = json.loads(path.read_bytes()[:_SIZE])
+            content = json.loads(read_ordinary(path, 2 * _SIZE)[:_SIZE])
         except FileNotFoundError:
             if path.is_symlink():
                 raise OSError(f"{str(path)!r} is a link to nothing: remove it") from None
             return None
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         except ValueError:
             continue
         if isinstance(content, dict) and "owner" in content:

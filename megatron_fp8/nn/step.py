@@ -7,6 +7,7 @@ that is called twice and recomputation each have several of those in one iterati
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import fields
 from typing import Any
 
@@ -115,10 +116,30 @@ class _EndOfIteration:
 
     def __init__(self, model: torch.nn.Module, group: Any):
         self.model, self.group = model, group
+        self.said = False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not _within_its_own_step(optimizer):
-            fp8_step(self.model, group=self.group)
+        if _within_its_own_step(optimizer):
+            return
+        nonfinite = fp8_step(self.model, group=self.group).nonfinite
+        if nonfinite and not self.said:  # a scaler's overflow, which it has skipped, leaves weights alone
+            self.said = _say_ruined(self.model, nonfinite)
+
+
+def _say_ruined(model: torch.nn.Module, nonfinite: int) -> bool:
+    """Warn of the first weight that is NaN or Inf, if one is, after a step that nobody skipped."""
+    for name, parameter in model.named_parameters():
+        local = parameter.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        if local.is_floating_point() and not bool(local.isfinite().all()):
+            warnings.warn(
+                f"{nonfinite} of the values that FP8 linears cast in this iteration were NaN or Inf, and the optimizer"
+                f" stepped: {name} is no longer finite, nor will the loss be. Fp8Trainer and LossScaler skip such steps;"
+                " or call fp8_step(model) before optimizer.step(), and step only if its .nonfinite is 0",
+                stacklevel=5,
+            )
+            return True
+    return False
 
 
 def _within_its_own_step(optimizer: Optimizer) -> bool:

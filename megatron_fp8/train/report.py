@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fp8.disk import read_ordinary
 from megatron_fp8.kernels import cpu
+from megatron_fp8.manifest import LARGEST
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
 
@@ -90,7 +92,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     """The report of a run. Raises ValueError if the folder has none, or it is not readable."""
     path = folder / "report.json" if folder.is_dir() else folder
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_ordinary(path, LARGEST).decode("utf-8"))
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read ({error}): give the folder of a run.") from error
     except (ValueError, RecursionError) as error:

@@ -22,6 +22,7 @@ and they may be waiting for that one to join them. SIGUSR1 is noted even then.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import time
@@ -80,6 +81,8 @@ def _last_call(environ: Mapping[str, str]) -> float:
         return float("inf")
     try:
         start, end = (float(environ[name]) for name in names)
+        if not (math.isfinite(start) and math.isfinite(end)):
+            raise ValueError("not a time")
     except ValueError:
         shown = ", ".join(f"{name}={environ[name]!r}" for name in names)
         raise ValueError(

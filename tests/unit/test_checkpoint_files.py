@@ -117,6 +117,21 @@ def test_a_foreign_folder_is_refused(saved, content, words):
         files.read_manifest(saved)
 
 
+@pytest.mark.parametrize("kind", ["device", "pipe", "long"])
+def test_a_pointer_that_is_no_ordinary_file_is_not_read(saved, kind):
+    """A device would be read without end, a pipe waited for."""
+    pointer = saved.parent / "latest"
+    pointer.unlink()
+    if kind == "device":
+        pointer.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(pointer)
+    else:
+        pointer.write_text(" " * 5000 + saved.name)
+    with pytest.raises(ValueError, match=r"latest.* cannot be read .*(ordinary file|5,012 bytes)"):
+        files.find_checkpoint(saved.parent)
+
+
 def test_an_unreadable_pointer_or_path_is_named(saved):
     (saved.parent / "latest").unlink()
     (saved.parent / "latest").symlink_to("latest")

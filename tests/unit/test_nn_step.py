@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 import weakref
 from unittest import mock
 
@@ -470,3 +472,25 @@ def test_a_removed_hook_is_missed():
     handle.remove()
     with pytest.raises(RuntimeError, match="fp8_step was not called"):
         train(model, optimizer, range(2), hook=True)
+
+
+def test_a_step_that_ruins_the_weights_is_said_once():
+    """An optimizer asks nobody whether the gradients are finite."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    convert_to_fp8(model, skip=())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    register_fp8_step(optimizer, model)
+
+    def iteration(value: float) -> list[str]:
+        x = torch.ones(16, 32)
+        x[3, 5] = value
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model(x).sum().backward()
+            optimizer.step()
+        return [str(each.message) for each in said if "no longer finite" in str(each.message)]
+
+    assert iteration(1.0) == []
+    (line,) = iteration(math.nan)
+    assert "0.weight" in line and "LossScaler" in line
+    assert iteration(math.nan) == []

@@ -79,8 +79,9 @@ def test_the_time_limit_is_a_reason_where_it_is_known(environ, now, over):
 
 
 def test_a_time_limit_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match=r"SLURM_JOB_END_TIME='soon'.*Unset them"):
-        StopRequest({**JOB, "SLURM_JOB_END_TIME": "soon"})
+    for end in ("soon", "inf", "nan"):
+        with pytest.raises(ValueError, match=rf"SLURM_JOB_END_TIME='{end}'.*Unset them"):
+            StopRequest({**JOB, "SLURM_JOB_END_TIME": end})
 
 
 def one_rank_was_told():
