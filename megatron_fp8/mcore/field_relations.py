@@ -60,6 +60,12 @@ SILENT = (STAGES_SWAPPED, INPUT_STORED)
 
 RELATIONS: tuple[Relation, ...] = (
     Relation(
+        ("sequence_parallel", "tensor_model_parallel_size"),
+        "sequence parallelism splits the sequence among tensor parallel ranks, of which there must be more than one; with"
+        " one, sequence_parallel=False",
+        lambda c: not c.sequence_parallel or c.tensor_model_parallel_size > 1,
+    ),
+    Relation(
         ("hidden_size", "num_attention_heads", "kv_channels"),
         "without kv_channels, every head has an equal part of hidden_size",
         lambda c: c.kv_channels is not None or c.hidden_size % c.num_attention_heads == 0,
