@@ -169,6 +169,11 @@ RELATIONS: tuple[Relation, ...] = (
         ),
     ),
     Relation(
+        ("moe_router_group_topk", "moe_router_num_groups"),
+        "groups are chosen among moe_router_num_groups, which has to be given",
+        lambda c: not c.moe_router_group_topk or bool(c.moe_router_num_groups),
+    ),
+    Relation(
         ("moe_apply_probs_on_input", "moe_router_topk"),
         "probabilities on the input need moe_router_topk=1",
         lambda c: not (c.num_moe_experts and c.moe_apply_probs_on_input) or c.moe_router_topk == 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import traceback
 import types
@@ -170,10 +171,27 @@ def transformer_config(section: Any) -> TransformerConfig:
         announce_fields(settings)
     try:
         return TransformerConfig(**given)
-    except ValueError:
-        raise
     except Exception as error:  # an assertion, a division by 0, ...: Megatron-Core's way to refuse
-        raise ValueError(f"the model section does not fit together: {what_failed(error)}") from error
+        asked = ", ".join(f"model.{name}={given[name]!r}" for name in fields_asked(error) if name in given)
+        if isinstance(error, ValueError) and not asked:
+            raise
+        raise ValueError(
+            f"the model section does not fit together: {what_failed(error)}{asked and f' ({asked})'}"
+        ) from error
+
+
+def fields_asked(error: BaseException) -> list[str]:
+    """Fields that the conditions around a refusal of Megatron-Core's configs ask about: its words may name none."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(where.filename).name not in ("transformer_config.py", "model_parallel_config.py"):
+        return []
+    line, found = where.lineno or 0, {}
+    for node in ast.walk(ast.parse(Path(where.filename).read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.If, ast.Assert)) and node.lineno <= line <= (node.end_lineno or 0):
+            for part in ast.walk(node.test):
+                if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
+                    found[part.attr] = None
+    return list(found)
 
 
 def what_failed(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from megatron_fp8 import recipe as recipes
 from megatron_fp8.backends import emulated, native
 from megatron_fp8.graph import CapturedStep
-from megatron_fp8.kernels import cpu
+from megatron_fp8.kernels import cpu, gemms
 from megatron_fp8.linear import fp8_linear
 from megatron_fp8.phases import Phases
 from megatron_fp8.plan import fp8_site
@@ -77,7 +77,7 @@ def test_replays_are_eager_iterations(name):
     recorded = Recorded()
     with (
         mock.patch.object(cpu, "usable", lambda *_: False),
-        mock.patch.object(cpu, "multiplies", lambda *_: False),
+        mock.patch.object(gemms, "multiplies", lambda *_: False),
     ):
         for iteration in range(7):
             for model in (eager, graphed):
@@ -112,7 +112,7 @@ def test_health_is_told_by_a_tensor_and_by_the_host():
     captured, recorded = CapturedStep(model.state), Recorded()
     with (
         mock.patch.object(cpu, "usable", lambda *_: False),
-        mock.patch.object(cpu, "multiplies", lambda *_: False),
+        mock.patch.object(gemms, "multiplies", lambda *_: False),
     ):
         model.x[0, 0] = torch.inf  # also what the host met while it captured: no branch is left out
         with recorded, captured:
