@@ -185,7 +185,8 @@ def fields_asked(error: BaseException) -> list[str]:
     where = traceback.extract_tb(error.__traceback__)[-1]
     if Path(where.filename).name not in ("transformer_config.py", "model_parallel_config.py"):
         return []
-    line, found = where.lineno or 0, {}
+    line = where.lineno or 0
+    found: dict[str, None] = {}
     for node in ast.walk(ast.parse(Path(where.filename).read_text(encoding="utf-8"))):
         if isinstance(node, (ast.If, ast.Assert)) and node.lineno <= line <= (node.end_lineno or 0):
             for part in ast.walk(node.test):
