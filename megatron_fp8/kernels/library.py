@@ -27,6 +27,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..disk import sync
+
 
 def load(sources: Sequence[Path], flags: str) -> tuple[ctypes.CDLL | None, str | None]:
     """(the library of these C sources, None), or (None, why there is none)."""
@@ -91,10 +93,10 @@ def _compile(folder: Path, key: str, command: Sequence[str]) -> Path:
     try:
         _run([*command, "-o", name], timeout=300)
         unfinished.chmod(0o755)  # whatever the umask: what others may write is not loaded
-        _flush(unfinished)
+        sync(unfinished)
         path = folder / f"cpu-{key}-{_digest(unfinished)}.so"
         os.replace(unfinished, path)
-        _flush(folder)
+        sync(folder)
         return path
     finally:
         unfinished.unlink(missing_ok=True)
@@ -102,14 +104,6 @@ def _compile(folder: Path, key: str, command: Sequence[str]) -> Path:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -------------------------------------------------------------------------------------------------------------- folders
