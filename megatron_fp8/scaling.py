@@ -167,15 +167,17 @@ def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
 
 
 def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
-    """float32 2^(e8m0 - 127) of uint8 exponents, exactly (2^-127 is subnormal)."""
-    return cpu.power_of_e8m0(e8m0, False) if cpu.usable(e8m0) else _power_of_two(e8m0.to(torch.int32))
+    """float32 2^(e8m0 - 127) of uint8 exponents, exactly (2^-127 is subnormal); 0xFF gives NaN."""
+    return cpu.power_of_e8m0(e8m0, False) if cpu.usable(e8m0) else _power_of_two(e8m0, False)
 
 
 def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
-    """float32 2^(127 - e8m0) of uint8 exponents, exactly (2^-127 is subnormal)."""
-    return cpu.power_of_e8m0(e8m0, True) if cpu.usable(e8m0) else _power_of_two(254 - e8m0.to(torch.int32))
+    """float32 2^(127 - e8m0) of uint8 exponents, exactly (2^-127 is subnormal); 0xFF gives NaN."""
+    return cpu.power_of_e8m0(e8m0, True) if cpu.usable(e8m0) else _power_of_two(e8m0, True)
 
 
-def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
+def _power_of_two(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:
+    biased = 254 - e8m0.to(torch.int32) if inverse else e8m0.to(torch.int32)
     # Built from bits: exp2 may be off by an ulp; 2^-127, of biased exponent 0, is float32's subnormal 0x00400000.
-    return (biased << 23).clamp_(min=0x00400000).view(torch.float32)
+    bits = (biased << 23).clamp_(min=0x00400000).masked_fill_(e8m0 == 0xFF, 0x7FC00000)
+    return bits.view(torch.float32)

@@ -31,7 +31,8 @@ class QuantizedSide:
             [ceil(rows / R), ceil(cols / C)] for R x C blocks: the logical layout.
         granularity: elements that share a scale, in this side's orientation.
         pow2: every scale is a power of two, so that codes times scales are exact in bfloat16.
-        finite: known to hold no NaN or Inf code (False: not known), which decoding then need not look for.
+        finite: known to hold no NaN or Inf code and no NaN scale (False: not known), which decoding then need not look
+            for.
     """
 
     codes: torch.Tensor
@@ -60,7 +61,7 @@ class QuantizedSide:
         return replace(self, codes=self.codes.t(), scale_inv=scale_inv)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """codes * scale_inv in float32, rounded once to dtype; NaN codes give dtype's canonical quiet NaN."""
+        """codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give dtype's canonical quiet NaN."""
         turned = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
         codes = self.codes.t() if turned else self.codes
         if cpu.usable(codes) and dtype in (torch.bfloat16, torch.float32):
@@ -70,10 +71,11 @@ class QuantizedSide:
             return cpu.decode(codes, _float_scale(self.scale_inv), block, dtype)
         # A code times a power of two is a bfloat16 number, or is rounded to one once, as from float32.
         work = torch.bfloat16 if self.pow2 and dtype == torch.bfloat16 else torch.float32
+        scale = self.float_scale_inv()
         finite = self.finite or all_finite(codes, self.fmt)
         values = decode(self.codes, work, finite=finite)
-        values = scale_blocks_(values, self.float_scale_inv().to(work), self.granularity).to(dtype)
-        return values if finite else one_nan_(values)
+        values = scale_blocks_(values, scale.to(work), self.granularity).to(dtype)
+        return values if self.finite or (finite and not bool(scale.isnan().any())) else one_nan_(values)
 
 
 @dataclass(frozen=True)

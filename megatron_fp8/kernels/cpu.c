@@ -215,10 +215,11 @@ void e8m0_of_amax(const uint32_t *restrict amax, uint8_t *restrict e8m0, int64_t
     }
 }
 
-/* 2^(e8m0 - 127), or its inverse; 2^-127 is float32's subnormal 0x00400000. */
+/* 2^(e8m0 - 127), or its inverse; 2^-127 is float32's subnormal 0x00400000, and 0xFF is NaN. */
 void power_of_e8m0(const uint8_t *restrict e8m0, uint32_t *restrict power, int64_t n, int32_t inverse) {
     for (int64_t i = 0; i < n; i++) {
         int32_t biased = inverse ? 254 - e8m0[i] : e8m0[i];
-        power[i] = biased > 0 ? (uint32_t)biased << 23 : 0x00400000;
+        uint32_t number = biased > 0 ? (uint32_t)biased << 23 : 0x00400000;
+        power[i] = e8m0[i] == 0xFF ? 0x7FC00000 : number;
     }
 }

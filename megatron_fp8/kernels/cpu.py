@@ -205,7 +205,7 @@ def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
 
 
 def power_of_e8m0(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:
-    """float32 2^(e8m0 - 127) of uint8 exponents, or 2^(127 - e8m0)."""
+    """float32 2^(e8m0 - 127) of uint8 exponents, or 2^(127 - e8m0); NaN of 0xFF."""
     n = e8m0.numel()
     power = torch.empty(e8m0.shape, dtype=torch.float32, device="cpu")
     _library().power_of_e8m0(

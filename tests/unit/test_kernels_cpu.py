@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -209,7 +210,28 @@ def test_e8m0_scales(fmt, both):
     amax = torch.cat([bits.flatten(), torch.tensor([0x7F800000], dtype=torch.int32)]).view(torch.float32)
     assert_same_bytes(*both(lambda: compute_e8m0(amax, fmt)), fmt.name)
     for convert in (e8m0_to_scale, e8m0_to_scale_inv):
-        assert_same_bytes(*both(lambda convert=convert: convert(EVERY_CODE[:255])), convert.__name__)
+        assert_same_bytes(*both(lambda convert=convert: convert(EVERY_CODE)), convert.__name__)
+
+
+def test_the_nan_scale_of_mx(both):
+    """E8M0's 0xFF is NaN, as torch has it, and so is every number of its block: one pattern of bits, whoever decodes."""
+    powers = both(lambda: e8m0_to_scale_inv(EVERY_CODE))
+    assert_same_bytes(*powers, "powers")
+    torchs = EVERY_CODE.view(torch.float8_e8m0fnu).float()  # whose NaN has other bits
+    assert torch.equal(powers[0][:255], torchs[:255]) and torchs[255].isnan()
+    assert powers[0].view(torch.int32)[255] == 0x7FC00000
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).view(4, 64)
+    scale = torch.full((4, 2), 127, dtype=torch.uint8)
+    scale[1, 1] = 0xFF
+    side = QuantizedSide(codes, scale.view(torch.float8_e8m0fnu), Granularity(1, 32), pow2=True)
+    for dtype, bits in ((torch.float32, 0x7FC00000), (torch.bfloat16, 0x7FC0)):
+        with_c, with_torch = both(lambda dtype=dtype: side.dequantize(dtype))
+        assert_same_bytes(with_c, with_torch, str(dtype))
+        integers = with_torch.view(torch.int32 if dtype == torch.float32 else torch.int16)
+        assert (integers[1, 32:] == bits).all() and not with_torch[1, :32].isnan().any()
+    finite = replace(side, codes=torch.ones(4, 64).to(torch.float8_e4m3fn))
+    y = emulated.gemm(finite, finite, out_dtype=torch.bfloat16)
+    assert y.isnan()[1].all() and y.isnan()[:, 1].all() and y.isnan().sum() == 7
 
 
 def test_empty_tensors():
