@@ -23,6 +23,7 @@ import torch
 
 from .formats import E4M3, E5M2, FloatFormat, format_of
 from .kernels import cpu
+from .subnormals import keeping_subnormals
 
 NAN_CODE = 0x7F
 CHUNK = 1 << 20
@@ -59,6 +60,7 @@ def chunks(rows: int, elements: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
+@keeping_subnormals
 def cast(
     x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False
 ) -> torch.Tensor:
@@ -112,6 +114,7 @@ def _one_nan(codes: torch.Tensor) -> torch.Tensor:
     return codes
 
 
+@keeping_subnormals
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: bool = False) -> torch.Tensor:
     """The real numbers that codes stand for, exactly. E5M2's Inf codes give Inf, 0x80 gives -0.
 
@@ -200,6 +203,7 @@ def philox_bits(index: torch.Tensor, key: RandomKey) -> torch.Tensor:
     return c0
 
 
+@keeping_subnormals
 def cast_stochastic(
     x: torch.Tensor,
     scale: torch.Tensor | None,

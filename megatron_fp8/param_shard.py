@@ -25,8 +25,10 @@ from .backends.emulated import block_scales, cast_blocks
 from .param import Fp8Parameter, cast_by_kernel, granularities
 from .recipe import Granularity, Rule
 from .scaling import block_amaxes, compute_scale_inv
+from .subnormals import keeping_subnormals
 
 
+@keeping_subnormals
 def quantize_shards(
     params: Sequence[Fp8Parameter],
     masters: Sequence[torch.Tensor | None],

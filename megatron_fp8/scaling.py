@@ -18,6 +18,7 @@ import torch
 from .cast import chunks, magnitude_bits
 from .formats import FloatFormat
 from .kernels import cpu
+from .subnormals import keeping_subnormals
 
 FLT_MAX = torch.finfo(torch.float32).max
 FLT_MIN = torch.finfo(torch.float32).smallest_normal
@@ -116,6 +117,7 @@ def round_down_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
 
 
+@keeping_subnormals
 def compute_scale(
     amax: torch.Tensor, fmt: FloatFormat, *, margin: int = 0, epsilon: float = 0.0, pow2: bool = False
 ) -> torch.Tensor:
@@ -143,6 +145,7 @@ def compute_scale(
     return torch.where((amax == 0) | amax.isinf(), torch.ones_like(scale), scale)
 
 
+@keeping_subnormals
 def compute_scale_inv(scale: torch.Tensor) -> torch.Tensor:
     """IEEE float32 1 / scale; it may be subnormal and is not flushed."""
     return torch.ones_like(scale) / scale

@@ -31,6 +31,7 @@ from .history import History
 from .phases import Phase, Phases
 from .recipe import DelayedScaling
 from .scaling import block_amaxes, compute_scale
+from .subnormals import keeping_subnormals
 
 Group = Any
 """A torch.distributed process group, or None for a single process."""
@@ -45,6 +46,7 @@ class Slot:
         self.warm = False
         self.column = 0  # its place among the slots that share its delayed recipe and format
 
+    @keeping_subnormals
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Max amax (float32 [], may be Inf, never NaN) into the running row; add the non-finite count, if any."""
         rows = self.arena.rows
@@ -184,6 +186,7 @@ class Arena:
             )
         self._agreed = len(self.slots)
 
+    @keeping_subnormals
     def reduce(self) -> int:
         """Max both rows over the group; the number of collectives that took.
 
@@ -210,6 +213,7 @@ class Arena:
         self.rows[:, agreed:] = late
         return 2
 
+    @keeping_subnormals
     def update(self, iteration: int) -> None:
         """Scales and histories from the reduced rows (numerics: Delayed scaling), then clear the rows.
 

@@ -19,6 +19,7 @@ from .formats import FloatFormat, format_of
 from .kernels import cpu
 from .recipe import Granularity
 from .scaling import e8m0_to_scale_inv
+from .subnormals import keeping_subnormals
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class QuantizedSide:
         scale_inv = self.scale_inv if self.granularity.is_tensor else self.scale_inv.t()
         return replace(self, codes=self.codes.t(), scale_inv=scale_inv)
 
+    @keeping_subnormals
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give dtype's canonical quiet NaN."""
         turned = not self.codes.is_contiguous() and self.codes.t().is_contiguous()

@@ -8,7 +8,8 @@ GEMM up to the order of summation:
 * float32 scales, float32 result, or a bias: a GEMM with float32 output, then ``acc * (scale_inv_a * scale_inv_b)``, the
   bias, and one rounding. (A bfloat16 result that is scaled afterwards is rounded twice: it equals the exact result on
   only three outputs in four. Rejected.)
-* scales so small or large that bfloat16 or a flushed subnormal would lose them: float64, rare and slow.
+* scales so small or large that bfloat16 or a flushed subnormal would lose them, and float32 scales along the
+  contraction where torch may round float32 operands (``torch.set_float32_matmul_precision``): float64, rare and slow.
 * ``exact=True``: float64 throughout, the oracle.
 
 Quantisation keeps a columnwise side as the transposed view of codes in the original layout: nothing is copied to
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -35,6 +36,7 @@ from ..scaling import (
     compute_scale_inv,
     e8m0_to_scale,
 )
+from ..subnormals import keeping_subnormals
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
 
 Direction = Literal["rowwise", "columnwise", "both"]
@@ -84,6 +86,7 @@ def turns_codes(rule: Rule) -> bool:
     return True
 
 
+@keeping_subnormals
 def quantize(
     x: torch.Tensor,
     rule: Rule,
@@ -210,6 +213,7 @@ def _expand_any(scale: torch.Tensor, granularity: Granularity, shape: torch.Size
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**80
 
 
+@keeping_subnormals
 def gemm(
     a: QuantizedSide,
     b: QuantizedSide,
@@ -235,12 +239,12 @@ def gemm(
         ValueError: contractions differ, or both operands are E5M2 (no hardware multiplies those).
     """
     check_operands(a, b)
-    if exact or not _foldable(a, b):
+    short = _is_short(a) and _is_short(b)
+    if exact or not _foldable(a, b) or not (short or _keeps_float32(a.codes.device)):
         return _finish(_values64(a) @ _values64(b).t(), None, bias, out_dtype)
     if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16:
         return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
-    short = _is_short(a) and _is_short(b) and gemms.multiplies(a.codes, b.codes)
-    dtype = torch.bfloat16 if short else torch.float32
+    dtype = torch.bfloat16 if short and gemms.multiplies(a.codes, b.codes) else torch.float32
     (values_a, scale_a), (values_b, scale_b) = _operand(a, dtype), _operand(b, dtype)
     if scale_b is not None:
         scale_b = scale_b.t() if scale_b.ndim else scale_b
@@ -300,6 +304,18 @@ def _scale_range(side: QuantizedSide) -> tuple[float, float]:
 def _is_short(side: QuantizedSide) -> bool:
     """Whether what ``_operand`` multiplies are bfloat16 numbers."""
     return side.pow2 or side.granularity.cols == 0
+
+
+def _keeps_float32(device: torch.device) -> bool:
+    """Whether float32 products keep all bits of their operands: users may let torch round them, to TF32 or bfloat16.
+
+    Short operands lose nothing by that.
+    """
+    matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
+    setting = getattr(matmul, "fp32_precision", None)
+    if setting is None:  # before torch 2.9
+        return torch.get_float32_matmul_precision() == "highest"
+    return setting in ("none", "ieee")
 
 
 def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -9,12 +9,40 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define PIECE 16384 /* elements of a uniformly scaled matrix that one thread takes at a time */
 
 INLINE uint32_t bits_of(float v) { uint32_t u; memcpy(&u, &v, 4); return u; }
 INLINE float float_of(uint32_t u) { float v; memcpy(&v, &u, 4); return v; }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ------------------------------------------------------------------------------------ the thread's arithmetic */
+
+/* IEEE arithmetic for the calling thread: rounding to nearest, subnormals kept, whatever it had. Returns what it had. */
+INLINE uint64_t use_ieee(void) {
+    uint64_t before = 0;
+#if defined(__SSE__)
+    before = _mm_getcsr();
+    _mm_setcsr((uint32_t)before & ~0xE040u); /* rounding control, flush to zero, subnormals are zeros */
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(before & ~(uint64_t)0x1C80003) : "memory"); /* the same, and FZ16, FIZ, AH */
+#endif
+    return before;
+}
+
+INLINE void use_again(uint64_t before) {
+#if defined(__SSE__)
+    _mm_setcsr((uint32_t)before);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(before) : "memory");
+#endif
+    (void)before;
+}
 
 /* ------------------------------------------------------------------------------------------ 16 and 32 bit floats */
 
@@ -90,21 +118,26 @@ INLINE float decode_e5m2(uint8_t code) {
     void NAME(const FROM *from, TO *to, int64_t rows, int64_t cols, const float *scale, int64_t block_rows,          \
               int64_t block_cols, int32_t threads) {                                                                 \
         int64_t total = rows * cols, across = (cols + block_cols - 1) / block_cols;                                  \
-        if (block_rows >= rows && block_cols >= cols) {                                                              \
-            _Pragma("omp parallel for num_threads(threads) if (threads > 1)")                                        \
-            for (int64_t i = 0; i < total; i += PIECE)                                                               \
-                NAME##_run(from + i, to + i, least(PIECE, total - i), *scale);                                       \
-            return;                                                                                                  \
-        }                                                                                                            \
-        _Pragma("omp parallel for num_threads(threads) if (threads > 1)")                                            \
-        for (int64_t row = 0; row < rows; row++) {                                                                   \
-            const float *s = scale + row / block_rows * across;                                                      \
-            const FROM *f = from + row * cols;                                                                       \
-            TO *t = to + row * cols;                                                                                 \
-            if (block_cols == 1) NAME##_each(f, t, cols, s);                                                         \
-            else if (block_cols == 32) NAME##_blocks(f, t, cols, s, 32);                                             \
-            else if (block_cols == 128) NAME##_blocks(f, t, cols, s, 128);                                           \
-            else NAME##_blocks(f, t, cols, s, block_cols);                                                           \
+        int32_t whole = block_rows >= rows && block_cols >= cols;                                                    \
+        _Pragma("omp parallel num_threads(threads) if (threads > 1)") {                                              \
+            uint64_t before = use_ieee();                                                                            \
+            if (whole) {                                                                                             \
+                _Pragma("omp for")                                                                                   \
+                for (int64_t i = 0; i < total; i += PIECE)                                                           \
+                    NAME##_run(from + i, to + i, least(PIECE, total - i), *scale);                                   \
+            } else {                                                                                                 \
+                _Pragma("omp for")                                                                                   \
+                for (int64_t row = 0; row < rows; row++) {                                                           \
+                    const float *s = scale + row / block_rows * across;                                              \
+                    const FROM *f = from + row * cols;                                                               \
+                    TO *t = to + row * cols;                                                                         \
+                    if (block_cols == 1) NAME##_each(f, t, cols, s);                                                 \
+                    else if (block_cols == 32) NAME##_blocks(f, t, cols, s, 32);                                     \
+                    else if (block_cols == 128) NAME##_blocks(f, t, cols, s, 128);                                   \
+                    else NAME##_blocks(f, t, cols, s, block_cols);                                                   \
+                }                                                                                                    \
+            }                                                                                                        \
+            use_again(before);                                                                                       \
         }                                                                                                            \
     }
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_fp8 import Format, quantize
+from megatron_fp8.backends import emulated
 from megatron_fp8.backends.emulated import gemm
+from megatron_fp8.kernels import gemms
 from megatron_fp8.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -234,3 +237,32 @@ def test_no_global_setting_is_left_changed():
     for which in GEMMS:
         gemm(*operands(which, Float8CurrentScaling(), 16, 16, 16))
     assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_precision_of_float32_products_is_the_users_own(name, monkeypatch):
+    """Torch may round float32 operands to TF32 or bfloat16: those of FP8 products do not need more bits, or keep them."""
+
+    def product(a, b):
+        """What torch may do then, on processors with matrix units for BF16."""
+        return a.bfloat16().float() @ b.bfloat16().float().t()
+
+    monkeypatch.setattr(
+        gemms, "multiplies", lambda a, b: False
+    )  # as without compiled kernels, or for small matrices
+    monkeypatch.setattr(emulated, "_matmul_fp32", product)
+    a, b = operands("fprop", RECIPES[name], 64, 96, 512)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    for setting in ("tf32", "bf16"):
+        try:
+            torch.backends.mkldnn.matmul.fp32_precision = setting
+            actual = gemm(a, b)
+        finally:
+            torch.backends.mkldnn.matmul.fp32_precision = before
+        assert_close_to_exact(actual, values(a), values(b))
+    seen = []
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    for setting in ("tf32", "ieee", "none"):
+        torch.backends.cuda.matmul.fp32_precision = setting
+        seen.append(emulated._keeps_float32(torch.device("cuda")))
+    assert seen == [False, True, True]

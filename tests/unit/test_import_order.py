@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 
 STREAM: list[tuple[str, ...]] = [
-    ("disk",),
+    ("disk", "subnormals"),
     ("timing", "manifest", "model_fields", "command_line", "derivative", "run_lock", "rules"),
     ("checkpoint_files",),
     ("formats",),
