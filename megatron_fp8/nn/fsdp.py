@@ -172,6 +172,8 @@ class GatheredAsCodes(torch.Tensor):
             site.notes.add("weight gathered in high precision: a shard's boundary cuts its blocks")
             return (value,), None
         per_tensor = quantizer.rule.granularity.is_tensor
+        # A group of one gathers nothing, and fully_shard then copies the first tensor alone.
+        scales_travel = world > 1 and not per_tensor
 
         def share(amax: torch.Tensor) -> None:
             amax.copy_(self._whole_amax(module.fp8_family, mesh.get_group(), dtype))
@@ -180,17 +182,14 @@ class GatheredAsCodes(torch.Tensor):
         side = done.tensor.rowwise
         assert side is not None
         nonfinite = (
-            torch.zeros((), dtype=torch.int64, device="cpu") if done.nonfinite is None else done.nonfinite
+            torch.zeros((), dtype=torch.int64, device=value.device)
+            if done.nonfinite is None
+            else done.nonfinite.to(value.device)
         )
-        known = _Cast(
-            quantizer,
-            outer_size,
-            side.scale_inv if per_tensor else None,
-            done.amax,
-            nonfinite.to(value.device),
-        )
+        scale_inv = None if scales_travel else side.scale_inv
+        known = _Cast(quantizer, outer_size, scale_inv, done.amax, nonfinite)
         codes = side.codes.view(torch.uint8)
-        return (codes,) if per_tensor else (codes, side.scale_inv), known
+        return (codes, side.scale_inv) if scales_travel else (codes,), known
 
     def fsdp_post_all_gather(
         self,
