@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 
+from .. import kernels
 from ..cast import decode
 from ..recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from ..tensor import QuantizedSide
@@ -55,9 +55,7 @@ def device_reason(device: torch.device) -> str | None:
             f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]},"
             " FP8 units begin with 8.9"
         )
-    if find_spec("triton") is None:
-        return "its kernels are written in Triton, which is not installed: pip install megatron_fp8[gpu]"
-    return None
+    return kernels.refusal(device)
 
 
 @lru_cache(maxsize=64)

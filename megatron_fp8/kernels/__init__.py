@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
-from importlib.util import find_spec
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from .readiness import refusal
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
 def run_on(device: torch.device) -> bool:
-    """Whether Triton kernels run on tensors of this device: an NVIDIA GPU, and Triton is installed.
+    """Whether Triton kernels run on tensors of this device: an NVIDIA GPU, where Triton can compile and launch.
 
     Not in code that torch.compile traces, which generates its own. Those that make codes need compute capability 8.9
     besides, which the native backend has made sure of.
     """
-    return device.type == "cuda" and not torch.compiler.is_compiling() and _installed()
+    return device.type == "cuda" and not torch.compiler.is_compiling() and refusal(device) is None
 
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
@@ -29,11 +30,6 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
     """
     x = x.detach().resolve_neg()
     return torch.zeros_like(x) if x._is_zerotensor() else x
-
-
-@cache
-def _installed() -> bool:
-    return not vars(torch.version).get("hip") and find_spec("triton") is not None
 
 
 def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:

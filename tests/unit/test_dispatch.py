@@ -182,15 +182,9 @@ def test_the_gpu_checks_run_here():
 
 def test_where_kernels_run():
     gpu = torch.device("cuda", 0)
-    with mock.patch.object(kernels, "find_spec", return_value=object()):
-        kernels._installed.cache_clear()
+    with mock.patch.object(kernels, "refusal", return_value=None):
         assert kernels.run_on(gpu) and not kernels.run_on(HOST)
         with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
             assert not kernels.run_on(gpu), "traced code is compiled by the tracer"
-        kernels._installed.cache_clear()
-        with mock.patch.object(torch.version, "hip", "7.0"):
-            assert not kernels.run_on(gpu), "AMD's"
-    kernels._installed.cache_clear()
-    with mock.patch.object(kernels, "find_spec", return_value=None):
-        assert not kernels.run_on(gpu), "no Triton"
-    kernels._installed.cache_clear()
+    with mock.patch.object(kernels, "refusal", return_value="no C compiler"):
+        assert not kernels.run_on(gpu)

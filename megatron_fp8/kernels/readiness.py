@@ -1,0 +1,78 @@
+"""Whether Triton can run a kernel here, and why not: it is asked for one, once a process.
+
+Triton needs more than its own package: a C compiler and Python's headers, for the part that talks to CUDA's driver, and a
+folder that it can write to. Where one is missing the first kernel would end a training in a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .library import folders
+
+_FOLDER = "TRITON_CACHE_DIR"
+
+
+@cache
+def refusal(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a CUDA device, None if they can. The first call launches one."""
+    if vars(torch.version).get("hip"):
+        return "its kernels are written for NVIDIA GPUs"
+    if find_spec("triton") is None:
+        return "its kernels are written in Triton, which is not installed: pip install megatron_fp8[gpu]"
+    if folder := _other_folder(os.environ):
+        warnings.warn(
+            f"Triton keeps its kernels in {folder}, since its own folder cannot be written;"
+            f" set {_FOLDER} for another one",
+            stacklevel=2,
+        )
+        os.environ[_FOLDER] = str(folder)
+    try:
+        _launch(device)
+    except Exception as error:  # the compiler's, the driver's, the disk's: each has its own
+        return f"Triton cannot run a kernel here: {_why(error)}"
+    return None
+
+
+def _launch(device: torch.device) -> None:
+    from .first import launch  # loads Triton
+
+    with _disable_current_modes():  # a fake tensor has no memory to write to
+        launch(torch.empty(1, dtype=torch.int32, device=device))
+
+
+def _other_folder(environ: Mapping[str, str]) -> Path | None:
+    """A folder of this user alone for Triton's kernels; None where Triton's own will do, or another was chosen."""
+    if environ.get(_FOLDER):
+        return None
+    try:
+        own = Path(environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+        own.mkdir(parents=True, exist_ok=True)
+        if _writable(own):
+            return None
+    except (OSError, RuntimeError):  # a read-only disk; no HOME, and a user that the system does not know
+        pass
+    return next(folder for folder in folders() if _writable(folder)) / "triton"
+
+
+def _writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _why(error: Exception) -> str:
+    """One line, with the remedy where it is known."""
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, OSError):
+        return f"{said}. Set {_FOLDER} to a folder that can be written"
+    if isinstance(error, subprocess.CalledProcessError) or "C compiler" in said:
+        return f"{said}. Install gcc and Python's headers (on Debian gcc and python3-dev), or set CC to a compiler"
+    return said
