@@ -1,63 +1,55 @@
-"""What the GPU check and the GPU benchmark share: the machine, what it lacks, timing, and result files.
+"""What the GPU check and the GPU benchmark share: the machine that a check is handed, recipes, timing, captured graphs.
 
-Both run where there is torch and Triton, a GPU, and no network. Without a GPU they end with a message and exit code 3,
-but for ``--dry-run``, which walks through all of it on the CPU, in small sizes, with the emulated backend: numbers of
-no meaning, and the tests' way to run this code.
+Both run where there is torch and Triton, a GPU, and no network. A dry run walks through all of it on the CPU, in small
+sizes, with the emulated backend: numbers of no meaning, and the tests' way to run this code.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import importlib.util
-import json
-import platform
+import math
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, Timing
+from benchmarks.common import Timing
+from benchmarks.gpu_environment import EXIT_NO_GPU
+from benchmarks.gpu_plan import NotRun
+from megatron_fp8 import Format, recipe
 
-EXIT_FAILED, EXIT_NO_GPU = 1, 3
-ROOT = Path(__file__).resolve().parent.parent
-
-# (module, distribution, what it is for): what may be missing on a machine that has torch, Triton and the usual rest.
-CARRY = (
-    ("megatron", "megatron-core==0.16.1", "training and steps"),
-    ("einops", "einops>=0.8", "megatron-core"),
-    ("jsonargparse", "jsonargparse==4.53.0", "megatron-fp8 train"),
-    ("docstring_parser", "docstring-parser", "jsonargparse"),
-    ("typeshed_client", "typeshed-client", "jsonargparse"),
-    ("torchao", "torchao==0.18.0", "the comparison with torchao"),
-    (
-        "transformer_engine",
-        "transformer-engine[pytorch]",
-        "the comparison with Transformer Engine; built, not carried",
-    ),
-)
-VERSIONS = ("torch", "triton", "megatron-core", "torchao", "transformer-engine", "numpy")
-NOT_MEASURED = "not measured"
+RECIPES: dict[str, Any] = {
+    "delayed": recipe.DelayedScaling(amax_history_len=4),
+    "tensorwise": recipe.Float8CurrentScaling(),
+    "rowwise": recipe.Float8RowwiseScaling(fp8_format=Format.HYBRID),
+    "blockwise": recipe.Float8BlockScaling(),
+    "blockwise-fp32": recipe.Float8BlockScaling(use_f32_scales=True),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+}
 
 
-class NotRun(Exception):
-    """A check does not apply here; its text says why."""
+def silent(**event: Any) -> None:
+    """Tells nobody."""
 
 
 @dataclass
 class Machine:
-    """Where things run: a GPU with the native backend, or, dry, the CPU with the emulated one."""
+    """Where things run: a GPU with the native backend, or, dry, the CPU with the emulated one.
+
+    deadline: seconds that a check may take; more, and it is ended from outside. tell(row=...), tell(result=...): keeps
+    something at once, before the check has ended. earlier: benchmark rows of the run so far. repetitions: of timings.
+    """
 
     device: torch.device
     dry: bool
-    deadline: float
+    deadline: float = math.inf
+    tell: Callable[..., None] = silent
+    earlier: Sequence[Mapping[str, Any]] = ()
+    repetitions: int = 20
     start: float = field(default_factory=time.monotonic)
 
     @property
@@ -69,7 +61,7 @@ class Machine:
 
     @property
     def left(self) -> float:
-        """Seconds until the time that the whole may take is over."""
+        """Seconds until the check's time is over."""
         return self.deadline - (time.monotonic() - self.start)
 
     def synchronize(self) -> None:
@@ -83,17 +75,12 @@ class Machine:
             torch.cuda.empty_cache()
 
 
-def open_machine(dry: bool, seconds: float) -> Machine:
+def open_machine(dry: bool) -> Machine:
     """The machine; SystemExit(3) with a message if there is no GPU whose FP8 units can be used."""
     from megatron_fp8.backends import native
 
-    missing = missing_packages()
-    if missing:
-        print("missing here (make gpu-wheels, on a machine with network, downloads what can be carried):")
-        for _, distribution, purpose in missing:
-            print(f"  {distribution:<30} {purpose}")
     if dry:
-        return Machine(torch.device("cpu"), True, seconds)
+        return Machine(torch.device("cpu"), True)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     reason = native.supports(device or torch.device("cpu"))
     if device is None or reason is not None:
@@ -102,71 +89,15 @@ def open_machine(dry: bool, seconds: float) -> Machine:
             file=sys.stderr,
         )
         raise SystemExit(EXIT_NO_GPU)
-    return Machine(device, False, seconds)
+    return Machine(device, False)
 
 
-def missing_packages() -> list[tuple[str, str, str]]:
-    """The entries of CARRY that are not installed."""
-    return [entry for entry in CARRY if importlib.util.find_spec(entry[0]) is None]
-
-
-def environment(machine: Machine) -> dict[str, Any]:
-    """Date, device, versions, the commit, and the GPU's power state."""
-    found = {}
-    for name in VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    commit = _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
-    record = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "device": "CPU (dry run)" if machine.dry else torch.cuda.get_device_name(machine.device),
-        "python": platform.python_version(),
-        "versions": found,
-        "commit": commit or "unknown",
-        "dry": machine.dry,
-    }
-    if not machine.dry:
-        properties = torch.cuda.get_device_properties(machine.device)
-        record |= {
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "memory_GiB": round(properties.total_memory / 2**30, 1),
-            "cuda": torch.version.cuda,
-            "power": power_state(),
-        }
-    return record
-
-
-def power_state() -> dict[str, str]:
-    """What nvidia-smi says of power and clocks; empty where it does not answer."""
-    names = (
-        "driver_version,pstate,power.draw,power.limit,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,"
-        "clocks_event_reasons.active"
-    )
-    text = _output(["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader"])
-    values = [value.strip() for value in text.splitlines()[0].split(",")] if text else []
-    return dict(zip(names.split(","), values, strict=False))
-
-
-def _output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def describe(record: Mapping[str, Any]) -> str:
-    """One line of an environment record."""
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    power = record.get("power", {})
-    state = ", ".join(
-        f"{k} {power[k]}" for k in ("power.limit", "clocks.max.sm", "driver_version") if k in power
-    )
-    cuda = f", CUDA {record['cuda']}" if record.get("cuda") else ""
-    where = f"{record['device']}{cuda}, Python {record['python']}, {versions}"
-    return f"{where}, commit {record['commit']}, {record['date']}" + (f"; {state}" if state else "")
+def supported(machine: Machine, name: str) -> Any:
+    """The recipe; NotRun if the backend under test does not do it on this device."""
+    reason = machine.backend.supports(machine.device, RECIPES[name])
+    if reason is not None:
+        raise NotRun(reason)
+    return RECIPES[name]
 
 
 # --------------------------------------------------------------------------------------------------------- timing
@@ -245,7 +176,7 @@ def no_synchronisation(machine: Machine) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# -------------------------------------------------------------------------------------------------------- results
+# -------------------------------------------------------------------------------------------------------- numbers
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -254,28 +185,6 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
         return float("inf")
     size = exact.double().square().mean().sqrt()
     return float((found.double() - exact.double()).square().mean().sqrt() / size)
-
-
-def write(
-    name: str, title: str, record: Mapping[str, Any], body: str, data: Any, folder: Path | None
-) -> None:
-    """<folder>/<name>.json and .md; benchmarks/results where none is given and it was no dry run."""
-    if folder is None:
-        if record["dry"]:
-            print("dry run: no result file is written")
-            return
-        folder = RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(
-        json.dumps({"environment": record, "results": data}, indent=1) + "\n"
-    )
-    (folder / f"{name}.md").write_text(f"# {title}\n\n{describe(record)}\n\n{body}\n")
-    print(f"wrote {folder / name}.json and .md")
-
-
-def milliseconds(timing: Timing) -> str:
-    """Median and spread, as tables have it."""
-    return f"{timing.median * 1e3:.3g} ms ± {timing.spread:.0%}"
 
 
 def ratio(timing: Timing, other: Timing) -> float:

@@ -337,19 +337,22 @@ def main() -> int:
         KEPT.write_text(json.dumps(run(emulated_functions(), cpu), indent=1) + "\n")
         print(f"wrote {KEPT}")
         return 0
+    lines, verdict = compared()
+    print("\n".join([*lines[:20], verdict]))
+    return 1 if lines else 0
+
+
+def compared() -> tuple[list[str], str]:
+    """(a line for every case that differs, the verdict): of the kernels where there is a GPU, else of the emulated."""
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda") if gpu else cpu
+    device = torch.device("cuda" if gpu else "cpu")
     functions = kernel_functions() if gpu else emulated_functions()
     found = run(functions, device)
     lines = compare(found, kept(), functions, device)
-    for line in lines[:20]:
-        print(line)
     what = f"kernels on {torch.cuda.get_device_name()}" if gpu else "the emulated backend (no GPU here)"
     if lines:
-        print(f"{len(lines)} of {len(found)} cases of {what} differ from the kept digests")
-        return 1
-    print(f"{len(found)} cases of {what} equal the kept digests")
-    return 0
+        return lines, f"{len(lines)} of {len(found)} cases of {what} differ from the kept digests"
+    return lines, f"{len(found)} cases of {what} equal the kept digests"
 
 
 if __name__ == "__main__":

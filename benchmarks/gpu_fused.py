@@ -1,6 +1,6 @@
 """What layers, the iteration's end and the optimizer hand to fused kernels: that they do, the bits, and the time.
 
-The checks are gpu_check.py's (``--only fused``, ``--only update``, ``--only masters``), the section gpu_bench.py's.
+The checks are gpu_check.py's (``--only fused,update,masters``), the section gpu_bench.py's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from benchmarks import gpu_contenders as contenders
-from benchmarks.gpu_common import Machine, NotRun, graphed, no_synchronisation
+from benchmarks.gpu_common import Machine, NotRun, graphed, no_synchronisation, supported
 from benchmarks.gpu_kernels import Bench, random
 from benchmarks.gpu_models import TINY, Gpt, Training
 from megatron_fp8 import recipe
@@ -32,30 +32,28 @@ from tests.unit.kernels.launched import launched
 HOST = torch.device("cpu")
 
 
-def checks(recipes: dict[str, Any]) -> dict[str, Callable[[Machine], str]]:
+def checks() -> dict[str, Callable[[Machine], str]]:
     """Every check by name; of the recipes that the device supports."""
-
-    def supported(machine: Machine, name: str) -> Any:
-        if machine.dry:
-            raise NotRun("needs a GPU")
-        reason = native.supports(machine.device, recipes[name])
-        if reason is not None:
-            raise NotRun(reason)
-        return recipes[name]
-
     found: dict[str, Callable[[Machine], str]] = {
-        "update": lambda machine: update(machine, supported(machine, "delayed"))
+        "update": lambda machine: update(machine, on_gpu(machine, "delayed"))
     }
     for name in ("delayed", "tensorwise", "blockwise"):
-        found[f"masters {name}"] = lambda machine, name=name: masters(machine, supported(machine, name))  # type: ignore[misc]
+        found[f"masters {name}"] = lambda machine, name=name: masters(machine, on_gpu(machine, name))  # type: ignore[misc]
     for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
 
         def check(machine: Machine, name: str = name) -> str:
-            supported(machine, name)
+            on_gpu(machine, name)
             return layers(name)
 
         found[f"fused {name}"] = check
     return found
+
+
+def on_gpu(machine: Machine, name: str) -> Any:
+    """The recipe; NotRun without a GPU that does it."""
+    if machine.dry:
+        raise NotRun("needs a GPU")
+    return supported(machine, name)
 
 
 def layers(name: str, sizes: Gpt = TINY, steps: int = 3) -> str:
@@ -169,9 +167,11 @@ def fused(bench: Bench) -> None:
                 run = partial(_quantise, source, rule, scale, first)
                 runs[f"{name} {'written' if first else 'computed'}"] = graphed(machine, run)
         times = bench.time("fused", case, runs, baseline=())
+        more: dict[str, dict[str, str]] = {label: {} for label in times}
         for name in contenders.RECIPES:
-            ratio = times[f"{name} written"].median / times[f"{name} computed"].median
-            print(f"{'':<33}{name:<24} computed is {ratio:.2f} x as fast as written first")
+            faster = times[f"{name} written"].median / times[f"{name} computed"].median
+            more[f"{name} computed"] = {"rate": f"{faster:.2f} x as fast as written first"}
+        bench.tell_more(more)
         machine.empty()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_common import Machine, NotRun, no_synchronisation, relative_error
+from benchmarks.gpu_common import RECIPES, Machine, NotRun, no_synchronisation, relative_error
 from benchmarks.gpu_kernels import random
 from megatron_fp8.graph import CapturedStep
 from megatron_fp8.linear import fp8_linear
@@ -22,12 +22,12 @@ from tests.unit.compare import assert_same_bytes
 ITERATIONS = 6
 
 
-def checks(recipes: dict[str, Any]) -> dict[str, Callable[[Machine], str]]:
+def checks() -> dict[str, Callable[[Machine], str]]:
     """Every check by name."""
     found: dict[str, Callable[[Machine], str]] = {}
     for what, check in (("captured step", captured_step), ("compiled", compiled)):
         for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
-            found[f"{what} {name}"] = partial(check, recipe=recipes[name])
+            found[f"{what} {name}"] = partial(check, recipe=RECIPES[name])
     return found
 
 

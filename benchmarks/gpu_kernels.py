@@ -5,7 +5,7 @@ Their runs are captured as CUDA graphs, so that what is timed is the GPU's work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,21 +14,25 @@ import torch
 
 from benchmarks import gpu_contenders as contenders
 from benchmarks.common import Timing
-from benchmarks.gpu_common import NOT_MEASURED, Clock, Machine, graphed, milliseconds, ratio, relative_error
+from benchmarks.gpu_common import Clock, Machine, graphed, ratio, relative_error
 
 TOKENS = 8192
 
 
 @dataclass
 class Bench:
-    """The run so far: the machine, its clock, rows of the table, and this run's own peaks."""
+    """A section's run: the machine, its clock, rows of the table, told as they are measured, and what was wrong."""
 
     machine: Machine
     clock: Clock
     repetitions: int
     rows: list[dict[str, Any]] = field(default_factory=list)
-    peaks: dict[str, float] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """This run's own peaks by contender, a second: bytes of a copy, operations of products."""
+        return {row["contender"]: row["peak"] for row in self.machine.earlier if "peak" in row}
 
     def time(
         self,
@@ -55,29 +59,27 @@ class Bench:
                 "seconds": timing.seconds,
             }
             self.rows.append(row)
-            self._show(row, milliseconds(timing))
+            self.machine.tell(row=row)
         return times
 
     def skip(self, section: str, case: str, contender: str, why: str) -> None:
         """A cell that was not measured."""
         row = {"section": section, "case": case, "contender": contender, "median_s": None, "rate": why}
         self.rows.append(row)
-        self._show(row, NOT_MEASURED)
+        self.machine.tell(row=row)
+
+    def tell_more(self, more: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add to the rows that were measured last, by contender, and tell them again."""
+        for row in self.rows[-len(more) :]:
+            row |= more[row["contender"]]
+            self.machine.tell(row=row)
 
     def gate(self, what: str, error: float, bound: float) -> bool:
         """Whether a result is right enough to be timed; a wrong one fails the run."""
         if error <= bound:
             return True
-        self.wrong.append(f"{what}: off by {error:.1e}")
-        print(f"WRONG    {what}: off by {error:.1e}, at most {bound:.0e} is right")
+        self.wrong.append(f"{what}: off by {error:.1e}, at most {bound:.0e} is right")
         return False
-
-    def _show(self, row: dict[str, Any], cell: str) -> None:
-        speedup = f"{row['speedup']:.2f} x" if row.get("speedup") else ""
-        print(
-            f"{row['section']:<9} {row['case']:<22} {row['contender']:<24} {cell:>18} {speedup:>7}  {row['rate']}",
-            flush=True,
-        )
 
 
 def random(machine: Machine, *shape: int, seed: int) -> torch.Tensor:
@@ -94,8 +96,8 @@ def roofline(bench: Bench) -> None:
     y = torch.empty_like(x)
     copied = 2 * x.numel() * x.element_size()
     times = bench.time("roofline", f"{size} x {size} copy", {"copy": graphed(machine, partial(y.copy_, x))})
-    bench.peaks["copy"] = copied / times["copy"].median
-    bench.rows[-1]["rate"] = f"{bench.peaks['copy'] / 1e9:.0f} GB/s"
+    peak = copied / times["copy"].median
+    bench.tell_more({"copy": {"peak": peak, "rate": f"{peak / 1e9:.0f} GB/s"}})
     y.copy_(x)
     products = {"bf16": graphed(machine, lambda: x @ y.t())}
     if not machine.dry:
@@ -103,7 +105,7 @@ def roofline(bench: Bench) -> None:
         products["bare scaled_mm"] = graphed(machine, partial(bare, codes, codes, one, one))
     flops = 2 * size**3
     times = bench.time("roofline", f"{size} cubed product", products, rate=partial(teraflops, flops))
-    bench.peaks |= {name: flops / timing.median for name, timing in times.items()}
+    bench.tell_more({name: {"peak": flops / timing.median} for name, timing in times.items()})
 
 
 def teraflops(flops: int, name: str, seconds: float) -> str:
@@ -178,8 +180,10 @@ def quantise(bench: Bench) -> None:
                     bytes_each[label] = (4.0 if name in ("tensorwise", "rowwise") else 2.0) + 2.0
         times = bench.time("quantise", case, runs, baseline=())
         copied = bytes_each["copy"] / times["copy"].median
-        for row in bench.rows[-len(times) :]:
-            speed = bytes_each[row["contender"]] / row["median_s"]
-            row["rate"] = f"{x.numel() * speed / 1e9:.0f} GB/s, {speed / copied:.0%} of the copy's"
-            print(f"{'':<33}{row['contender']:<24} {row['rate']}")
+        more = {}
+        for label, timing in times.items():
+            speed = bytes_each[label] / timing.median
+            rate = f"{x.numel() * speed / 1e9:.0f} GB/s, {speed / copied:.0%} of the copy's"
+            more[label] = {"rate": rate}
+        bench.tell_more(more)
         machine.empty()

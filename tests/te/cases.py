@@ -253,7 +253,7 @@ def gpu_scripts() -> dict[str, Any]:
     from megatron_fp8.mcore import uninstall
     from tests.ranks import model_parallel
 
-    machine = open_machine(True, 100)
+    machine = open_machine(True)
     with model_parallel():
         found: dict[str, Any] = {
             name: check(machine)

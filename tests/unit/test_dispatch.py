@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_fused
+from benchmarks import gpu_fused
 from benchmarks.gpu_common import Machine, NotRun
 from megatron_fp8 import kernels
 from megatron_fp8.backends import BACKENDS
@@ -175,7 +175,7 @@ def test_the_gpu_checks_run_here():
     assert {"_row_rstd", "_update", "_piece_amax", "_piece_cast"} <= set(calls)
     with mock.patch.object(kernels, "run_on", return_value=False), pytest.raises(AssertionError):
         gpu_fused.update(machine, DelayedScaling(amax_history_len=4), slots=5)
-    for check in gpu_fused.checks(gpu_check.RECIPES).values():
+    for check in gpu_fused.checks().values():
         with pytest.raises(NotRun, match="needs a GPU"):
             check(Machine(HOST, dry=True, deadline=60))
 

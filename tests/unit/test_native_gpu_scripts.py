@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_bench, gpu_check
+from benchmarks import gpu_bench, gpu_check, gpu_checks, gpu_child, gpu_common, gpu_graph, gpu_sections
+from benchmarks.gpu_common import Machine
 from megatron_fp8.backends import emulated
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -27,32 +24,82 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch):
     torch.set_num_threads(threads)
 
 
-def results(folder: Path, name: str) -> list[dict]:
-    found = json.loads((folder / f"{name}.json").read_text())
-    assert found["environment"]["dry"] and "torch" in found["environment"]["versions"]
-    return found["results"]
+class Told:
+    """What a process of checks would tell: results and rows."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, dict[str, Any]] = {}
+        self.rows: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def __call__(self, **event: Any) -> None:
+        if "result" in event:
+            self.results[event["result"]["check"]] = event["result"]
+        if "row" in event:
+            row = json.loads(json.dumps(event["row"]))
+            self.rows[row["section"], row["case"], row["contender"]] = row
 
 
-@pytest.mark.parametrize("script", [gpu_check, gpu_bench])
-def test_without_a_gpu_they_say_so(script, capsys: pytest.CaptureFixture[str]):
+def served(module: Any, *names: str) -> Told:
+    """Checks of a module, run here."""
+    told = Told()
+    machine = gpu_common.open_machine(dry=True)
+    machine.tell = told
+    gpu_child.serve(module.checks(), names, machine, told, each=120)
+    return told
+
+
+def test_without_a_gpu_they_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(SystemExit) as ended:
-        script.main([])
+        gpu_check.main(["--out", str(tmp_path)])
     assert ended.value.code == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: no GPU to run on: it needs an NVIDIA GPU") and "--dry-run" in line
+    assert not list(tmp_path.iterdir())
 
 
-def test_dry_check(tmp_path: Path):
-    for only in ("codes mxfp8", "gemm mxfp8", "gradients mxfp8", "no waiting mxfp8", "captured step delayed",
-                 "compiled delayed", "graph mxfp8"):  # fmt: skip
-        assert gpu_check.main(["--dry-run", "--only", only, "--out", str(tmp_path)]) == 0
-        verdicts = {entry["check"]: entry["verdict"] for entry in results(tmp_path, "gpu_check")}
-        assert verdicts == {only: "not run" if only == "graph mxfp8" else "PASS"}
-    assert "| graph mxfp8 | not run |" in (tmp_path / "gpu_check.md").read_text()
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            ["--only", "codes,nonsense"],
+            "error: no check has 'nonsense' in its name: there are variants, digests",
+        ),
+        (["--minutes", "0"], "error: --minutes 0 --repetitions 20: both must be above 0"),
+        (["--minutes", "nan"], "error: --minutes nan --repetitions 20: both must be above 0"),
+        (["--repetitions", "0"], "error: --minutes 9 --repetitions 0: both must be above 0"),
+    ],
+)
+def test_bad_options(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert gpu_check.main(["--dry-run", "--out", str(tmp_path), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
 
 
-def test_a_wrong_code_or_product_fails_the_check(tmp_path: Path, monkeypatch, capsys):
-    """The harness itself: one flipped bit of one code, or results a percent off, are FAIL and exit code 1."""
+def test_help_teaches(capsys: pytest.CaptureFixture[str]):
+    for script in (gpu_check, gpu_bench):
+        with pytest.raises(SystemExit) as ended:
+            script.main(["--help"])
+        assert ended.value.code == 0
+        said = capsys.readouterr().out
+        assert all(word in said for word in ("--resume", "--minutes", "--dry-run", "on disk", "xit code 1"))
+
+
+def test_dry_check():
+    there = ("codes mxfp8", "gemm mxfp8", "gradients mxfp8", "no waiting mxfp8", "graph mxfp8")
+    around = ("captured step delayed", "compiled delayed")
+    found = served(gpu_checks, *there).results | served(gpu_graph, *around).results
+    graph = found.pop("graph mxfp8")
+    assert (graph["verdict"], graph["detail"], graph["final"]) == ("not run", "needs a GPU", True)
+    assert {name: result["verdict"] for name, result in found.items()} == dict.fromkeys(
+        (*there[:-1], *around), "PASS"
+    )
+
+
+def test_a_wrong_code_or_product_fails_the_check(monkeypatch: pytest.MonkeyPatch):
+    """The harness itself: one flipped bit of one code, or results a percent off, are FAIL."""
 
     def flipped(x, *args, **options):
         found = emulated.quantize(x, *args, **options)
@@ -70,48 +117,69 @@ def test_a_wrong_code_or_product_fails_the_check(tmp_path: Path, monkeypatch, ca
     }
     for check, wrong in (("codes rowwise", {"quantize": flipped}), ("gemm rowwise", {"gemm": off})):
         backend = SimpleNamespace(**(right | wrong))
-        monkeypatch.setattr(gpu_check.Machine, "backend", property(lambda self, backend=backend: backend))
-        assert gpu_check.main(["--dry-run", "--only", check, "--out", str(tmp_path)]) == 1
-        (entry,) = results(tmp_path, "gpu_check")
-        assert entry["verdict"] == "FAIL"
-        assert ("first at (0, 4)" if "codes" in check else "of |a| |b|") in entry["detail"], entry["detail"]
+        monkeypatch.setattr(Machine, "backend", property(lambda self, backend=backend: backend))
+        result = served(gpu_checks, check).results[check]
+        assert result["verdict"] == "FAIL"
+        assert ("first at (0, 4)" if "codes" in check else "of |a| |b|") in result["detail"]
 
 
-def test_dry_benchmark(tmp_path: Path):
-    sections = "roofline,gemm,quantise,linear,layer"
-    assert gpu_bench.main(["--dry-run", "--only", sections, "--out", str(tmp_path)]) == 0
-    found = results(tmp_path, "gpu_bench")
-    assert {row["section"] for row in found} == set(sections.split(","))
+def test_dry_benchmark():
+    sections = ("roofline", "gemm", "quantise", "linear", "layer 4096", "layer 8192", "fused")
+    told = served(gpu_sections, *(f"bench {name}" for name in sections))
+    verdicts = {name: result["verdict"] for name, result in told.results.items()}
+    assert verdicts.pop("bench layer 8192") == "not run" and set(verdicts.values()) == {"PASS"}, told.results
+    found = list(told.rows.values())
+    assert {row["section"] for row in found} == {"roofline", "gemm", "quantise", "linear", "layer", "fused"}
     missing = {row["contender"]: row["rate"] for row in found if row["median_s"] is None}
     assert "TE delayed" in missing and all(missing.values()), "what was not measured says why"
     layer = {row["contender"]: row for row in found if row["section"] == "layer" and row["median_s"]}
     assert {"bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"} <= set(layer)
     assert layer["bf16"]["speedup"] == 1 and layer["mxfp8"]["speedup"] > 0
-    assert "not measured" in (tmp_path / "gpu_bench.md").read_text()
+    peaks = {row["contender"]: row["peak"] for row in found if row["section"] == "roofline"}
+    assert set(peaks) == {"copy", "bf16"} and all(peak > 0 for peak in peaks.values())
+    assert all("of the copy's" in row["rate"] for row in found if row["section"] == "quantise")
 
 
-def test_nothing_wrong_is_timed(tmp_path: Path, monkeypatch):
+def test_a_layer_is_held_against_the_rooflines_of_the_run():
+    """Its peaks were measured by another process, whose rows it is handed."""
+    peaks = {"copy": 1e9, "bf16": 1e15, "bare scaled_mm": 2e15}
+    machine = Machine(
+        torch.device("cpu"), True, earlier=[{"contender": n, "peak": p} for n, p in peaks.items()]
+    )
+    machine.tell = told = Told()
+    gpu_child.serve(gpu_sections.checks(), ["bench layer 4096"], machine, told, each=120)
+    rates = {contender: row["rate"] for (_, _, contender), row in told.rows.items()}
+    assert "of this run's roofline" in rates["mxfp8"] and rates["bf16"] == ""
+
+
+def test_nothing_wrong_is_timed(monkeypatch: pytest.MonkeyPatch):
     backend = SimpleNamespace(name="emulated", supports=emulated.supports, quantize=emulated.quantize)
     backend.gemm = lambda a, b, **options: 2 * emulated.gemm(a, b, out_dtype=torch.bfloat16)
-    monkeypatch.setattr(gpu_check.Machine, "backend", property(lambda self: backend))
-    assert gpu_bench.main(["--dry-run", "--only", "gemm", "--out", str(tmp_path)]) == 1
-    assert {row["contender"] for row in results(tmp_path, "gpu_bench")} == {"bf16"}
-    assert "WRONG, and not timed: gemm 64 x 96 x 128 delayed" in (tmp_path / "gpu_bench.md").read_text()
+    monkeypatch.setattr(Machine, "backend", property(lambda self: backend))
+    told = served(gpu_sections, "bench gemm")
+    assert {contender for _, _, contender in told.rows} == {"bf16"}
+    result = told.results["bench gemm"]
+    assert result["verdict"] == "FAIL"
+    assert result["detail"].startswith("wrong, and not timed: gemm 64 x 96 x 128 delayed: off by 1.0e+00")
 
 
-def test_dry_training_and_steps_on_megatron(tmp_path: Path):
-    """In a process of their own, since Megatron-Core's patches are for a whole process."""
-    code = (
-        "import sys; from benchmarks import gpu_bench, gpu_check; options = sys.argv[1:];"
-        "wrong = gpu_check.main([*options, '--only', 'training rowwise']);"
-        "sys.exit(wrong or gpu_bench.main([*options, '--only', 'step']))"
-    )
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", code, "--dry-run", "--out", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert [entry["verdict"] for entry in results(tmp_path, "gpu_check")] == ["PASS"]
-    steps = {row["contender"]: row["median_s"] for row in results(tmp_path, "gpu_bench")}
-    assert set(steps) == {"bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"} and all(
-        steps.values()
-    )
+def test_dry_training_and_steps_on_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As from the command line: each group in a process of its own, where Megatron-Core is patched."""
+    for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.setenv(name, "1")
+    options = ["--dry-run", "--out", str(tmp_path), "--only"]
+    assert gpu_check.main([*options, "training rowwise,update"]) == 0
+    assert gpu_bench.main([*options, "step"]) == 0
+    check, bench = (json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in ("check", "bench"))
+    verdicts = {result["check"]: (result["verdict"], result["detail"]) for result in check["results"]}
+    assert verdicts["training rowwise"][0] == "PASS"
+    assert verdicts["update"] == ("not run", "needs a GPU")
+    assert check["environment"]["dry"] and "torch" in check["environment"]["versions"]
+    ended = [(process["group"], process["ended"]) for process in check["processes"]]
+    assert ended == [("update", "exit code 0"), ("training", "exit code 0")]
+    assert "| update | not run |" in " ".join((tmp_path / "gpu_check.md").read_text().split())
+    (step,) = bench["results"]
+    assert step["verdict"] == "PASS"
+    steps = {row["contender"]: row["median_s"] for row in step["rows"]}
+    assert set(steps) == {"bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"}
+    assert all(steps.values())

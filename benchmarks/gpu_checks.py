@@ -1,0 +1,197 @@
+"""The GPU's checks that need no Megatron-Core: codes to the bit, products, gradients, waiting, a captured graph.
+
+Codes and scales must be the specified ones to the bit; products are held to bounds of their accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import gpu_digests
+from benchmarks.gpu_common import (
+    RECIPES,
+    Machine,
+    NotRun,
+    graphed,
+    no_synchronisation,
+    relative_error,
+    supported,
+)
+from megatron_fp8.backends import emulated
+from megatron_fp8.linear import fp8_linear
+from megatron_fp8.plan import fp8_site
+from megatron_fp8.site import GemmSite
+from megatron_fp8.state import Fp8State
+
+# Of |a| |b|: Hopper keeps about 14 bits of a partial sum with fast accumulation, more where it promotes.
+GEMM_BOUND = {True: 2.0**-9, False: 2.0**-11}
+CODES = [(1, 5), (70, 200), (129, 257), (1000, 4100), (4096, 4096)]
+GEMMS = [(1, 1, 1), (33, 17, 70), (127, 1000, 641), (1000, 513, 8), (512, 2752, 1024), (2048, 4096, 4096)]
+
+
+def checks() -> dict[str, Callable[[Machine], str]]:
+    """Every check by name."""
+    found: dict[str, Callable[[Machine], str]] = {"digests": digests}
+    for what, check in (("codes", codes), ("gemm", gemms), ("gradients", gradients), ("no waiting", no_waiting),
+                        ("graph", cuda_graph)):  # fmt: skip
+        found |= {f"{what} {name}": partial(check, name=name) for name in RECIPES}
+    return found
+
+
+def random(machine: Machine, *shape: int, seed: int) -> torch.Tensor:
+    """bfloat16 normal numbers whose rows differ in size; the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.exp2(torch.randint(-4, 5, (shape[0], 1), generator=generator).float())
+    return (torch.randn(shape, generator=generator) * rows).to(torch.bfloat16).to(machine.device)
+
+
+def digests(machine: Machine) -> str:
+    """Codes and scales for fixed seeds against digests made on a CPU and kept with the code."""
+    lines, verdict = gpu_digests.compared()
+    assert not lines, "\n".join([verdict, *lines[:12]])
+    return verdict
+
+
+def codes(machine: Machine, name: str) -> str:
+    """Codes, scales, amax and health on the device against the CPU's, both directions, odd sizes, NaN and Inf."""
+    chosen, count = supported(machine, name), 0
+    for shape in CODES[:3] if machine.dry else CODES:
+        x = random(machine, *shape, seed=3)
+        x[0, 0], x[-1, -1] = torch.nan, -torch.inf
+        for role in ("input", "weight", "grad_output"):
+            found = machine.backend.quantize(x, chosen.rule(role), "both")
+            expected = emulated.quantize(x.cpu(), chosen.rule(role), "both")
+            for side in ("rowwise", "columnwise"):
+                mine, theirs = getattr(found.tensor, side), getattr(expected.tensor, side)
+                for what in ("codes", "scale_inv"):
+                    same_bytes(getattr(mine, what), getattr(theirs, what), f"{role} {shape} {side} {what}")
+                    count += getattr(mine, what).numel()
+            same_bytes(found.amax, expected.amax, f"{role} {shape} amax")
+            assert float(found.nonfinite or 0) == float(expected.nonfinite or 0), (
+                f"{role} {shape}: non-finite count"
+            )
+    return f"{count:,} codes and scales, all equal"
+
+
+def same_bytes(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """AssertionError naming the first element that differs."""
+    view = torch.int32 if found.element_size() == 4 else torch.uint8
+    assert found.shape == expected.shape, (
+        f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    )
+    mine, theirs = (t.detach().cpu().contiguous().view(view) for t in (found, expected))
+    differ = (mine != theirs).nonzero()
+    if len(differ):
+        at = tuple(differ[0].tolist())
+        raise AssertionError(
+            f"{what}: {len(differ)} differ, first at {at}: {mine[at]:#x}, expected {theirs[at]:#x}"
+        )
+
+
+def gemms(machine: Machine, name: str) -> str:
+    """All three GEMMs against float64, sizes aligned and odd, results in three dtypes, with and without bias."""
+    chosen, worst = supported(machine, name), {True: 0.0, False: 0.0}
+    sizes = [(33, 17, 70), (64, 48, 200)] if machine.dry else GEMMS
+    for m, n, k in sizes:
+        tensors = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
+        sides = {
+            role: machine.backend.quantize(random(machine, *shape, seed=5), chosen.rule(role), "both").tensor
+            for role, shape in tensors.items()
+        }
+        pairs = {
+            "fprop": (sides["input"].rowwise, sides["weight"].rowwise),
+            "dgrad": (sides["grad_output"].rowwise, sides["weight"].columnwise),
+            "wgrad": (sides["grad_output"].columnwise, sides["input"].columnwise),
+        }
+        for which, (a, b) in pairs.items():
+            exact, size = product64(a, b)
+            turned = replace(b, codes=b.codes.t().contiguous().t())
+            first, second = (machine.backend.gemm(a, side, out_dtype=torch.float32) for side in (b, turned))
+            same_bytes(second, first, f"{which} {m} x {n} x {k} of codes in the other order")
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                bias = torch.randn(b.codes.shape[0], device=machine.device).to(dtype)
+                for added in (None, bias):
+                    fast = which == "fprop"
+                    found = machine.backend.gemm(a, b, out_dtype=dtype, bias=added, fast_accumulation=fast)
+                    wanted = exact if added is None else exact + added.double()
+                    unit = torch.finfo(dtype).eps
+                    overflow = dtype == torch.float16 and bool((wanted.abs() > 65000).any())
+                    error = (found.double() - wanted).abs() - unit * wanted.abs()
+                    off = 0.0 if overflow else float((error / size.clamp(min=1e-30)).max())
+                    assert off <= GEMM_BOUND[fast], f"{which} {m} x {n} x {k} {dtype}: {off:.1e} of |a| |b|"
+                    worst[fast] = max(worst[fast], off)
+    return f"off by at most {worst[True]:.1e} (fprop), {worst[False]:.1e} (others) of |a| |b|"
+
+
+def product64(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float64 product of the codes and scales, the product of their magnitudes)."""
+    values = [emulated._values64(side) for side in (a, b)]
+    return values[0] @ values[1].t(), values[0].abs() @ values[1].abs().t()
+
+
+def gradients(machine: Machine, name: str) -> str:
+    """y, dx, dw and dbias of the linear against the emulated backend's on this device, three iterations."""
+    chosen = supported(machine, name)
+    m, k, n = (70, 96, 136) if machine.dry else (1000, 1024, 2752)
+    x, w, dy = (random(machine, *s, seed=i) for i, s in enumerate(((m, k), (n, k), (m, n))))
+    bias = random(machine, 1, n, seed=9)[0]
+    outcomes = []
+    for backend in (machine.backend.name, "emulated"):
+        state = Fp8State(machine.device)
+        site = GemmSite(fp8_site("layers.0.linear", 0, chosen, backend, "check"), state, None)
+        for _ in range(3):  # delayed scaling: the first without a history, the others with
+            leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
+            y = fp8_linear(leaves[0], leaves[1], leaves[2], site)
+            y.backward(dy)
+            state.finish_iteration()
+        outcomes.append((y.detach(), *(t.grad for t in leaves)))
+    errors = [relative_error(found, wanted) for found, wanted in zip(*outcomes, strict=True)]
+    assert max(errors) < 4e-3, f"y, dx, dw, dbias off by {', '.join(f'{e:.1e}' for e in errors)} (RMS)"
+    assert errors[3] == 0, "dbias is the float32 sum of dy: bits"
+    return f"y {errors[0]:.1e}, dx {errors[1]:.1e}, dw {errors[2]:.1e} from the emulated (RMS)"
+
+
+def no_waiting(machine: Machine, name: str) -> str:
+    """A linear's forward and backward never wait for the GPU, once its kinds of product were tried and weights cached."""
+    chosen = supported(machine, name)
+    state = Fp8State(machine.device)
+    site = GemmSite(fp8_site("layers.0.linear", 0, chosen, machine.backend.name, "check"), state, None)
+    x, w, dy = (random(machine, *s, seed=i) for i, s in enumerate(((64, 128), (256, 128), (64, 256))))
+    for iteration in range(3):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        machine.synchronize()
+        if iteration < 2:
+            fp8_linear(leaves[0], leaves[1], None, site).backward(dy)
+        else:
+            with no_synchronisation(machine):
+                fp8_linear(leaves[0], leaves[1], None, site).backward(dy)
+        state.finish_iteration()
+    return "no synchronisation in forward and backward"
+
+
+def cuda_graph(machine: Machine, name: str) -> str:
+    """Quantise and multiply inside a captured graph: the replay gives the bits of the eager run on new numbers."""
+    if machine.dry:
+        raise NotRun("needs a GPU")
+    chosen = supported(machine, name)
+    x, w = random(machine, 256, 512, seed=1), random(machine, 384, 512, seed=2)
+    out = torch.empty(256, 384, dtype=torch.bfloat16, device=machine.device)
+
+    def forward() -> None:
+        a = machine.backend.quantize(x, chosen.rule("input"), "rowwise").tensor.rowwise
+        b = machine.backend.quantize(w, chosen.rule("weight"), "rowwise").tensor.rowwise
+        out.copy_(machine.backend.gemm(a, b, out_dtype=torch.bfloat16, fast_accumulation=True))
+
+    replay = graphed(machine, forward)
+    x.copy_(random(machine, 256, 512, seed=7))
+    forward()
+    eager = out.clone()
+    out.zero_()
+    replay()
+    same_bytes(out.view(torch.uint8), eager.view(torch.uint8), "replayed result")
+    return "captured and replayed"

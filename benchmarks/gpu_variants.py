@@ -1,0 +1,298 @@
+"""Every variant of the Triton kernels that a GPU run launches, compiled before it, on all cores at once.
+
+A variant is a kernel for given dtypes, flags, and arguments that are 1, None or multiples of 16. They are found by
+running what launches them on tensors without memory. Each is compiled in a process of its own for the GPU's architecture,
+which takes no GPU: a compiler that dies is one variant's failure. What is compiled lies in Triton's cache for all later
+processes.
+
+    python -m benchmarks.gpu_variants 9.0      # for an H100 or H200, on any machine
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu_checks import CODES, GEMMS
+from benchmarks.gpu_common import RECIPES, Machine, NotRun
+
+META = torch.device("meta")
+BF16 = torch.bfloat16
+COMPILE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel and the arguments of its first launch."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name and its flags."""
+        flags = [
+            key if value is True else f"{key}={value}"
+            for key, value in self.keywords.items()
+            if key.isupper() and value is not False
+        ]
+        return f"{self.kernel.__name__}[{' '.join(flags)}]"
+
+
+def checks() -> dict[str, Callable[[Machine], str]]:
+    """The one check."""
+    return {"variants": variants}
+
+
+def variants(machine: Machine) -> str:
+    """Compile all; those that fail are results by name."""
+    found = launched()
+    if machine.dry:
+        raise NotRun(f"dry run: {len(found)} kernel variants are found, and none is compiled")
+    capability = torch.cuda.get_device_capability(machine.device)
+    return compiled_all(found, 10 * capability[0] + capability[1], machine.tell)
+
+
+def compiled_all(found: list[Variant], architecture: int, tell: Callable[..., None]) -> str:
+    """Compile variants for an architecture (90 for an H100); AssertionError if one fails, and each failure is told."""
+    cores, start = len(os.sched_getaffinity(0)), time.monotonic()
+    slowest, failed = 0.0, []
+    for variant, seconds, problem in compiling(found, architecture, cores):
+        slowest = max(slowest, seconds)
+        if problem:
+            name = f"variant {found.index(variant)} {variant.name}"
+            failed.append(name)
+            tell(result={"check": name, "verdict": "FAIL", "detail": problem, "seconds": seconds})
+    took = f"{time.monotonic() - start:.0f} s on {cores} cores, the slowest in {slowest:.1f} s"
+    assert not failed, f"{len(failed)} of {len(found)} variants do not compile: {failed[0]}, ..."
+    return f"{len(found)} variants of {len({v.kernel.__name__ for v in found})} kernels in {took}"
+
+
+def compiling(found: list[Variant], architecture: int, cores: int) -> Iterator[tuple[Variant, float, str]]:
+    """(variant, seconds, what went wrong, '' if nothing did), as they are done; ``cores`` at a time."""
+    fork = multiprocessing.get_context("fork")
+    waiting = deque(found)
+    running: dict[Any, tuple[Any, Variant, Connection, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < cores:
+            variant = waiting.popleft()
+            ours, theirs = fork.Pipe(duplex=False)
+            process = fork.Process(target=_compile, args=(variant, architecture, theirs))
+            process.start()
+            theirs.close()
+            running[process.sentinel] = process, variant, ours, time.monotonic()
+        ready = set(wait(list(running), timeout=1.0))
+        for sentinel, (process, variant, ours, start) in list(running.items()):
+            seconds = time.monotonic() - start
+            late = seconds > COMPILE_SECONDS
+            if sentinel not in ready and not late:
+                continue
+            problem = f"no end within {COMPILE_SECONDS:.0f} s"
+            if sentinel in ready:
+                process.join()
+                problem = ours.recv() if ours.poll() else f"the compiler ended with {process.exitcode}"
+            else:
+                process.kill()
+            ours.close()
+            del running[sentinel]
+            yield variant, seconds, problem
+
+
+def _compile(variant: Variant, architecture: int, answer: Connection) -> None:
+    """In a process of its own: into Triton's cache."""
+    from triton.runtime import driver
+
+    driver.set_active(_Driver(architecture))
+    problem = ""
+    try:
+        variant.kernel.run(*variant.arguments, grid=(1,), warmup=True, **variant.keywords)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    answer.send(problem[:2000])
+
+
+class _Driver:
+    """What Triton asks of a driver before it launches: which GPU to compile for."""
+
+    def __init__(self, architecture: int):
+        self.architecture = architecture
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+# ------------------------------------------------------------------------------------------------- what is launched
+
+
+def launched() -> list[Variant]:
+    """The variants of all that the checks and the benchmark launch, each once."""
+    import triton
+
+    found: dict[Any, Variant] = {}
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        named = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        constant = {p.name for p in self.params if p.is_constexpr}
+        key = [(n, str(v) if n in constant else _specialised(v)) for n, v in sorted(named.items())]
+        found.setdefault((self.__name__, *key), Variant(self, args, kwargs))
+
+    with mock.patch.object(triton.JITFunction, "run", run):
+        for work in (_digests, _quantised, _computed, _updates, _products):
+            work()
+    return list(found.values())
+
+
+def _specialised(value: Any) -> Any:
+    """What of an argument a variant is made for."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "int", value == 1, value % 16 == 0, value < 1 << 31
+    return type(value)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Without memory."""
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _digests() -> None:
+    from benchmarks import gpu_digests
+
+    functions = gpu_digests.kernel_functions()
+    for case in gpu_digests.cases():
+        case.outputs(functions, META)
+
+
+def _quantised() -> None:
+    """Matrices as they are: every recipe, role and direction, even and odd sizes, scales on and off 16 bytes."""
+    from megatron_fp8.backends import native
+
+    sizes = {*CODES, *((m, k) for m, _, k in GEMMS), *((n, k) for _, n, k in GEMMS), (8192, 4096)}
+    sizes |= {(m, n) for m, n, _ in GEMMS}
+    scales = empty(2)
+    for recipe in RECIPES.values():
+        for role in ("input", "weight", "grad_output"):
+            rule = recipe.rule(role)
+            for rows, cols in sizes:
+                x = empty(rows, cols, dtype=BF16)
+                native.quantize(x, rule, "both")
+                for direction in ("both", "rowwise", "columnwise") if rows % 16 == cols % 16 == 0 else ():
+                    native.quantize(x, rule, direction)
+                    for scale in scales if rule.delayed else []:
+                        native.quantize(x, rule, direction, scale=scale)
+
+
+def _computed() -> None:
+    """Norm, SwiGLU and its gradient, computed by who quantises them, and written."""
+    from megatron_fp8.backends import native
+    from megatron_fp8.kernels.norm_quantize import rms_norm
+    from megatron_fp8.kernels.quantize import write
+    from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
+    from megatron_fp8.unwritten import Unwritten
+
+    scales = empty(2)
+    for rows, cols in ((8192, 4096), (70, 200), (70, 202), (4096, 256)):
+        x, wide = empty(rows, cols, dtype=BF16), empty(rows, 2 * cols, dtype=BF16)
+        makers: dict[str, Callable[[], Any]] = {
+            "input": partial(rms_norm, x, empty(cols, dtype=BF16)),
+            "weight": partial(swiglu, wide),
+            "grad_output": partial(swiglu_grad, empty(rows, cols // 2, dtype=BF16), x),
+        }
+        swiglu_weight_grad(x, wide)
+        for which, make in makers.items():
+            write(make())
+            for recipe in RECIPES.values():
+                rule = recipe.rule("grad_output" if which == "grad_output" else "input")
+                for direction in ("both", "rowwise") if rows % 16 == 0 else ("both",):
+                    for scale in (None, *scales) if rule.delayed else (None,):
+                        source = make()
+                        matrix = Unwritten(source, (source.rows, source.cols))
+                        native.quantize(matrix, rule, direction, scale=scale)
+
+
+def _updates() -> None:
+    """The delayed update, pieces of masters, and codes turned."""
+    from megatron_fp8.formats import E4M3
+    from megatron_fp8.kernels.fp8_transpose import transpose
+    from megatron_fp8.kernels.multi_amax import update_delayed
+    from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
+
+    for rows, cols in ((4096, 4096), (300, 257), (70, 200)):
+        transpose(empty(rows, cols, dtype=torch.uint8))
+    for slots in (1, 2, 21, 450, 7, 16):
+        index, head = (empty(slots, dtype=torch.int64) for _ in range(2))
+        for length in (1, 4, 16):
+            update_delayed(empty(slots), empty(slots), index, head, empty(slots, length), empty(slots))
+    for rows, cols in ((1000, 520), (4096, 4096), (130, 140)):
+        whole, shape = rows * cols, (rows, cols)
+        for scale in (empty(), empty(-(-rows // 128), -(-cols // 128))):
+            for offset, count in ((0, whole), (0, 1), (1, whole // 7 - 1), (whole // 7, whole - whole // 7)):
+                master = empty(whole)[offset : offset + count]
+                codes = empty(whole, dtype=torch.uint8)[offset : offset + count]
+                piece_amax(master, offset, shape, BF16, scale, empty())
+                piece_cast(master, offset, shape, BF16, scale, codes, E4M3)
+
+
+def _products() -> None:
+    """The block-scaled product, for a torch that lacks one."""
+    from megatron_fp8.kernels.block_matmul import block_matmul
+
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    for m, n, k in ((36, 144, 640), GEMMS[-1]):  # what is tried first, and an even one
+        blocks = -(-k // 128)
+        rows = empty(blocks, m).t()
+        sides = (
+            (empty(n, k, dtype=e4m3), empty(blocks, n).t(), 1),
+            (
+                empty(n, k, dtype=e4m3),
+                empty(-(-n // 128), 4 * -(-blocks // 4))[:, :blocks],
+                128,
+            ),
+        )
+        for codes in (empty(m, k, dtype=e4m3), empty(m, k, dtype=e5m2)):
+            for b, scale, height in sides:
+                for out in (torch.float32, BF16, torch.float16):
+                    for bias in (None, empty(n, dtype=out)):
+                        block_matmul(codes, rows, b, scale, b_height=height, out_dtype=out, bias=bias)
+
+
+def main() -> int:
+    """Compile all for the capability given; 1 if a variant fails."""
+    major, minor = map(int, sys.argv[1].split("."))
+    found = launched()
+    print(Counter(v.kernel.__name__ for v in found), flush=True)
+
+    def tell(result: dict[str, Any]) -> None:
+        print(result["check"], result["detail"], flush=True)
+
+    try:
+        print(compiled_all(found, 10 * major + minor, tell))
+    except AssertionError as failure:
+        print(failure)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
