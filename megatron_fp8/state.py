@@ -202,7 +202,7 @@ class Arena:
         assert agreed is not None
         # Ranks send as much as they agreed on, and one number that tells whether somebody has more: sizes cannot differ.
         more = float(len(self.slots) > agreed)
-        wire = torch.cat([self.rows[:, :agreed].reshape(-1), self.rows.new_tensor([more])])
+        wire = torch.cat([self.rows[:, :agreed].reshape(-1), self.rows.new_full((1,), more)])
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
         self.rows[:, :agreed] = wire[:-1].view(2, agreed)
         if not wire[-1]:

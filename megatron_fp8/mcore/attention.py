@@ -167,9 +167,13 @@ def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: fl
     return torch.cat(parts)
 
 
-def zigzag_positions(size: int) -> list[int]:
-    """Where chunk 0, 1, ... of the sequence lies among the 2 * size chunks gathered in rank order."""
-    return [2 * c if c < size else 2 * (2 * size - 1 - c) + 1 for c in range(2 * size)]
+def zigzag_positions(size: int, device: Any = "cpu") -> Tensor:
+    """Where chunk 0, 1, ... of the sequence lies among the 2 * size chunks gathered in rank order: int64 [2 * size].
+
+    Made on the device: numbers that are copied there would be waited for, in each layer.
+    """
+    first, last = ((0, 2 * size, 2), (2 * size - 1, 0, -2))
+    return torch.cat([torch.arange(*part, device=device, dtype=torch.int64) for part in (first, last)])
 
 
 class _GatherZigzag(torch.autograd.Function):
@@ -182,14 +186,13 @@ class _GatherZigzag(torch.autograd.Function):
         gathered = x.new_empty(size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
         chunks = gathered.unflatten(0, (2 * size, -1))
-        order = torch.tensor(zigzag_positions(size), device=x.device, dtype=torch.int64)
-        return chunks.index_select(0, order)
+        return chunks.index_select(0, zigzag_positions(size, x.device))
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         size, chunks = dist.get_world_size(ctx.group), grads[0]
-        order = torch.tensor(zigzag_positions(size), device=chunks.device, dtype=torch.int64)
+        order = zigzag_positions(size, chunks.device)
         by_rank = torch.empty_like(chunks).index_copy_(0, order, chunks).flatten(0, 1)
         out = by_rank.new_empty(len(by_rank) // size, *by_rank.shape[1:])
         dist.reduce_scatter_tensor(out, by_rank, group=ctx.group)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import os
 import sys
 import traceback
 import warnings
@@ -62,6 +63,8 @@ def main(arguments: list[str]) -> int:
         print(USAGE)
         return EXIT_DONE
     debug = "--debug" in arguments
+    # Before anything asks for a GPU. With one queue a collective starts before the GEMM that is to hide it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron_fp8.train.stop import StopRequest
 
     try:

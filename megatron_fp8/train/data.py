@@ -184,8 +184,13 @@ def batches(
         first = position + rank * train.micro_batch_size
         samples = [dataset[index % len(dataset)] for index in range(first, first + train.micro_batch_size)]
         batch = {
-            name: torch.stack([sample[name] for sample in samples]).to(device)
+            name: _moved(torch.stack([sample[name] for sample in samples]), device)
             for name in ("tokens", "labels", "loss_mask", "position_ids")
         }
         position += ranks * train.micro_batch_size
         yield get_batch_on_this_cp_rank(batch)
+
+
+def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x on the device. From pinned memory, as other copies wait until the GPU has done all that it was given before."""
+    return x.to(device) if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)

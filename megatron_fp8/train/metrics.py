@@ -35,6 +35,8 @@ from megatron_fp8.train.records import Board, continued
 # Dense BF16 peaks of the vendors' data sheets, in FLOP/s; the first name found in the device's name counts.
 _BF16_PEAK = (
     ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H200 NVL", 835e12),
     ("H100", 989e12),
     ("H200", 989e12),
     ("GH200", 989e12),

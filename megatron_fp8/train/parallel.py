@@ -9,6 +9,7 @@ import os
 import random
 import re
 import subprocess
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_fp8 import kernels
 from megatron_fp8.train.meeting import Meeting
 from megatron_fp8.train.rendezvous import check_restarts
 from megatron_fp8.train.sections import TrainSection
@@ -219,6 +221,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(gpu_of(launch.local_rank, torch.cuda.device_count()))
+        look_at_gpu_machine(launch.local_world_size)
     else:
         torch.set_num_threads(train.threads or max(1, usable_cores() // launch.local_world_size))
     if not dist.is_initialized():
@@ -248,6 +251,20 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # It would also fill every new tensor, which costs time and changes no result here.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def look_at_gpu_machine(processes: int) -> None:
+    """Warn of what makes a GPU machine slow: kernels that cannot be compiled, fewer cores than this node's processes."""
+    reason = kernels.refusal(torch.device("cuda", torch.cuda.current_device()))
+    if reason is not None:
+        torch.compiler.set_stance("force_eager")  # Megatron-Core's fused functions are compiled by Triton too
+        warnings.warn(f"{reason}. Without kernels training is slow, in FP8 most of all", stacklevel=2)
+    if (cores := usable_cores()) < processes:
+        warnings.warn(
+            f"{processes} processes of this node may use {cores} CPU core{'s' * (cores > 1)}, and each needs its own"
+            " to keep its GPU busy: under SLURM ask for whole nodes (--exclusive) or for --cpus-per-task",
+            stacklevel=2,
+        )
 
 
 def seed_streams(seed: int) -> None:
@@ -301,4 +318,5 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
 
 def wait_for_all() -> None:
     """Return when every rank has called this."""
-    dist.barrier()
+    # NCCL's barrier takes a GPU's number; without one torch warns that it takes the current one.
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

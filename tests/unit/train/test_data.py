@@ -187,3 +187,15 @@ def test_the_bigram_entropy_reads_no_more_than_it_is_told(tmp_path):
     ]
     assert data.corpus_bigram_entropy(prefixes, most=100) == pytest.approx(0.0)
     assert data.corpus_bigram_entropy(prefixes) == data.corpus_bigram_entropy(prefixes, most=202) > 0
+
+
+def test_a_batch_goes_to_a_gpu_without_waiting_for_it(monkeypatch):
+    calls = []
+    tokens = torch.arange(3)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, **options: calls.append((device.type, options))
+    )
+    data._moved(tokens, torch.device("cuda"))
+    data._moved(tokens, torch.device("cpu"))
+    assert calls == ["pinned", ("cuda", {"non_blocking": True}), ("cpu", {})]

@@ -1,13 +1,17 @@
 """Who a process is: torchrun's and SLURM's variables, the layouts that fit, and what a layout must divide."""
 
+import os
+import re
 import stat
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.train import app
+from megatron_fp8 import kernels
+from megatron_fp8.train import app, parallel
 from megatron_fp8.train.config import parse
 from megatron_fp8.train.parallel import Launch, check_layout, find_launch, gpu_of
 
@@ -139,3 +143,62 @@ def test_the_data_parallel_size_is_what_is_left():
 def test_layouts_that_do_not_fit(world_size, options, words):
     with pytest.raises(ValueError, match=words):
         layout(world_size, *options)
+
+
+# -------------------------------------------------------------------------------------------- on a GPU machine
+
+
+@pytest.mark.parametrize(
+    ("refused", "cores", "words"),
+    [
+        (None, 8, []),
+        (
+            "Triton cannot run a kernel here: no C compiler",
+            8,
+            ["no C compiler. Without kernels training is slow"],
+        ),
+        (None, 1, ["8 processes of this node may use 1 CPU core, .* --cpus-per-task"]),
+    ],
+)
+def test_what_makes_a_gpu_machine_slow_is_said_at_the_start(monkeypatch, refused, cores, words):
+    stances: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        kernels, "refusal", lambda device: refused if device == torch.device("cuda", 3) else "?"
+    )
+    monkeypatch.setattr(torch.compiler, "set_stance", stances.append)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: cores)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        parallel.look_at_gpu_machine(8)
+    assert [bool(re.search(word, str(w.message))) for w, word in zip(said, words, strict=True)] == [
+        True
+    ] * len(words)
+    assert stances == (["force_eager"] if refused else []), (
+        "what Triton cannot compile runs as it was written"
+    )
+
+
+def test_a_barrier_names_its_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "barrier", lambda device_ids=None: asked.append(device_ids))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for backend in ("gloo", "nccl"):
+        monkeypatch.setattr(dist, "get_backend", lambda name=backend: name)
+        parallel.wait_for_all()
+    assert asked == [None, [3]]
+
+
+def test_collectives_start_in_the_order_of_their_calls(monkeypatch):
+    """CUDA reads the variable when it starts: it is there before anything of torch is."""
+    seen = []
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
+    def stop(self):
+        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("megatron_fp8.train.stop.StopRequest.__init__", stop)
+    assert app.main([]) == 2 and seen == ["1"]
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert app.main([]) == 2 and seen == ["1", "8"]
