@@ -33,10 +33,9 @@ def install() -> None:
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
         compat.require_megatron()
         patches = compat.patches()
-        if not compat.has_cuda():
-            from megatron_fp8.mcore import cpu_engine
+        from megatron_fp8.mcore import cpu_engine, gpu_engine
 
-            patches += cpu_engine.patches()
+        patches += (gpu_engine if compat.has_cuda() else cpu_engine).patches()
         from megatron_fp8.mcore import adam, fp8_hooks
 
         patches += [*fp8_hooks.patches(), *adam.patches()]
