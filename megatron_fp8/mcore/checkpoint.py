@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from ..checkpoint_files import Manifest, read_metadata
 from ..fp8_utils import is_float8tensor
 from .checkpoint_fp8 import fit_to_checkpoint, is_slot_key, recipes_of, warm_from_weights
-from .checkpoint_rng import put_back, sharded_streams
+from .checkpoint_rng import fit_here, put_back, sharded_streams
 from .checkpoint_store import load_shards
 from .checkpoint_weights import has_optimizer, start_optimizer
 from .loss_scaler import scalers
@@ -89,10 +89,11 @@ def layout_facts(chunks: list[Any]) -> dict[str, Any]:
 
 @dataclass
 class Resumed:
-    """What loading found. ``notes``: lines for people about what could not be taken over as it was."""
+    """What loading found. ``notes``: lines for people about what could not be taken over as it was. ``new_streams``: why
+    random streams have to be drawn anew; None if the checkpoint's go on."""
 
     manifest: Manifest
-    same_layout: bool = True
+    new_streams: str | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -106,7 +107,10 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     prepare(chunks)
     stored = read_metadata(folder).state_dict_metadata
     resumed = Resumed(manifest)
-    resumed.same_layout = manifest.facts.get("layout") == layout_facts(chunks)["layout"]
+    if manifest.facts.get("layout") != layout_facts(chunks)["layout"]:
+        resumed.new_streams = "another parallel layout"
+    elif not fit_here(stored):
+        resumed.new_streams = "a GPU's random streams are not a CPU's"
 
     model = _model_state(chunks)
     wanted: dict[str, Any] = {**model}
@@ -116,7 +120,7 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     for flat in model.values():
         lacking, having = fit_to_checkpoint(flat, stored)
         missing, present = missing + lacking, present + having
-    if resumed.same_layout:
+    if resumed.new_streams is None:
         wanted["rng"] = sharded_streams(empty=True)
     if has_optimizer(stored):
         _master_names(wanted["optimizer"], stored)
@@ -136,7 +140,7 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     _take_numbers(manifest.state, chunks, optimizer)
     resumed.notes += _settle_fp8(chunks, stored, set(missing), present)
     _weights_to_model(chunks, optimizer)
-    if resumed.same_layout:
+    if resumed.new_streams is None:
         put_back(loaded["rng"])
     return resumed
 

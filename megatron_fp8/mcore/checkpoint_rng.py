@@ -1,12 +1,13 @@
 """The random streams of every rank in a checkpoint, as tensors: Python's, NumPy's, torch's and Megatron-Core's.
 
-Streams belong to places in a layout: they are put back where the layout is the same one, and drawn anew, from the seed
-and the iteration, where it is not.
+Streams belong to places in a layout, and to CPUs or to GPUs: they are put back where both are the same, and drawn anew,
+from the seed and the iteration, where they are not.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,11 @@ def put_back(saved: dict[str, torch.Tensor]) -> None:
     get_cuda_rng_tracker().set_states(
         {name[len(prefix) :]: state for name, state in saved.items() if name.startswith(prefix)}
     )
+
+
+def fit_here(stored: Container[str]) -> bool:
+    """Whether a checkpoint with these keys holds streams of this kind of device: a GPU's states mean nothing to a CPU."""
+    return (f"{_PREFIX}.cuda" in stored) == compat.has_cuda()
 
 
 def sharded_streams(*, empty: bool = False) -> dict[str, Any]:

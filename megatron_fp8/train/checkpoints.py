@@ -166,9 +166,9 @@ def resume(
         )
     lines += map(_note, resumed.notes)
     begun = manifest.iteration > 0  # an imported model has no order of samples, and no streams, to go on with
-    if begun and not resumed.same_layout:
+    if begun and resumed.new_streams:
         seed_streams(zlib.crc32(f"{run.train.seed} {manifest.iteration}".encode()))
-        lines.append(_note("another parallel layout: random streams (dropout) start anew"))
+        lines.append(_note(f"{resumed.new_streams}: random streams (dropout) start anew"))
     if begun:
         changed = binding.may_change(run, manifest, data)
         lines += [_note(f"not as it was: {', '.join(map(str, changed))}")] if changed else []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.fp8_gpt import MOE
-from tests.ranks import Layout
-from tests.resume import loads_and_saves, tensors_of, trains_and_saves
+from tests.ranks import Layout, model_parallel
+from tests.resume import Training, loads_and_saves, tensors_of, trains_and_saves
 
 HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
 SHARDED = {"use_distributed_optimizer": True}
@@ -186,3 +187,31 @@ def test_fp8_weights_are_cast_with_the_scale_that_they_get(ranks, tmp_path):
         )
         losses.append(ranks(2).run(loads_and_saves, *case)[0][1])
     assert losses[0] == losses[1]
+
+
+def loads_what_a_gpu_saved(folder: str) -> tuple[Any, bool]:
+    """Why streams start anew, and whether the weights are those that were saved with a GPU's streams."""
+    from megatron_fp8.checkpoint_files import read_manifest
+    from megatron_fp8.mcore import checkpoint, checkpoint_rng
+
+    own = checkpoint_rng.streams
+
+    def of_a_gpu() -> dict[str, torch.Tensor]:
+        state = torch.zeros(16, dtype=torch.uint8)
+        found = own()
+        return {**found, "cuda": state, **{name: state for name in found if name.startswith("tracker.")}}
+
+    with model_parallel(Layout()):
+        saved, loaded = (Training(Layout(), "tensorwise", {}, {}, seed=seed) for seed in (7, 8))
+        saved.steps(1)
+        with mock.patch.object(checkpoint_rng, "streams", of_a_gpu):
+            path = saved.save(folder)
+        resumed = checkpoint.load(path, read_manifest(path), loaded.chunks, loaded.optimizer)
+        pairs = zip(saved.chunks[0].parameters(), loaded.chunks[0].parameters(), strict=True)
+        return resumed.new_streams, all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_what_a_gpu_saved_goes_on_on_a_cpu(ranks, tmp_path):
+    """On the same layout too, where random streams are of the same places and of another kind."""
+    why, same = ranks(1).run(loads_what_a_gpu_saved, str(tmp_path))[0]
+    assert why == "a GPU's random streams are not a CPU's" and same
