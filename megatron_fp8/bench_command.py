@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .backends import choose_backend
+from .backends import choose_backend, say_what_is_slow
 from .bench import SECTIONS, Bench
 from .command_line import refuse
 from .formats import parse_format
@@ -90,6 +90,7 @@ def main(arguments: list[str]) -> int:
     sections = ["linear"] if options.tune else options.only.split(",")
     for recipe, (backend, why) in zip(wanted.recipes, backends, strict=True):
         print(f"{recipe_name(recipe)}: backend {backend.name} ({why})", flush=True)
+        say_what_is_slow(backend.name, device, recipe, "--fp8 e4m3")
         for shape in wanted.shapes:
             for section in sections:
                 SECTIONS[section](bench, shape, recipe, backend)

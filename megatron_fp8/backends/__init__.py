@@ -11,9 +11,11 @@ this package's, so that installing it must not change a training.
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 
 from ..recipe import Recipe
 from . import emulated, native, transformer_engine
@@ -65,6 +67,27 @@ def choose_backend(
             return backend, "; ".join([*(reasons or ["the fastest here"]), *_notes(backend, device, recipe)])
         reasons.append(f"not {backend_name}: {reason}")
     raise ValueError(f"no FP8 backend can run on {device}: {'; '.join(reasons)}")
+
+
+_said: set[str] = set()
+
+
+def say_what_is_slow(backend: str | None, device: torch.device, recipe: Recipe | None, remedy: str) -> None:
+    """A line on the first rank, once a process, if FP8 will run but not fast: what, why, and what to change.
+
+    Args:
+        backend: its name; only the native one is meant to be fast.
+        remedy: the setting that makes gradients E4M3, in the words of whoever asks.
+    """
+    found = native.advice(device, recipe) if backend == native.name and recipe is not None else None
+    if found is None or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    what, by_e4m3 = found
+    other = "another recipe, such as rowwise, has torch's product"
+    line = f"megatron_fp8: {what}; {f'{remedy} gives it to torch' if by_e4m3 else other}"
+    if line not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _notes(backend: ModuleType, device: torch.device, recipe: Recipe | None) -> list[str]:

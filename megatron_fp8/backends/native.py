@@ -5,17 +5,20 @@ what it can do on this machine native_modes.py's. The result is what numerics.md
 bias in float32 and one rounding, within the accuracy of the accumulation: Hopper's tensor cores keep about 14 bits of a
 partial sum with fast accumulation, which is on in fprop only, and promote it to float32 otherwise.
 
-Where torch has no block-scaled product, the package's own Triton kernel (kernels/block_matmul.py) does it. What neither
-can do is a reason in ``supports``, before a model is built: nothing is multiplied in BF16 instead.
+Where torch has no block-scaled product, the package's own Triton kernel (kernels/block_matmul.py) does it, and ``advice``
+says what to change if that is to be avoided. What neither can do is a reason in ``supports``, before a model is built:
+nothing is multiplied in BF16 instead.
 
 NaN codes give NaN in their row or column. Empty operands give zeros (and the bias).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from ..formats import ROLES
+from ..formats import E4M3, ROLES
 from ..recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, GEMM_OPERANDS, ROW, TENSOR, Recipe, Rule
 from ..tensor import Float8Tensor, QuantizedSide
 from ..unwritten import source_of, written
@@ -59,6 +62,31 @@ def notes(device: torch.device, recipe: Recipe) -> list[str]:
         if reason is not None:
             found.append(f"{role} quantised without a kernel (the same codes, slower): {reason}")
     return found
+
+
+def advice(device: torch.device, recipe: Recipe) -> tuple[str, bool] | None:
+    """What of a recipe, that ``supports`` does not refuse, will be slow for want of a product of torch's; None: nothing.
+
+    Returns:
+        What multiplies instead, and why; and whether gradients in E4M3 would have torch's product.
+    """
+    by_kernel, mended = [], True
+    for which, (first, second) in _gemms(recipe).items():
+        made = _plan_for(first, second, torch.bfloat16, None, device)
+        if not made.request.triton:
+            continue
+        by_kernel.append(which)
+        others = [replace(rule, fmt=E4M3) for rule in (first, second)]
+        mended = mended and not _plan_for(others[0], others[1], torch.bfloat16, None, device).request.triton
+        asked = replace(made.request, by="torch")
+        why = refusals(device, multiply)(asked)
+    if not by_kernel:
+        return None
+    gemms = ", ".join(by_kernel[:-1]) + (" and " if by_kernel[:-1] else "") + by_kernel[-1]
+    return (
+        f"{gemms} by this package's Triton kernel, probably slower than BF16: torch has no {asked} ({why})",
+        mended,
+    )
 
 
 # Results and biases that a linear layer asks for.
@@ -217,7 +245,7 @@ def multiply(
     if bias is not None and padding:
         bias = torch.nn.functional.pad(bias, (0, padding))
     recipes = product.request.mode.recipes
-    if recipes is None:
+    if recipes is None or product.request.by == "torch v1":
         return torch._scaled_mm(
             codes_a,
             codes_b,

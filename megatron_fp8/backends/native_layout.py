@@ -1,7 +1,7 @@
 """What torch's scaled matrix product must be given: shapes, strides, scale layouts and padding, as plain arithmetic.
 
 ``torch._scaled_mm`` (and its successor ``_scaled_mm_v2``, whose recipes are explicit) multiplies codes on tensor cores,
-and is particular about what it is handed:
+and both are particular about what they are handed:
 
     operands   a [M, K] row-major, b [K, N] column-major: the contraction is contiguous in both (before Blackwell there
                is no other kernel); K and N multiples of 16
@@ -9,7 +9,10 @@ and is particular about what it is handed:
     row        a [M, 1], b [1, N], float32, contiguous
     block      a [M, K/128], strides [1, M]; b of 1x128 blocks [N, K/128], strides [1, N]; b of 128x128 blocks
                [ceil4(K/128), N/128], strides [1, ceil4(K/128)]: without that padding results were silently wrong
-               (pytorch#166752); M a multiple of 4; one operand at most has 128x128 blocks
+               (pytorch#166752); M a multiple of 4; one operand at most has 128x128 blocks. So has it _scaled_mm_v2,
+               which takes E4M3 by E4M3 only. ``_scaled_mm`` hands E5M2 on to cuBLASLt, which multiplies it; it tells
+               the mode by the shapes: b of 1x128 blocks [K/128, N], contiguous, with two blocks of K or more (one
+               would look like scales per row), b of 128x128 blocks without padding, so K in whole 512s
     mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (see ``swizzle``)
 
 Here a layout never is a reason not to run. Codes are padded with zeros, which add nothing, scales with ones, and the
@@ -28,6 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -88,12 +92,17 @@ class Request:
     b: torch.dtype
     out: torch.dtype
     bias: bool = False
-    triton: bool = False
-    """Whether it is this package's kernel that is meant, which has the block modes, and not torch's product."""
+    by: Literal["torch", "torch v1", "kernel"] = "torch"
+    """Who multiplies by blocks of 128: _scaled_mm_v2, _scaled_mm, or this package's kernel. Else 'torch'."""
+
+    @property
+    def triton(self) -> bool:
+        """Whether it is this package's kernel that is meant, and not torch's product."""
+        return self.by == "kernel"
 
     def __str__(self) -> str:
         a, b, out = (str(t).removeprefix("torch.") for t in (self.a, self.b, self.out))
-        by = " by kernels/block_matmul.py" if self.triton else ""
+        by = {"torch": "", "torch v1": " by _scaled_mm", "kernel": " by kernels/block_matmul.py"}[self.by]
         return f"{self.mode.value} scales, {a} by {b} -> {out}{' with bias' if self.bias else ''}{by}"
 
 
@@ -152,17 +161,20 @@ def choose(
     The product adds a bias only of its own 16-bit dtype; any other joins the float32 result. A mode that has no float32
     result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one, whose float32
     result then takes the row scales: acc * (scale_inv_a * scale_inv_b), as specified, at the price of one more pass.
-    Block scales that torch cannot multiply by are this package's own kernel's.
+    Block scales that neither of torch's products multiplies by are this package's own kernel's.
     """
     inside = bias is not None and bias == out != torch.float32
+    blocks = mode in (Mode.BLOCK, Mode.BLOCK_1D)
+    products: list[Literal["torch", "torch v1"]] = ["torch", "torch v1"] if blocks else ["torch"]
     options: list[tuple[Request, bool, bool]] = []
-    if bias is None or inside:
-        options.append((Request(mode, a, b, out, inside), False, False))
-    options.append((Request(mode, a, b, torch.float32), False, bias is not None))
+    for by in products:
+        if bias is None or inside:
+            options.append((Request(mode, a, b, out, inside, by), False, False))
+        options.append((Request(mode, a, b, torch.float32, False, by), False, bias is not None))
     if mode is Mode.ROW:
         options.append((Request(Mode.TENSOR, a, b, torch.float32), True, bias is not None))
-    if mode in (Mode.BLOCK, Mode.BLOCK_1D):
-        options.append((Request(mode, a, b, out, bias is not None, triton=True), False, False))
+    if blocks:
+        options.append((Request(mode, a, b, out, bias is not None, "kernel"), False, False))
     reasons = []
     for option in options:
         reason = refusal(option[0])
@@ -200,8 +212,8 @@ def plan(
     request, post_scale, post_bias = found
     m, n, k = a.rows, b.rows, a.k
     if not request.triton:
-        m, n, k = padded_sizes(request.mode, m, n, k)
-    scale_a, scale_b = scale_arguments(request.mode, m, n, k)
+        m, n, k = padded_sizes(request, m, n, k)
+    scale_a, scale_b = scale_arguments(request, m, n, k)
     return Plan(
         a.rows,
         b.rows,
@@ -217,16 +229,19 @@ def plan(
     )
 
 
-def padded_sizes(mode: Mode, m: int, n: int, k: int) -> tuple[int, int, int]:
+def padded_sizes(request: Request, m: int, n: int, k: int) -> tuple[int, int, int]:
     """(M, N, K) that the product takes: N to 16, K to 16 or to whole blocks, M to 4 where block scales need it."""
-    blocks = mode in (Mode.BLOCK, Mode.BLOCK_1D)
-    contraction = BLOCK if blocks else MX_BLOCK if mode is Mode.MX else 16
-    return round_up(m, 4) if blocks else m, round_up(n, 16), round_up(k, contraction)
+    if request.mode not in (Mode.BLOCK, Mode.BLOCK_1D):
+        return m, round_up(n, 16), round_up(k, MX_BLOCK if request.mode is Mode.MX else 16)
+    contraction = BLOCK
+    if request.by == "torch v1":
+        contraction, k = (4 * BLOCK, k) if request.mode is Mode.BLOCK else (BLOCK, max(k, 2 * BLOCK))
+    return round_up(m, 4), round_up(n, 16), round_up(k, contraction)
 
 
-def scale_arguments(mode: Mode, m: int, n: int, k: int) -> tuple[Argument, Argument]:
+def scale_arguments(request: Request, m: int, n: int, k: int) -> tuple[Argument, Argument]:
     """Shape and strides of both scales, for padded sizes."""
-    f32 = torch.float32
+    mode, f32 = request.mode, torch.float32
     if mode is Mode.TENSOR:
         return Argument((1,), (1,), f32), Argument((1,), (1,), f32)
     if mode is Mode.ROW:
@@ -238,6 +253,8 @@ def scale_arguments(mode: Mode, m: int, n: int, k: int) -> tuple[Argument, Argum
         return first, second
     blocks = -(-k // BLOCK)
     first = Argument((m, blocks), (1, m), f32)
+    if mode is Mode.BLOCK_1D and request.by == "torch v1":
+        return first, Argument((blocks, n), (n, 1), f32)
     if mode is Mode.BLOCK_1D:
         return first, Argument((n, blocks), (1, n), f32)
     tall = round_up(blocks, 4)
@@ -300,11 +317,13 @@ def place_scale(plan: Plan, side: QuantizedSide, *, first: bool) -> torch.Tensor
     rows, k = side.codes.shape
     if not first and mode is Mode.BLOCK:  # [N blocks, K blocks] -> [ceil4(K blocks), N blocks], K contiguous
         return _padded(scale, argument.shape[1], argument.shape[0]).t()
-    blocks = argument.shape[1]
+    turned = not first and plan.request.by == "torch v1"
+    blocks, padded_rows = argument.shape if turned else argument.shape[::-1]
     if side.granularity.rows == BLOCK:
         scale = scale.repeat_interleave(BLOCK, 0)[:rows]
     # Made as [blocks, rows] and turned: rows contiguous.
-    return _padded(scale.expand(rows, -(-k // BLOCK)).t(), blocks, argument.shape[0]).t()
+    scale = _padded(scale.expand(rows, -(-k // BLOCK)).t(), blocks, padded_rows)
+    return scale if turned else scale.t()
 
 
 def block_scales(side: QuantizedSide) -> tuple[torch.Tensor, int]:

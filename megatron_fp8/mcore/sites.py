@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..backends import LAYER_BACKENDS, choose_backend
+from ..backends import LAYER_BACKENDS, choose_backend, say_what_is_slow
 from ..context import LayerBeingBuilt
 from ..fp8_utils import get_fp8_recipe
 from ..phases import Phases
@@ -87,6 +87,7 @@ def resolve(
             raise
         print(f"megatron_fp8: {name} runs in BF16: {error}", file=sys.stderr)
         return bf16_site(name, number, f"{FALLBACK}{error}")
+    say_what_is_slow(backend.name, device, recipe, "fp8='e4m3' (--model.fp8=e4m3)")
     return fp8_site(
         name, number, recipe, backend.name, f"{reason}; backend {why}", fp8_wgrad=config.fp8_wgrad
     )

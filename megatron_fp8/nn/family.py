@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..backends import choose_backend
+from ..backends import choose_backend, say_what_is_slow
 from ..plan import SitePlan, bf16_site, fp8_site
 from ..recipe import Recipe, recipe_name
 from ..site import GemmSite
@@ -178,6 +178,9 @@ def plan_linear(
             raise
         print(f"megatron_fp8: {name} runs in high precision: {error}", file=sys.stderr)
         return bf16_site(name, None, f"fallback: {error}")
+    say_what_is_slow(
+        backend.name, device, taken, "backward_format='e4m3', or fp8_format=Format.E4M3 in a recipe,"
+    )
     reason = f"{'recipe of fp8_autocast; ' if recipe else ''}backend: {why}"
     plan = fp8_site(
         name,

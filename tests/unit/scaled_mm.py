@@ -44,6 +44,9 @@ class FakeTorch:
         elif scale_a.numel() == scale_b.numel() == 1:
             kind = "tensor"
             first, second = scale_a.reshape(1, 1).double(), scale_b.reshape(1, 1).double()
+        elif scale_a.shape[1] > 1:
+            kind, first, second = self._blocks_by_shape(a, b, scale_a, scale_b)
+            assert not use_fast_accum
         else:
             kind = "row"
             assert scale_a.shape == (m, 1) and scale_a.stride() == (1, 1), (scale_a.shape, scale_a.stride())
@@ -51,9 +54,22 @@ class FakeTorch:
             first, second = scale_a.double(), scale_b.double().t()
         return self._product(kind, a, b, first, second, bias, out_dtype, use_fast_accum)
 
+    def _blocks_by_shape(self, a, b, scale_a, scale_b):
+        """Blocks of 128 as _scaled_mm finds them: 128x128 scales without the padding that cuBLASLt reads."""
+        (m, k), n = a.shape, b.shape[1]
+        assert m % 4 == 0, f"M {m} is no multiple of 4"
+        first = self._vector_blocks(scale_a, m, k)
+        if scale_b.shape == (ceil(k, 128), n):
+            return "block 1d v1", first, self._vector_blocks(scale_b.t(), n, k)
+        assert k % 512 == 0, f"scales of {k // 128} blocks of K are not padded: wrong numbers"
+        assert scale_b.shape == (k // 128, ceil(n, 128)) and scale_b.stride() == (1, k // 128)
+        return "block v1", first, _square_blocks(scale_b, n, k)
+
     def scaled_mm_v2(
         self, a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, out_dtype, dims, fast
     ):
+        if not a.dtype == b.dtype == torch.float8_e4m3fn:
+            raise ValueError("Invalid scaling configuration")  # check_deepseek_recipe in ScaledBlasUtils.cpp
         (scale_a,), (scale_b,) = scale_a, scale_b
         assert swizzle_a == swizzle_b == [] and dims == [] and not fast
         assert scale_a.dtype == scale_b.dtype == torch.float32
@@ -69,8 +85,7 @@ class FakeTorch:
             assert names == ("BlockWise1x128", "BlockWise128x128"), names
             kind, tall = "block", 4 * ceil(ceil(k, 128), 4)
             assert scale_b.shape == (tall, ceil(n, 128)) and scale_b.stride() == (1, tall), scale_b.stride()
-            used = scale_b.t()[:, : ceil(k, 128)].double()
-            second = used.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+            second = _square_blocks(scale_b, n, k)
         return self._product(kind, a, b, first, second, bias, out_dtype, False)
 
     def _vector_blocks(self, scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
@@ -78,8 +93,9 @@ class FakeTorch:
         return scale.double().repeat_interleave(128, 1)[:, :k]
 
     def _product(self, kind, a, b, first, second, bias, out_dtype, fast):
-        if kind in self.refuse:
-            raise RuntimeError(self.refuse[kind])
+        for refused in (kind, kind.removesuffix(" v1")):
+            if refused in self.refuse:
+                raise RuntimeError(self.refuse[refused])
         k, n = a.shape[1], b.shape[1]
         assert a.dtype in F8 and b.dtype in F8 and torch.float8_e4m3fn in (a.dtype, b.dtype)
         assert a.stride() == (k, 1), f"a must be row-major, has strides {a.stride()}"
@@ -102,6 +118,11 @@ class FakeTorch:
     def last(self) -> dict[str, Any]:
         """The last product: its kind, dtype, whether it added a bias, whether it accumulated fast."""
         return self.history[-1]
+
+
+def _square_blocks(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    used = scale.t()[:, : ceil(k, 128)].double()
+    return used.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
 
 
 def unswizzle(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:

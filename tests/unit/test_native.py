@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fp8 import kernels
+from megatron_fp8 import Format, backends, kernels
 from megatron_fp8.backends import choose_backend, emulated, native
-from megatron_fp8.recipe import CustomRecipe, MXFP8BlockScaling
+from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
 from tests.unit.scaled_mm import fake_torch
 from tests.unit.sites import RECIPES
 
@@ -150,3 +150,70 @@ def test_what_has_no_kernel_is_in_the_plans_reason(tensor_cores):
     assert why == (
         "asked for; grad_output quantised without a kernel (the same codes, slower): stochastic rounding"
     )
+
+
+# ------------------------------------------------------------------------------------- blocks of gradients in E5M2
+
+HYBRID = Float8BlockScaling(fp8_format=Format.HYBRID)
+NO_E5M2 = {"block v1": "no such cuBLASLt", "block 1d v1": "no such cuBLASLt"}
+NO_BLOCKS = {"block": "only sm90", "block 1d": "only sm90"}
+
+
+def test_blocks_of_e5m2_are_multiplied_by_the_older_product(tensor_cores):
+    """_scaled_mm_v2 takes E4M3 by E4M3 only; _scaled_mm hands the dtypes on."""
+    with fake_torch():
+        assert native.notes(CPU, HYBRID) == [] and native.advice(CPU, HYBRID) is None
+        plans = {
+            which: native._plan_for(*rules, torch.bfloat16, None, CPU)
+            for which, rules in native._gemms(HYBRID).items()
+        }
+        assert [made.request.by for made in plans.values()] == ["torch", "torch v1", "torch v1"]
+
+
+def test_what_will_be_slow_is_said_once_with_what_changes_it(tensor_cores, capsys, monkeypatch):
+    monkeypatch.setattr(backends, "_said", set())
+    with fake_torch(refuse=NO_E5M2):
+        assert native.notes(CPU, HYBRID) == [
+            f"{g} by this package's block-scaled kernel" for g in ("dgrad", "wgrad")
+        ]
+        for _ in range(2):
+            backends.say_what_is_slow("native", CPU, HYBRID, "fp8='e4m3'")
+        backends.say_what_is_slow("emulated", CPU, HYBRID, "fp8='e4m3'")
+        backends.say_what_is_slow("native", CPU, Float8BlockScaling(), "fp8='e4m3'")
+        (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "megatron_fp8: dgrad and wgrad by this package's Triton kernel, probably slower than BF16: torch has"
+    )
+    assert "float8_e5m2 by float8_e4m3fn" in line and line.endswith(
+        "(Invalid scaling configuration); fp8='e4m3' gives it to torch"
+    )
+    with fake_torch(refuse=NO_BLOCKS):
+        backends.say_what_is_slow("native", CPU, Float8BlockScaling(), "fp8='e4m3'")
+    line = capsys.readouterr().err
+    assert "fprop, dgrad and wgrad by" in line and "(only sm90); another recipe, such as rowwise" in line
+
+
+def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
+    """Megatron-Core's sites (which the training command prepares), converted models, and bench."""
+    from megatron_fp8 import TransformerConfig, bench_command
+    from megatron_fp8.mcore.sites import resolve
+    from megatron_fp8.nn.config import Fp8Config
+    from megatron_fp8.nn.family import plan_linear
+
+    monkeypatch.setattr(bench_command, "SECTIONS", {"gemm": lambda *_: None})
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, bf16=True, fp8="hybrid", fp8_format="blockwise"
+    )
+    starts = {
+        "fp8='e4m3' (--model.fp8=e4m3)": lambda: resolve(config, "layers.0.linear", None, CPU),
+        "backward_format='e4m3'": lambda: plan_linear(
+            Fp8Config("blockwise", backward_format="e5m2"), "fc", (64, 64), CPU
+        ),
+        "--fp8 e4m3": lambda: bench_command.main(["--recipe=blockwise", "--only=gemm", "--shape=16x16x16"]),
+    }
+    with fake_torch(refuse=NO_E5M2):
+        for remedy, start in starts.items():
+            monkeypatch.setattr(backends, "_said", set())
+            start()
+            (line,) = [line for line in capsys.readouterr().err.splitlines() if "Triton kernel" in line]
+            assert remedy in line and "dgrad and wgrad" in line

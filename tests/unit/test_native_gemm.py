@@ -30,7 +30,10 @@ KIND = {
 
 
 def kind_of(name: str, which: str) -> str:
-    return KIND.get(name) or ("block 1d" if which == "wgrad" else "block")
+    if name in KIND:
+        return KIND[name]
+    gradients_e5m2 = name == "blockwise-fp32" and which != "fprop"
+    return ("block 1d" if which == "wgrad" else "block") + (" v1" if gradients_e5m2 else "")
 
 
 def assert_rounded(result: torch.Tensor, exact: torch.Tensor, roundings: int, what: str) -> None:
@@ -197,7 +200,11 @@ def test_swizzle_follows_the_index_formula():
 
 def test_arguments_are_as_planned_for_every_size():
     """Plans against the rules of the operator's own shape function (meta tensors), and tensors against plans."""
-    e4, no = torch.float8_e4m3fn, lambda request: None
+    e4 = torch.float8_e4m3fn
+    no = {
+        "torch": lambda request: None,
+        "torch v1": lambda request: None if request.by == "torch v1" else "no",
+    }
     grids = {
         Mode.TENSOR: (Granularity(0, 0),) * 2,
         Mode.ROW: (Granularity(1, 0),) * 2,
@@ -205,16 +212,18 @@ def test_arguments_are_as_planned_for_every_size():
         Mode.BLOCK_1D: (Granularity(1, 128),) * 2,
         Mode.BLOCK: (Granularity(1, 128), Granularity(128, 128)),
     }
-    for mode, (first, second) in grids.items():
+    wanted = [(mode, "torch") for mode in grids] + [(m, "torch v1") for m in (Mode.BLOCK, Mode.BLOCK_1D)]
+    for mode, by in wanted:
+        first, second = grids[mode]
         for m, n, k in [(m, n, k) for m in (1, 5, 130) for n in (1, 16, 300) for k in (1, 40, 128, 700)]:
             a, b = Operand(m, k, e4, first, mode is Mode.MX), Operand(n, k, e4, second, mode is Mode.MX)
-            product = plan(a, b, torch.bfloat16, None, True, no)
-            assert product.request == Request(mode, e4, e4, torch.bfloat16)
+            product = plan(a, b, torch.bfloat16, None, True, no[by])
+            assert product.request == Request(mode, e4, e4, torch.bfloat16, by=by)
             meta = [
                 torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
                 for x in (product.a, product.b, product.scale_a, product.scale_b)
             ]
-            if mode.recipes is None:
+            if mode.recipes is None or by == "torch v1":
                 out = torch._scaled_mm(*meta, out_dtype=torch.bfloat16, use_fast_accum=product.fast)
             elif mode is Mode.BLOCK and product.b.shape[1] % 128:
                 continue  # the shape function takes N / 128 rounded down there, the operator itself rounds up
