@@ -10,6 +10,9 @@ bfloat16, which differ from the form above in a few codes per 10,000 and in 1-3 
 Decoding is integer arithmetic: the code's bits are shifted into bfloat16's exponent and mantissa field and rebiased by
 one exact multiplication, since torch's own float8 -> bfloat16 conversion is not vectorised on CPU (10 x slower).
 
+On a GPU no value is looked at, since that would wait for it: NaN is mended whether there is one or not, and torch's own
+conversion, vectorised there, decodes.
+
 Large CPU tensors go through compiled loops (kernels/cpu.c) where a C compiler is at hand: same bits, a third of the time.
 """
 
@@ -21,13 +24,15 @@ from dataclasses import dataclass
 
 import torch
 
+from . import kernels
 from .formats import E4M3, E5M2, FloatFormat, format_of
 from .kernels import cpu
 from .subnormals import keeping_subnormals
 
 NAN_CODE = 0x7F
-CHUNK = 1 << 20
-"""Elements taken through all passes together: intermediates stay in cache, and small enough for malloc to reuse."""
+CHUNK, GPU_CHUNK = 1 << 20, 1 << 26
+"""Elements taken through all passes together: intermediates stay in cache, and small enough for malloc to reuse. On a GPU
+each pass is a launch, so that only memory limits them."""
 _INF_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
@@ -53,9 +58,9 @@ def count_nonfinite(x: torch.Tensor) -> torch.Tensor:
     return (bits >= inf).sum()
 
 
-def chunks(rows: int, elements: int) -> Iterator[slice]:
-    """Slices of a first dimension of ``rows`` that split ``elements`` into runs of about CHUNK."""
-    step = max(1, CHUNK * rows // max(elements, 1))
+def chunks(rows: int, elements: int, device: torch.device) -> Iterator[slice]:
+    """Slices of a first dimension of ``rows`` that split ``elements`` into runs of about CHUNK (or GPU_CHUNK)."""
+    step = max(1, (GPU_CHUNK if device.type == "cuda" else CHUNK) * rows // max(elements, 1))
     for start in range(0, rows, step):
         yield slice(start, start + step)
 
@@ -89,7 +94,7 @@ def cast(
         return cast(x[0], inner, fmt, bounded=bounded)[None]
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scale_by_row = scale is not None and scale.ndim == x.ndim and scale.shape[0] > 1
-    parts = list(chunks(x.shape[0], x.numel()))
+    parts = list(chunks(x.shape[0], x.numel(), x.device))
     if not parts:
         return codes
     scratch = torch.empty(x[parts[0]].shape, dtype=torch.float32, device=x.device)
@@ -109,7 +114,7 @@ def cast(
 def _one_nan(codes: torch.Tensor) -> torch.Tensor:
     """Gives NaN its one code, in place: conversion keeps the sign, so the other one is 0xFF."""
     byte = codes.view(torch.uint8)
-    if codes.numel() and bool(byte.max() == 0xFF):
+    if codes.numel() and (kernels.looking_waits(codes.device) or bool(byte.max() == 0xFF)):
         byte.masked_fill_(byte == 0xFF, NAN_CODE)
     return codes
 
@@ -134,7 +139,9 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
     if cpu.usable(codes):
         kernel_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return cpu.decode(codes, None, (0, 0), kernel_dtype).to(dtype)
-    if not (finite or all_finite(codes, fmt)):
+    if kernels.looking_waits(codes.device):
+        return codes.to(dtype) if finite else one_nan_(codes.to(dtype))
+    if not (finite or known_finite(codes, fmt)):
         return one_nan_(codes.to(torch.float32).to(dtype))
     # Sign-extended, the code's magnitude is moved up to where the wider float keeps its low exponent bits.
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -143,7 +150,7 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
     shift = (7 if wide == torch.bfloat16 else 23) - fmt.mantissa_bits
     keep = (0x7F << shift) - (0x80 << (8 * wide.itemsize - 8))
     rebias = 2.0 ** (127 - fmt.bias)
-    for part in chunks(codes.shape[0], codes.numel()):
+    for part in chunks(codes.shape[0], codes.numel(), codes.device):
         bits[part].copy_(codes[part].view(torch.int8)).bitwise_left_shift_(shift).bitwise_and_(keep)
         values[part].mul_(rebias)
     return values.to(dtype)
@@ -155,9 +162,11 @@ def one_nan_(values: torch.Tensor) -> torch.Tensor:
     return values.masked_fill_(values.isnan(), math.nan)
 
 
-def all_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
-    """Whether no code is NaN or Inf: every magnitude byte is below the first special's."""
+def known_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
+    """Whether no code is NaN or Inf: every magnitude byte is below the first special's. False on a GPU: nobody looks."""
     first = 0x7C if fmt.has_inf else 0x7F
+    if kernels.looking_waits(codes.device):
+        return False
     if codes.numel() == 0:
         return True
     return bool(codes.view(torch.int8).max() < first) and bool(codes.view(torch.uint8).max() < 0x80 + first)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import kernels
 from .backends.emulated import block_scales, cast_blocks
 from .param import Fp8Parameter, cast_by_kernel, granularities
 from .recipe import Granularity, Rule
@@ -158,8 +159,9 @@ class _Piece:
         param.quantizer.slot.arena.counts.casts += self.master is not None
         first = self.amaxes[0]
         amax = first.amax() if first.numel() else torch.zeros((), device=param.device, dtype=torch.float32)
-        # Where kernels run, a count stays on the GPU, 0 or not: to ask it would be to wait.
-        count = self.nonfinite if self.by_kernel or self.nonfinite else None
+        # A count stays on a GPU, 0 or not: to ask it would be to wait.
+        kept = self.by_kernel or kernels.looking_waits(param.device)
+        count = self.nonfinite if kept or self.nonfinite else None
         param.set_scales([inverse for _, inverse in self.scales], amax, count)
 
     def _flat(self) -> torch.Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from . import kernels
 from .cast import chunks, magnitude_bits
 from .formats import FloatFormat
 from .kernels import cpu
@@ -55,7 +56,7 @@ def block_amaxes(
 
     Returns:
         For each entry of blocks float32 [row blocks, column blocks]: NaN ignored, Inf kept, 0 where nothing is left; and
-        how many elements are NaN or Inf (int64 []), None if none is.
+        how many elements are NaN or Inf (int64 []), None if none is (on a GPU, where nobody looks, 0).
     """
     rows, cols = x.shape
     if x.numel() == 0:
@@ -67,9 +68,9 @@ def block_amaxes(
     found: list[list[torch.Tensor]] = [[] for _ in blocks]
     nonfinite = None
     unit = math.lcm(*(r for r, _ in blocks if r))  # chunks hold whole blocks
-    for part in chunks(-(-rows // unit), x.numel()):
+    for part in chunks(-(-rows // unit), x.numel(), x.device):
         bits, inf = magnitude_bits(x[unit * part.start : unit * part.stop])
-        if bool(bits.max() >= inf):
+        if kernels.looking_waits(x.device) or bool(bits.max() >= inf):
             count = (bits >= inf).sum()
             nonfinite = count if nonfinite is None else nonfinite + count
             bits.masked_fill_(bits > inf, 0)

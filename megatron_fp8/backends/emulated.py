@@ -4,7 +4,8 @@ Why this is faithful. E4M3 and E5M2 codes have at most four significant bits, so
 is exact in bfloat16; products of two are exact in float32. A BF16 GEMM with float32 accumulation therefore equals an FP8
 GEMM up to the order of summation:
 
-* every scale a power of two, bfloat16 result: scales are folded into the operands, one BF16 GEMM;
+* every scale a power of two, bfloat16 result: scales are folded into the operands, one BF16 GEMM (on GPUs one with
+  float32 output: cuBLAS may add the parts of a split sum in BF16 otherwise);
 * float32 scales, float32 result, or a bias: a GEMM with float32 output, then ``acc * (scale_inv_a * scale_inv_b)``, the
   bias, and one rounding. (A bfloat16 result that is scaled afterwards is rounded twice: it equals the exact result on
   only three outputs in four. Rejected.)
@@ -242,7 +243,7 @@ def gemm(
     short = _is_short(a) and _is_short(b)
     if exact or not _foldable(a, b) or not (short or _keeps_float32(a.codes.device)):
         return _finish(_values64(a) @ _values64(b).t(), None, bias, out_dtype)
-    if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16:
+    if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16 and not a.codes.is_cuda:
         return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
     dtype = torch.bfloat16 if short and gemms.multiplies(a.codes, b.codes) else torch.float32
     (values_a, scale_a), (values_b, scale_b) = _operand(a, dtype), _operand(b, dtype)
@@ -330,7 +331,7 @@ def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """float32 a @ b^T. Nothing that is the process's is set for it: other threads multiply meanwhile."""
-    if a.dtype == b.dtype == torch.bfloat16 and gemms.multiplies(a, b):
+    if a.dtype == b.dtype and gemms.takes(a.dtype, a.device) and gemms.multiplies(a, b):
         return gemms.matmul(a, b)
     return a.to(torch.float32) @ b.to(torch.float32).t()
 

@@ -23,6 +23,11 @@ def run_on(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.compiler.is_compiling() and refusal(device) is None
 
 
+def looking_waits(device: torch.device) -> bool:
+    """Whether to look at a value there is to wait for all work before it, so that nobody looks inside a step: a GPU."""
+    return device.type == "cuda"
+
+
 def in_memory(x: torch.Tensor) -> torch.Tensor:
     """x outside autograd, with its numbers in its memory, which is what kernels read.
 

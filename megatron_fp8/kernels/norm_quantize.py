@@ -55,14 +55,16 @@ def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
     rows, cols = x.shape
     rstd = torch.empty(rows, device=x.device, dtype=torch.float32)
     if rows:
+        # The count as a float: Triton makes an int of 1 a constant, which has no conversion.
         _row_rstd[(triton.cdiv(rows, 8),)](
-            x, x.stride(0), rstd, rows, cols, eps, ROWS=8, COLS=512, num_warps=4, enable_fp_fusion=False
-        )
+            x, x.stride(0), rstd, rows, cols, float(cols), eps,
+            ROWS=8, COLS=512, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return rstd
 
 
 @triton.jit
-def _row_rstd(x, stride, rstd, rows, cols, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _row_rstd(x, stride, rstd, rows, cols, count, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     squares = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, cols, COLS):
@@ -70,5 +72,5 @@ def _row_rstd(x, stride, rstd, rows, cols, eps, ROWS: tl.constexpr, COLS: tl.con
         inside = (row < rows)[:, None] & (col < cols)[None, :]
         value = widen(tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0))
         squares += value * value
-    mean = divide(tl.sum(squares, 1), cols.to(tl.float32))
+    mean = divide(tl.sum(squares, 1), count)
     tl.store(rstd + row, divide(1.0, square_root(mean + eps)), mask=row < rows)

@@ -15,6 +15,8 @@ move the same data and is not read.
 from __future__ import annotations
 
 import copy
+import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,8 +26,13 @@ from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from .. import kernels
 from ..derivative import first_derivative_only
+
+_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class CoreAttention(DotProductAttention):
@@ -109,8 +116,21 @@ def _causal_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
         return {"is_causal": causal}
     if queries == 1:
         return {}
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    return {"attn_mask": seen}
+    return {"attn_mask": _last_queries(queries, keys, query.device)}
+
+
+def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The causal mask of the last queries of as many positions as there are keys, [queries, keys].
+
+    On a GPU one that is not written out: torch hands its meaning to flash attention. A mask in memory is long times long,
+    takes the slower kernels, and in cuDNN makes NaN gradients (pytorch#196678).
+    """
+    if kernels.looking_waits(device):
+        # Not by torch's function for it, which allocates as many numbers as the mask has.
+        mask = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(CausalBias)
+        mask.variant, mask.seq_len_q, mask.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
+        return mask
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
@@ -119,15 +139,24 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
     Grouped queries share their key and value head inside the kernel; nothing is repeated.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
+    masked = "attn_mask" in mask and kernels.looking_waits(q.device)
+    with sdpa_kernel(_NOT_CUDNN) if masked else nullcontext():
+        context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
     return context.permute(2, 0, 1, 3).contiguous()
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: bool) -> Tensor:
     """q [t, heads, d], k and v [t, groups, d], sequence after sequence: attention within each, [t, heads, dv]."""
     parts = []
-    queries = _sequences(packed.cu_seqlens_q, packed.cu_seqlens_q_padded, len(q))
-    keys = _sequences(packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded, len(k))
+    ends = (
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_q_padded,
+        packed.cu_seqlens_kv,
+        packed.cu_seqlens_kv_padded,
+    )
+    of_q, padded_q, of_k, padded_k = _read_once(packed, ends)
+    assert of_q is not None and of_k is not None, "packed sequences say where they end"
+    queries, keys = _sequences(of_q, padded_q, len(q)), _sequences(of_k, padded_k, len(k))
     for (start, length, room), (first, seen, _) in zip(queries, keys, strict=True):
         one, their_k, their_v = (
             x.unsqueeze(1)
@@ -138,10 +167,21 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: 
     return torch.cat(parts)
 
 
-def _sequences(ends: Tensor, padded: Tensor | None, total: int) -> list[tuple[int, int, int]]:
+def _read_once(packed: Any, ends: tuple[Tensor | None, ...]) -> list[list[int] | None]:
+    """The numbers of a PackedSeqParams, which all layers of a microbatch share: to read them waits for a GPU."""
+    state = [(t, None if t is None or t.is_inference() else t._version) for t in ends]
+    kept = vars(packed).get("_fp8_ends")
+    same = kept is not None and all(a is b and n == m for (a, n), (b, m) in zip(kept[0], state, strict=True))
+    if not same:
+        kept = vars(packed)["_fp8_ends"] = (state, [None if t is None else t.tolist() for t in ends])
+    numbers: list[list[int] | None] = kept[1]
+    return numbers
+
+
+def _sequences(ends: list[int], padded: list[int] | None, total: int) -> list[tuple[int, int, int]]:
     """(start, length, length with padding) of each packed sequence; the last one's padding ends with the tensor."""
-    lengths = ends.diff().tolist()
-    starts = (ends if padded is None else padded).tolist()[:-1]
+    starts = (padded or ends)[:-1]
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
     return [
         (start, length, following - start)
         for start, length, following in zip(starts, lengths, [*starts[1:], total], strict=True)
@@ -162,7 +202,7 @@ def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: fl
     parts = []
     for queries, chunk in zip(q.split(n), (rank, 2 * size - 1 - rank), strict=True):
         seen = (chunk + 1) * n
-        mask = torch.ones(n, seen, dtype=torch.bool, device=q.device).tril(chunk * n)
+        mask = _last_queries(n, seen, q.device)
         parts.append(_sdpa(queries, k[:seen], v[:seen], scale, attn_mask=mask))
     return torch.cat(parts)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp8 import Format, quantize
 from megatron_fp8.backends import emulated
-from megatron_fp8.backends.emulated import gemm
+from megatron_fp8.backends.emulated import gemm, matmul_high_precision
 from megatron_fp8.kernels import gemms
 from megatron_fp8.recipe import (
     DelayedScaling,
@@ -266,3 +269,29 @@ def test_the_precision_of_float32_products_is_the_users_own(name, monkeypatch):
         torch.backends.cuda.matmul.fp32_precision = setting
         seen.append(emulated._keeps_float32(torch.device("cuda")))
     assert seen == [False, True, True]
+
+
+class _Operations(TorchDispatchMode):
+    """Which operations ran, with the dtypes of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.found.append((str(function), out.dtype))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_in_high_precision_on_a_gpu_run_on_tensor_cores(dtype):
+    """16-bit operands and a float32 result: in float32 they would be multiplied outside the tensor cores."""
+    with FakeTensorMode(), _Operations() as operations:
+        a, b = (torch.empty(n, 64, dtype=dtype, device="cuda") for n in (48, 32))
+        result = matmul_high_precision(a, b, torch.float32)
+        matmul_high_precision(a, b, dtype, bias=torch.empty(32, dtype=torch.float32, device="cuda"))
+    assert result.dtype == torch.float32 and result.shape == (48, 32)
+    assert [found for found in operations.found if "mm" in found[0]] == [("aten.mm.dtype", torch.float32)] * 2
+    assert ("aten._to_copy.default", torch.float32) not in operations.found, "operands stay as they are"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megatron_fp8 import recipe as recipes
 from megatron_fp8.backends import emulated, native
@@ -21,6 +20,7 @@ from megatron_fp8.side_layout import SideLayout
 from megatron_fp8.site import GemmSite
 from megatron_fp8.state import Arena, Fp8State
 from tests.unit.compare import assert_same_bytes
+from tests.unit.no_values import gpu_without_values, warm
 from tests.unit.recorded import Recorded
 from tests.unit.sites import RECIPES, make_site, randn
 
@@ -196,50 +196,6 @@ def leaves() -> list[torch.Tensor]:
 # ---------------------------------------------------------------------------------- the host waits for nothing
 
 
-class Launches:
-    """A Triton kernel that is launched and does nothing."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        def launch(*_: object, **__: object) -> None:
-            self.count += 1
-
-        return launch
-
-
-@contextmanager
-def gpu_without_values() -> Iterator[Launches]:
-    """Tensors without values: who asks for one gets DataDependentOutputException. Kernels are launched and do nothing.
-
-    The device is the CPU in name (a fake GPU cannot be indexed where there is none), where kernels are said to run.
-    """
-    from megatron_fp8 import kernels as dispatch
-    from megatron_fp8.backends import native_layout
-    from megatron_fp8.kernels import block_matmul, fp8_transpose, multi_amax, quantize
-
-    launches = Launches()
-    kernels = [
-        *((quantize, name) for name in ("find_amaxes", "cast_tensor", "cast_rows", "quantize_tiles")),
-        (multi_amax, "_update"),
-        (fp8_transpose, "_transpose"),
-        (block_matmul, "_block_matmul"),
-    ]
-    patches = [mock.patch.object(module, name, launches) for module, name in kernels]
-    patches.append(mock.patch.object(native, "refusals", lambda *_: lambda request: None))
-    patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
-    patches.append(mock.patch.object(native_layout, "_has_kernels", lambda _: True))
-    with FakeTensorMode():
-        for patch in patches:
-            patch.start()
-        try:
-            yield launches
-        finally:
-            for patch in patches:
-                patch.stop()
-
-
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "tensorwise-pow2"])
 def test_nothing_is_read_back(name):
     """Forward, backward and update of a native step with delayed scales in place."""
@@ -287,13 +243,3 @@ def test_what_compiled_code_saves_lies_as_it_was_promised(backend, square):
                     assert found.shape == promised.shape and found.itemsize == promised.dtype.itemsize
                     places = zip(found.shape, found.stride(), promised.strides, strict=True)
                     assert all(size == 1 or a == b for size, a, b in places), (rule, found.stride(), promised)
-
-
-def warm(state: Fp8State) -> None:
-    """Every slot as after an iteration."""
-    for arena in state.arenas:
-        for slot in arena.slots:
-            slot.warm = True
-        for history in arena._histories.values():
-            history.cold = 0
-        arena.update(0)

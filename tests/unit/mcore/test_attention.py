@@ -236,3 +236,31 @@ def packed_sequences() -> None:
 
 def test_packed_sequences_attend_each_to_itself(ranks: RankPool) -> None:
     ranks(1).run(packed_sequences)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_last_queries_on_a_gpu(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU is told: the same attention, by no mask in memory, and never by cuDNN, whose gradients may be NaN."""
+    from torch.nn.attention.bias import CausalBias
+
+    from megatron_fp8 import kernels
+    from megatron_fp8.mcore import attention
+
+    q, k, v, _ = inputs(24, groups, torch.float32)
+    written = attention._sdpa(q[16:], k, v, 0.25, **attention._causal_mask(q[16:], k, True))
+    asked: list[bool] = []
+    dispatch = CausalBias._dispatch
+
+    def asking(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return dispatch(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "looking_waits", lambda device: True)
+    monkeypatch.setattr(CausalBias, "_dispatch", staticmethod(asking))
+    mask = attention._causal_mask(q[16:], k, True)
+    told = attention._sdpa(q[16:], k, v, 0.25, **mask)
+    assert mask["attn_mask"].untyped_storage().nbytes() == 0 and asked == [False]
+    torch.testing.assert_close(told, written)
+    assert attention._causal_mask(q, k, True) == {"is_causal": True}, (
+        "where there is no mask cuDNN is left alone"
+    )
