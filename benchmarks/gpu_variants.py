@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -62,25 +62,29 @@ def variants(machine: Machine) -> str:
     if machine.dry:
         raise NotRun(f"dry run: {len(found)} kernel variants are found, and none is compiled")
     capability = torch.cuda.get_device_capability(machine.device)
-    return compiled_all(found, 10 * capability[0] + capability[1], machine.tell)
+    return compiled_all(found, 10 * capability[0] + capability[1], machine.tell, launchers=True)
 
 
-def compiled_all(found: list[Variant], architecture: int, tell: Callable[..., None]) -> str:
+def compiled_all(
+    found: Sequence[Variant], architecture: int, tell: Callable[..., None], *, launchers: bool
+) -> str:
     """Compile variants for an architecture (90 for an H100); AssertionError if one fails, and each failure is told."""
     cores, start = len(os.sched_getaffinity(0)), time.monotonic()
     slowest, failed = 0.0, []
-    for variant, seconds, problem in compiling(found, architecture, cores):
+    for variant, seconds, problem in compiling(found, architecture, cores, launchers):
         slowest = max(slowest, seconds)
         if problem:
             name = f"variant {found.index(variant)} {variant.name}"
             failed.append(name)
             tell(result={"check": name, "verdict": "FAIL", "detail": problem, "seconds": seconds})
     took = f"{time.monotonic() - start:.0f} s on {cores} cores, the slowest in {slowest:.1f} s"
-    assert not failed, f"{len(failed)} of {len(found)} variants do not compile: {failed[0]}, ..."
+    assert not failed, f"{len(failed)} of {len(found)} variants do not compile; the first: {failed[0]}"
     return f"{len(found)} variants of {len({v.kernel.__name__ for v in found})} kernels in {took}"
 
 
-def compiling(found: list[Variant], architecture: int, cores: int) -> Iterator[tuple[Variant, float, str]]:
+def compiling(
+    found: Sequence[Variant], architecture: int, cores: int, launchers: bool
+) -> Iterator[tuple[Variant, float, str]]:
     """(variant, seconds, what went wrong, '' if nothing did), as they are done; ``cores`` at a time."""
     fork = multiprocessing.get_context("fork")
     waiting = deque(found)
@@ -89,38 +93,50 @@ def compiling(found: list[Variant], architecture: int, cores: int) -> Iterator[t
         while waiting and len(running) < cores:
             variant = waiting.popleft()
             ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_compile, args=(variant, architecture, theirs))
+            process = fork.Process(target=_compile, args=(variant, architecture, launchers, theirs))
             process.start()
             theirs.close()
             running[process.sentinel] = process, variant, ours, time.monotonic()
         ready = set(wait(list(running), timeout=1.0))
         for sentinel, (process, variant, ours, start) in list(running.items()):
             seconds = time.monotonic() - start
-            late = seconds > COMPILE_SECONDS
-            if sentinel not in ready and not late:
-                continue
-            problem = f"no end within {COMPILE_SECONDS:.0f} s"
             if sentinel in ready:
                 process.join()
-                problem = ours.recv() if ours.poll() else f"the compiler ended with {process.exitcode}"
-            else:
+                try:
+                    problem = ours.recv()
+                except EOFError:
+                    problem = f"its compiler ended with {process.exitcode}"
+            elif seconds > COMPILE_SECONDS:
                 process.kill()
+                problem = f"no end within {COMPILE_SECONDS:g} s"
+            else:
+                continue
             ours.close()
             del running[sentinel]
             yield variant, seconds, problem
 
 
-def _compile(variant: Variant, architecture: int, answer: Connection) -> None:
+def _compile(variant: Variant, architecture: int, launchers: bool, answer: Connection) -> None:
     """In a process of its own: into Triton's cache."""
     from triton.runtime import driver
 
     driver.set_active(_Driver(architecture))
     problem = ""
     try:
-        variant.kernel.run(*variant.arguments, grid=(1,), warmup=True, **variant.keywords)
+        built = variant.kernel.run(*variant.arguments, grid=(1,), warmup=True, **variant.keywords)
+        if launchers:
+            _build_launcher(built)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     answer.send(problem[:2000])
+
+
+def _build_launcher(built: Any) -> None:
+    """Triton before 3.7 compiles C to launch each signature too, when it is first launched; libcuda has to be here."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(built.src, built.metadata)
 
 
 class _Driver:
@@ -287,7 +303,7 @@ def main() -> int:
         print(result["check"], result["detail"], flush=True)
 
     try:
-        print(compiled_all(found, 10 * major + minor, tell))
+        print(compiled_all(found, 10 * major + minor, tell, launchers=False))
     except AssertionError as failure:
         print(failure)
         return 1
