@@ -55,15 +55,17 @@ bench: $(VENV)/.test ## CPU benchmarks against BF16 and the installed peers
 	$(PY) benchmarks/state.py $(ARGS)
 
 # On a GPU machine, with its own Python that has torch and Triton; what was carried in wheels/ is used, nothing is fetched.
-GPU_PYTHON ?= python3
+# DRY=1: the same on any machine, small, in the environment of make test where that is.
+GPU_PYTHON ?= $(if $(and $(DRY),$(wildcard $(VENV)/.train)),$(PY),python3)
 GPU_TARGET ?= 3.12
-GPU_ENV = PYTHONPATH=.gpu-site:.
+GPU_ENV = PYTHONPATH=$(if $(DRY),,.gpu-site:).
+GPU_ARGS = $(if $(DRY),--dry-run) $(ARGS)
 
-gpu-check: .gpu-site ## on a GPU machine: is native FP8 right there? (options: ARGS="--only gemm")
-	$(GPU_ENV) $(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
+gpu-check: $(if $(DRY),,.gpu-site) ## on a GPU machine: is native FP8 right there? (ARGS="--resume", DRY=1 on any machine)
+	$(GPU_ENV) $(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_ARGS)
 
-gpu-bench: .gpu-site ## on a GPU machine: how fast is it, against BF16 and whoever is installed?
-	$(GPU_ENV) $(GPU_PYTHON) -m benchmarks.gpu_bench $(ARGS)
+gpu-bench: $(if $(DRY),,.gpu-site) ## on a GPU machine: how fast is it, against BF16 and whoever is installed?
+	$(GPU_ENV) $(GPU_PYTHON) -m benchmarks.gpu_bench $(GPU_ARGS)
 
 gpu-wheels: ## with network: download into wheels/ what a GPU machine without network lacks (GPU_TARGET: its Python)
 	mkdir -p wheels

@@ -7,6 +7,7 @@ rows (what a benchmark's section measured), final (it does not apply here: askin
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,12 @@ class Records:
             parts.append(table(header, [row_cells(row) for row in self.rows]))
         wrong = [f"{name}: {self.results[name]['detail']}" for name in self.failed]
         parts += [f"FAIL {text}" for text in wrong]
+        late: Counter[str] = Counter()
+        for process in self.processes:
+            late[process["group"]] += process["compiled"]
+        if ahead := late.pop("variants", None):
+            others = ", ".join(f"{count} in {group}" for group, count in (+late).items()) or "none later"
+            parts.append(f"Kernel variants compiled: {ahead} ahead, {others}.")
         for process in self.processes:
             if process["ended"] != "exit code 0":
                 output = "\n".join(f"    {line}" for line in process["output"])

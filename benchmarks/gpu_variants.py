@@ -248,12 +248,14 @@ def _computed() -> None:
 
 
 def _updates() -> None:
-    """The delayed update, pieces of masters, and codes turned."""
+    """The first kernel of each process, the delayed update, pieces of masters, and codes turned."""
     from megatron_fp8.formats import E4M3
+    from megatron_fp8.kernels import first
     from megatron_fp8.kernels.fp8_transpose import transpose
     from megatron_fp8.kernels.multi_amax import update_delayed
     from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
 
+    first.launch(empty(1, dtype=torch.int32))
     for rows, cols in ((4096, 4096), (300, 257), (70, 200)):
         transpose(empty(rows, cols, dtype=torch.uint8))
     for slots in (1, 2, 21, 450, 7, 16):
