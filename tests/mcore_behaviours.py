@@ -183,7 +183,7 @@ def round_trip(layout: Layout, fp8: dict[str, Any]) -> Numbers:
     with torch.no_grad():
         same = torch.equal(_gpt_loss(first.eval()), _gpt_loss(second.eval()))
     keys = sorted(key for key in first.state_dict() if not key.endswith("_extra_state"))
-    return {"digest": _digest(keys), "same": same, "missing": list(missing.missing_keys)}
+    return {"keys": _digest(keys), "same": same, "missing": list(missing.missing_keys)}
 
 
 def generation(layout: Layout, fp8: dict[str, Any]) -> Numbers:

@@ -33,7 +33,7 @@ def delayed_quantizers(linear: Any) -> dict[str, Quantizer]:
 
 def sharded_slots(linear: Any, prefix: str, sharded_offsets: Any = ()) -> dict[str, ShardedTensor]:
     """The delayed state of ``linear`` as sharded tensors ``<prefix>fp8_state.<role>.<part>``."""
-    offsets, replica = list(sharded_offsets), _replica()
+    offsets, replica = list(sharded_offsets), _replica(linear)
     if _per_data_rank(linear):
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         offsets.append((len(offsets), rank, ranks))
@@ -67,7 +67,13 @@ def _one_row(part: str, value: Any) -> torch.Tensor:
     return rows.amin(0) if part == "scale" else rows.amax(0)
 
 
-def _replica() -> tuple[int, int, int]:
+def _replica(linear: Any) -> tuple[int, int, int]:
+    if linear.is_expert:
+        return (
+            0,
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_data_parallel_rank(),
+        )
     return (
         0,
         parallel_state.get_tensor_model_parallel_rank(),

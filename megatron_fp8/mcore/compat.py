@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import util
 from pathlib import Path
@@ -207,10 +207,10 @@ def _alias(value: Any) -> Any:
 
 def amax_group(config: Any, *, expert: bool) -> Any:
     """The ranks that share the amaxes of one GEMM site: TP x DP x CP within a pipeline stage (TP x CP with
-    tp_only_amax_red); for experts the data-parallel ranks that hold the same experts.
+    tp_only_amax_red); for experts the ranks that hold the same experts, or parts of them: expert TP x expert DP.
 
-    Megatron-Core has no getter for experts' groups. Raises ValueError for expert tensor parallelism, whose
-    combined group does not exist either.
+    Collective over those ranks the first time that it is asked for experts with tensor parallelism: Megatron-Core makes
+    no such group.
     """
     from megatron.core import parallel_state
 
@@ -218,10 +218,27 @@ def amax_group(config: Any, *, expert: bool) -> Any:
         return parallel_state.get_amax_reduction_group(
             with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red
         )
-    size = parallel_state.get_expert_tensor_parallel_world_size()
-    if size > 1:
-        raise ValueError(
-            f"expert_tensor_parallel_size={size} with FP8 is not available in this version: set it to 1 (experts are"
-            " split by expert_model_parallel_size)"
-        )
-    return parallel_state.get_expert_data_parallel_group()
+    tensor, data = (
+        parallel_state.get_expert_tensor_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    if tensor.size() == 1:
+        return data
+    return tensor if data.size() == 1 else _product(tensor, data)
+
+
+@functools.cache
+def _product(tensor: Any, data: Any) -> Any:
+    """The group of all ranks of this rank's two groups and of their ranks'. Collective over them."""
+    from torch import distributed as dist
+
+    columns, rows = dist.get_process_group_ranks(tensor), dist.get_process_group_ranks(data)
+    return dist.new_group(product_ranks(columns, rows, dist.get_rank()), use_local_synchronization=True)
+
+
+def product_ranks(columns: Sequence[int], rows: Sequence[int], rank: int) -> list[int]:
+    """The ranks of two groups that meet in ``rank``, and of all groups of their kinds between those, in order.
+
+    Megatron-Core's ranks are numbers of a mixed base: two of them differ by as much in every group of a kind.
+    """
+    return sorted(row + column - rank for row in rows for column in columns)

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8.command_line import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, refuse
+from megatron_fp8.command_line import EXIT_DONE, EXIT_FAILED, refuse
 
 USAGE = """\
 usage: megatron-fp8 train --config FILE [--section.key=value ...] [--data FILE ...] [--dry-run] [--debug]
@@ -96,15 +96,14 @@ def main(arguments: list[str]) -> int:
 
 def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     """Prepare and train; the exit code. Bad input, and a save that fails, are said by one rank."""
-    from megatron_fp8.train.parallel import PASSING
+    from megatron_fp8.train.parallel import exit_code
 
     try:
         trainer = prepare(arguments, launch)
     except BrokenPipeError:
         return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except (ValueError, RuntimeError, OSError) as error:
-        code = EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
-        return refuse(error, debug=debug, tell=launch.meeting.tell, code=code)
+        return refuse(error, debug=debug, tell=launch.meeting.tell, code=exit_code(error))
     from megatron_fp8.mcore.checkpoint_saver import SaveError
     from megatron_fp8.train.failure import TrainingFailed
 

@@ -42,7 +42,8 @@ def run_command(
 ) -> int:
     """Parse, ``prepare(options, run options, launch)``, ``work(what was prepared)``; the exit code.
 
-    ValueError, RuntimeError and OSError of prepare, and ValueError of work, are bad input; other exceptions failures.
+    ValueError, RuntimeError and OSError of prepare, and ValueError of work, are bad input; other exceptions, and what
+    another attempt may not meet (a network, a GPU, ranks that did not come), failures.
     """
     from megatron_fp8.train import parallel
 
@@ -61,7 +62,7 @@ def run_command(
                     options, run_options = parser.parse(arguments)
                     prepared = prepare(options, run_options, launch)
                 except (RuntimeError, OSError) as error:
-                    raise ValueError(str(error)) from error
+                    return refuse(error, debug=debug, tell=meeting.tell, code=parallel.exit_code(error))
                 meeting.close()
                 work(prepared)
             except ValueError as error:

@@ -37,6 +37,10 @@ _STORE_LOST = (
 )
 
 
+class NotMet(dist.DistError):
+    """Ranks that were waited for did not come, or stopped answering. Nothing says that another attempt will fail too."""
+
+
 def _end_process(code: int) -> None:
     """From a thread: the main one may be in a collective that nobody will ever complete."""
     sys.stdout.flush()
@@ -138,7 +142,7 @@ class Meeting:
     def agree(self, what: str, facts: Mapping[str, Any], timeout_s: float = 1800.0) -> None:
         """Wait until every rank has called this with equal `facts`, which JSON can hold. `what` names the call.
 
-        Raises ValueError, on rank 0, naming ranks, keys and values that differ; the others end with it. Raises it on
+        Raises ValueError, on rank 0, naming ranks, keys and values that differ; the others end with it. Raises NotMet on
         any rank after `timeout_s`.
         """
         if self.world_size == 1:
@@ -199,7 +203,8 @@ class Meeting:
         return dist.PrefixStore("group", found[0])
 
     def arrive(self, stage: str, timeout_s: float = 0.0) -> None:
-        """Say that this rank is at `stage`, where the next thing is to wait for all. Raises ValueError as `agree`."""
+        """Say that this rank is at `stage`, where the next thing is to wait for all. Raises NotMet as `agree`, and
+        ValueError where ranks cannot meet (`Rendezvous.connect`)."""
         if self.world_size == 1:
             return
         if self._stage != "start":  # else it waits since then
@@ -217,7 +222,7 @@ class Meeting:
         try:
             self._until(condition, timeout_s)
         except TimeoutError:
-            raise ValueError(
+            raise NotMet(
                 f"{self._missing()} after {timeout_s / 60:.3g} minutes: look at their logs and nodes, or raise "
                 "train.distributed_timeout_minutes."
             ) from None

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp8 import kernels
+from megatron_fp8.command_line import EXIT_BAD_INPUT, EXIT_FAILED
 from megatron_fp8.train.meeting import Meeting
 from megatron_fp8.train.rendezvous import check_restarts
 from megatron_fp8.train.sections import TrainSection
@@ -33,6 +34,11 @@ PASSING: tuple[type[BaseException], ...] = (
     getattr(torch, "AcceleratorError", dist.DistError),
 )
 """What a network, a GPU or another rank's end raises, whatever the input is: another attempt may not meet it."""
+
+
+def exit_code(error: BaseException) -> int:
+    """Of a process that ends by `error` before the first step: 1 for what another attempt may not meet, else 2."""
+    return EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
 
 
 @dataclass(frozen=True)

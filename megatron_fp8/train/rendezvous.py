@@ -11,12 +11,15 @@ There torchrun must be told not to share its store; the ranks then make one them
 from __future__ import annotations
 
 import socket
+import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
 _ANSWER = timedelta(seconds=60)  # of a store that is there
+_NAMED_S = 60.0  # for a name to become known: where nodes are made for a job, some come before their names do
 
 
 def check_restarts(environ: Mapping[str, str]) -> None:
@@ -44,12 +47,17 @@ class Rendezvous:
         self.hosted = rank == 0 and not agent
         self._attempt = f"attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else "ranks"
         self._server: dist.Store | None = None
+        self._resolved = False
+        self._unknown_since: float | None = None
 
     def connect(self) -> dist.Store | None:
         """A connection of its own to the attempt's keys; None: nobody listens there yet, or it was lost on the way.
 
-        Raises ValueError if this process should keep the store and the port is taken.
+        Raises ValueError if the address is no host's name for a minute, which is said at once, or if this process should
+        keep the store and the port is taken.
         """
+        if not self._resolves():
+            return None
         if self.hosted and self._server is None:
             self._server = self._serve()
         if not self._answers():
@@ -72,6 +80,28 @@ class Rendezvous:
                 f"rank 0 cannot listen on MASTER_PORT={self.port} ({' '.join(str(error).split())}): another run, or a "
                 "second rank 0, may be there. Set MASTER_PORT to a free port on all ranks."
             ) from error
+
+    def _resolves(self) -> bool:
+        """Whether the address is known here; asked before torch, which would try for long without a word."""
+        if self._resolved:
+            return True
+        try:
+            socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            unknown = (
+                f"MASTER_ADDR={self.address!r} is not known on {socket.gethostname()} ({error.strerror})"
+            )
+            now = time.monotonic()
+            if self._unknown_since is None:
+                self._unknown_since = now
+                print(f"waiting     {unknown}; trying for {_NAMED_S:.0f} s", file=sys.stderr, flush=True)
+            if now - self._unknown_since >= _NAMED_S:
+                raise ValueError(
+                    f"{unknown}: give the name or address of rank 0's node, as all nodes know it."
+                ) from error
+            return False
+        self._resolved = True
+        return True
 
     def _answers(self) -> bool:
         """Asked of a plain socket: torch's own would print a stack for each refusal."""

@@ -121,12 +121,17 @@ def test_histories_of_each_data_parallel_rank(ranks, tmp_path):
         assert torch.equal(again[name], joined.expand(2, -1)), name
 
 
-def test_experts_move_to_another_expert_parallel_size(ranks, tmp_path):
+EXPERTS = [Layout(ep=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, ep=2, etp=1)]
+
+
+@pytest.mark.parametrize("layout", EXPERTS, ids=["ep2", "etp2", "tp2-ep2"])
+def test_experts_move_to_one_rank(ranks, tmp_path, layout):
+    """Whole experts on each rank, or a part of every one of them."""
     fields = {**HISTORY, **MOE}
-    ranks(2).run(trains_and_saves, Layout(ep=2), "delayed", fields, SHARDED, str(tmp_path / "ep2"))
-    case = (Layout(), "delayed", fields, {}, str(tmp_path / "ep2" / NAME), str(tmp_path / "one"))
+    ranks(2).run(trains_and_saves, layout, "delayed", fields, SHARDED, str(tmp_path / "two"))
+    case = (Layout(), "delayed", fields, {}, str(tmp_path / "two" / NAME), str(tmp_path / "one"))
     assert ranks(1).run(loads_and_saves, *case)[0][0] == []
-    tensors = tensors_of(tmp_path / "ep2" / NAME)
+    tensors = tensors_of(tmp_path / "two" / NAME)
     assert "decoder.layers.0.mlp.experts.experts.3.linear_fc2.fp8_state.weight.scale" in tensors
     assert_same(tensors, tensors_of(tmp_path / "one" / NAME))
 

@@ -119,6 +119,7 @@ LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any], tuple[int,
     "moe": (1, ONE, MOE, {}, (2 * (2 + 2 * 4) * 3 * 2, 6)),
     "ep2": (2, Layout(ep=2), MOE, {}, (2 * (2 + 2 * 2) * 3, 3)),
     "tp2-sp-ep2-shared": (2, Layout(tp=2, sp=True, ep=2, etp=1), {**MOE, **SHARED}, {}, (2 * 8 * 3 * 2, 6)),
+    "tp2-sp-etp2": (2, Layout(tp=2, sp=True), MOE, {}, (2 * (2 + 2 * 4) * 3 * 2, 6)),
     "ep2-shared-overlap": (
         2,
         Layout(ep=2),

@@ -7,6 +7,7 @@ import io
 import re
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,32 @@ ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
 TINY = {"hidden_size": 64, "ffn_hidden_size": 128}
 SHORT = {"sequence": 32, "micro_batch": 1, "global_batch": 2, "vocab": 128}
 DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+
+
+def documented_check() -> str:
+    """A rank case: what docs/megatron.md's own program prints after a step."""
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    (program,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "site_report(" in b)
+    with model_parallel(ONE):
+        config = fp8_config(ONE, "mxfp8", **TINY)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=32, vocab=128)
+        train_step(config, chunks, build_optimizer(config, chunks), 0, **SHORT)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(program, {"model": chunks[0]})
+    return printed.getvalue()
+
+
+def test_the_documented_check_prints_what_the_page_says(ranks: RankPool) -> None:
+    printed = ranks(1).run(documented_check)[0].splitlines()
+    assert printed[0].startswith(
+        "decoder.layers.0.self_attention.linear_proj: fp8, mxfp8, emulated: fp8 recipe of the config; backend"
+    )
+    assert printed[-2] == (
+        "output_layer: bf16, None, None: not inside a transformer layer: stays in the model's dtype"
+    )
+    assert printed[-1] == "48 GEMMs in FP8, 6 in high precision, 0 NaN or Inf cast"
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives

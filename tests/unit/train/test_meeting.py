@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fp8.train import meeting as meeting_file
-from megatron_fp8.train.meeting import Meeting, _describe
+from megatron_fp8.train.meeting import Meeting, NotMet, _describe
+from megatron_fp8.train.parallel import exit_code
 
 
 @pytest.fixture(autouse=True)
@@ -203,6 +204,17 @@ def test_a_rank_that_is_stopped_after_it_came_is_named(launch, monkeypatch):
     assert ranks[0]._missing() == ""
     ranks[1].close()  # as SIGSTOP does: its thread is still
     assert ranks[0]._missing() == "1 of 2 ranks do not answer: 1"
+
+
+def test_a_rank_that_never_comes_is_a_failure_and_no_bad_input(launch):
+    """Batch scripts retry what ends with 1."""
+    (alone,) = launch([0], 2)
+    with pytest.raises(
+        NotMet, match=r"1 of 2 ranks have not come: 1 after 0.00\d+ minutes: look at their logs"
+    ) as found:
+        alone.agree("settings", {}, timeout_s=0.3)
+    assert exit_code(found.value) == 1
+    assert exit_code(ValueError("lr=-1")) == exit_code(OSError("no such file")) == 2
 
 
 def test_without_torchrun_rank_0_keeps_the_store(launch):

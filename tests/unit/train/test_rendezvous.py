@@ -1,11 +1,13 @@
 """Restarted ranks meet each other, and not the dead."""
 
+import re
 import socket
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from megatron_fp8.train import rendezvous
 from megatron_fp8.train.rendezvous import Rendezvous, check_restarts
 
 TORCHRUN = {
@@ -35,6 +37,33 @@ def test_under_srun_rank_0_keeps_the_store_and_nobody_comes_before_it():
     first = Rendezvous(0, "127.0.0.1", port, {"SLURM_PROCID": "0"})
     first.connect().set("a", "b")
     assert first.hosted and other.connect().get("a") == b"b"
+
+
+def test_a_name_that_is_not_known_is_said_once_and_refused_in_time(monkeypatch, capfd):
+    """torch would try for 40 s without a word. Where nodes are made for a job, a name may become known a little later."""
+    known = []
+
+    def look_up(host, port, **_):
+        if not known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(
+        dist, "TCPStore", lambda *_, **__: pytest.fail("torch is asked for a name that nobody knows")
+    )
+    for rank in (0, 1):
+        place = Rendezvous(rank, "nobody.invalid", 29500, {})
+        assert place.connect() is None and place.connect() is None
+        assert re.fullmatch(
+            r"waiting +MASTER_ADDR='nobody.invalid' is not known on \S+ \(Name or service not known\); trying for 60 s\n",
+            capfd.readouterr().err,
+        )
+    monkeypatch.setattr(rendezvous, "_NAMED_S", 0.0)
+    with pytest.raises(ValueError, match=r"MASTER_ADDR='nobody.invalid' is not known.*rank 0's node"):
+        place.connect()
+    known.append(True)
+    monkeypatch.setattr(place, "_answers", lambda: False)
+    assert place.connect() is None
 
 
 def test_restarts_on_several_nodes_need_a_store_that_is_not_shared():
