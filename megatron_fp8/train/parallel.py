@@ -191,6 +191,7 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
             f"train.global_batch_size={train.global_batch_size} does not divide by train.micro_batch_size="
             f"{train.micro_batch_size} x {data} data-parallel ranks = {step}: give a multiple of {step}."
         )
+    _check_experts(model)
     tokens, cuts = train.seq_length, 2 * sizes["context"] if sizes["context"] > 1 else 1
     if tokens % cuts or (model.sequence_parallel and (tokens // sizes["context"]) % sizes["tensor"]):
         raise ValueError(
@@ -199,6 +200,19 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
             f"sequence_parallel={model.sequence_parallel}): give a multiple of {cuts * sizes['tensor']}."
         )
     return data
+
+
+def _check_experts(model: Any) -> None:
+    """ValueError where experts' tokens would be gathered in parts of different sizes, which gloo cannot."""
+    tensor = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+    both = model.num_moe_experts and tensor > 1 and model.expert_model_parallel_size > 1
+    if both and model.moe_token_dispatcher_type != "allgather" and backend() == "gloo":
+        raise ValueError(
+            f"model.expert_model_parallel_size={model.expert_model_parallel_size} with expert tensor parallelism {tensor}"
+            f" and model.moe_token_dispatcher_type={model.moe_token_dispatcher_type!r} gathers parts of different sizes,"
+            " which gloo, the backend of CPUs, cannot: set model.expert_tensor_parallel_size=1, or"
+            " model.moe_token_dispatcher_type=allgather."
+        )
 
 
 def gpu_of(local_rank: int, visible: int) -> int:

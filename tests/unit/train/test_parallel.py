@@ -138,6 +138,16 @@ def test_the_data_parallel_size_is_what_is_left():
             ["model.tensor_model_parallel_size=4", "model.sequence_parallel=true", "train.seq_length=30"],
             "give a multiple of 4",
         ),
+        (
+            4,
+            (
+                "model.tensor_model_parallel_size=2",
+                "model.expert_model_parallel_size=2",
+                "model.num_moe_experts=4",
+                "model.moe_token_dispatcher_type=alltoall",
+            ),
+            "expert_tensor_parallel_size=1, or model.moe_token_dispatcher_type=allgather",
+        ),
     ],
 )
 def test_layouts_that_do_not_fit(world_size, options, words):
