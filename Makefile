@@ -58,6 +58,7 @@ bench: $(VENV)/.test ## CPU benchmarks against BF16 and the installed peers
 # DRY=1: the same on any machine, small, in the environment of make test where that is.
 GPU_PYTHON ?= $(if $(and $(DRY),$(wildcard $(VENV)/.train)),$(PY),python3)
 GPU_TARGET ?= 3.12
+GPU_ARCH ?= x86_64
 GPU_ENV = PYTHONPATH=$(if $(DRY),,.gpu-site:).
 GPU_ARGS = $(if $(DRY),--dry-run) $(ARGS)
 
@@ -67,19 +68,19 @@ gpu-check: $(if $(DRY),,.gpu-site) ## on a GPU machine: is native FP8 right ther
 gpu-bench: $(if $(DRY),,.gpu-site) ## on a GPU machine: how fast is it, against BF16 and whoever is installed?
 	$(GPU_ENV) $(GPU_PYTHON) -m benchmarks.gpu_bench $(GPU_ARGS)
 
-gpu-wheels: ## with network: download into wheels/ what a GPU machine without network lacks (GPU_TARGET: its Python)
+GPU_PIP = $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: -d wheels \
+	--python-version $(GPU_TARGET) --implementation cp \
+	$(foreach libc,manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014,--platform $(libc)_$(GPU_ARCH))
+gpu-wheels: ## with network: download into wheels/ what a GPU machine without network lacks (GPU_TARGET, GPU_ARCH)
 	mkdir -p wheels
-	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: -d wheels \
-		--python-version $(GPU_TARGET) --implementation cp --platform manylinux_2_28_x86_64 \
-		--platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-		-c requirements/constraints.txt megatron-core einops jsonargparse docstring-parser typeshed-client torchao
+	$(GPU_PIP) -c requirements/constraints.txt megatron-core einops jsonargparse docstring-parser typeshed-client torchao
+	$(GPU_PIP) numpy packaging PyYAML # not by constraints: their markers ask this Python, not the other one
 	@ls -sh wheels
 
 .gpu-site: $(wildcard wheels/*.whl)
 	rm -rf $@
 	mkdir -p $@
-	test -z "$^" || $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
-		--target $@ $^
+	$(GPU_PYTHON) -m benchmarks.gpu_site $@ $^
 
 TE_VERSIONS ?= 2.9.0 2.13.0 2.20.2
 te-signatures: $(VENV)/.test ## with network: is what tests/te records of Transformer Engine what its wheels have?
