@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ OPENING_SECONDS = 180
 
 def main(name: str, title: str, text: str, groups: Sequence[Group], arguments: list[str] | None) -> int:
     """Run groups, print and keep the results; 1 if a check failed or none passed, 2 for bad input, 3 without a GPU."""
+    began = time.monotonic()
     wanted = parser(text).parse_args(arguments)
     folder = wanted.out or (DRY_FOLDER if wanted.dry_run else ROOT / "benchmarks" / "results")
     try:
@@ -40,7 +42,7 @@ def main(name: str, title: str, text: str, groups: Sequence[Group], arguments: l
         return EXIT_USAGE
     print(describe(records.environment), flush=True)
     _say_missing()
-    run = Run(records, 60 * wanted.minutes, wanted.dry_run, wanted.repetitions)
+    run = Run(records, 60 * wanted.minutes, wanted.dry_run, wanted.repetitions, began=began)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run.groups(to_do(groups, names, records))
@@ -63,7 +65,9 @@ def parser(text: str) -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default %(default)g)")
     made.add_argument("--only", default="", help="checks with one of these words in their name, by commas")
     made.add_argument(
-        "--resume", action="store_true", help="keep what passed before; what was not run first, then failures"
+        "--resume",
+        action="store_true",
+        help="keep what passed before, and go on: first what was not run, then what failed (else all anew)",
     )
     made.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results)")
     made.add_argument("--dry-run", action="store_true", help="on the CPU, small, with the emulated backend")

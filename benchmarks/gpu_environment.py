@@ -106,7 +106,7 @@ def power_state() -> dict[str, str]:
 
 def _output(command: list[str]) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -27,8 +27,8 @@ CACHE = ROOT / "build" / "gpu-cache"
 class Run:
     """A run that may take ``seconds``. With less than ``least`` of them left nothing more is started.
 
-    start: seconds for a process to import torch and open the GPU, and to end. command: of a process, before its settings
-    and the descriptor that it tells events to.
+    start: seconds for a process to import torch and open the GPU; stop: to end. command: of a process, before its
+    settings and the descriptor that it tells events to.
     """
 
     records: Records
@@ -36,6 +36,7 @@ class Run:
     dry: bool = False
     repetitions: int = 20
     start: float = 120.0
+    stop: float = 20.0
     least: float = 5.0
     command: Sequence[str] = (sys.executable, "-m", "benchmarks.gpu_child")
     began: float = field(default_factory=time.monotonic)
@@ -43,6 +44,7 @@ class Run:
     def groups(self, todo: Sequence[tuple[Group, Sequence[str]]]) -> None:
         """Run checks of groups by their names, in this order."""
         for group, names in todo:
+            self.records.drop(group.name, group.checks)
             self._not_run(group, names, "not reached")
         for group, names in todo:
             self._group(group, names)
@@ -91,13 +93,15 @@ class Run:
                     if event["result"]["check"] != current:
                         continue
                     left.remove(current)
-                    current, box = "", self.start
+                    current, box = "", self.start if left else self.stop
                 since = time.monotonic()
                 process.until = min(since + box, ends)
             late = process.late
             ended, output = process.end(), process.output()
         record = {"group": group.name, "ended": ended, "seconds": round(time.monotonic() - began, 2)}
-        record |= {"compiled": kernels() - cached, "power": {} if self.dry else power_state()}
+        record["compiled"] = kernels() - cached
+        if group.name.startswith("bench") and not self.dry:
+            record["power"] = power_state()
         self.records.processes.append(record | ({} if ended == "exit code 0" else {"output": output}))
         self.records.write()
         over = self._over(group) if late and time.monotonic() >= ends else None

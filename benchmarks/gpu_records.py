@@ -18,7 +18,6 @@ from megatron_fp8.timing import table
 
 VERDICTS = ("PASS", "FAIL", "not run")
 NOT_MEASURED = "not measured"
-_SAME = ("device", "dry", "versions", "cuda")
 
 
 class Records:
@@ -46,11 +45,13 @@ class Records:
             raise ValueError(
                 f"{path} cannot be gone on with ({type(error).__name__}: {error}): leave out --resume"
             ) from error
-        if any(before.get(key) != self.environment.get(key) for key in _SAME):
+        if _place(before) != _place(self.environment):
             raise ValueError(
                 f"{path} is of {describe(before)}; this is {describe(self.environment)}: leave out --resume, or"
                 " give another --out"
             )
+        if before["versions"] != self.environment["versions"]:  # what was not installed then may be here now
+            results = [{key: value for key, value in r.items() if key != "final"} for r in results]
         self.results = {result["check"]: result for result in results}
         self.processes = processes
 
@@ -75,6 +76,11 @@ class Records:
         rows = self.results[check].setdefault("rows", [])
         rows[:] = [r for r in rows if _cell(r) != _cell(row)] + [row]
         self.write()
+
+    def drop(self, group: str, kept: Iterable[str]) -> None:
+        """Forget results of a group by other names than those kept."""
+        names = set(kept)
+        self.results = {n: r for n, r in self.results.items() if r["group"] != group or n in names}
 
     def settled(self, check: str) -> bool:
         """Whether a check need not be run again: it passed, or does not apply here."""
@@ -135,10 +141,23 @@ class Records:
             others = ", ".join(f"{count} in {group}" for group, count in (+late).items()) or "none later"
             parts.append(f"Kernel variants compiled: {ahead} ahead, {others}.")
         for process in self.processes:
+            if power := ", ".join(f"{key} {value}" for key, value in process.get("power", {}).items()):
+                parts.append(f"After {process['group']}: {power}.")
+        for process in self.processes:
             if process["ended"] != "exit code 0":
                 output = "\n".join(f"    {line}" for line in process["output"])
                 parts.append(f"The process of {process['group']} ended with {process['ended']}:\n\n{output}")
         return "\n\n".join(parts) + "\n"
+
+
+def _place(environment: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Device and software of which results may stand in one table."""
+    versions = environment["versions"]
+    return (
+        *(environment.get(key) for key in ("device", "dry", "cuda")),
+        versions["torch"],
+        versions.get("triton"),
+    )
 
 
 def _first_line(text: str) -> str:

@@ -5,6 +5,7 @@ Each check adds its name to the file ``ran`` in the folder $STAND_IN.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -76,6 +77,16 @@ def rows(device: Device) -> str:
     device.tell(row=row | {"contender": "a"})
     device.tell(row=row | {"contender": "a", "rate": "told again"})
     os._exit(4)
+
+
+def adds(device: Device) -> str:
+    device.tell(result={"check": "part 1", "verdict": "FAIL", "detail": "no", "seconds": 0.0})
+    return "right"
+
+
+def lingers(device: Device) -> str:
+    atexit.register(time.sleep, 60)
+    return "right"
 
 
 def disk(device: Device) -> str:
