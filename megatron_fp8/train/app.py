@@ -150,7 +150,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     """Data, model, optimizer and report of a run whose ranks have met. None after a dry run."""
     from megatron_fp8.mcore.iteration import set_training_length
     from megatron_fp8.mcore.sites import check_plan
-    from megatron_fp8.train import binding, checkpoints, data, model
+    from megatron_fp8.train import binding, checkpoints, data, model, parallel
     from megatron_fp8.train.config import tokens_of_microbatch
     from megatron_fp8.train.facts import data_fact, input_facts
     from megatron_fp8.train.loop import Trainer
@@ -166,7 +166,9 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
         folders.claim()
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
     prefixes = data.find_data(run.data, tokenizer, vocab_size)
-    launch.meeting.agree("files", input_facts(prefixes, chosen), run.train.distributed_timeout_minutes * 60)
+    # A node's ranks see the same files: its first one looks, or a network file system is asked by all at once.
+    files = input_facts(prefixes, chosen) if launch.local_rank == 0 else None
+    launch.meeting.agree("files", files, run.train.distributed_timeout_minutes * 60)
     datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
     chunks = model.build_chunks(config, run, vocab_size)
     optimizer = model.build_optimizer(config, run, chunks)
@@ -186,7 +188,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
         return None
     if run.checkpoint.save_interval:
         folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
-    content = data_fact(prefixes)
+    content = parallel.on_first_rank(lambda: data_fact(prefixes))
     start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
     trainer.finished, trainer.samples = start.iteration, start.samples
     facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted, "data": content}

@@ -11,7 +11,9 @@ import os
 import shutil
 import struct
 import sysconfig
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_fp8.checkpoint_files import digest
+from megatron_fp8.disk import replace_file
 from megatron_fp8.train.tokenizers import Tokenizer
 
 PIECE_BYTES = 1 << 16
@@ -233,10 +236,57 @@ def _corrupt(path: Path, what: str) -> ValueError:
     )
 
 
-def check_ids(prefix: str, info: IndexedInfo, vocab_size: int) -> None:
-    """Raise ValueError if an id of `prefix` is not in [0, vocab_size): another tokenizer made it."""
+def check_ids(prefix: str, info: IndexedInfo, vocab_size: int, kept: Path) -> None:
+    """Raise ValueError if an id of `prefix` is not in [0, vocab_size): another tokenizer made it.
+
+    Args:
+        kept: the folder where the smallest and the largest id of a data set are kept, so that a large one is read once.
+    """
     if not info.tokens:
         raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
+    record = kept / f"{_state_of(prefix)}.json"
+    extremes = _kept_extremes(record)
+    if extremes is None:
+        extremes = _read_extremes(prefix, info, vocab_size)
+        if _is_settled(prefix):
+            with suppress(OSError):  # not kept where nothing can be written; then it is read again
+                kept.mkdir(parents=True, exist_ok=True)
+                replace_file(record, json.dumps({"prefix": prefix, "ids from and to": extremes}) + "\n")
+    _check_extremes(prefix, extremes, vocab_size)
+
+
+def _state_of(prefix: str) -> str:
+    """A digest that any write to the pair changes, and any other pair in its place: content as far as `fingerprint`
+    looks, and the times and numbers that the file system gives; of use on one node's view of it."""
+    paths = [os.path.realpath(prefix + ending) for ending in (".bin", ".idx")]
+    seen = [(path, *_times(path), os.stat(path).st_ino) for path in paths]
+    return hashlib.sha256(json.dumps([fingerprint(prefix), seen]).encode()).hexdigest()[:32]
+
+
+def _times(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_ctime_ns
+
+
+def _is_settled(prefix: str) -> bool:
+    """Whether the last write is so long ago that the next one will have another time on any file system."""
+    return all(time.time_ns() - max(_times(prefix + ending)) > _TICK_NS for ending in (".bin", ".idx"))
+
+
+_TICK_NS = 2_000_000_000
+
+
+def _kept_extremes(record: Path) -> list[int] | None:
+    try:
+        low, high = json.loads(record.read_text(encoding="utf-8"))["ids from and to"]
+        return [int(low), int(high)]
+    except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged: the data is there to be read
+        return None
+
+
+def _read_extremes(prefix: str, info: IndexedInfo, vocab_size: int) -> list[int]:
+    """[smallest, largest] id; ValueError at the first part of the data that has one outside the vocabulary."""
+    found: list[int] = []
     step = 1 << 24
     for start in range(0, info.tokens, step):
         # Read, not mapped: a file that is cut short meanwhile would end the process by SIGBUS.
@@ -244,14 +294,20 @@ def check_ids(prefix: str, info: IndexedInfo, vocab_size: int) -> None:
         part = np.fromfile(prefix + ".bin", info.dtype, wanted, offset=start * info.dtype.itemsize)
         if len(part) != wanted:
             raise _corrupt(Path(prefix + ".bin"), "it became shorter while it was read")
-        low, high = int(part.min()), int(part.max())
-        if low < 0 or high >= vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(
-                f"{prefix!r} holds the token id {wrong}, and the vocabulary has {vocab_size} ids (0 to "
-                f"{vocab_size - 1}): give the tokenizer that made the data (--data.tokenizer), or "
-                f"--model.vocab_size."
-            )
+        found += [int(part.min()), int(part.max())]
+        _check_extremes(prefix, found[-2:], vocab_size)
+    return [min(found), max(found)]
+
+
+def _check_extremes(prefix: str, extremes: list[int], vocab_size: int) -> None:
+    low, high = extremes
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"{prefix!r} holds the token id {wrong}, and the vocabulary has {vocab_size} ids (0 to "
+            f"{vocab_size - 1}): give the tokenizer that made the data (--data.tokenizer), or "
+            f"--model.vocab_size."
+        )
 
 
 def sequence_lengths(prefix: str) -> np.ndarray:

@@ -64,7 +64,7 @@ def find_data(section: DataSection, tokenizer: Tokenizer, vocab_size: int) -> li
         prefixes = [corpus.prefix_of(path) for path in section.paths if corpus.is_prefix(path)]
         texts = [Path(path) for path in section.paths if not corpus.is_prefix(path)]
         for prefix in prefixes:
-            corpus.check_ids(prefix, corpus.check_indexed(prefix), vocab_size)
+            corpus.check_ids(prefix, corpus.check_indexed(prefix), vocab_size, cache / "ids")
         if texts or not prefixes:
             prefixes.append(corpus.prepare(texts or corpus.standard_library_files(), tokenizer, cache))
         return prefixes
@@ -81,10 +81,14 @@ def build_datasets(
     """
     evaluated = train.eval_iters * train.global_batch_size
     sizes = [train.train_iters * train.global_batch_size, evaluated, 0]
-    _check_split(prefixes, section.split, sizes, train.seq_length)
     kept = cache_dir(section) / "indices"
-    name = _index_name(prefixes, [sizes, section.split, train.seed, train.seq_length, tokenizer.name])
-    folder = on_first_rank(lambda: _index_folder(kept, name))
+
+    def find() -> tuple[str, Path]:
+        _check_split(prefixes, section.split, sizes, train.seq_length)
+        name = _index_name(prefixes, [sizes, section.split, train.seed, train.seq_length, tokenizer.name])
+        return name, _index_folder(kept, name)
+
+    name, folder = on_first_rank(find)  # which reads every index; of many ranks one does
     config = GPTDatasetConfig(
         random_seed=train.seed,
         sequence_length=train.seq_length,

@@ -85,7 +85,10 @@ def _decides(variable: str) -> bool:
 
 
 def data_fact(prefixes: list[str]) -> list[str]:
-    """What a manifest says of the data sets that a run reads: a digest of each one's fingerprint, in their order."""
+    """What a manifest says of the data sets that a run reads: a digest of each one's fingerprint, in their order.
+
+    It reads every index: of many ranks one asks.
+    """
     found = [json.dumps(corpus.fingerprint(prefix), sort_keys=True) for prefix in prefixes]
     return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in found]
 

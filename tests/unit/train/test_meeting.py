@@ -74,6 +74,23 @@ def test_equal_facts_are_agreed_on_and_the_process_group_gets_a_store(launch):
     assert stores[2].get("from") == b"rank 0"
 
 
+def test_a_rank_that_looked_at_nothing_takes_rank_0s_word(launch):
+    """Of a node's ranks one looks at the files; one that has seen others is told apart all the same."""
+    ranks = launch([0, 1, 2], 3)
+    same = {"bytes": 7}
+    assert (
+        everywhere(
+            lambda one, facts: one.agree("files", facts, 20.0), *zip(ranks, (same, None, same), strict=True)
+        )
+        == [None] * 3
+    )
+    first, *_ = everywhere(
+        lambda one, facts: one.agree("more files", facts, 3.0),
+        *zip(ranks, (same, None, {"bytes": 8}), strict=True),
+    )
+    assert str(first).startswith("the ranks differ: bytes is 7 on rank 0 and 8 on rank 2.")
+
+
 def test_the_groups_store_waits_as_long_as_the_group(launch):
     """NCCL's communicators are made late, and ranks wait there for each other's first use."""
     ranks = launch([0, 1], 2)
