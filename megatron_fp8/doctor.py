@@ -43,9 +43,12 @@ def main(arguments: list[str]) -> int:
         return 2
     from megatron_fp8.backends import BACKENDS
     from megatron_fp8.kernels import cpu
+    from megatron_fp8.timing import unused_gpu
     from megatron_fp8.train.report import device_name
 
     print(f"{'device':<27} {device_name()}")
+    if unused := unused_gpu():
+        print(f"{'GPU':<27} not used: {unused}")
     why = cpu.reason()
     print(
         f"{'compiled CPU kernels':<27} {'in use' if why is None else f'not in use, torch does their work: {why}'}"

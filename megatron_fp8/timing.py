@@ -6,6 +6,7 @@ in turn, and a ratio is the median of the ratios inside the repetitions.
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -96,6 +97,21 @@ def interleave_on(
 def device_label(device: torch.device) -> str:
     """The GPU's name, or the processor's: what timings belong to."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+
+
+def unused_gpu(environ: Mapping[str, str] = os.environ, driver: Path = Path("/dev/nvidiactl")) -> str | None:
+    """Why torch does not use this machine's NVIDIA GPU; None if it does, there is none, or it is hidden on purpose."""
+    if torch.cuda.is_available() or not driver.exists() or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    if torch.version.cuda is None:
+        return (
+            f"torch {torch.__version__} is a build for the CPU; docs/installation.md tells of builds for CUDA"
+        )
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    return "torch sees no device: look at nvidia-smi"
 
 
 def processor_name() -> str:

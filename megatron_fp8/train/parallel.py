@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron_fp8 import kernels
 from megatron_fp8.command_line import EXIT_BAD_INPUT, EXIT_FAILED
+from megatron_fp8.timing import unused_gpu
 from megatron_fp8.train.meeting import Meeting
 from megatron_fp8.train.rendezvous import check_restarts
 from megatron_fp8.train.sections import TrainSection
@@ -243,6 +244,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         torch.cuda.set_device(gpu_of(launch.local_rank, torch.cuda.device_count()))
         look_at_gpu_machine(launch.local_world_size)
     else:
+        say_unused_gpu()
         torch.set_num_threads(train.threads or max(1, usable_cores() // launch.local_world_size))
     if not dist.is_initialized():
         assert launch.meeting is not None
@@ -271,6 +273,12 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # It would also fill every new tensor, which costs time and changes no result here.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def say_unused_gpu() -> None:
+    """Warn where training runs on the CPU of a machine that has a GPU."""
+    if unused := unused_gpu():
+        warnings.warn(f"this machine has a GPU that is not used: {unused}", stacklevel=2)
 
 
 def look_at_gpu_machine(processes: int) -> None:
