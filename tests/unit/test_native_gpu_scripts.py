@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_bench, gpu_check, gpu_checks, gpu_child, gpu_common, gpu_graph, gpu_sections
+from benchmarks import (
+    gpu_bench,
+    gpu_check,
+    gpu_checks,
+    gpu_child,
+    gpu_common,
+    gpu_environment,
+    gpu_graph,
+    gpu_sanitiser,
+    gpu_sections,
+)
 from benchmarks.gpu_common import Machine
 from megatron_fp8.backends import emulated
 
@@ -181,3 +192,60 @@ def test_dry_training_and_steps_on_megatron(tmp_path: Path, monkeypatch: pytest.
     steps = {row["contender"]: row["median_s"] for row in step["rows"]}
     assert set(steps) == {"bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"}
     assert all(steps.values())
+
+
+def tool(folder: Path, name: str, *lines: str) -> None:
+    """A program by this name, first on the PATH."""
+    path = folder / name
+    path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    path.chmod(0o755)
+
+
+SANITISER = {
+    "clean": (["echo '========= ERROR SUMMARY: 0 errors'"], "PASS", "ERROR SUMMARY: 0 errors"),
+    "found": (["echo '========= Invalid __global__ write of size 4 bytes'; exit 9"], "FAIL", "Invalid __global__ write"),
+    "refused": (["echo 'Device not supported'; exit 1"], "not run", "not even around one addition: Device not supported"),
+    "program": (
+        ['case "$*" in *gpu_sanitiser*) echo "ImportError: no such kernel"; exit 1;; esac'],
+        "FAIL",
+        "ImportError: no such kernel",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SANITISER)
+def test_the_sanitiser(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What it found is a failure; where the tool itself does not run, the check did not either."""
+    lines, verdict, said = SANITISER[case]
+    tool(tmp_path, "compute-sanitizer", *lines)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    machine = Machine(torch.device("meta"), dry=False)
+    monkeypatch.setattr(Machine, "synchronize", lambda self: None)
+    found = gpu_child.judged(lambda: gpu_sanitiser.sanitiser(machine), machine)
+    assert found[0] == verdict and said in found[1], found
+
+
+def test_the_sanitiser_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_sanitiser, "sanitiser_path", lambda: None)
+    with pytest.raises(gpu_common.NotRun, match="compute-sanitizer is not installed"):
+        gpu_sanitiser.sanitiser(Machine(torch.device("meta"), dry=False))
+
+
+def test_environment_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Device, capability, clocks and power; without nvidia-smi the rest."""
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=141 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    tool(tmp_path, "nvidia-smi", "echo '580.1, P0, 120.0 W, 700.00 W, 345 MHz, 1980 MHz, 3201 MHz, 30, 0x1'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    record = gpu_environment.environment(dry=False)
+    assert (record["device"], record["capability"], record["memory_GiB"]) == ("NVIDIA H200", "9.0", 141.0)
+    assert record["power"]["clocks.sm"] == "345 MHz" and record["power"]["power.limit"] == "700.00 W"
+    said = gpu_environment.describe(record)
+    assert all(
+        word in said
+        for word in ("NVIDIA H200", f"torch {torch.__version__}", record["source"], "clocks.max.sm 1980")
+    )
+    tool(tmp_path, "nvidia-smi", "exit 9")
+    assert gpu_environment.power_state() == {}
