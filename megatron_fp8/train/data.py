@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import numpy as np
 import torch
 from megatron.core import parallel_state
@@ -21,6 +16,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_fp8.train import corpus
 from megatron_fp8.train.bigram import bigram_entropy
+from megatron_fp8.train.index_cache import index_folder, index_name, keep_indices
 from megatron_fp8.train.indexed import CorpusDataset
 from megatron_fp8.train.parallel import on_first_rank, wait_for_all
 from megatron_fp8.train.sections import DataSection, TrainSection
@@ -85,8 +81,8 @@ def build_datasets(
 
     def find() -> tuple[str, Path]:
         _check_split(prefixes, section.split, sizes, train.seq_length)
-        name = _index_name(prefixes, [sizes, section.split, train.seed, train.seq_length, tokenizer.name])
-        return name, _index_folder(kept, name)
+        name = index_name(prefixes, [sizes, section.split, train.seed, train.seq_length, tokenizer.name])
+        return name, index_folder(kept, name)
 
     name, folder = on_first_rank(find)  # which reads every index; of many ranks one does
     config = GPTDatasetConfig(
@@ -103,41 +99,8 @@ def build_datasets(
     )
     built = BlendedMegatronDatasetBuilder(CorpusDataset, sizes, lambda: True, config).build()
     wait_for_all()  # the others open the files after rank 0 has written them
-    on_first_rank(lambda: _keep_indices(folder, kept / name))
+    on_first_rank(lambda: keep_indices(folder, kept / name))
     return built
-
-
-def _index_name(prefixes: list[str], settings: list[Any]) -> str:
-    """A digest of all that Megatron-Core's indices of samples are computed from.
-
-    Its own key has the data's paths and the settings, and would take a file that was written anew for the old one.
-    """
-    found = [[prefix, corpus.fingerprint(prefix)] for prefix in prefixes]
-    text = json.dumps([megatron.core.__version__, found, settings])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _index_folder(kept: Path, name: str) -> Path:
-    """The folder of these indices, or, where there is none yet, a new one to build them in."""
-    if (kept / name).is_dir():
-        return kept / name
-    try:
-        folder = kept / f".{name}.{uuid.uuid4().hex[:8]}"
-        folder.mkdir(parents=True)
-        return folder
-    except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={str(kept.parent)!r} cannot be written ({error}): give another folder with "
-            "--data.cache_dir."
-        ) from error
-
-
-def _keep_indices(built: Path, folder: Path) -> None:
-    """Give complete indices the name that later runs look for: what has it is whole, whenever a run was killed."""
-    if built == folder:
-        return
-    with suppress(OSError):  # another run was faster; this one has its files open where they are
-        built.rename(folder)
 
 
 def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: int) -> None:

@@ -1,6 +1,8 @@
 """Batches: the order of samples in any layout, resuming at a position, splits that have documents."""
 
+import json
 import os
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,10 +11,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_fp8.checkpoint_files import digest
 from megatron_fp8.train import data
 from megatron_fp8.train.config import parse
 from megatron_fp8.train.corpus import prepare
 from megatron_fp8.train.data import batches
+from megatron_fp8.train.index_cache import damage
 from megatron_fp8.train.indexed import CorpusChanged, _Files
 from megatron_fp8.train.sections import DataSection, TrainSection
 from megatron_fp8.train.tokenizers import ByteTokenizer
@@ -158,6 +162,51 @@ def test_an_index_is_built_once_and_kept_whole(build, tmp_path):
     # A run that was killed while it built another one left a part, under another name.
     (kept / ".half").mkdir()
     assert tokens_of(build(tmp_path / "same", seed=3)) == set(range(6))
+
+
+class _Touches:
+    """Pickled, it makes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def _pickle_in(path, folder):
+    path.write_bytes(pickle.dumps(_Touches(folder.parent / "touched")))
+    digests = folder / "digests.json"  # whoever can write the file can write what vouches for it
+    digests.write_text(json.dumps({**json.loads(digests.read_text()), path.name: digest(path)}))
+
+
+def _objects_in(path, folder):
+    np.save(path, np.array([_Touches(folder.parent / "touched")], dtype=object), allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("ruin", "words"),
+    [
+        (lambda path, folder: os.truncate(path, 100), "is not|no file of plain numbers"),
+        (lambda path, folder: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"), "is not what was built"),
+        (_pickle_in, "no file of plain numbers"),
+        (_objects_in, r"no file of plain numbers \(it holds object\)"),
+        (lambda path, folder: (path.unlink(), os.mkfifo(path)), "no ordinary file"),
+        (lambda path, folder: np.save(folder / "more.npy", np.zeros(2)), "not those that were built"),
+        (lambda path, folder: (folder / "digests.json").write_text("["), "cannot be read"),
+        (lambda path, folder: (folder / "digests.json").unlink(), "cannot be read"),
+    ],
+    ids=["cut", "edited", "a pickle", "objects", "a pipe", "a file more", "no json", "no digests"],
+)
+def test_kept_indices_that_are_not_what_was_built_are_built_again(build, tmp_path, ruin, words):
+    """Megatron-Core would unpickle them, or take what is in them for places in the data."""
+    write(tmp_path / "same", 6)
+    build(tmp_path / "same")
+    (folder,) = (tmp_path / "cache" / "indices").iterdir()
+    ruin(next(folder.glob("*train-sample_index.npy")), folder)
+    with pytest.warns(UserWarning, match=words):
+        assert tokens_of(build(tmp_path / "same")) == set(range(6))
+    assert [*folder.parent.iterdir()] == [folder] and damage(folder) == ""
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
