@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from megatron_fp8.command_line import refuse
+from megatron_fp8.output import Output
 
 USAGE = """\
 usage: megatron-fp8 COMMAND ...
@@ -43,11 +44,16 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns its exit code (0 done, 1 failed, 2 bad input, 130 interrupted by Ctrl-C)."""
+    """Run one command; its exit code: 0 done, 1 failed or output was lost, 2 bad input, 130 interrupted by Ctrl-C."""
+    output = Output()
     try:
-        code = _run(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
-        return code
+        with output.guarded():
+            code = _run(sys.argv[1:] if arguments is None else arguments)
+        return code or int(output.lost)
+    except SystemExit:  # argparse, after --help
+        if output.lost:
+            return 1
+        raise
     except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import time
 from collections.abc import Iterator
@@ -170,10 +169,8 @@ def _stream(prepared: _Prepared) -> None:
         generator=torch.Generator().manual_seed(prepared.options.seed),
         end=restored.tokenizer.ends,
     )
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a terminal or pipe of few characters shows the others by number
-        sys.stdout.reconfigure(errors="backslashreplace")
+    # A terminal or pipe of few characters shows the others by number.
+    getattr(sys.stdout, "reconfigure", lambda **options: None)(errors="backslashreplace")
     made: list[int] = []
     start, first = time.perf_counter(), 0.0
     for text in _texts(tokens, prompt, made, restored.tokenizer):

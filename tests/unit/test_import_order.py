@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 
 STREAM: list[tuple[str, ...]] = [
     ("disk", "subnormals"),
-    ("timing", "manifest", "model_fields", "command_line", "derivative", "run_lock", "rules"),
+    ("timing", "manifest", "model_fields", "command_line", "output", "derivative", "run_lock", "rules"),
     ("checkpoint_files",),
     ("formats",),
     ("kernels",),
