@@ -144,6 +144,16 @@ RELATIONS: dict[str, tuple[Relation, ...]] = {
             lambda s: s.min_lr <= s.lr,
         ),
         Relation(
+            ("lr", "adam_beta1"),
+            "Adam's first step has the size lr / (1 - adam_beta1), which must be below 3.4e38, as float32 is",
+            lambda s: s.lr < _FLOAT32 * (1 - s.adam_beta1),
+        ),
+        Relation(
+            ("lr", "weight_decay"),
+            "a step takes their product off each weight, which must be below 3.4e38, as float32 is",
+            lambda s: s.lr * s.weight_decay < _FLOAT32,
+        ),
+        Relation(
             ("min_loss_scale", "initial_loss_scale", "max_loss_scale"),
             "they must be in this order",
             lambda s: s.min_loss_scale <= s.initial_loss_scale <= s.max_loss_scale,

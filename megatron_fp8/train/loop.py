@@ -131,15 +131,18 @@ class Trainer:
 
     def _check_end(self, summary: dict[str, float]) -> None:
         """Raise TrainingFailed, on all ranks, if what was trained is worth nothing."""
-        done = int(summary["iteration"])
-        if self.liveness.row and not self.liveness.taken:
-            self._fail("no step could be taken", done - self.liveness.row)
+        done, row, taken = int(summary["iteration"]), self.liveness.row, self.liveness.taken
+        if row > taken:
+            what = (
+                f"of {row + taken} steps the last {row} were skipped" if taken else "no step could be taken"
+            )
+            self._fail(what, done - row)
         if not math.isfinite(summary.get("validation_loss", 0.0)):
             self._fail("the last validation's loss is not finite", done - 1)
-        if self.liveness.row:
+        if row:
             found = first_not_finite(self.chunks)
             if found and found[0] == "weight":
-                self._fail(f"the last {self.liveness.row} steps were skipped", done - self.liveness.row)
+                self._fail(f"the last {row} steps were skipped", done - row)
 
     def _fail(self, what: str, last_good: int) -> NoReturn:
         """Raise TrainingFailed: what happened, where, and the newest checkpoint of at most iteration `last_good`."""
@@ -150,9 +153,13 @@ class Trainer:
             f"Go back to {saved} (--resume={saved})" if saved else "No checkpoint is from before: start again"
         )
         skipped, steps = self.liveness.skipped, self.liveness.skipped + self.liveness.taken
+        cure = "a lower optimizer.lr, a longer optimizer.lr_warmup_iters or other data"
+        if self.run.model.fp16 and self.run.optimizer.loss_scale:
+            cure = (
+                f"a lower optimizer.loss_scale than {self.run.optimizer.loss_scale:g} or without it, {cure}"
+            )
         raise TrainingFailed(
-            f"training failed: {what}{where}. {back}, with a lower optimizer.lr, a longer optimizer.lr_warmup_iters or "
-            f"other data. {skipped} of {steps} steps were skipped."
+            f"training failed: {what}{where}. {back}, with {cure}. {skipped} of {steps} steps were skipped."
         )
 
     def _timed_step(self, iteration: int, training: list[Iterator[Any]]) -> IterationMetrics:

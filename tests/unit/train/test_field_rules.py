@@ -139,3 +139,16 @@ def test_an_environment_that_is_half_set_is_refused(environ, words):
     with pytest.raises(ValueError, match=words):
         find_launch(environ)
     assert find_launch({}) == Launch("one process")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--optimizer.lr=1e38"], "optimizer.lr=1e+38, optimizer.adam_beta1=0.9"),
+        (["--optimizer.lr=1e30", "--optimizer.adam_beta1=0.9999999999"], "optimizer.adam_beta1=0.9999999999"),
+        (["--optimizer.lr=1e20", "--optimizer.weight_decay=1e30"], "optimizer.weight_decay=1e+30"),
+    ],
+)
+def test_steps_beyond_float32_are_refused(options, names):
+    """torch's Adam raises "value cannot be converted to type float without overflow" in the first step."""
+    assert names in (taken([*SMALL, *options]) or "")

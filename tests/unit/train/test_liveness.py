@@ -1,7 +1,11 @@
 """What losses and skipped steps say of a training."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from megatron_fp8.train import loop
+from megatron_fp8.train.failure import TrainingFailed
 from megatron_fp8.train.liveness import Liveness
 
 
@@ -57,3 +61,22 @@ def test_0_never_ends_it():
     for _ in range(100):
         live.step(1, None, skipped=True, curable=False)
     assert not live.hopeless
+
+
+@pytest.mark.parametrize(
+    ("taken", "row", "words"),
+    [(0, 1, "no step could be taken"), (1, 3, "of 4 steps the last 3 were skipped")],
+)
+def test_a_run_that_ends_in_skipped_steps_has_failed(monkeypatch, taken, row, words):
+    """Also where max_skipped_steps is larger than what was left to train, or 0."""
+    trainer = object.__new__(loop.Trainer)
+    trainer.run = SimpleNamespace(
+        model=SimpleNamespace(fp16=True), optimizer=SimpleNamespace(loss_scale=1e30)
+    )
+    trainer.chunks, trainer.liveness = [], Liveness(0, row=row, taken=taken, skipped=row)
+    monkeypatch.setattr(loop, "first_not_finite", lambda chunks: None)
+    monkeypatch.setattr(loop, "checkpoint_before", lambda run, iteration: None)
+    with pytest.raises(TrainingFailed, match=f"{words}.* a lower optimizer.loss_scale than 1e\\+30"):
+        trainer._check_end({"iteration": 4})
+    trainer.liveness.row = 0
+    trainer._check_end({"iteration": 4})
