@@ -112,6 +112,11 @@ class GemmSite:
         return self.is_fp8 and self.state.phase == "fp8"
 
     @property
+    def has_histories(self) -> bool:
+        """Whether scales of some operand are delayed."""
+        return any(q is not None and q.slot.delayed is not None for q in self.quantizers.values())
+
+    @property
     def rounds_stochastically(self) -> bool:
         """Whether grad_output is rounded by random bits."""
         quantizer = self.quantizers["grad_output"]

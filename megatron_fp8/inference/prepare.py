@@ -27,7 +27,7 @@ from ..recipe import recipe_name
 from .memory import model_bytes
 from .padding import Padding, alignment
 from .saving import save_in_high_precision
-from .static import StaticQuantizer, why_not_static
+from .static import StaticQuantizer, StaticScale, why_not_static
 from .weights import inference_weight
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -92,7 +92,7 @@ def prepare_for_inference(
     active = [linear for linear in linears if linear.fp8_site.quantizers["weight"] is not None]
     if not active:
         raise ValueError(_nothing_to_prepare(linears))
-    static = {} if calibration is None else _static_quantizers(active, calibration)
+    static = {} if calibration is None else _static_scales(active, calibration)
     report = InferenceReport(total_before=model_bytes(model))
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if linear not in active]
     counts = Counter(id(linear.weight) for linear in active)
@@ -128,7 +128,7 @@ def _nothing_to_prepare(linears: list[Any]) -> str:
     )
 
 
-def _static_quantizers(linears: list[Any], calibration: Calibration) -> dict[str, StaticQuantizer]:
+def _static_scales(linears: list[Any], calibration: Calibration) -> dict[str, StaticScale]:
     calibration.check(linears)
     found = {}
     for linear in linears:
@@ -141,20 +141,21 @@ def _static_quantizers(linears: list[Any], calibration: Calibration) -> dict[str
                 f"static activation scales do not exist for recipe {recipe_name(site.plan.recipe)!r} ({site.plan.name}):"
                 f" {reason}"
             )
-        scale = calibration.scale(site.plan.name, quantizer.rule).to(linear.weight.device)
-        found[site.plan.name] = StaticQuantizer(quantizer.rule, quantizer.slot, quantizer.backend, scale)
+        found[site.plan.name] = StaticScale(calibration.scale(site.plan.name, quantizer.rule))
     return found
 
 
 def _prepare(
-    linear: Any, weight: Fp8Parameter, static: StaticQuantizer | None, pad_tokens: int | None
+    linear: Any, weight: Fp8Parameter, static: StaticScale | None, pad_tokens: int | None
 ) -> PreparedSite:
     site = linear.fp8_site
     before = model_bytes(linear)
     linear._parameters["weight"] = weight  # its place among the parameters stays
     site.forget_weight()
     if static is not None:
-        site.quantizers["input"] = static
+        static(site)
+        if hasattr(linear, "fp8_family"):  # a copy, and another device, has a site of its own
+            linear.fp8_prepared = static
     site.state.phases = Phases()  # those of the training: inference is FP8 throughout
     multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))
     # In sequence parallelism the output's tokens are not the input's, but all ranks' or this rank's part of them.

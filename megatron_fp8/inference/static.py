@@ -11,7 +11,7 @@ their scales from their own values, and no calibration replaces those.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from ..backends.emulated import Direction, Quantized
 from ..quantizer import Quantizer
 from ..recipe import ROW, TENSOR, Rule
+from ..site import GemmSite
 from ..state import Slot
 from ..tensor import Float8Tensor
 
@@ -42,6 +43,22 @@ class StaticQuantizer(Quantizer):
         if self.rule.granularity == ROW:
             side = replace(side, granularity=ROW, scale_inv=side.scale_inv.expand(x.shape[0], 1).contiguous())
         return replace(done, tensor=Float8Tensor(side, None, x.dtype))
+
+
+@dataclass(frozen=True)
+class StaticScale:
+    """The static scale of a linear's input, float32 []: what its sites are told, on whatever device they are made."""
+
+    scale: torch.Tensor
+
+    def __call__(self, site: GemmSite) -> None:
+        """Give the site's input the scale."""
+        quantizer = site.quantizers["input"]
+        if quantizer is not None:
+            scale = self.scale.to(quantizer.slot.arena.device)
+            site.quantizers["input"] = StaticQuantizer(
+                quantizer.rule, quantizer.slot, quantizer.backend, scale
+            )
 
 
 def why_not_static(rule: Rule) -> str | None:

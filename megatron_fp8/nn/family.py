@@ -7,7 +7,8 @@ data takes different branches still hold the same slots.
 
 A linear made by itself is a family of its own, until ``fp8_step(model)`` finds it in a model and unites the model's.
 
-A copy of a model (deepcopy, pickle) is another family: the same plan, state of its own that starts cold.
+A copy of a model is another family: the same plan, state of its own, which has a deep copy's histories as they were then,
+and starts cold in what was pickled (fp8_state_dict keeps them).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,6 +42,8 @@ class Fp8Layer(torch.nn.Module):
     _left: GemmSite | None  # on the device that it was moved from, until it runs on another
     _reasons: ForwardReasons
     _labels: Settled[str]
+    # What inference has changed of its own recipe, told to each site that is made of it; copies and pickles take it.
+    fp8_prepared: Callable[[GemmSite], None] | None = None
 
     # ------------------------------------------------------------------------------------------------------- its family
 
@@ -94,6 +97,8 @@ class Fp8Layer(torch.nn.Module):
             with _making, _disable_current_modes():  # fake tensors and tracers go, the site stays
                 if key not in self._sites:
                     self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
+                    if self.fp8_prepared is not None and recipe is None:
+                        self.fp8_prepared(self._sites[key])
             self.__dict__["_ready_on"] = device if recipe is None else self._ready_on
         if self._left is not None and recipe is None and device.type != "meta":
             take_over(self._left, self._sites[key])
@@ -150,10 +155,17 @@ class Fp8Layer(torch.nn.Module):
         self.join_family(self._family, self.fp8_name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Layer:
-        """Not by way of __getstate__: parametrizations (weight_norm) replace that, to forbid pickles."""
+        """Not by way of __getstate__: parametrizations (weight_norm) replace that, to forbid pickles.
+
+        The copy's site is another one, with the histories of delayed scaling as they are now.
+        """
         copied = memo[id(self)] = self.__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self._without_sites(), memo))
         copied.join_family(copied._family, copied.fp8_name)
+        device = self.weight.device
+        ran = self._sites.get((device, "")) or self._left
+        if ran is not None and ran.has_histories and device.type != "meta":
+            take_over(ran, copied.make_site(device))
         return copied
 
     # ---------------------------------------------------------------------------------------------------------- forward
