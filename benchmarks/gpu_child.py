@@ -79,7 +79,7 @@ def main() -> int:
     from benchmarks.gpu_common import open_machine
 
     machine = open_machine(settings["dry"])
-    machine.tell, machine.earlier, machine.repetitions = tell, settings["rows"], settings["repetitions"]
+    machine.tell, machine.peaks, machine.repetitions = tell, settings["peaks"], settings["repetitions"]
     checks = importlib.import_module(settings["module"]).checks()
     if settings["megatron"]:
         from benchmarks.gpu_models import leave_megatron, start_megatron

@@ -44,17 +44,23 @@ def main(name: str, title: str, text: str, groups: Sequence[Group], arguments: l
     _say_missing()
     run = Run(records, 60 * wanted.minutes, wanted.dry_run, wanted.repetitions, began=began)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ended = ""
     try:
         run.groups(to_do(groups, names, records))
+        records.write()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        ended = "interrupted"
+    except OSError as error:  # the disk is full, or no process can be started
+        ended = f"error: {error}"
     finally:
         signal.signal(signal.SIGTERM, before)
-    records.write()
     print(f"{records.summary()}\nresults: {records.folder / name}.json, .md and .log")
     unsettled = [check for check in records.results if not records.settled(check)]
     if unsettled:
         print(f"--resume goes on with the {len(unsettled)} that did not pass: {', '.join(unsettled)}")
+    if ended:
+        print(ended, file=sys.stderr)
+        return EXIT_FAILED
     passed = any(result["verdict"] == "PASS" for result in records.results.values())
     return EXIT_FAILED if records.failed or not passed else 0
 

@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,14 +41,15 @@ class Machine:
     """Where things run: a GPU with the native backend, or, dry, the CPU with the emulated one.
 
     deadline: seconds that a check may take; more, and it is ended from outside. tell(row=...), tell(result=...): keeps
-    something at once, before the check has ended. earlier: benchmark rows of the run so far. repetitions: of timings.
+    something at once, before the check has ended. peaks: that the run has measured, by contender (gpu_kernels.roofline).
+    repetitions: of timings.
     """
 
     device: torch.device
     dry: bool
     deadline: float = math.inf
     tell: Callable[..., None] = silent
-    earlier: Sequence[Mapping[str, Any]] = ()
+    peaks: Mapping[str, float] = field(default_factory=dict)
     repetitions: int = 20
     start: float = field(default_factory=time.monotonic)
 

@@ -72,7 +72,7 @@ class Run:
             "each": group.each,
             "dry": self.dry,
             "repetitions": self.repetitions,
-            "rows": self.records.rows,
+            "peaks": {row["contender"]: row["peak"] for row in self.records.rows if "peak" in row},
         }
         left, current, began = list(names), "", time.monotonic()
         cached = kernels()

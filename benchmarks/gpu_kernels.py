@@ -29,11 +29,6 @@ class Bench:
     rows: list[dict[str, Any]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    @property
-    def peaks(self) -> dict[str, float]:
-        """This run's own peaks by contender, a second: bytes of a copy, operations of products."""
-        return {row["contender"]: row["peak"] for row in self.machine.earlier if "peak" in row}
-
     def time(
         self,
         section: str,
@@ -89,7 +84,10 @@ def random(machine: Machine, *shape: int, seed: int) -> torch.Tensor:
 
 
 def roofline(bench: Bench) -> None:
-    """What this GPU does today: a copy, a BF16 product, and a bare scaled product."""
+    """What this GPU does today: a copy, a BF16 product, and a bare scaled product.
+
+    Their rows' ``peak`` is bytes, or operations, a second.
+    """
     machine = bench.machine
     size = 256 if machine.dry else TOKENS
     x = random(machine, size, size, seed=0)

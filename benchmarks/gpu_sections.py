@@ -84,7 +84,7 @@ def layer(bench: Bench, hidden: int) -> None:
 
 def _against_roofline(bench: Bench, sizes: Sizes, times: dict[str, Timing]) -> None:
     """What the run's own peaks allow: FP8 products at the bare scaled_mm's rate, operands quantised at a copy's."""
-    peaks = bench.peaks
+    peaks = bench.machine.peaks
     baseline = min(times[name].median for name in ("bf16", "bf16 compiled") if name in times)
     if not {"copy", "bf16", "bare scaled_mm"} <= set(peaks):
         return

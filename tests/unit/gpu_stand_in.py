@@ -79,6 +79,18 @@ def rows(device: Device) -> str:
     os._exit(4)
 
 
+def much(device: Device) -> str:
+    """Rows that are more than a command line holds."""
+    row = {"section": "s", "rate": "r" * 30_000, "median_s": 1.0, "spread": 0.0, "speedup": 1.0}
+    for case in "abcdef":
+        device.tell(row=row | {"case": case, "contender": "copy", "peak": 2.0})
+    return "right"
+
+
+def peaks(device: Device) -> str:
+    return json.dumps(json.loads(sys.argv[1])["peaks"])
+
+
 def adds(device: Device) -> str:
     device.tell(result={"check": "part 1", "verdict": "FAIL", "detail": "no", "seconds": 0.0})
     return "right"

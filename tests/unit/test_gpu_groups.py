@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -185,6 +190,49 @@ def test_rows_of_a_process_that_dies_are_kept(folder: Path):
     (row,) = found["rows"]
     assert row["rate"] == "told again"
     assert "1e+03 ms ± 0%" in (folder / "results.md").read_text()
+
+
+def test_later_groups_are_told_the_peaks_and_no_more(folder: Path):
+    found = run(records(folder), group("first", "much"), group("second", "peaks"))
+    assert (found["peaks"]["verdict"], found["peaks"]["detail"]) == ("PASS", '{"copy": 2.0}')
+
+
+def test_an_interrupted_run_ends_its_process(folder: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(gpu_command, "Run", partial(Run, command=COMMAND))
+    groups = [group("first", "passes", "hangs"), group("second", "passes 2")]
+    threading.Thread(target=terminate_while, args=(folder, "hangs"), daemon=True).start()
+    assert gpu_command.main("results", "Title", "", groups, ["--dry-run", "--out", str(folder)]) == 1
+    found = json.loads((folder / "results.json").read_text())["results"]
+    assert [(r["verdict"], r["detail"]) for r in found] == [
+        ("PASS", "right"), ("not run", "the run was ended while it ran"), ("not run", "not reached"),
+    ]  # fmt: skip
+    assert "interrupted" in capsys.readouterr().err
+    pid = int((folder / "ran").read_text().split()[-1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def terminate_while(folder: Path, check: str) -> None:
+    """SIGTERM to this process once a stand-in's check runs."""
+    while not (folder / "ran").exists() or check not in (folder / "ran").read_text():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_disk_that_is_full_ends_the_run_in_a_line(
+    folder: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+):
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Run, "groups", full)
+    assert (
+        gpu_command.main(
+            "results", "Title", "", [group("first", "passes")], ["--dry-run", "--out", str(folder)]
+        )
+        == 1
+    )
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
 
 
 def test_what_is_selected():

@@ -154,9 +154,7 @@ def test_dry_benchmark():
 def test_a_layer_is_held_against_the_rooflines_of_the_run():
     """Its peaks were measured by another process, whose rows it is handed."""
     peaks = {"copy": 1e9, "bf16": 1e15, "bare scaled_mm": 2e15}
-    machine = Machine(
-        torch.device("cpu"), True, earlier=[{"contender": n, "peak": p} for n, p in peaks.items()]
-    )
+    machine = Machine(torch.device("cpu"), True, peaks=peaks)
     machine.tell = told = Told()
     gpu_child.serve(gpu_sections.checks(), ["bench layer 4096"], machine, told, each=120)
     rates = {contender: row["rate"] for (_, _, contender), row in told.rows.items()}
