@@ -189,7 +189,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
         return complete[-1] if complete else None
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{str(pointer)!r} cannot be read ({error}): give --resume=PATH of a checkpoint."
+            f"{str(pointer)!r} cannot be read ({getattr(error, 'strerror', None) or error}): give --resume=PATH of a"
+            " checkpoint."
         ) from error
     if re.fullmatch(r"iter_\d{7,}", name) and (folder / name).is_dir():
         return folder / name

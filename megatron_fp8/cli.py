@@ -6,8 +6,11 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, metadata
 
+import torch
+
+from megatron_fp8 import __version__
 from megatron_fp8.command_line import refuse
 from megatron_fp8.output import Output
 
@@ -26,7 +29,7 @@ FP8 training for Megatron-Core models.
   bench      time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
   doctor     say what this machine can run and what is missing, and run an FP8 GEMM on each backend
 
-`megatron-fp8 COMMAND --help` says more. Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
+`megatron-fp8 COMMAND --help` says more, `megatron-fp8 --version` what is installed. Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
 """
 
 COMMANDS = {
@@ -62,6 +65,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 130  # as shells number it
 
 
+def _versions() -> list[str]:
+    """Of this package and of what decides its results, one a line; Megatron-Core is not imported for it."""
+    lines = [f"megatron_fp8 {__version__}", f"torch {torch.__version__}"]
+    try:
+        return [*lines, f"megatron-core {metadata.version('megatron-core')}"]
+    except metadata.PackageNotFoundError:
+        return [*lines, "megatron-core is not installed"]
+
+
 def _without_megatron(command: str) -> Exception:
     from megatron_fp8.mcore.compat import HOW_TO_GET
 
@@ -72,6 +84,9 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(*_versions(), sep="\n")
+        return 0
     command, rest = arguments[0], arguments[1:]
     if command in COMMANDS:
         module, _, function = COMMANDS[command].partition(":")

@@ -97,8 +97,13 @@ def remedy(error: BaseException) -> str:
 
 def read_ordinary(path: Path, largest: int) -> bytes:
     """The bytes of an ordinary file. OSError if it is something else, or too large."""
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
-        size = ordinary(os.fstat(stream.fileno())).st_size
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        size = ordinary(os.fstat(handle)).st_size
+    except OSError:
+        os.close(handle)
+        raise
+    with open(handle, "rb") as stream:
         if size > largest:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, too many for what it should be")
         return stream.read()

@@ -80,7 +80,7 @@ def _find_or_compile(key: str, command: Sequence[str]) -> ctypes.CDLL:
 def _kept(folder: Path, key: str) -> Path | None:
     """The whole library of this key in a folder; None if there is none."""
     for path in sorted(folder.glob(f"cpu-{key}-*.so")):
-        if _foreign(path) is None and path.stem.rpartition("-")[2] == _digest(path):
+        if path.is_file() and _foreign(path) is None and path.stem.rpartition("-")[2] == _digest(path):
             return path
     return None
 

@@ -183,10 +183,21 @@ class Saver:
                 f"{what} The folder is not shared: give a checkpoint.folder on a file system that all nodes have, under"
                 " the same path. Earlier checkpoints are intact."
             )
+        if not self._has_earlier():
+            return SaveError(
+                f"{what} There is no earlier checkpoint: {remedy(cause)} and start again, or give another folder with"
+                " --checkpoint.folder=FOLDER."
+            )
         return SaveError(
             f"{what} Earlier checkpoints are intact: {remedy(cause)} and start again, or go on in another folder with"
             f" --checkpoint.folder=FOLDER --resume={self.folder}."
         )
+
+    def _has_earlier(self) -> bool:
+        try:
+            return bool(complete_checkpoints(self.folder))
+        except ValueError:  # it cannot be listed
+            return True
 
     # -------------------------------------------------------------------------------------------------- on one rank
 

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from megatron_fp8.checkpoint_files import check_files, find_checkpoint, read_manifest, without_checksum
+from megatron_fp8.disk import remedy
 from megatron_fp8.mcore.checkpoint import load_weights
 from megatron_fp8.mcore.sites import check_plan
 from megatron_fp8.model_fields import IMPORT_PATHS
@@ -176,10 +177,15 @@ def _refuse_its_code(folder: Path, saved: dict[str, Any], section: Any) -> None:
 @contextmanager
 def _as_file(values: dict[str, Any]) -> Iterator[str]:
     """A run's values as a config file, for as long as it is read: parsing checks every key and type."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(values, file)
-        file.flush()
-        yield file.name
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        try:
+            path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"{str(path)!r} cannot be written ({error.strerror}): {remedy(error)}, or set TMPDIR to another folder."
+            ) from error
+        yield str(path)
 
 
 def run_folder_of(checkpoint: Path) -> Path:

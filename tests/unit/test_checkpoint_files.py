@@ -134,6 +134,10 @@ def test_a_pointer_that_is_no_ordinary_file_is_not_read(saved, kind):
 
 def test_an_unreadable_pointer_or_path_is_named(saved):
     (saved.parent / "latest").unlink()
+    (saved.parent / "latest").mkdir()
+    with pytest.raises(ValueError, match=r"latest' cannot be read \(Is a directory\)"):
+        files.latest_checkpoint(saved.parent)
+    (saved.parent / "latest").rmdir()
     (saved.parent / "latest").symlink_to("latest")
     with pytest.raises(ValueError, match="latest' cannot be read"):
         files.latest_checkpoint(saved.parent)

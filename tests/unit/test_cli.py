@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
@@ -59,3 +60,11 @@ def test_every_command_is_in_the_help(capsys):
     assert capsys.readouterr().out.count(USAGE) == 2
     for command in COMMANDS:
         assert f"\n  {command} " in USAGE
+
+
+def test_the_version_names_what_decides_results(capsys, monkeypatch):
+    assert main(["--version"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["megatron_fp8", "torch", "megatron-core"]
+    monkeypatch.setattr(metadata, "version", mock.Mock(side_effect=metadata.PackageNotFoundError))
+    assert main(["--version"]) == 0 and "megatron-core is not installed" in capsys.readouterr().out

@@ -57,6 +57,13 @@ def test_one_whole_file_that_only_the_user_can_write(source, cache):
     assert (made.stat().st_mtime_ns, made.stat().st_ino) == written, "compiled twice"
 
 
+def test_what_is_no_file_under_a_librarys_name_is_not_opened(source, cache):
+    """Opening a pipe would wait for a writer for ever."""
+    cache.mkdir(parents=True, mode=0o700, exist_ok=True)
+    os.mkfifo(cache / "cpu-0123-4567.so")
+    assert library._kept(cache, "0123") is None
+
+
 @pytest.mark.parametrize("damage", ["cut short", "empty", "one bit"])
 def test_a_damaged_library_is_compiled_again(source, cache, damage):
     """In a process of its own: with a file that is cut short, loading it is not an error but the end of the process."""

@@ -295,6 +295,24 @@ def test_who_lost_the_folder_changes_nothing_in_it(ranks, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest"]
 
 
+def first_save_fails(folder: str) -> str:
+    """A rank case: there is no room for the first save."""
+    from megatron_fp8.mcore.checkpoint_saver import SaveError, Saver
+
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    try:
+        Saver(Path(folder), still_ours=full).save(state(1), Manifest(1))
+    except SaveError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_who_has_no_checkpoint_is_not_told_to_go_on_from_one(ranks, tmp_path):
+    (said,) = ranks(1).run(first_save_fails, str(tmp_path))
+    assert "There is no earlier checkpoint: make room there and start again" in said
+    assert "--resume" not in said and "--checkpoint.folder=FOLDER" in said
+
+
 def test_tensors_of_an_offloaded_optimizer_are_checked_where_they_are(monkeypatch):
     """Its masters are on the CPU, the weights on the GPU, and one stack holds tensors of one device."""
     from megatron_fp8.mcore import checkpoint_store
