@@ -29,7 +29,8 @@ FP8 training for Megatron-Core models.
   bench      time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
   doctor     say what this machine can run and what is missing, and run an FP8 GEMM on each backend
 
-`megatron-fp8 COMMAND --help` says more, `megatron-fp8 --version` what is installed. Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
+`megatron-fp8 COMMAND --help` says more, `megatron-fp8 --version` what is installed.
+Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
 """
 
 COMMANDS = {
