@@ -51,18 +51,21 @@ def missing() -> str | None:
     """Why Transformer Engine cannot be used in this process, with the install line; None if it can."""
     if util.find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed: {INSTALL}"
-    return _import_failure()
+    if (reason := import_failure()) is not None:
+        return reason
+    if Version(version()) < Version(MINIMUM):
+        return f"Transformer Engine {version()} is installed, {MINIMUM} or newer is needed: {INSTALL}"
+    return None
 
 
 @functools.cache
-def _import_failure() -> str | None:
+def import_failure() -> str | None:
+    """Why a Transformer Engine that is installed cannot be imported, with the install line; None if it can."""
     try:
         import_module("transformer_engine.pytorch")
     except Exception as error:  # a missing library is an OSError, the wheel without one a RuntimeError
         first = str(error).partition("\n")[0]
         return f"Transformer Engine is installed and does not import ({type(error).__name__}: {first}): {INSTALL}"
-    if Version(version()) < Version(MINIMUM):
-        return f"Transformer Engine {version()} is installed, {MINIMUM} or newer is needed: {INSTALL}"
     return None
 
 

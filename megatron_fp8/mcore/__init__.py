@@ -20,7 +20,7 @@ def install() -> None:
     Whether Megatron-Core was imported before does not matter.
 
     Raises RuntimeError if Megatron-Core is missing, of another series, or lacks a name that has to be
-    patched; then nothing is changed.
+    patched, or Transformer Engine is installed and does not import; then nothing is changed.
     """
     global _installed
     if _installed is not None:
@@ -31,6 +31,7 @@ def install() -> None:
     with warnings.catch_warnings():
         # Said at import, once a module, on every machine without them; nothing of theirs is used.
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+        compat.require_whole_te()
         compat.require_megatron()
         patches = compat.patches()
         from megatron_fp8.mcore import cpu_engine, gpu_engine

@@ -47,6 +47,17 @@ def require_megatron() -> None:
         )
 
 
+def require_whole_te() -> None:
+    """Raises RuntimeError if an installed Transformer Engine does not import, as when torch was replaced under it."""
+    if has_te():
+        from ..backends.transformer_engine import import_failure
+
+        if (reason := import_failure()) is not None:
+            raise RuntimeError(
+                f"{reason}. Megatron-Core imports it wherever it is found: repair it, or pip uninstall transformer-engine"
+            )
+
+
 @functools.cache
 def has_te() -> bool:
     """Whether Transformer Engine can be imported (found, not imported)."""

@@ -206,11 +206,11 @@ def test_an_installation_that_does_not_serve_says_why(monkeypatch, version, erro
 
     monkeypatch.setattr(engine, "import_module", fake)
     with mock.patch.object(engine.util, "find_spec", lambda name: object()):
-        engine._import_failure.cache_clear()
+        engine.import_failure.cache_clear()
         try:
             reason = engine.missing()
         finally:
-            engine._import_failure.cache_clear()
+            engine.import_failure.cache_clear()
     assert reason is not None and re.search(says, reason) and "pip install" in reason
 
 

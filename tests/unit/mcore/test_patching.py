@@ -217,3 +217,21 @@ def test_install_is_reversible_to_the_object(ranks: RankPool) -> None:
         "megatron.core.fusions.fused_bias_swiglu.swiglu",
     ):
         assert name in result["changed"]
+
+
+def test_a_transformer_engine_that_does_not_import_is_one_line(monkeypatch):
+    """As when torch was replaced under it: Megatron-Core would end in the traceback of its own import."""
+    from megatron_fp8 import mcore
+    from megatron_fp8.backends import transformer_engine
+
+    monkeypatch.setattr(mcore, "_installed", None)
+    monkeypatch.setattr(compat, "has_te", lambda: True)
+    reason = (
+        "Transformer Engine is installed and does not import (ImportError: undefined symbol): pip install it"
+    )
+    monkeypatch.setattr(transformer_engine, "import_failure", lambda: reason)
+    with pytest.raises(
+        RuntimeError, match=r"undefined symbol.*or pip uninstall transformer-engine"
+    ) as raised:
+        mcore.install()
+    assert "\n" not in str(raised.value) and not mcore.is_installed()
