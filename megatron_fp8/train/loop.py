@@ -221,7 +221,8 @@ class Trainer:
         """Loss of the first training batch, without a step."""
         for chunk in self.chunks:
             chunk.eval()
-        return self._mean(self._forward_backward(self._iterators(self.datasets[0]), 1, forward_only=True))
+        few = self._microbatches if len(self.chunks) > 1 else 1  # interleaved stages need as many as they are
+        return self._mean(self._forward_backward(self._iterators(self.datasets[0]), few, forward_only=True))
 
     def _iterators(self, dataset: Any, samples: int = 0) -> list[Iterator[Any]]:
         """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""

@@ -192,6 +192,7 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
             f"train.global_batch_size={train.global_batch_size} does not divide by train.micro_batch_size="
             f"{train.micro_batch_size} x {data} data-parallel ranks = {step}: give a multiple of {step}."
         )
+    _check_interleaving(model, train.global_batch_size // step)
     _check_experts(model)
     tokens, cuts = train.seq_length, 2 * sizes["context"] if sizes["context"] > 1 else 1
     if tokens % cuts or (model.sequence_parallel and (tokens // sizes["context"]) % sizes["tensor"]):
@@ -201,6 +202,21 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
             f"sequence_parallel={model.sequence_parallel}): give a multiple of {cuts * sizes['tensor']}."
         )
     return data
+
+
+def _check_interleaving(model: Any, microbatches: int) -> None:
+    """ValueError where interleaved stages cannot share an iteration's micro-batches; Megatron-Core asks at the first."""
+    stages = model.pipeline_model_parallel_size
+    if (model.virtual_pipeline_model_parallel_size or 1) == 1 or stages == 1:
+        return
+    together = model.microbatch_group_size_per_vp_stage or stages
+    if not stages <= together <= microbatches or 0 < microbatches % together < stages:
+        raise ValueError(
+            f"train.global_batch_size gives {microbatches} micro-batches a data-parallel rank, and interleaved stages"
+            f" take them {together} at a time (model.microbatch_group_size_per_vp_stage, by default the"
+            f" {stages} pipeline stages, and no fewer): give a multiple of {together} micro-batches, by a larger"
+            " train.global_batch_size or a smaller train.micro_batch_size."
+        )
 
 
 def _check_experts(model: Any) -> None:

@@ -332,7 +332,9 @@ def test_conv1d_is_a_linear_with_its_weight_transposed(recipe):
         counts = fp8_step(theirs)
         assert counts == fp8_step(linear) and counts.casts == 6  # the weight in each forward
     twin = pickle.loads(pickle.dumps(theirs))
-    assert_same_bytes(copy.deepcopy(theirs)(x), twin(x))
+    assert_same_bytes(copy.deepcopy(theirs)(x), theirs(x))
+    if recipe != "delayed":  # a pickle has no histories
+        assert_same_bytes(twin(x), theirs(x))
     convert_from_fp8(theirs)
     assert type(theirs[0]) is Conv1D
     for name, tensor in theirs.state_dict().items():

@@ -125,6 +125,13 @@ def test_the_data_parallel_size_is_what_is_left():
     assert layout(8, *tp2_pp2, "model.context_parallel_size=2") == 1
 
 
+INTERLEAVED = [
+    "model.pipeline_model_parallel_size=2",
+    "model.virtual_pipeline_model_parallel_size=2",
+    "model.num_layers=4",
+]
+
+
 @pytest.mark.parametrize(
     ("world_size", "options", "words"),
     [
@@ -147,6 +154,12 @@ def test_the_data_parallel_size_is_what_is_left():
                 "model.moe_token_dispatcher_type=alltoall",
             ),
             "expert_tensor_parallel_size=1, or model.moe_token_dispatcher_type=allgather",
+        ),
+        (2, [*INTERLEAVED, "train.global_batch_size=2", "train.micro_batch_size=2"], "gives 1 micro-batches"),
+        (
+            2,
+            [*INTERLEAVED, "train.global_batch_size=6", "train.micro_batch_size=2"],
+            "a multiple of 2 micro-batches",
         ),
     ],
 )
