@@ -96,6 +96,7 @@ def main(arguments: list[str]) -> int:
 
 def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     """Prepare and train; the exit code. Bad input, and a save that fails, are said by one rank."""
+    from megatron_fp8.train.deterministic import in_words_of_the_run
     from megatron_fp8.train.parallel import exit_code
 
     try:
@@ -103,7 +104,8 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     except BrokenPipeError:
         return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except (ValueError, RuntimeError, OSError) as error:
-        return refuse(error, debug=debug, tell=launch.meeting.tell, code=exit_code(error))
+        code = exit_code(error)
+        return refuse(in_words_of_the_run(error), debug=debug, tell=launch.meeting.tell, code=code)
     from megatron_fp8.mcore.checkpoint_saver import SaveError
     from megatron_fp8.train.failure import TrainingFailed
 
@@ -117,6 +119,9 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     except BrokenPipeError:
         return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except Exception as error:
+        told = in_words_of_the_run(error)
+        if told is not error:
+            return refuse(told, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
         traceback.print_exc()
         launch.meeting.tell(EXIT_FAILED, f"rank {launch.rank} failed: {type(error).__name__}: {error}")
         return EXIT_FAILED

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_fp8 import kernels
 from megatron_fp8.command_line import EXIT_BAD_INPUT, EXIT_FAILED
 from megatron_fp8.timing import unused_gpu
+from megatron_fp8.train.deterministic import be_deterministic
 from megatron_fp8.train.meeting import Meeting
 from megatron_fp8.train.rendezvous import check_restarts
 from megatron_fp8.train.sections import TrainSection
@@ -252,9 +253,11 @@ def backend() -> str:
 def join(launch: Launch, model: Any, train: TrainSection) -> None:
     """Threads, device, process group (gloo without CUDA, nccl with), Megatron's groups and random streams.
 
-    Raises ValueError if the layout does not fit the world size.
+    Raises ValueError if the layout does not fit the world size, or train.deterministic the environment.
     """
     check_layout(model, train, launch.world_size)
+    if train.deterministic:
+        be_deterministic()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(gpu_of(launch.local_rank, torch.cuda.device_count()))
@@ -285,10 +288,6 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         distributed_timeout_minutes=train.distributed_timeout_minutes,
     )
     seed_streams(train.seed)
-    if train.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # It would also fill every new tensor, which costs time and changes no result here.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def say_unused_gpu() -> None:

@@ -29,7 +29,7 @@ class TrainSection:
     log_interval: int = 10
     """Iterations between printed lines when the output is no terminal. metrics.jsonl has every iteration."""
     deterministic: bool = True
-    """Ask torch for deterministic algorithms."""
+    """Same losses to the bit on GPUs too, at some cost there (docs/performance.md). What cannot be so is an error."""
     threads: int = 0
     """CPU threads per rank, at most 1024; 0 shares the machine's cores among its ranks."""
     max_skipped_steps: int = 10
