@@ -85,7 +85,7 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
     assert wanted.request == request, "what alone is not refused is planned"
     try:
         found = run(wanted, a, b, bias)[:_M, :_N].double()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, *_triton_errors()) as error:
         return str(error).strip().partition("\n")[0]
     values_a, values_b = (
         decode(s.codes, torch.float64) * s.expanded_scale_inv().to(torch.float64) for s in (a, b)
@@ -98,6 +98,15 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
     if error_found > _TOLERANCE:
         return f"it is computed wrongly (off by {error_found:.1e} of the terms' sum)"
     return None
+
+
+def _triton_errors() -> tuple[type[Exception], ...]:
+    """What Triton raises of a kernel that it cannot compile, or that does not fit the device."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)
 
 
 def sample(

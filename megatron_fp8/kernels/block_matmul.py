@@ -2,13 +2,15 @@
 
 Each program accumulates one tile of the result. For every 128 columns of the contraction, one block of scales, the tensor
 cores sum codes times codes from zero; that partial sum is multiplied by scale_inv_a * scale_inv_b and added to a float32
-accumulator in registers. So Hopper's accumulation, which keeps about 14 bits, never spans more than 128 products (the
-promotion interval of DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+accumulator in registers (one fused operation, whatever Triton's default is). So Hopper's accumulation, which keeps about
+14 bits, never spans more than 128 products (the promotion interval of DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
 The interpreter has no FP8 product: codes are decoded to float32 before the dot there, the one branch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -55,7 +57,8 @@ def block_matmul(
             "float32 scales of 1x128 or 128x128 blocks"
         )
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
-    if m and n:
+
+    def launch(stages: int) -> None:
         # 128 x 128 results of float32 are 64 registers for each of 8 warps' threads, twice: partial sum and accumulator.
         grid = (triton.cdiv(m, 128) * triton.cdiv(n, 128),)
         _block_matmul[grid](
@@ -64,9 +67,32 @@ def block_matmul(
             bias, out, m, n, k,
             A_E4M3=is_e4m3(format_of(a.dtype)), B_E4M3=is_e4m3(format_of(b.dtype)), A_HEIGHT=a_height,
             B_HEIGHT=b_height, BIAS=bias is not None, ROWS=128, COLS=128, BLOCK=BLOCK, BAND=8,
-            num_warps=8, num_stages=4,
+            num_warps=8, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
+
+    if m and n:
+        _launch_with_room(launch, a.device)
     return out
+
+
+_stages: dict[torch.device, int] = {}
+"""Loads under way at once that fit the shared memory of a device; the most until a launch has said otherwise."""
+
+
+def _launch_with_room(launch: Callable[[int], None], device: torch.device) -> None:
+    """Launch with as many stages as the device has shared memory for: an RTX 40 has half of an H100's.
+
+    RuntimeError, in one line, where not even one has room.
+    """
+    for stages in range(_stages.get(device, 4), 0, -1):
+        try:
+            launch(stages)
+        except triton.runtime.errors.OutOfResources as error:
+            told = error
+        else:
+            _stages[device] = stages
+            return
+    raise RuntimeError(f"no room on {device} for a tile of the block-scaled product: {told}")
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import on_its_device
-from .tiles import Tile, store
+from .tiles import Tile, grid_of, place, store
 
 TILE = Tile(128, 128, 8)
 
@@ -32,8 +32,7 @@ def transpose(codes: torch.Tensor, *, tile: Tile = TILE) -> torch.Tensor:
     rows, cols = codes.shape
     out = torch.empty(cols, rows, dtype=codes.dtype, device=codes.device)
     if codes.numel():
-        grid = (triton.cdiv(cols, tile.cols), triton.cdiv(rows, tile.rows))
-        _transpose[grid](
+        _transpose[grid_of(rows, cols, tile)](
             codes.view(torch.uint8), codes.stride(0), out.view(torch.uint8), rows, cols, **tile.options()
         )
     return out
@@ -41,7 +40,8 @@ def transpose(codes: torch.Tensor, *, tile: Tile = TILE) -> torch.Tensor:
 
 @triton.jit
 def _transpose(codes, stride, out, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    top, left = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    down_tile, across_tile = place(cols, COLS)
+    top, left = down_tile * ROWS, across_tile * COLS
     down, across = tl.arange(0, ROWS), tl.arange(0, COLS)
     inside = (top + down < rows)[:, None] & (left + across < cols)[None, :]
     at = (codes + top.to(tl.int64) * stride + left) + (down[:, None] * stride + across[None, :])

@@ -14,10 +14,11 @@ import triton.language as tl
 from ..formats import FloatFormat
 from . import on_its_device
 from .elements import INF, count_nonfinite, encode, magnitudes, narrow, record, widen, without_nan
-from .tiles import is_e4m3
+from .tiles import Tile, grid_of, is_e4m3, place
 
 SIDE = 128
 """Rows and columns of a tile: the square block of blockwise weights."""
+_TILE = Tile(SIDE, SIDE, 8)
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -43,7 +44,7 @@ def piece_amax(
     if master.numel():
         grid, first = _grid(master, offset, shape)
         _piece_amax[grid](
-            master, offset, shape[1], master.numel(), first, amax.view(torch.int32), nonfinite, grid[0],
+            master, offset, shape[1], master.numel(), first, amax.view(torch.int32), nonfinite,
             DTYPE=_DTYPES[dtype], PER_BLOCK=_per_block(amax, shape), SIDE=SIDE, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -68,21 +69,21 @@ def piece_cast(
     if master.numel():
         grid, first = _grid(master, offset, shape)
         _piece_cast[grid](
-            master, offset, shape[1], master.numel(), first, scale, codes.view(torch.uint8), grid[0],
+            master, offset, shape[1], master.numel(), first, scale, codes.view(torch.uint8),
             DTYPE=_DTYPES[dtype], E4M3=is_e4m3(fmt), PER_BLOCK=_per_block(scale, shape), SIDE=SIDE,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _grid(master: torch.Tensor, offset: int, shape: tuple[int, int]) -> tuple[tuple[int, int], int]:
-    """(tiles across, tiles down that hold some of the piece), and the first row of tiles."""
+def _grid(master: torch.Tensor, offset: int, shape: tuple[int, int]) -> tuple[tuple[int], int]:
+    """Programs for the rows of tiles that hold some of the piece, and the first of those rows."""
     assert master.is_contiguous() and master.dtype == torch.float32, "a flat float32 piece"
     rows, cols = shape
     assert offset >= 0 and offset + master.numel() <= rows * cols, "the piece lies inside the weight"
     assert cols < 1 << 24, "offsets inside a tile are 32-bit numbers"
     first = offset // cols // SIDE
     last = (offset + master.numel() - 1) // cols // SIDE
-    return (triton.cdiv(cols, SIDE), last - first + 1), first
+    return grid_of((last - first + 1) * SIDE, cols, _TILE), first
 
 
 def _per_block(per_block: torch.Tensor, shape: tuple[int, int]) -> bool:
@@ -95,21 +96,22 @@ def _per_block(per_block: torch.Tensor, shape: tuple[int, int]) -> bool:
 
 @triton.jit
 def _place(offset, cols, n, first, SIDE: tl.constexpr):
-    """(where this tile's corner is in the piece, element offsets from it, which are in the piece, the block's row)."""
-    tile_row = first + tl.program_id(1)
-    corner = tile_row.to(tl.int64) * SIDE * cols + tl.program_id(0) * SIDE - offset
+    """(where this tile's corner is in the piece, element offsets from it, which are in the piece, the block's number)."""
+    down, across_tile = place(cols, SIDE)
+    tile_row = first + down
+    corner = tile_row.to(tl.int64) * SIDE * cols + across_tile * SIDE - offset
     across = tl.arange(0, SIDE)[None, :]
     away = tl.arange(0, SIDE)[:, None] * cols + across
-    held = (tl.program_id(0) * SIDE + across < cols) & (corner + away >= 0) & (corner + away < n)
-    return corner, away, held, tile_row
+    held = (across_tile * SIDE + across < cols) & (corner + away >= 0) & (corner + away < n)
+    return corner, away, held, tile_row * ((cols - 1) // SIDE + 1) + across_tile
 
 
 @triton.jit
 def _piece_amax(
-    master, offset, cols, n, first, amax, nonfinite, blocks_across,
+    master, offset, cols, n, first, amax, nonfinite,
     DTYPE: tl.constexpr, PER_BLOCK: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    corner, away, held, tile_row = _place(offset, cols, n, first, SIDE)
+    corner, away, held, number = _place(offset, cols, n, first, SIDE)
     value = tl.load((master + corner) + away, mask=held, other=0.0)
     bits = magnitudes(widen(narrow(value, DTYPE)))
     top = tl.max(bits)
@@ -117,21 +119,15 @@ def _piece_amax(
     if top >= INF:
         count = count_nonfinite(bits)
         top = tl.max(without_nan(bits))
-    block = 0
-    if PER_BLOCK:
-        block = tile_row * blocks_across + tl.program_id(0)
-    record(amax + block, nonfinite, top, count)
+    record(amax + (number if PER_BLOCK else 0), nonfinite, top, count)
 
 
 @triton.jit
 def _piece_cast(
-    master, offset, cols, n, first, scale, codes, blocks_across,
+    master, offset, cols, n, first, scale, codes,
     DTYPE: tl.constexpr, E4M3: tl.constexpr, PER_BLOCK: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    corner, away, held, tile_row = _place(offset, cols, n, first, SIDE)
+    corner, away, held, number = _place(offset, cols, n, first, SIDE)
     value = tl.load((master + corner) + away, mask=held, other=0.0)
-    block = 0
-    if PER_BLOCK:
-        block = tile_row * blocks_across + tl.program_id(0)
-    product = widen(narrow(value, DTYPE)) * tl.load(scale + block)
+    product = widen(narrow(value, DTYPE)) * tl.load(scale + (number if PER_BLOCK else 0))
     tl.store((codes + corner) + away, encode(product, E4M3), mask=held)

@@ -1,7 +1,7 @@
 """The passes over a matrix, as Triton kernels. Each program takes one tile; quantize.py launches them.
 
 The first arguments are a Source's (tiles.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols, rows] are
-contiguous; amaxes are int32 views of float32; a flag says which of them are there. Programs along axis 0 take columns.
+contiguous; amaxes are int32 views of float32; a flag says which of them are there. A program's tile is tiles.place.
 
 NaN is not looked for in every element twice: amaxes are taken with NaN in them, which as bits is greater than Inf, and
 only a tile whose largest is Inf or more counts and cleans.
@@ -24,7 +24,7 @@ from .elements import (
     scales,
     without_nan,
 )
-from .tiles import load, store
+from .tiles import load, place, store
 
 
 @triton.jit
@@ -42,8 +42,9 @@ def find_amaxes(
     if top >= INF:
         count = count_nonfinite(bits)
         row_tops, col_tops, top = _tops(without_nan(bits), ROWWISE, COLUMNWISE, ROWS, COLS, ROWS, COLS)
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
-    col = (tl.program_id(0) * COLS + tl.arange(0, COLS))[None, :]
+    down, across = place(cols, COLS)
+    row = (down * ROWS + tl.arange(0, ROWS))[:, None]
+    col = (across * COLS + tl.arange(0, COLS))[None, :]
     if ROWWISE:
         tl.atomic_max(row_amax + row, row_tops, mask=row < rows, sem="relaxed")
     if COLUMNWISE:
@@ -66,10 +67,11 @@ def cast_tensor(
         inverse = divide(1.0, scale)
     else:
         scale, inverse = scales(as_bits(tl.load(given)), epsilon, factor, E4M3, KIND)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+    if tl.program_id(0) == 0:
         tl.store(scale_inv, inverse)
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
-    top, left = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    down, across = place(cols, COLS)
+    top, left = down * ROWS, across * COLS
     codes = encode(tile * scale, E4M3)
     if ROWWISE:
         store(row_codes, codes, top, left, rows, cols)
@@ -96,7 +98,8 @@ def cast_rows(
 ):  # fmt: skip
     """One scale a row for row_codes, one a column for col_codes, from their amaxes."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
-    top, left = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    down, across = place(cols, COLS)
+    top, left = down * ROWS, across * COLS
     if ROWWISE:
         row = top + tl.arange(0, ROWS)
         bits = tl.load(row_amax + row, mask=row < rows, other=0)
@@ -140,15 +143,16 @@ def quantize_tiles(
         record(amax, nonfinite, largest, count)
     DOWN: tl.constexpr = ROWS // BLOCK
     ACROSS: tl.constexpr = COLS // BLOCK
-    top, left = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    down, across = place(cols, COLS)
+    top, left = down * ROWS, across * COLS
     if SQUARE:
         scale, inverse = scales(largest, epsilon, factor, E4M3, KIND)
         codes = encode(tile * scale, E4M3)
         if ROWWISE:
-            tl.store(row_scale + tl.program_id(1) * row_major + tl.program_id(0) * row_minor, inverse)
+            tl.store(row_scale + down * row_major + across * row_minor, inverse)
             store(row_codes, codes, top, left, rows, cols)
         if COLUMNWISE:
-            tl.store(col_scale + tl.program_id(0) * col_major + tl.program_id(1) * col_minor, inverse)
+            tl.store(col_scale + across * col_major + down * col_minor, inverse)
             store(col_codes, tl.trans(codes), left, top, cols, rows)
     if ALONG_ROWS:
         if SOURCE == "plain":  # again, from L1: kept in registers it would halve the programs that fit
@@ -157,7 +161,7 @@ def quantize_tiles(
             )
         scale, inverse = scales(row_tops, epsilon, factor, E4M3, KIND)
         row = (top + tl.arange(0, ROWS))[:, None]
-        block = (tl.program_id(0) * ACROSS + tl.arange(0, ACROSS))[None, :]
+        block = (across * ACROSS + tl.arange(0, ACROSS))[None, :]
         at = row_scale + row.to(tl.int64) * row_major + block.to(tl.int64) * row_minor
         tl.store(at, inverse, mask=(row < rows) & (block * BLOCK < cols))
         each = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, ACROSS, BLOCK)), (ROWS, COLS))
@@ -170,7 +174,7 @@ def quantize_tiles(
             )
         scale, inverse = scales(col_tops, epsilon, factor, E4M3, KIND)
         col = (left + tl.arange(0, COLS))[None, :]
-        block = (tl.program_id(1) * DOWN + tl.arange(0, DOWN))[:, None]
+        block = (down * DOWN + tl.arange(0, DOWN))[:, None]
         at = col_scale + col.to(tl.int64) * col_major + block.to(tl.int64) * col_minor
         tl.store(at, inverse, mask=(col < cols) & (block * BLOCK < rows))
         each = tl.reshape(tl.broadcast_to(scale[:, None, :], (DOWN, BLOCK, COLS)), (ROWS, COLS))
@@ -187,7 +191,8 @@ def write_values(
 ):  # fmt: skip
     """The matrix itself, [rows, cols] in its dtype."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
-    top, left = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    down, across = place(cols, COLS)
+    top, left = down * ROWS, across * COLS
     store(values, narrow(tile, values.dtype.element_ty), top, left, rows, cols)
 
 

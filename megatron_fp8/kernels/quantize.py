@@ -134,8 +134,7 @@ def quantize_tensor(
     out = _Outputs(source, fmt, direction, values)
     scale_inv = torch.ones((), device=source.x.device, dtype=torch.float32)
     # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
-    across, down = source.grid(tile)
-    cast_tensor[(max(across, 1), max(down, 1))](
+    cast_tensor[source.grid(tile)](
         **source.arguments(),
         **out.arguments(),
         given=scale if scale is not None else amax,
@@ -179,8 +178,7 @@ def quantize_rows(
     row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device, dtype=torch.float32)
     col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device, dtype=torch.float32)
     # An empty matrix still has the scales of its rows or columns to be written.
-    across, down = source.grid(tile)
-    cast_rows[(max(across, 1), max(down, 1))](
+    cast_rows[source.grid(tile)](
         **source.arguments(),
         **out.arguments(),
         row_amax=_as_int(row_amax),

@@ -83,9 +83,14 @@ class Source:
             "WEIGHTED": self.second is not None,
         }
 
-    def grid(self, tile: Tile) -> tuple[int, int]:
-        """Programs, columns fastest: neighbours share what a source reads twice, in L2."""
-        return triton.cdiv(self.cols, tile.cols), triton.cdiv(self.rows, tile.rows)
+    def grid(self, tile: Tile) -> tuple[int]:
+        """Programs, one a tile (``place``); at least one row and one column of them."""
+        return grid_of(self.rows, self.cols, tile)
+
+
+def grid_of(rows: int, cols: int, tile: Tile) -> tuple[int]:
+    """As many programs as ``place`` tells apart for a matrix: on one axis, since others end at 65,535 programs."""
+    return (max(triton.cdiv(rows, tile.rows), 1) * max(triton.cdiv(cols, tile.cols), 1),)
 
 
 def plain(x: torch.Tensor) -> Source:
@@ -129,6 +134,13 @@ def as_bytes(codes: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @triton.jit
+def place(cols, COLS: tl.constexpr):
+    """(row of tiles, column of tiles) of this program. Columns are fastest: what is read twice is still in L2."""
+    across = (cols - 1) // COLS + 1  # 1 of no columns: the quotient is cut off towards zero
+    return tl.program_id(0) // across, tl.program_id(0) % across
+
+
+@triton.jit
 def load(
     x,
     x_stride,
@@ -147,8 +159,8 @@ def load(
 
     Only the tile's corner is a 64-bit offset: inside it 32 bits do, and save a register an address.
     """
-    top = tl.program_id(1) * ROWS
-    left = tl.program_id(0) * COLS
+    down_tile, across_tile = place(cols, COLS)
+    top, left = down_tile * ROWS, across_tile * COLS
     down = tl.arange(0, ROWS)
     across = tl.arange(0, COLS)
     in_rows = top + down < rows

@@ -141,6 +141,7 @@ def launches() -> dict[str, Callable[[], Any]]:
         "mx": lambda: quantize_blocks(x, E4M3, block=32, kind="e8m0", record=record),
         "norm": lambda: quantize_tensor(rms_norm(x, gamma), E4M3, scale=one, record=record),
         "norm-blockwise": lambda: quantize_blocks(rms_norm(x, gamma), E4M3, block=128, record=record),
+        "column-norm": lambda: write(rms_norm(empty(64, 1), empty(1))),
         "norm-written": lambda: write(rms_norm(x, gamma)),
         "swiglu-grad-written": lambda: write(swiglu_grad(dy, x, gamma)),
         "swiglu": lambda: quantize_tensor(swiglu(x), E4M3, scale=one, record=record),

@@ -7,6 +7,7 @@ import torch
 
 from megatron_fp8.backends import emulated
 from megatron_fp8.formats import E4M3, E5M2
+from megatron_fp8.kernels import block_matmul as block_matmul_module
 from megatron_fp8.kernels.block_matmul import block_matmul
 from megatron_fp8.recipe import BLOCK_1X128, BLOCK_128X128, Rule
 from tests.unit.kernels.matrices import DEVICE
@@ -86,3 +87,24 @@ def test_nan_and_nothing():
     bias = torch.arange(40.0, device=DEVICE)
     assert torch.equal(block_matmul(empty, scale, empty, scale, bias=bias), bias.bfloat16().expand(40, 40))
     assert block_matmul(empty[:0], scale[:0], empty, scale).shape == (0, 40)
+
+
+def test_a_device_with_less_shared_memory_takes_fewer_stages(monkeypatch):
+    """An RTX 40 has half of an H100's; what was found to fit is not tried again. None at all is one line."""
+    from triton.runtime.errors import OutOfResources
+
+    room, tried = 2, []
+
+    def launch(stages):
+        tried.append(stages)
+        if stages > room:
+            raise OutOfResources(stages * 32768, room * 32768, "shared memory")
+
+    monkeypatch.setattr(block_matmul_module, "_stages", {})
+    for _ in range(2):
+        block_matmul_module._launch_with_room(launch, torch.device("cuda", 0))
+    assert tried == [4, 3, 2, 2]
+    room = 0
+    with pytest.raises(RuntimeError, match="no room on cuda:1 for a tile") as caught:
+        block_matmul_module._launch_with_room(launch, torch.device("cuda", 1))
+    assert "\n" not in str(caught.value)

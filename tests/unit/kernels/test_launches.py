@@ -9,23 +9,76 @@ import torch
 
 from megatron_fp8 import kernels
 
-FILES = sorted(Path(kernels.__file__).parent.glob("*.py"))
+PACKAGE = Path(kernels.__file__).parents[1]
 
 
-def launching(file):
-    """Functions that call ``kernel[grid](...)``."""
-    for node in ast.walk(ast.parse(file.read_text())):
+def functions(tree):
+    """Outermost functions and methods, without what is inside them."""
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
-            calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
-            if any(isinstance(called, ast.Subscript) for called in calls):
-                yield node
+            yield node
+        else:
+            yield from functions(node)
+
+
+def launches(tree):
+    """Calls ``kernel[grid](...)`` of what a file with kernels in it has: all of the package's, wherever they are."""
+    return [
+        call for call in ast.walk(tree) if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
+    ]
 
 
 def test_every_launch_is_on_its_tensors_device():
-    found = [function for file in FILES for function in launching(file)]
-    assert len(found) >= 12
-    bare = [f.name for f in found if "on_its_device" not in [ast.unparse(d) for d in f.decorator_list]]
-    assert bare == []
+    """In the whole package; and kernels are nowhere but in kernels/."""
+    bare, found = [], 0
+    for file in sorted(PACKAGE.rglob("*.py")):
+        text = file.read_text()
+        if file.parent.name != "kernels":
+            assert "triton.jit" not in text and "import triton" not in text, file
+            continue
+        tree = ast.parse(text)
+        inside = {id(call): f for f in functions(tree) for call in launches(f)}
+        for call in launches(tree):
+            function = inside.get(id(call))
+            found += 1
+            if function is None or "on_its_device" not in map(ast.unparse, function.decorator_list):
+                bare.append((file.name, call.lineno))
+    assert bare == [] and found >= 12
+
+
+def test_matrices_of_any_height_fit_the_grid(monkeypatch):
+    """All programs lie on the first axis: the others end at 65,535, which is 4 million rows."""
+    pytest.importorskip("triton")
+    from megatron_fp8.formats import E4M3
+    from megatron_fp8.kernels import fp8_transpose, param_cast, quantize
+
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    for module, names in (
+        (quantize, ("find_amaxes", "cast_tensor", "cast_rows", "quantize_tiles", "write_values")),
+        (param_cast, ("_piece_amax", "_piece_cast")),
+        (fp8_transpose, ("_transpose",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, Kernel())
+    rows = 1 << 23
+    x, one = torch.empty(rows, 130, dtype=torch.bfloat16, device="meta"), torch.ones(())
+    quantize.measure(x, rows=True)
+    quantize.quantize_tensor(x, E4M3, scale=one)
+    quantize.quantize_rows(x, E4M3, torch.empty(rows, device="meta"), None)
+    quantize.quantize_blocks(x, E4M3, block=32, kind="e8m0")
+    quantize.write(quantize.plain(x))
+    fp8_transpose.transpose(torch.empty(rows, 130, dtype=torch.float8_e4m3fn, device="meta"))
+    master = torch.empty(rows * 130, device="meta")
+    param_cast.piece_amax(master, 0, (rows, 130), torch.bfloat16, one, one)
+    param_cast.piece_cast(master, 0, (rows, 130), torch.bfloat16, one, master.to(torch.uint8), E4M3)
+    assert len(grids) == 8 and all(len(grid) == 1 and grid[0] >= 2 * 65536 for grid in grids)
+    assert not [f.name for f in (PACKAGE / "kernels").glob("*.py") if "program_id(1)" in f.read_text()]
 
 
 def test_the_device_is_the_first_arguments(monkeypatch):
@@ -36,7 +89,7 @@ def test_the_device_is_the_first_arguments(monkeypatch):
 
     entered = []
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: entered.append(tensor) or nullcontext())
-    monkeypatch.setattr("megatron_fp8.kernels.quantize.cast_tensor", {(1, 1): lambda **arguments: None})
+    monkeypatch.setattr("megatron_fp8.kernels.quantize.cast_tensor", {(1,): lambda **arguments: None})
     x = torch.ones(4, 8)
     for first in (x, plain(x)):
         quantize_tensor(first, E4M3, scale=torch.ones(()))
