@@ -85,7 +85,7 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
     assert wanted.request == request, "what alone is not refused is planned"
     try:
         found = run(wanted, a, b, bias)[:_M, :_N].double()
-    except (RuntimeError, ValueError, *_triton_errors()) as error:
+    except _refused() as error:
         return str(error).strip().partition("\n")[0]
     values_a, values_b = (
         decode(s.codes, torch.float64) * s.expanded_scale_inv().to(torch.float64) for s in (a, b)
@@ -100,13 +100,13 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
     return None
 
 
-def _triton_errors() -> tuple[type[Exception], ...]:
-    """What Triton raises of a kernel that it cannot compile, or that does not fit the device."""
+def _refused() -> tuple[type[Exception], ...]:
+    """What torch raises of a product that it has not, and Triton of a kernel that it cannot compile or fit the device."""
     try:
         from triton.errors import TritonError
     except ImportError:
-        return ()
-    return (TritonError,)
+        return RuntimeError, ValueError
+    return RuntimeError, ValueError, TritonError
 
 
 def sample(

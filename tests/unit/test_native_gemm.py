@@ -243,3 +243,16 @@ def test_arguments_are_as_planned_for_every_size():
                     [],
                 )
             assert out.shape[0] >= m and out.shape[1] >= n
+
+
+def test_what_triton_cannot_launch_is_refused_in_words():
+    """Where neither of torch's products nor the device's shared memory is enough: a reason, not a traceback."""
+    from triton.runtime.errors import OutOfResources
+
+    def run(*_):
+        raise OutOfResources(131072, 101376, "shared memory")
+
+    block = Request(Mode.BLOCK, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, by="kernel")
+    refusals.cache_clear()
+    assert "shared memory, Required: 131072" in (refusals(torch.device("cpu"), run)(block) or "")
+    refusals.cache_clear()
