@@ -34,6 +34,7 @@ from megatron_fp8.train.metrics import (
     finite,
     peak_memory,
 )
+from megatron_fp8.train.mtp import take_mtp_loss
 from megatron_fp8.train.stop import StopRequest
 
 
@@ -167,6 +168,7 @@ class Trainer:
         learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
         loss_scale = float(self.optimizer.get_loss_scale()) if self.run.model.fp16 else None
         loss, updated, grad_norm = self.step(training)
+        mtp = take_mtp_loss(self._microbatches, self._device) if self.run.model.mtp_num_layers else None
         self.samples += self.run.train.global_batch_size
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -187,6 +189,7 @@ class Trainer:
             hp_gemms=counts["hp_gemms"],
             amax_collectives=counts["amax_collectives"],
             peak_memory=peak_memory(),
+            mtp_loss=finite(mtp),
         )
 
     def step(self, training: list[Iterator[Any]]) -> tuple[float, bool, float | None]:
@@ -243,14 +246,18 @@ class Trainer:
             forward_only=forward_only,
         )
 
+    @property
+    def _device(self) -> torch.device:
+        """Where collectives are."""
+        return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
     def _mean(self, losses: list[Tensor]) -> float:
         """Mean loss per token over all ranks, which also agree on stopping here.
 
         Only the ranks of last stages have losses. Tensor-parallel ranks hold the same ones, which leaves the mean as
         it is.
         """
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        sums = torch.tensor([0.0, 0.0, *self.stop.votes()], dtype=torch.float64, device=device)
+        sums = torch.tensor([0.0, 0.0, *self.stop.votes()], dtype=torch.float64, device=self._device)
         for loss in losses:
             sums[:2] += loss.double()
         dist.all_reduce(sums)

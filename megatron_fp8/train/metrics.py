@@ -15,6 +15,7 @@ metrics.jsonl has one object per iteration:
     nonfinite         NaN and Inf that FP8 casts met, over all ranks
     fp8_gemms         GEMMs that ran in FP8 on this rank, hp_gemms: linear-layer GEMMs that did not
     amax_collectives  collectives that reduced amax and health
+    mtp_loss          mean loss of multi-token prediction, in nats, over the tokens ahead; null without mtp_num_layers
     peak_memory       bytes: allocated at most on this GPU, or this process's largest resident size on CPU
 """
 
@@ -64,6 +65,7 @@ class IterationMetrics:
     hp_gemms: int
     amax_collectives: int
     peak_memory: int
+    mtp_loss: float | None = None
 
 
 def finite(value: float | None) -> float | None:

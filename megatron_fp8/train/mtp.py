@@ -1,0 +1,28 @@
+"""The loss of multi-token prediction: Megatron-Core adds its gradients to the model's, and not it to the loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+
+def take_mtp_loss(microbatches: int, device: torch.device) -> float:
+    """Mean loss per token, in nats, over the iteration's micro-batches and the tokens ahead; then it is forgotten.
+
+    Collective over all ranks, after the iteration's forward passes; some pipeline stage must hold the layers. NaN and Inf
+    come through.
+
+    Args:
+        microbatches: of one iteration on one rank.
+        device: where collectives are.
+    """
+    kept = MTPLossLoggingHelper.tracker.get("values")
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    if kept is not None:  # float32 [mtp_num_layers], the sums over micro-batches
+        sums[0], sums[1] = kept.double().mean() / microbatches, 1.0
+        MTPLossLoggingHelper.tracker.clear()
+    dist.all_reduce(sums)
+    total, ranks = sums.tolist()
+    assert ranks, "mtp_num_layers without layers is refused before the first step"
+    return total / ranks
