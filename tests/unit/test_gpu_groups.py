@@ -184,12 +184,17 @@ def test_a_failure_is_kept_until_its_check_is_run_again(folder: Path):
     assert (results["fails"]["verdict"], results["fails"]["detail"]) == ("FAIL", "1 is not 2")
 
 
-def test_rows_of_a_process_that_dies_are_kept(folder: Path):
-    found = run(records(folder), group("first", "rows"))["rows"]
+def test_rows_of_a_process_that_dies_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the GPU's clocks just after they were measured."""
+    monkeypatch.setattr(gpu_groups, "power_state", lambda: {"clocks.sm": "1980 MHz"})
+    made = records(folder)
+    Run(made, 60, least=0.2, command=COMMAND).groups([(group("bench first", "rows"), ("rows",))])
+    found = made.results["rows"]
     assert found["verdict"] == "FAIL" and found["detail"].startswith("its process ended with exit code 4")
     (row,) = found["rows"]
     assert row["rate"] == "told again"
-    assert "1e+03 ms ± 0%" in (folder / "results.md").read_text()
+    text = (folder / "results.md").read_text()
+    assert "1e+03 ms ± 0%" in text and "After bench first: clocks.sm 1980 MHz." in text
 
 
 def test_later_groups_are_told_the_peaks_and_no_more(folder: Path):
