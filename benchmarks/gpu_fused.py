@@ -25,6 +25,7 @@ from megatron_fp8.param import fp8_parameter
 from megatron_fp8.param_shard import quantize_shards
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.state import Arena, Fp8State
+from megatron_fp8.train.deterministic import be_deterministic
 from megatron_fp8.unwritten import Unwritten, written
 from tests.unit.compare import assert_same_bytes
 from tests.unit.kernels.launched import launched
@@ -43,6 +44,7 @@ def checks() -> dict[str, Callable[[Machine], str]]:
 
         def check(machine: Machine, name: str = name) -> str:
             on_gpu(machine, name)
+            be_deterministic()
             return layers(name)
 
         found[f"fused {name}"] = check

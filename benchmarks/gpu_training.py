@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.gpu_common import Machine, supported
 from benchmarks.gpu_models import DRY, TINY, Training
+from megatron_fp8.train.deterministic import be_deterministic
 
 
 def checks() -> dict[str, Callable[[Machine], str]]:
@@ -20,6 +21,8 @@ def checks() -> dict[str, Callable[[Machine], str]]:
 def training(machine: Machine, name: str) -> str:
     """A GPT on Megatron-Core, one rank: losses follow the emulated backend's, and are the same twice, to the bit."""
     supported(machine, name)
+    if not machine.dry:
+        be_deterministic()
     steps = 3 if machine.dry else 12
 
     def losses(backend: str) -> list[float]:
