@@ -65,6 +65,7 @@ class Tester:
         if image:
             self.seq_length = 5  # four patches and the class token
             self.image_size, self.patch_size = 16, 8
+            self.num_masks, self.mask_length = 2, 4
 
     def get_config(self) -> Any:
         return self.config_class(**self.options)
