@@ -75,14 +75,20 @@ class Adam(torch.optim.Optimizer):
     ) -> None:
         """torch's own step on these parameters and float32 moments, in place, after ``before`` steps."""
         beta1, beta2 = group["betas"]
+        # On GPUs one pass; torch's other way makes a copy of a moment of all parameters at once.
+        devices = {p.device for p in params}
+        fused = len(devices) == 1 and params[0].is_cuda
+        device = params[0].device if fused else "cpu"
+        steps = torch.full((len(params),), float(before), dtype=torch.float32, device=device)
         adam(
             params,
             [p.grad for p in params if p.grad is not None],
             exp_avgs,
             exp_avg_sqs,
             [],
-            # A tensor of its own for each: torch's function increments every one.
-            [torch.tensor(float(before), dtype=torch.float32, device="cpu") for _ in params],
+            list(steps.unbind()),  # one for each: torch's function increments every one
+            foreach=False if fused else None,
+            fused=fused or None,
             decoupled_weight_decay=self.adam_w_mode,
             amsgrad=False,
             beta1=beta1,

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8.mcore.adam import Adam
 
@@ -75,3 +76,32 @@ def test_a_parameter_without_a_gradient_stays():
     optimizer.step()
     assert [torch.equal(p, b) for p, b in zip(params, before, strict=True)] == [False, True, False, False]
     assert params[1] not in optimizer.state
+
+
+def test_on_a_gpu_it_is_one_pass(monkeypatch):
+    """torch's fused function, with steps where it wants them; run on a CPU it gives the same numbers."""
+    from megatron_fp8.mcore import adam as module
+
+    calls = []
+    torchs = module.adam
+
+    def recorded(params, grads, averages, squares, maxima, steps, **options):
+        calls.append((options["fused"], options["foreach"], {step.device.type for step in steps}))
+        options |= {"fused": True, "foreach": False}
+        torchs(params, grads, averages, squares, maxima, steps, **options)
+
+    def stepped(device: str) -> list[torch.Tensor]:
+        params = [torch.linspace(-3, 3, n, device=device) for n in (5, 7)]
+        optimizer = Adam(params, lr=0.1, weight_decay=0.1)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.full_like(p, 0.5)
+            optimizer.step()
+        return params
+
+    plain = stepped("cpu")
+    monkeypatch.setattr(module, "adam", recorded)
+    torch.testing.assert_close(stepped("cpu"), plain)
+    with FakeTensorMode():
+        stepped("cuda")
+    assert calls == [(None, None, {"cpu"})] * 3 + [(True, False, {"cuda"})] * 3
