@@ -81,6 +81,7 @@ _SIZE = integer(1, 2**24)
 _COUNT = integer(1, 2**16)
 _RANKS = integer(1, 2**20, "ranks")
 _PROBABILITY = number(0, 1, without=[1])
+_HALF = 65504.0  # float16's largest number: torch raises for a larger one where it computes in float16
 _POSITIVE = number(0, without=[0])
 _ANY_NUMBER = number(-math.inf)
 _FUNCTION = Rule("a function", callable)
@@ -144,8 +145,8 @@ FIELDS: dict[str, Field] = {
     "add_qkv_bias": works(FLAG, _ATTENTION),
     "gated_linear_unit": works(FLAG, _MLP),
     "activation_func": works(_FUNCTION, _MLP),
-    "activation_func_clamp_value": works(optional(_POSITIVE), _MLP),
-    "glu_linear_offset": works(_ANY_NUMBER, _MLP, "gated_linear_unit"),
+    "activation_func_clamp_value": works(optional(number(0, _HALF, without=[0])), _MLP),
+    "glu_linear_offset": works(number(-_HALF, _HALF), _MLP, "gated_linear_unit"),
     "bias_activation_fusion": works(FLAG, _MLP),
     "bias_dropout_fusion": works(FLAG, _LAYER),
     "use_te_activation_func": te_layers("that activation function"),

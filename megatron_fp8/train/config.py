@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from megatron_fp8.disk import read_ordinary
 from megatron_fp8.mcore.field_table import FIELDS, FP8_FORMATS, OWN_RULES
 from megatron_fp8.rules import Rule, shown
 from megatron_fp8.train.field_rules import RULES, check_rules
@@ -42,6 +43,7 @@ _SECTIONS: dict[str, Any] = {
 }
 _FREE_FORM = frozenset({"model.fp8_overrides"})  # its keys are the user's
 _FLAGS = frozenset({"dry_run", "debug"})
+_LARGEST = 1 << 24  # bytes of a config file: a device has no end, and a pipe could be read once only
 _NOT_IN_FILES = frozenset({"config", "print_config"})
 
 
@@ -248,25 +250,24 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"the key in line {line} must be a name, and is a list or a section")
             if key.value in seen:
-                line = key.start_mark.line + 1
                 raise yaml.YAMLError(
                     f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
                 )
-            if isinstance(key.value, str):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise ValueError(f"--config={path} is not YAML: {' '.join(str(error).split())}") from error
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
+        content = yaml.load(read_ordinary(Path(path), _LARGEST).decode("utf-8"), _Loader)
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ValueError(f"--config={path!r}: {reason}. Shipped ones are in examples/configs/.") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date, a number, a character
         raise ValueError(f"--config={path} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         raise ValueError(f"--config={path} is empty: it needs keys such as model and train.")
@@ -322,14 +323,18 @@ def _check_key(key: str, where: str) -> None:
 
 
 def _check_text(values: dict[str, Any], before: str = "") -> None:
-    """Raise ValueError if a setting holds a NUL, which no path, name or number has."""
+    """Raise ValueError if a setting holds a NUL, which no path, name or number has, or what is no UTF-8."""
     for name, value in values.items():
         if isinstance(value, dict):
             _check_text(value, f"{before}{name}.")
-        elif any(
-            isinstance(part, str) and "\0" in part for part in (value if isinstance(value, list) else [value])
-        ):
-            raise ValueError(f"{before}{name}={value!r} holds a NUL character: write it without.")
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, str) and "\0" in part:
+                raise ValueError(f"{before}{name}={value!r} holds a NUL character: write it without.")
+            if isinstance(part, str) and part.encode("utf-8", "replace").decode("utf-8") != part:
+                raise ValueError(
+                    f"{before}{name}={value!r} holds bytes that are no UTF-8, and config.yaml could not hold them: choose"
+                    " another name."
+                )
 
 
 def check_model(run: RunConfig) -> None:

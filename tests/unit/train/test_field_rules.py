@@ -91,6 +91,8 @@ def small():
     ("options", "words"),
     [
         ({"kv_channels": 0}, "model.kv_channels=0"),
+        ({"activation_func_clamp_value": 1e39}, "model.activation_func_clamp_value=1e+39"),
+        ({"gated_linear_unit": True, "glu_linear_offset": -1e39}, "model.glu_linear_offset=-1e+39"),
         ({"num_query_groups": 3}, "model.num_attention_heads=4, model.num_query_groups=3"),
         ({"ffn_hidden_size": 0}, "model.ffn_hidden_size=0"),
         ({"tensor_model_parallel_size": 0}, "model.tensor_model_parallel_size=0"),

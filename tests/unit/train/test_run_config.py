@@ -1,5 +1,6 @@
 """The typed run config: files and dotted options, unknown keys, wrong values, what is written back."""
 
+import os
 import re
 from pathlib import Path
 
@@ -91,6 +92,9 @@ def test_bad_options_are_one_line_that_names_them(option, words):
         ("train: {seed: 1}\nmodel: {}\ntrain: {}", ["'train' stands twice, again in line 3"]),
         ("train: {seed: 1, seed: 2}", ["'seed' stands twice"]),
         ("1: 2", ["1 is not a known key"]),
+        ("train: {? [1, 2] : 3}", ["the key in line 1 must be a name"]),
+        ("? {a: 1}\n: 3", ["the key in line 1 must be a name"]),
+        ("run_dir: 2026-99-99", ["is not YAML: month must be in 1..12"]),
         ("train: {seed: ['a']}", ["train.seed=['a'] must be a whole number"]),
     ],
 )
@@ -102,6 +106,20 @@ def test_bad_files_are_named(tmp_path, content, words):
     assert str(file) in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_config_that_is_no_ordinary_file_is_not_read(tmp_path, kind):
+    """A device has no end, and a pipe is waited for."""
+    file = tmp_path / "odd.yaml"
+    file.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(file)
+    with pytest.raises(ValueError, match=r"odd\.yaml': it is no ordinary file"):
+        load(file)
+
+
+def test_text_that_config_yaml_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match=r"run_dir='a\\udc80b' holds bytes that are no UTF-8"):
+        small("--run_dir=a\udc80b")
 
 
 def test_what_is_saved_holds_every_key_and_runs_the_same(tmp_path):
