@@ -20,6 +20,7 @@ APP = str(Path(__file__).with_name("app.py"))
 FIELDS = [
     "iteration", "lm_loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "mfu", "skipped",
     "loss_scale", "nonfinite", "fp8_gemms", "hp_gemms", "amax_collectives", "peak_memory",
+    "mtp_loss",
 ]  # fmt: skip
 MEASURED = {"tokens_per_s", "peak_memory"}  # not a function of config and seed
 
