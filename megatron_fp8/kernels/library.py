@@ -139,7 +139,7 @@ def _make(folder: Path) -> tuple[str | None, Path]:
     """(None, the real path of a folder, made if it was not there); or (why others could write to it, that path)."""
     folder = Path(os.path.realpath(folder))  # what is checked is what is used, whatever links lead there
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    why = _writable_by_others(missing[-1].parent if missing else folder)
+    why = _writable_by_others(missing[-1] if missing else folder)
     if why is None and missing:
         for path in reversed(missing):
             path.mkdir(mode=0o700, exist_ok=True)
@@ -150,7 +150,7 @@ def _make(folder: Path) -> tuple[str | None, Path]:
 def _writable_by_others(folder: Path) -> str | None:
     """Who but this user and root could put files into a folder, or another folder in its place; None if nobody."""
     for path in (folder, *folder.parents):
-        why = _foreign(path)
+        why = _foreign(path) if path.exists() else None
         # In a sticky folder, such as the system's temporary one, nobody renames what is another's.
         if why is not None and (path == folder or not _sticky(path)):
             return why

@@ -162,6 +162,20 @@ def test_where_no_cache_folder_can_be_made(source, cache, monkeypatch, trouble):
     assert made.parts[-4:-1] == ("tmp", f"megatron_fp8-{os.getuid()}", "kernels")
 
 
+def test_the_private_folder_is_made_in_a_sticky_temporary_one_and_kept(source, cache):
+    """As /tmp is: everybody may write there, and nobody renames what is another's."""
+    temporary = cache.parents[2] / "tmp"
+    temporary.chmod(0o1777)
+    cache.mkdir(parents=True, exist_ok=True)
+    cache.chmod(0o777)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="can be written by everybody") as said:
+            assert answer(source) == 42
+        assert len(said) == 1
+    (made,) = libraries(cache.parents[2])
+    assert made.parent == temporary / f"megatron_fp8-{os.getuid()}" / "kernels"
+
+
 def test_a_full_cache_folder_and_a_squatted_temporary_one(source, cache, monkeypatch):
     """What is left is a folder of this process alone."""
     squatted = cache.parents[2] / "tmp" / f"megatron_fp8-{os.getuid()}"
