@@ -36,7 +36,7 @@ def serve(checks: Mapping[str, Check], names: Sequence[str], machine: Any, tell:
         tell(start=name)
         start = time.monotonic()
         machine.start, machine.deadline = start, each
-        faulthandler.dump_traceback_later(max(0.9 * each, each - 3))
+        faulthandler.dump_traceback_later(max(0.5 * each, each - 3))
         verdict, detail, raised = judged(lambda name=name: checks[name](machine), machine)  # type: ignore[misc]
         faulthandler.cancel_dump_traceback_later()
         seconds, final = time.monotonic() - start, verdict == "not run"

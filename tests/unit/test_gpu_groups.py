@@ -218,8 +218,9 @@ def test_an_interrupted_run_ends_its_process(folder: Path, monkeypatch, capsys: 
 
 
 def terminate_while(folder: Path, check: str) -> None:
-    """SIGTERM to this process once a stand-in's check runs."""
-    while not (folder / "ran").exists() or check not in (folder / "ran").read_text():
+    """SIGTERM to this process once a stand-in's check runs, and the results on disk say so."""
+    running = f'"check": "{check}",\n   "group": "first",\n   "verdict": "not run",\n   "detail": "the run was ended'
+    while not (folder / "ran").exists() or running not in (folder / "results.json").read_text():
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGTERM)
 
