@@ -29,9 +29,9 @@ unit: $(VENV)/.test
 test-slurm: $(VENV)/.test ## the SLURM scripts on a real two-node cluster on this machine (as root, on Debian)
 	@if test "$$(id -u)" != 0; then \
 		echo "test-slurm DID NOT RUN: starting a SLURM cluster needs root"; \
-	elif $(PY) -m tests.slurm_cluster || { command -v apt-get >/dev/null && apt-get -qq update \
+	elif $(PY) -m tests.support.slurm_cluster || { command -v apt-get >/dev/null && apt-get -qq update \
 			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null \
-			&& $(PY) -m tests.slurm_cluster; }; then \
+			&& $(PY) -m tests.support.slurm_cluster; }; then \
 		$(PY) -m pytest -m slurm tests/functional/test_slurm.py; \
 	else \
 		echo "test-slurm DID NOT RUN: it needs Debian's packages slurm-wlm and munge, which could not be installed"; \
@@ -87,7 +87,7 @@ te-signatures: $(VENV)/.test ## with network: is what tests/te records of Transf
 	$(PIP) pydantic
 	rm -rf build/te && mkdir -p build/te
 	for v in $(TE_VERSIONS); do $(PY) -m pip download --quiet --no-deps -d build/te transformer-engine==$$v || exit 1; done
-	$(PY) -m tests.te.signatures build/te --check
+	$(PY) -m tests.support.te.signatures build/te --check
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .gpu-site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -61,8 +61,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_fp8", "megatron_fp8.*"]),
-    package_data={"megatron_fp8.kernels": ["*.c"]},
+    package_data={"megatron_fp8.kernels.cpu": ["*.c"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-fp8=megatron_fp8.cli:main"]},
+    entry_points={"console_scripts": ["megatron-fp8=megatron_fp8.commands.main:main"]},
 )

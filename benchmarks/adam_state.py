@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.common import environment, table, write_results
 from benchmarks.param_bytes import adam_tensors, inner_optimizers, size
-from tests.fp8_gpt import fp8_config
-from tests.gpt import build_chunks, build_optimizer, train_step
-from tests.ranks import Layout, RankPool, model_parallel
+from tests.support.fp8_gpt import fp8_config
+from tests.support.gpt import build_chunks, build_optimizer, train_step
+from tests.support.ranks import Layout, RankPool, model_parallel
 
 SEEDS = (1, 2, 3)
 PRECISIONS: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -30,7 +30,7 @@ def trained(
     recipe: str | None, fields: dict[str, Any], state: str, iterations: int, seed: int
 ) -> tuple[int, int, float]:
     """A rank case: (bytes of masters and moments, how many parameters, mean loss of the last tenth)."""
-    from megatron_fp8.mcore.adam_fp8 import Moment, compact_state
+    from megatron_fp8.mcore.optimizer.compact_moments import Moment, compact_state
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel():

@@ -29,8 +29,8 @@ from benchmarks.common import (
     write_results,
 )
 from megatron_fp8 import quantize
-from megatron_fp8.cast import cast, decode
-from megatron_fp8.formats import E4M3, E5M2, FloatFormat
+from megatron_fp8.numerics.cast import cast, decode
+from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.recipe import MXFP8BlockScaling
 
 SHAPES = [(1024, 4096), (4096, 4096)]

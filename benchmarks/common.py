@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing (megatron_fp8/timing.py), a record of the machine, and result files."""
+"""What every benchmark shares: interleaved timing (plan/timing.py), a record of the machine, and result files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_fp8.timing import Timing, interleave, processor_name, table
+from megatron_fp8.plan.timing import Timing, interleave, processor_name, table
 
 __all__ = [
     "RESULTS",

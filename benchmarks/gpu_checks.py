@@ -23,10 +23,10 @@ from benchmarks.gpu_common import (
     supported,
 )
 from megatron_fp8.backends import emulated
-from megatron_fp8.linear import fp8_linear
-from megatron_fp8.plan import fp8_site
-from megatron_fp8.site import GemmSite
-from megatron_fp8.state import Fp8State
+from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.plan.site_plan import fp8_site
+from megatron_fp8.state.arena import Fp8State
 
 # Of |a| |b|: Hopper keeps about 14 bits of a partial sum with fast accumulation, more where it promotes.
 GEMM_BOUND = {True: 2.0**-9, False: 2.0**-11}

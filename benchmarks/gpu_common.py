@@ -78,7 +78,7 @@ class Machine:
 
 def open_machine(dry: bool) -> Machine:
     """The machine; SystemExit(3) with a message if there is no GPU whose FP8 units can be used."""
-    from megatron_fp8.backends import native
+    from megatron_fp8.backends.native import backend as native
 
     if dry:
         return Machine(torch.device("cpu"), True)

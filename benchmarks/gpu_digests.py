@@ -23,19 +23,12 @@ from typing import Any
 
 import torch
 
-from megatron_fp8.backends import emulated, native
-from megatron_fp8.cast import RandomKey, philox_bits
-from megatron_fp8.formats import E4M3, E5M2, FloatFormat
-from megatron_fp8.recipe import (
-    BLOCK_1X32,
-    BLOCK_1X128,
-    BLOCK_128X128,
-    ROW,
-    TENSOR,
-    DelayedScaling,
-    Rule,
-)
-from megatron_fp8.state import Arena
+from megatron_fp8.backends import emulated
+from megatron_fp8.backends.native import backend as native
+from megatron_fp8.numerics.cast import RandomKey, philox_bits
+from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
+from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, DelayedScaling, Rule
+from megatron_fp8.state.arena import Arena
 
 KEPT = Path(__file__).parent / "data" / "gpu_digests.json"
 Outputs = dict[str, torch.Tensor]

@@ -19,16 +19,17 @@ from benchmarks.gpu_common import Machine, NotRun, graphed, no_synchronisation, 
 from benchmarks.gpu_kernels import Bench, random
 from benchmarks.gpu_models import TINY, Gpt, Training
 from megatron_fp8 import recipe
-from megatron_fp8.backends import BACKENDS, native
-from megatron_fp8.formats import E4M3, E5M2
-from megatron_fp8.param import fp8_parameter
-from megatron_fp8.param_shard import quantize_shards
+from megatron_fp8.backends import BACKENDS
+from megatron_fp8.backends.native import backend as native
+from megatron_fp8.kernels.deferred import Unwritten, written
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.params.fp8_parameter import fp8_parameter
+from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.quantizer import Quantizer
-from megatron_fp8.state import Arena, Fp8State
-from megatron_fp8.train.deterministic import be_deterministic
-from megatron_fp8.unwritten import Unwritten, written
-from tests.unit.compare import assert_same_bytes
-from tests.unit.kernels.launched import launched
+from megatron_fp8.state.arena import Arena, Fp8State
+from megatron_fp8.train.launch.deterministic import be_deterministic
+from tests.support.compare import assert_same_bytes
+from tests.support.launched import launched
 
 HOST = torch.device("cpu")
 

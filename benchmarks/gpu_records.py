@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_environment import describe
-from megatron_fp8.disk import replace_file
-from megatron_fp8.timing import table
+from megatron_fp8.files.disk import replace_file
+from megatron_fp8.plan.timing import table
 
 VERDICTS = ("PASS", "FAIL", "not run")
 NOT_MEASURED = "not measured"

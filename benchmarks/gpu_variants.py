@@ -202,7 +202,7 @@ def _digests() -> None:
 
 def _quantised() -> None:
     """Matrices as they are: every recipe, role and direction, even and odd sizes, scales on and off 16 bytes."""
-    from megatron_fp8.backends import native
+    from megatron_fp8.backends.native import backend as native
 
     sizes = {*CODES, *((m, k) for m, _, k in GEMMS), *((n, k) for _, n, k in GEMMS), (8192, 4096)}
     sizes |= {(m, n) for m, n, _ in GEMMS}
@@ -221,11 +221,11 @@ def _quantised() -> None:
 
 def _computed() -> None:
     """Norm, SwiGLU and its gradient, computed by who quantises them, and written."""
-    from megatron_fp8.backends import native
+    from megatron_fp8.backends.native import backend as native
+    from megatron_fp8.kernels.deferred import Unwritten
     from megatron_fp8.kernels.norm_quantize import rms_norm
     from megatron_fp8.kernels.quantize import write
     from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
-    from megatron_fp8.unwritten import Unwritten
 
     scales = empty(2)
     for rows, cols in ((8192, 4096), (70, 200), (70, 202), (4096, 256)):
@@ -249,11 +249,11 @@ def _computed() -> None:
 
 def _updates() -> None:
     """The first kernel of each process, the delayed update, pieces of masters, and codes turned."""
-    from megatron_fp8.formats import E4M3
     from megatron_fp8.kernels import first
     from megatron_fp8.kernels.fp8_transpose import transpose
     from megatron_fp8.kernels.multi_amax import update_delayed
     from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
+    from megatron_fp8.numerics.formats import E4M3
 
     first.launch(empty(1, dtype=torch.int32))
     for rows, cols in ((4096, 4096), (300, 257), (70, 200)):

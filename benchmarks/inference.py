@@ -80,8 +80,8 @@ def forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def make_ready(name: str, bf16_logits: torch.Tensor | None) -> tuple[Contender, torch.Tensor]:
     """The contender, through the gate; and its logits."""
-    from megatron_fp8.calibration import calibrate
     from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes, tensors_of
+    from megatron_fp8.inference.calibration import calibrate
     from megatron_fp8.mcore.generation import Decoder
 
     model = small_gpt(None if name == "bf16" else name.partition(",")[0], PROMPT + 1)

@@ -30,7 +30,7 @@ import torch
 import yaml
 
 from benchmarks.common import environment, table, write_results
-from megatron_fp8.checkpoint_files import complete_checkpoints, latest_checkpoint, read_metadata, read_tensor
+from megatron_fp8.files.checkpoint import complete_checkpoints, latest_checkpoint, read_metadata, read_tensor
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ("tokens_per_s", "peak_memory")

@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 
 from benchmarks.common import environment, table, write_results
-from tests.fp8_gpt import RECIPES, fp8_config
-from tests.gpt import build_chunks, build_optimizer, train_step
-from tests.ranks import Layout, RankPool, model_parallel
+from tests.support.fp8_gpt import RECIPES, fp8_config
+from tests.support.gpt import build_chunks, build_optimizer, train_step
+from tests.support.ranks import Layout, RankPool, model_parallel
 
 RANKS = 2
 TWO_WAY = ("rowwise", "mxfp8")
@@ -82,7 +82,7 @@ def count_bytes(recipe: str | None, fp8_param: bool, distributed: bool, shared: 
 
 def held(linear: Any) -> list[torch.Tensor]:
     """Every tensor that holds a linear's weight between iterations."""
-    from megatron_fp8.param import Fp8Parameter
+    from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
     if isinstance(linear.weight, Fp8Parameter):
         return linear.weight.stored_tensors()

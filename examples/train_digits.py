@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megatron_fp8.nn import convert_to_fp8
-from megatron_fp8.trainer import Fp8Trainer
+from megatron_fp8.nn.trainer import Fp8Trainer
 
 RECIPES = ("bf16", "tensorwise", "delayed", "mxfp8")
 HELD_OUT, STEPS = 360, 300

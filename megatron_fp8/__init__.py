@@ -6,13 +6,12 @@ Importing this package loads torch only; Megatron-Core comes with ``TransformerC
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .formats import Format
+from .numerics.formats import Format
 from .quantizer import quantize
 from .tensor import Float8Tensor
 
 if TYPE_CHECKING:
-    from .loss_scaler import LossScaler
-    from .mcore.config import TransformerConfig
+    from .mcore.config.transformer_config import TransformerConfig
     from .nn import (
         Fp8Config,
         Fp8Linear,
@@ -23,16 +22,17 @@ if TYPE_CHECKING:
         fp8_step,
         register_fp8_step,
     )
-    from .trainer import Fp8Trainer
+    from .nn.trainer import Fp8Trainer
+    from .state.loss_scaler import LossScaler
 
 __version__ = "0.1.0"
 
 _LATER = {
-    "TransformerConfig": ".mcore.config",
+    "TransformerConfig": ".mcore.config.transformer_config",
     "Fp8Config": ".nn",
     "Fp8Linear": ".nn",
-    "Fp8Trainer": ".trainer",
-    "LossScaler": ".loss_scaler",
+    "Fp8Trainer": ".nn.trainer",
+    "LossScaler": ".state.loss_scaler",
     "convert_from_fp8": ".nn",
     "convert_to_fp8": ".nn",
     "fp8_autocast": ".nn",
@@ -65,5 +65,5 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "TransformerConfig":
-        importlib.import_module(".mcore.compat", __name__).require_megatron()
+        importlib.import_module(".mcore.installed", __name__).require_megatron()
     return getattr(importlib.import_module(_LATER[name], __name__), name)

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_fp8.cli import main
+from .commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from .context import building_layer, disabled_reason, fp8_disabled
-from .formats import parse_format
 from .inference import prepare_for_inference
-from .param import Fp8Parameter
-from .param_shard import quantize_shards
+from .numerics.formats import parse_format
+from .params.fp8_parameter import Fp8Parameter
+from .params.shards import quantize_shards
+from .plan.switch import building_layer, disabled_reason, fp8_disabled
 from .recipe import (
     CustomRecipe,
     DelayedScaling,

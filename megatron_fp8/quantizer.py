@@ -6,11 +6,12 @@ from types import ModuleType
 
 import torch
 
-from .backends import emulated, native
+from .backends import emulated
 from .backends.emulated import AmaxReduction, Direction, Quantized, Region
-from .cast import RandomKey
+from .backends.native import backend as native
+from .numerics.cast import RandomKey
 from .recipe import Recipe, Rule
-from .state import Slot
+from .state.arena import Slot
 from .tensor import Float8Tensor
 
 
@@ -101,7 +102,7 @@ class Quantizer:
 
     @property
     def computes(self) -> bool:
-        """Whether its kernels take a matrix that they have to compute as they read (unwritten.py)."""
+        """Whether its kernels take a matrix that they have to compute as they read (kernels/deferred.py)."""
         return self.backend is native and native.kernel_reason(self.rule) is None
 
     def delayed_scale(self) -> torch.Tensor | None:

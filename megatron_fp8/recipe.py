@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from .formats import E4M3, E5M2, ROLES, FloatFormat, Format, parse_format
+from .numerics.formats import E4M3, E5M2, ROLES, FloatFormat, Format, parse_format
 
 ScaleKind = Literal["fp32", "pow2", "e8m0"]
 
@@ -84,7 +84,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.fmt not in (E4M3, E5M2):
-            raise ValueError(f"Rule fmt {self.fmt!r}: use megatron_fp8.formats.E4M3 or E5M2")
+            raise ValueError(f"Rule fmt {self.fmt!r}: use megatron_fp8.numerics.formats.E4M3 or E5M2")
         if not isinstance(self.granularity, Granularity):
             raise ValueError(f"Rule granularity {self.granularity!r}: use Granularity(rows, cols)")
         if 0 in (self.granularity.rows, self.granularity.cols) and self.granularity not in (TENSOR, ROW):

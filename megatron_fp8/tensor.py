@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import kernels
-from .cast import decode, known_finite, one_nan_
-from .formats import FloatFormat, format_of
-from .kernels import cpu
+from .kernels.cpu import loops as cpu
+from .numerics.cast import decode, known_finite, one_nan_
+from .numerics.formats import FloatFormat, format_of
+from .numerics.scaling import e8m0_to_scale_inv
+from .numerics.subnormals import keeping_subnormals
 from .recipe import Granularity
-from .scaling import e8m0_to_scale_inv
-from .subnormals import keeping_subnormals
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """`ranks(n).run(case, *args, timeout=120)`: gloo ranks shared by the whole session (tests/ranks.py)."""
+    """`ranks(n).run(case, *args, timeout=120)`: gloo ranks shared by the whole session (tests/support/ranks.py)."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ..recipe import Recipe
-from . import emulated, native, transformer_engine
+from . import emulated, transformer_engine
+from .native import backend as native
 
 BACKENDS: dict[str, ModuleType] = {"native": native, "emulated": emulated}
 """Backends that quantise and multiply matrices, best first."""

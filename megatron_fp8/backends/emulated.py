@@ -25,11 +25,12 @@ from typing import Any, Literal
 
 import torch
 
-from ..cast import RandomKey, cast, cast_stochastic, check_float, decode
-from ..formats import E4M3
-from ..kernels import cpu, gemms, in_memory
-from ..recipe import Granularity, Recipe, Rule
-from ..scaling import (
+from ..kernels import in_memory
+from ..kernels.cpu import gemms
+from ..kernels.cpu import loops as cpu
+from ..numerics.cast import RandomKey, cast, cast_stochastic, check_float, decode
+from ..numerics.formats import E4M3
+from ..numerics.scaling import (
     block_amaxes,
     blocked,
     compute_e8m0,
@@ -37,7 +38,8 @@ from ..scaling import (
     compute_scale_inv,
     e8m0_to_scale,
 )
-from ..subnormals import keeping_subnormals
+from ..numerics.subnormals import keeping_subnormals
+from ..recipe import Granularity, Recipe, Rule
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
 
 Direction = Literal["rowwise", "columnwise", "both"]

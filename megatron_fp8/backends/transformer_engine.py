@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from ..formats import ROLES
+from ..numerics.formats import ROLES
 from ..recipe import (
     CustomRecipe,
     DelayedScaling,

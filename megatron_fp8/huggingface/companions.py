@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..train.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
+from ..train.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from .config import hf_config, model_section
 from .directory import CONFIG, GENERATION, TOKENIZER_FILES, find_file, read_json, write_json
 from .source import Source

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..calibration import Calibration
-from ..formats import E4M3
-from ..plan import matching_override
+from ..inference.calibration import Calibration
+from ..numerics.formats import E4M3
+from ..numerics.scaling import compute_scale_inv
+from ..plan.site_plan import matching_override
 from ..recipe import TENSOR, Rule
-from ..scaling import compute_scale_inv
 from .architectures import Entry, entries, gemms
 from .companions import describe, write_companions
 from .config import exported_architecture, heads_of

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import yaml
 
-from ..checkpoint_files import Manifest
-from ..disk import write_file
-from ..train.tokenizers import load_tokenizer
+from ..files.checkpoint import Manifest
+from ..files.disk import write_file
+from ..train.data.tokenizers import load_tokenizer
 from .architectures import Entry, entries
 from .config import architecture_of, heads_of, model_section
 from .config_types import check_types
@@ -194,8 +194,8 @@ def _run_config(
 
 def _save(folder: Path, tensors: dict[str, torch.Tensor], run: dict[str, Any]) -> None:
     """The weights as a checkpoint of iteration 0."""
-    from ..mcore.checkpoint_saver import SaveError
-    from ..mcore.checkpoint_weights import save_weights
+    from ..mcore.checkpoint.saver import SaveError
+    from ..mcore.checkpoint.weights import save_weights
 
     state = {
         "optimizer_step": 0,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint_files import (
+from ..files.checkpoint import (
     check_files,
     find_checkpoint,
     read_manifest,
@@ -17,7 +17,7 @@ from ..checkpoint_files import (
     read_tensor,
     without_checksum,
 )
-from ..model_fields import differences, kind_of
+from ..train.config.model_fields import differences, kind_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NOT_MODEL = ("optimizer.", "rng.")

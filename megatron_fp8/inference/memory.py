@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..param import Fp8Parameter
+from ..params.fp8_parameter import Fp8Parameter
 
 
 def tensors_of(module: Any) -> Iterator[torch.Tensor]:

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 
 from ..backends import emulated
-from ..calibration import Calibration, fp8_modules
-from ..param import Fp8Parameter
-from ..phases import Phases
+from ..params.fp8_parameter import Fp8Parameter
 from ..recipe import recipe_name
+from ..state.phases import Phases
+from .calibration import Calibration, fp8_modules
 from .memory import model_bytes
 from .padding import Padding, alignment
 from .saving import save_in_high_precision

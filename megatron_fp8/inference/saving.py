@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..param import Fp8Parameter
+from ..params.fp8_parameter import Fp8Parameter
 
 
 def save_in_high_precision(model: torch.nn.Module) -> None:

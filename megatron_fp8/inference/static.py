@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ..backends.emulated import Direction, Quantized
+from ..linear.site import GemmSite
 from ..quantizer import Quantizer
 from ..recipe import ROW, TENSOR, Rule
-from ..site import GemmSite
-from ..state import Slot
+from ..state.arena import Slot
 from ..tensor import Float8Tensor
 
 

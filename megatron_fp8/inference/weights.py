@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..param import Fp8Parameter, _Stored
+from ..params.fp8_parameter import Fp8Parameter, _Stored
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
 

@@ -1,4 +1,4 @@
-"""Kernels: compiled C for CPUs (cpu.py), Triton for NVIDIA GPUs (the other files; importing them loads Triton)."""
+"""Kernels: compiled C for CPUs (cpu/), Triton for NVIDIA GPUs (the other files; importing them loads Triton)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import format_of
+from ..numerics.formats import format_of
 from . import on_its_device
 from .elements import COMPILED, decode, narrow, widen
 from .tiles import is_e4m3

@@ -2,7 +2,7 @@
 
 A rank owns the elements offset .. offset + n of the flattened weight [rows, cols]. Both passes round them to the model's
 dtype on the way, so no rounded copy is written; tiles are those of the whole matrix, masked to the piece, so blocks are
-the whole's. Between the passes ranks max-reduce the amaxes (param_shard.py says why that gives the codes of the whole).
+the whole's. Between the passes ranks max-reduce the amaxes (params/shards.py says why that gives the codes of the whole).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import FloatFormat
+from ..numerics.formats import FloatFormat
 from . import on_its_device
 from .elements import INF, count_nonfinite, encode, magnitudes, narrow, record, widen, without_nan
 from .tiles import Tile, grid_of, is_e4m3, place

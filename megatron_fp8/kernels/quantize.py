@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import torch
 import triton
 
-from ..formats import FloatFormat
+from ..numerics.formats import FloatFormat
 from . import on_its_device
 from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
 from .tiles import Source, Tile, as_bytes, codes_like, is_e4m3, plain

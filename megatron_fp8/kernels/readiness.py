@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .library import folders
+from .cpu.library import folders
 
 _FOLDER = "TRITON_CACHE_DIR"
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import E4M3, FloatFormat
+from ..numerics.formats import E4M3, FloatFormat
 from . import in_memory
 from .elements import narrow, widen
 

@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_fp8.mcore.patching import PatchSet
+    from .patches.patching import PatchSet
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -25,8 +25,8 @@ def install() -> None:
     global _installed
     if _installed is not None:
         return
-    from megatron_fp8.mcore import compat
-    from megatron_fp8.mcore.patching import PatchSet
+    from . import installed as compat
+    from .patches.patching import PatchSet
 
     with warnings.catch_warnings():
         # Said at import, once a module, on every machine without them; nothing of theirs is used.
@@ -34,10 +34,11 @@ def install() -> None:
         compat.require_whole_te()
         compat.require_megatron()
         patches = compat.patches()
-        from megatron_fp8.mcore import cpu_engine, gpu_engine
+        from .patches import cpu_engine, gpu_engine
 
         patches += (gpu_engine if compat.has_cuda() else cpu_engine).patches()
-        from megatron_fp8.mcore import adam, fp8_hooks
+        from .optimizer import adam
+        from .patches import fp8_hooks
 
         patches += [*fp8_hooks.patches(), *adam.patches()]
         patch_set = PatchSet(patches)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..plan import matching_override
+from ..plan.site_plan import matching_override
 
 
 def is_te_linear(module: Any) -> bool:

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from .. import fp8_utils
 from ..fp8_utils import get_fp8_recipe
-from ..param import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
-from .patching import Patch
+from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
+from .patches.patching import Patch
 from .sites import fp8_linears, prepare, unwrap
 
 

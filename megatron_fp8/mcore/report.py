@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..plan import bf16_site
+from ..plan.site_plan import bf16_site
 from .sites import prepare, unwrap
 
 

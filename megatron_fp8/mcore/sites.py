@@ -20,10 +20,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..backends import LAYER_BACKENDS, choose_backend, say_what_is_slow
-from ..context import LayerBeingBuilt
 from ..fp8_utils import get_fp8_recipe
-from ..phases import Phases
-from ..plan import (
+from ..linear.site import GemmSite
+from ..plan.site_plan import (
     FALLBACK,
     SitePlan,
     bf16_site,
@@ -32,13 +31,14 @@ from ..plan import (
     fp8_site,
     matching_override,
 )
-from ..site import GemmSite
-from ..state import Fp8State
-from . import compat
+from ..plan.switch import LayerBeingBuilt
+from ..state.arena import Fp8State
+from ..state.phases import Phases
+from . import installed as compat
 from .foreign import foreign_linears, is_te_linear, refuse_foreign_layers, require_mtp_block
 from .owed import watch
-from .size_filter import announce, filtered
-from .te_site import TeSite
+from .sizes import announce, filtered
+from .te.site import TeSite
 
 
 def state_of(config: Any) -> Fp8State:

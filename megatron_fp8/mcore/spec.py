@@ -11,9 +11,10 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from . import compat, is_installed
+from . import installed as compat
+from . import is_installed
 from .substitute import with_own_modules
-from .te_context import choose_te_layers
+from .te.context import choose_te_layers
 
 
 def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
@@ -26,7 +27,7 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
     """
     _check(config)
     if choose_te_layers(config):
-        from .te_layers import te_layer_spec  # its base classes are Transformer Engine's
+        from .te.layers import te_layer_spec  # its base classes are Transformer Engine's
 
         return te_layer_spec(config)
     with _layer_frequency(config):
@@ -56,7 +57,7 @@ def get_gpt_decoder_block_fp8_spec(
     _check(config)
     options = _options(config) | {"vp_stage": vp_stage, "pp_rank": pp_rank}
     if choose_te_layers(config):
-        from .te_layers import te_block_spec  # its base classes are Transformer Engine's
+        from .te.layers import te_block_spec  # its base classes are Transformer Engine's
 
         return te_block_spec(config, **options)
     with _layer_frequency(config):

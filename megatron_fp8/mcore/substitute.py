@@ -23,10 +23,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from . import compat
-from .apex import norm_class
-from .attention import CoreAttention
-from .layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from . import installed as compat
+from .layers.attention import CoreAttention
+from .layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from .patches.apex import norm_class
 
 _LINEARS: dict[Any, type] = {
     ColumnParallelLinear: Fp8ColumnParallelLinear,

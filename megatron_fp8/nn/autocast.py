@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..context import disabled_reason, fp8_switched, recipe_override
+from ..plan.switch import disabled_reason, fp8_switched, recipe_override
 from ..recipe import Recipe
 from .config import Fp8Config
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..formats import Format
+from ..numerics.formats import Format
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
 
 Skip = str | Callable[[str, Any], bool]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from ..param import Fp8Parameter
+from ..params.fp8_parameter import Fp8Parameter
 from .linear import Fp8Layer
 
 

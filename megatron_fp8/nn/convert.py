@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..param import Fp8Parameter
+from ..params.fp8_parameter import Fp8Parameter
 from ..recipe import Recipe, recipe_name
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .family import Family, plan_linear

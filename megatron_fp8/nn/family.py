@@ -22,12 +22,12 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..backends import choose_backend, say_what_is_slow
-from ..plan import SitePlan, bf16_site, fp8_site
+from ..linear.site import GemmSite
+from ..plan.site_plan import SitePlan, bf16_site, fp8_site
+from ..plan.size_table import Gemm, load_table
+from ..plan.timing import device_label
 from ..recipe import Recipe, recipe_name
-from ..site import GemmSite
-from ..size_filter import Gemm, load_table
-from ..state import Fp8State
-from ..timing import device_label
+from ..state.arena import Fp8State
 from .config import Fp8Config
 from .report import Row
 

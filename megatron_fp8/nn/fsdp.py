@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from ..param import Fp8Parameter
+from ..numerics.scaling import compute_amax
+from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import Quantizer
-from ..scaling import compute_amax
 from .family import Family
 from .linear import Fp8Linear
 from .step import fp8_linears

@@ -15,11 +15,18 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..context import ForwardReasons, Settled, in_recompute, recipe_label, recipe_override, without_autocast
-from ..linear import fp8_linear, observe_high_precision
-from ..param import Fp8Parameter
+from ..linear.function import fp8_linear, observe_high_precision
+from ..linear.site import GemmSite
+from ..params.fp8_parameter import Fp8Parameter
+from ..plan.switch import (
+    ForwardReasons,
+    Settled,
+    in_recompute,
+    recipe_label,
+    recipe_override,
+    without_autocast,
+)
 from ..recipe import Recipe
-from ..site import GemmSite
 from .config import Fp8Config, make_config
 from .family import Family, site_of, take_over
 from .inputs import call_in_graph, call_on_values
@@ -119,7 +126,7 @@ class Fp8Layer(torch.nn.Module):
         if self._ready_on == device and not label:
             return
         if torch.compiler.is_compiling():
-            from ..linear_op import prepare_layer  # loads torch's compiler
+            from ..linear.compiled import prepare_layer  # loads torch's compiler
 
             prepare_layer(self)
         else:

@@ -8,12 +8,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..backends import choose_backend
-from ..context import without_autocast
-from ..linear import fp8_linear, is_watched
-from ..plan import fp8_site
+from ..linear.function import fp8_linear, is_watched
+from ..linear.site import GemmSite
+from ..plan.site_plan import fp8_site
+from ..plan.switch import without_autocast
 from ..recipe import Recipe, recipe_name
-from ..site import GemmSite
-from ..state import Fp8State
+from ..state.arena import Fp8State
 from .config import Fp8Config
 
 
@@ -43,7 +43,7 @@ def fp8_matmul(
     torch.compile breaks the graph here: a compiled product would need a layer that outlives the call.
     """
     if torch.compiler.is_compiling():
-        from ..linear_op import break_graph  # loads torch's compiler
+        from ..linear.compiled import break_graph  # loads torch's compiler
 
         return break_graph(partial(fp8_matmul, backend=backend), a, b, recipe)
     taken = Fp8Config(recipe=recipe).resolved_recipe

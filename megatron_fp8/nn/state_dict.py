@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from ..site import GemmSite
-from ..state import Slot
+from ..linear.site import GemmSite
+from ..state.arena import Slot
 from .linear import Fp8Layer
 from .step import families_of, fp8_linears
 

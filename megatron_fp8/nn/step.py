@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..site import GemmSite
-from ..state import Fp8State, IterationCounts
+from ..linear.site import GemmSite
+from ..state.arena import Fp8State, IterationCounts
 from .family import Family, take_over
 from .linear import Fp8Layer
 from .observed import note_replaced, note_unused

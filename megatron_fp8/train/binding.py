@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8.checkpoint_files import Manifest
-from megatron_fp8.model_fields import differences, kind_of
-from megatron_fp8.train.config import RunConfig
-from megatron_fp8.train.model_section import ModelSection
-from megatron_fp8.train.report import versions
+from ..files.checkpoint import Manifest
+from .config.model_fields import differences, kind_of
+from .config.model_section import ModelSection
+from .config.run_config import RunConfig
+from .report import versions
 
 # Sections beside the model whose settings training continues with, and what in them changes no number.
 _SAID = ("train", "optimizer", "data")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.checkpoint_files import (
+from ..files.checkpoint import (
     LATEST,
     Manifest,
     check_files,
@@ -23,13 +23,13 @@ from megatron_fp8.checkpoint_files import (
     read_manifest,
     without_checksum,
 )
-from megatron_fp8.mcore import checkpoint
-from megatron_fp8.mcore.checkpoint_saver import SaveError, Saver
-from megatron_fp8.train import binding
-from megatron_fp8.train.config import RunConfig
-from megatron_fp8.train.parallel import on_first_rank, seed_streams
-from megatron_fp8.train.report import versions
-from megatron_fp8.train.run_folder import RunFolders, checkpoint_folder
+from ..mcore.checkpoint import training as checkpoint
+from ..mcore.checkpoint.saver import SaveError, Saver
+from . import binding
+from .config.run_config import RunConfig
+from .launch.parallel import on_first_rank, seed_streams
+from .report import versions
+from .run_folder import RunFolders, checkpoint_folder
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.mcore.sites import state_of, unwrap
+from ..mcore.sites import state_of, unwrap
 
 
 class TrainingFailed(RuntimeError):

@@ -19,23 +19,16 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_fp8.mcore.iteration import iteration_counts
-from megatron_fp8.mcore.loss_scaler import scalers
-from megatron_fp8.train.checkpoints import Checkpoints, checkpoint_before
-from megatron_fp8.train.config import RunConfig
-from megatron_fp8.train.data import batches
-from megatron_fp8.train.failure import TrainingFailed, first_not_finite
-from megatron_fp8.train.liveness import Liveness
-from megatron_fp8.train.metrics import (
-    Display,
-    IterationMetrics,
-    MetricsWriter,
-    bf16_peak,
-    finite,
-    peak_memory,
-)
-from megatron_fp8.train.mtp import take_mtp_loss
-from megatron_fp8.train.stop import StopRequest
+from ..mcore.iteration import iteration_counts
+from ..mcore.optimizer.loss_scaler import scalers
+from .checkpoints import Checkpoints, checkpoint_before
+from .config.run_config import RunConfig
+from .data.datasets import batches
+from .failure import TrainingFailed, first_not_finite
+from .liveness import Liveness
+from .metrics import Display, IterationMetrics, MetricsWriter, bf16_peak, finite, peak_memory
+from .mtp import take_mtp_loss
+from .stop import StopRequest
 
 
 class Trainer:

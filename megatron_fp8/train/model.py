@@ -19,15 +19,15 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
-from megatron_fp8.mcore.adam_fp8 import compact_state
-from megatron_fp8.mcore.config import TransformerConfig
-from megatron_fp8.mcore.loss_scaler import set_max_scale
-from megatron_fp8.mcore.params import gather_settings
-from megatron_fp8.mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_spec
-from megatron_fp8.train.config import RunConfig
-from megatron_fp8.train.initial import draw_weights
-from megatron_fp8.train.model_section import what_failed
-from megatron_fp8.train.parallel import PASSING
+from ..mcore.config.transformer_config import TransformerConfig
+from ..mcore.optimizer.compact_moments import compact_state
+from ..mcore.optimizer.loss_scaler import set_max_scale
+from ..mcore.params import gather_settings
+from ..mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_spec
+from .config.model_section import what_failed
+from .config.run_config import RunConfig
+from .initial import draw_weights
+from .launch.parallel import PASSING
 
 
 def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> list[Any]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.disk import read_ordinary
-from megatron_fp8.kernels import cpu
-from megatron_fp8.manifest import LARGEST
+from ..files.disk import read_ordinary
+from ..files.manifest import LARGEST
+from ..kernels.cpu import loops as cpu
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
 
@@ -26,10 +26,10 @@ def build_report(
 
     'sites' has one entry per linear-layer GEMM site of the whole model, all pipeline stages together.
     """
-    from megatron_fp8.mcore.apex import apex_use
-    from megatron_fp8.mcore.params import parameter_bytes
-    from megatron_fp8.mcore.report import own_precision, site_report
-    from megatron_fp8.mcore.sites import state_of
+    from ..mcore.params import parameter_bytes
+    from ..mcore.patches.apex import apex_use
+    from ..mcore.report import own_precision, site_report
+    from ..mcore.sites import state_of
 
     return {
         "device": device_name(),
@@ -55,7 +55,7 @@ def device_name() -> str:
     """The GPU's name, or the processor's and its core count."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
-    from megatron_fp8.train.parallel import usable_cores
+    from .launch.parallel import usable_cores
 
     return f"CPU {platform.processor() or platform.machine()}, {usable_cores()} cores"
 
@@ -72,7 +72,7 @@ def versions() -> dict[str, str]:
 
 
 def _parallel(config: Any, launcher: str) -> dict[str, Any]:
-    from megatron_fp8.mcore.report import parallel_layout
+    from ..mcore.report import parallel_layout
 
     return {
         "launcher": launcher,

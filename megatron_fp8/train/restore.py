@@ -16,19 +16,20 @@ from typing import Any
 
 import yaml
 
-from megatron_fp8.checkpoint_files import check_files, find_checkpoint, read_manifest, without_checksum
-from megatron_fp8.disk import remedy
-from megatron_fp8.mcore.checkpoint import load_weights
-from megatron_fp8.mcore.sites import check_plan
-from megatron_fp8.model_fields import IMPORT_PATHS
-from megatron_fp8.recipe import check_recipe_name
-from megatron_fp8.train import binding, parallel
-from megatron_fp8.train import config as run_config
-from megatron_fp8.train.config import RunConfig, tokens_of_microbatch
-from megatron_fp8.train.facts import run_facts
-from megatron_fp8.train.model import build_model
-from megatron_fp8.train.model_section import padded_vocab_size, transformer_config
-from megatron_fp8.train.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
+from ..files.checkpoint import check_files, find_checkpoint, read_manifest, without_checksum
+from ..files.disk import remedy
+from ..mcore.checkpoint.training import load_weights
+from ..mcore.sites import check_plan
+from ..recipe import check_recipe_name
+from . import binding
+from .config import run_config
+from .config.model_fields import IMPORT_PATHS
+from .config.model_section import padded_vocab_size, transformer_config
+from .config.run_config import RunConfig, tokens_of_microbatch
+from .data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
+from .launch import parallel
+from .launch.facts import run_facts
+from .model import build_model
 
 # What a run's model section says of training, and not of the model.
 _FOR_INFERENCE: dict[str, Any] = {

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fp8.checkpoint_files import LATEST, complete_checkpoints, not_finite_checkpoints
-from megatron_fp8.disk import discard, free_name, remedy, unseen, write_file
-from megatron_fp8.run_lock import RunLock
-from megatron_fp8.train.meeting import FIRST_LINE_S
-from megatron_fp8.train.parallel import on_first_rank, until_leave
+from ..files.checkpoint import LATEST, complete_checkpoints, not_finite_checkpoints
+from ..files.disk import discard, free_name, remedy, unseen, write_file
+from ..files.run_lock import RunLock
+from .launch.meeting import FIRST_LINE_S
+from .launch.parallel import on_first_rank, until_leave
 
 PATIENCE_S = 60.0
 """How long ranks wait to see each other's files: clients of NFS look at a folder again after at most 60 s."""

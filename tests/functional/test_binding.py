@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_fp8.checkpoint_files import read_manifest
+from megatron_fp8.files.checkpoint import read_manifest
 from tests.functional.test_train_app import APP, environment
-from tests.kept_checkpoints import options, unpacked
-from tests.manifests import edit
+from tests.support.kept_checkpoints import options, unpacked
+from tests.support.manifests import edit
 
 Heard = dict[str, tuple[int, str, str]]
 FACTORY = """

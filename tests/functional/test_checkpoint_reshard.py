@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.fp8_gpt import MOE
-from tests.ranks import Layout, model_parallel
-from tests.resume import Training, loads_and_saves, tensors_of, trains_and_saves
+from tests.support.fp8_gpt import MOE
+from tests.support.ranks import Layout, model_parallel
+from tests.support.resume import Training, loads_and_saves, tensors_of, trains_and_saves
 
 HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
 SHARDED = {"use_distributed_optimizer": True}
@@ -150,7 +150,7 @@ def test_megatrons_own_loader_reads_it(ranks, delayed):
 
 def megatron_loads(folder: str) -> dict[str, Any]:
     """Every tensor, as bytes, as dist_checkpointing.load_plain_tensors gives it."""
-    from tests.ranks import model_parallel
+    from tests.support.ranks import model_parallel
 
     with model_parallel():
         from megatron.core import dist_checkpointing
@@ -196,8 +196,9 @@ def test_fp8_weights_are_cast_with_the_scale_that_they_get(ranks, tmp_path):
 
 def loads_what_a_gpu_saved(folder: str) -> tuple[Any, bool]:
     """Why streams start anew, and whether the weights are those that were saved with a GPU's streams."""
-    from megatron_fp8.checkpoint_files import read_manifest
-    from megatron_fp8.mcore import checkpoint, checkpoint_rng
+    from megatron_fp8.files.checkpoint import read_manifest
+    from megatron_fp8.mcore.checkpoint import rng as checkpoint_rng
+    from megatron_fp8.mcore.checkpoint import training as checkpoint
 
     own = checkpoint_rng.streams
 

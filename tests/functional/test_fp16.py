@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fp8_gpt import fp8_config, record_steps
 from tests.functional.test_fp8_health import OVERLAP, made_sick, masters
-from tests.gpt import build_chunks, build_optimizer, train_step
-from tests.ranks import Layout, RankPool, model_parallel
-from tests.resume import Training
+from tests.support.fp8_gpt import fp8_config, record_steps
+from tests.support.gpt import build_chunks, build_optimizer, train_step
+from tests.support.ranks import Layout, RankPool, model_parallel
+from tests.support.resume import Training
 
 FP16: dict[str, Any] = {
     "fp16": True,
@@ -59,7 +59,7 @@ def fp16_training(
 ) -> Seen:
     """A rank case: steps in FP16, in some of them NaN or Inf in weights, inputs or gradients of one rank."""
     from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.loss_scaler import scalers
+    from megatron_fp8.mcore.optimizer.loss_scaler import scalers
     from megatron_fp8.mcore.sites import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
@@ -120,7 +120,7 @@ def overflow_after_the_reduction(fp16: bool, experts: bool) -> tuple[list[bool],
     It is that of an expert, which the other rank does not have, or of a weight of which the other rank has a copy.
     Returns (stepped, changed, scales of the dense weights' optimizer and of the experts').
     """
-    from megatron_fp8.mcore.loss_scaler import scalers
+    from megatron_fp8.mcore.optimizer.loss_scaler import scalers
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     stepped: list[bool] = []
@@ -163,10 +163,10 @@ def resumed(layout: Layout, recipe: str, ddp: dict[str, Any], folder: str) -> di
 
     A step before the checkpoint is skipped, and a growth of the scale is due in the step after it.
     """
-    from megatron_fp8.mcore.loss_scaler import scalers
+    from megatron_fp8.mcore.optimizer.loss_scaler import scalers
 
     def started(seed: int) -> Training:
-        with mock.patch("tests.resume.build_optimizer", with_scaler):
+        with mock.patch("tests.support.resume.build_optimizer", with_scaler):
             training = Training(layout, recipe, {**SIZE, **FP16}, ddp, seed=seed, **SMALL)
         record_steps(training.optimizer, [])
         return training

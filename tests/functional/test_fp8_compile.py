@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.state import IterationCounts
-from tests.fp8_gpt import fp8_config
-from tests.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.state.arena import IterationCounts
+from tests.support.fp8_gpt import fp8_config
+from tests.support.ranks import Layout, RankPool, model_parallel
 
 TOKENS, HIDDEN = 128, 128
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "ffn_hidden_size": 256, "num_layers": 1}
@@ -205,7 +205,7 @@ def breaks_of_a_model() -> dict[str, Any]:
     return {
         "where": {reason.user_stack[-1].filename for reason in found.break_reasons},
         "operators": sum(
-            str(node.target).startswith("megatron_fp8.linear")
+            str(node.target).startswith("megatron_fp8.linear.function")
             for graph in found.graphs
             for node in graph.graph.nodes
         ),

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fp8_gpt import OPTIONS, fp8_config, record_steps
-from tests.gpt import build_chunks, build_optimizer, train_step
-from tests.ranks import Layout, RankPool, model_parallel
+from tests.support.fp8_gpt import OPTIONS, fp8_config, record_steps
+from tests.support.gpt import build_chunks, build_optimizer, train_step
+from tests.support.ranks import Layout, RankPool, model_parallel
 
 SICK_RANK = 1
 STEPS = 7

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.fp8_gpt import RECIPES, fp8_config, watched_collectives
-from tests.ranks import Layout, RankPool, model_parallel
+from tests.support.fp8_gpt import RECIPES, fp8_config, watched_collectives
+from tests.support.ranks import Layout, RankPool, model_parallel
 
 ONE, TP_SP = Layout(), Layout(tp=2, sp=True)
 LLAMA = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 2}
@@ -62,7 +62,7 @@ class Saved:
 @contextmanager
 def saved_for_backward(layer: Any) -> Iterator[Saved]:
     """What the body saves, by part: 'linear', 'weight' (quantised weights), 'attention' (the core) and 'rest'."""
-    from megatron_fp8.site import GemmSite
+    from megatron_fp8.linear.site import GemmSite
 
     saved = Saved()
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}

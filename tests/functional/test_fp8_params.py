@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.fp8_gpt import RECIPES
-from tests.fp8_params import CLIP, DISTRIBUTED, OVERLAP, param_training, whole_masters
-from tests.ranks import Layout, RankPool
+from tests.support.fp8_gpt import RECIPES
+from tests.support.fp8_params import CLIP, DISTRIBUTED, OVERLAP, param_training, whole_masters
+from tests.support.ranks import Layout, RankPool
 
 
 def same(
@@ -75,7 +75,7 @@ CASES = {
         2,
         Layout(),
         "custom",
-        {"fp8_quantizer_factory": "tests.fp8_params.mixed_factory"},
+        {"fp8_quantizer_factory": "tests.support.fp8_params.mixed_factory"},
         DISTRIBUTED,
     ),
     "bf16-layers": (2, Layout(), "delayed", BF16_LAYERS, DISTRIBUTED),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fp8_gpt import MOE, RECIPES, Watched, fp8_config, training, watched_gemms, watched_training
-from tests.gpt import build_chunks, build_optimizer, train_step
-from tests.ranks import Layout, RankPool, model_parallel
+from tests.support.fp8_gpt import MOE, RECIPES, Watched, fp8_config, training, watched_gemms, watched_training
+from tests.support.gpt import build_chunks, build_optimizer, train_step
+from tests.support.ranks import Layout, RankPool, model_parallel
 
 ONE, TP_SP, PP, VPP = Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=2)
 DISTRIBUTED = {"use_distributed_optimizer": True}
@@ -139,9 +139,9 @@ def disabled_by_user(fields: dict[str, Any], every: int = 1) -> Watched:
 
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_fp8.context import fp8_disabled
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+    from megatron_fp8.plan.switch import fp8_disabled
 
     seen, forward, calls = Watched(), GPTModel.forward, count()
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fp8_gpt import MOE, SITES, Watched, digest, fp8_config, watched_gemms
 from tests.functional.test_train_app import APP, MODEL, lines, run
-from tests.gpt import build_chunks, build_optimizer, train_step
-from tests.ranks import Layout, RankPool, model_parallel
-from tests.unit.delayed import PlainSlot
+from tests.support.delayed import PlainSlot
+from tests.support.fp8_gpt import MOE, SITES, Watched, digest, fp8_config, watched_gemms
+from tests.support.gpt import build_chunks, build_optimizer, train_step
+from tests.support.ranks import Layout, RankPool, model_parallel
 
 ONE, TP_SP, PP = Layout(), Layout(tp=2, sp=True), Layout(pp=2)
 SMALL = {"sequence": 64, "micro_batch": 2, "global_batch": 4}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_fp8.calibration import load_calibration
-from megatron_fp8.checkpoint_files import latest_checkpoint
+from megatron_fp8.files.checkpoint import latest_checkpoint
+from megatron_fp8.inference.calibration import load_calibration
 from tests.functional.test_train_app import APP, MODEL, environment
-from tests.manifests import edit
+from tests.support.manifests import edit
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
 FIELDS |= {"fp8_format": "tensorwise", "hidden_dropout": 0.0}

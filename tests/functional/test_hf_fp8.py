@@ -12,14 +12,14 @@ import torch
 from safetensors import safe_open
 
 from megatron_fp8 import quantize
-from megatron_fp8.calibration import Calibration, Range
-from megatron_fp8.checkpoint_files import Manifest, find_checkpoint, read_manifest, read_metadata, read_tensor
+from megatron_fp8.commands.exchange import export_main, import_main
+from megatron_fp8.files.checkpoint import Manifest, find_checkpoint, read_manifest, read_metadata, read_tensor
 from megatron_fp8.huggingface.architectures import gemms
-from megatron_fp8.huggingface.commands import export_main, import_main
 from megatron_fp8.huggingface.formats import FORMATS
 from megatron_fp8.huggingface.layout import Heads, split_qkv
-from tests.hf import VOCAB, build, hf_logits, hf_model, token_ids
-from tests.ranks import Layout, model_parallel
+from megatron_fp8.inference.calibration import Calibration, Range
+from tests.support.hf import VOCAB, build, hf_logits, hf_model, token_ids
+from tests.support.ranks import Layout, model_parallel
 
 HEADS = Heads(4, 2, 128)
 LAYERS = 2
@@ -262,9 +262,9 @@ def test_an_fp8_directory_is_imported_to_the_bit(folder, expected, tmp_path, nam
 
 def train_fp8_params(config_file: str, source: str, out: str, recipe: str) -> dict[str, tuple[Any, Any]]:
     """A case for ranks: weights that live as FP8 take one optimizer step and are saved. Codes and scales by site."""
-    from megatron_fp8.mcore import checkpoint
-    from megatron_fp8.mcore.checkpoint_saver import Saver
-    from megatron_fp8.param import Fp8Parameter
+    from megatron_fp8.mcore.checkpoint import training as checkpoint
+    from megatron_fp8.mcore.checkpoint.saver import Saver
+    from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
     with model_parallel(Layout()):
         fields = ("--model.fp8=hybrid", f"--model.fp8_format={recipe}", "--model.fp8_param=true")
@@ -320,7 +320,7 @@ def test_exported_codes_are_those_that_training_multiplied(folder, ranks, tmp_pa
 
 def masters_case(config_file: str, source: str, layout: Layout, distributed: bool) -> dict[str, torch.Tensor]:
     """A case for ranks: this rank's masters by name after loading weights alone; a step from there changes them."""
-    from megatron_fp8.mcore import checkpoint
+    from megatron_fp8.mcore.checkpoint import training as checkpoint
 
     with model_parallel(layout):
         option = f"--optimizer.use_distributed_optimizer={str(distributed).lower()}"

@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp8.checkpoint_files import Manifest
-from megatron_fp8.huggingface.commands import export_main, import_main
-from tests.hf import KINDS, VOCAB, build, hf_logits, hf_model, loaded_logits, megatron_logits, token_ids
-from tests.ranks import Layout, model_parallel
+from megatron_fp8.commands.exchange import export_main, import_main
+from megatron_fp8.files.checkpoint import Manifest
+from tests.support.hf import (
+    KINDS,
+    VOCAB,
+    build,
+    hf_logits,
+    hf_model,
+    loaded_logits,
+    megatron_logits,
+    token_ids,
+)
+from tests.support.ranks import Layout, model_parallel
 
 FLOAT32 = ("--model.bf16=false", "--model.params_dtype=float32")
 
@@ -58,8 +67,8 @@ def test_any_layout_reads_an_imported_model(imported, ranks, layout):
 
 def save_case(config_file: str, folder: str, layout: Layout, ids: torch.Tensor) -> Any:
     """Save a model whose vectors are not at their defaults; its logits."""
-    from megatron_fp8.mcore import checkpoint
-    from megatron_fp8.mcore.checkpoint_saver import Saver
+    from megatron_fp8.mcore.checkpoint import training as checkpoint
+    from megatron_fp8.mcore.checkpoint.saver import Saver
 
     with model_parallel(layout):
         run, chunks, optimizer = build(config_file, layout, *FLOAT32, "--model.init_method_std=0.06")

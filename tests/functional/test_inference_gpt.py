@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.fp8_gpt import RECIPES, fp8_config
-from tests.gpt import VOCAB, build_chunks
-from tests.ranks import Layout, RankPool, model_parallel
-from tests.unit.compare import assert_same_bytes
+from tests.support.compare import assert_same_bytes
+from tests.support.fp8_gpt import RECIPES, fp8_config
+from tests.support.gpt import VOCAB, build_chunks
+from tests.support.ranks import Layout, RankPool, model_parallel
 
 LENGTH, BATCH = 40, 2
 GPT_LIKE = "rowwise, GPT-like"  # learned positions, biases, LayerNorm
@@ -38,8 +38,8 @@ def build(layout: Layout, recipe: str | None, **fields: Any) -> Any:
 
 def ready(recipe: str) -> tuple[Any, torch.Tensor]:
     """A model prepared for inference, and the logits of its training forward before that; 'static' is calibrated."""
-    from megatron_fp8.calibration import calibrate
     from megatron_fp8.inference import prepare_for_inference
+    from megatron_fp8.inference.calibration import calibrate
 
     named = {"static": "tensorwise", GPT_LIKE: "rowwise"}.get(recipe, recipe)
     model = build(Layout(), named, llama=recipe != GPT_LIKE)
@@ -84,7 +84,9 @@ def decoding(recipe: str) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             found = {"trained": trained, "full": forward(model, ids)}
             for name, patch in (("", None), ("exact ", exact_attention)):
-                with mock.patch("megatron_fp8.mcore.attention._sdpa", patch) if patch else nullcontext():
+                with (
+                    mock.patch("megatron_fp8.mcore.layers.attention._sdpa", patch) if patch else nullcontext()
+                ):
                     found[f"{name}full"] = forward(model, ids)
                     for prompt in (1, 7, 39):
                         parts = [prompt, *[1] * (LENGTH - prompt)]
@@ -228,7 +230,7 @@ def test_padding_keeps_out_of_sequence_parallelism(ranks):
 
 def calibrated_over(size: int) -> dict[str, tuple[tuple[int, int], float]]:
     """A rank case: shape and amax of every site, with TP over this many ranks."""
-    from megatron_fp8.calibration import calibrate
+    from megatron_fp8.inference.calibration import calibrate
 
     with model_parallel(Layout(tp=size)):
         model = build(Layout(tp=size), "tensorwise")
@@ -238,7 +240,7 @@ def calibrated_over(size: int) -> dict[str, tuple[tuple[int, int], float]]:
 
 
 def calibration_fits(model: Any, calibration: Any) -> None:
-    from megatron_fp8.calibration import fp8_modules
+    from megatron_fp8.inference.calibration import fp8_modules
 
     calibration.check(fp8_modules(model))
 

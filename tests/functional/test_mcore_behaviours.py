@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpt import gpt_config
-from tests.mcore_behaviours import BEHAVIOURS, EXPERTS, SEQUENCE, SMALL, VOCAB, run
-from tests.ranks import Layout, RankPool, model_parallel
+from tests.support.gpt import gpt_config
+from tests.support.mcore_behaviours import BEHAVIOURS, EXPERTS, SEQUENCE, SMALL, VOCAB, run
+from tests.support.ranks import Layout, RankPool, model_parallel
 
 FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 # What Megatron-Core cannot do on a CPU without Transformer Engine; only packed sequences need FP8's (or our) spec.
@@ -108,7 +108,7 @@ def loop_of_ones_own(ends: bool) -> tuple[str, list[bool]]:
     from megatron_fp8.mcore.iteration import finish_iteration
     from megatron_fp8.mcore.sites import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from tests.mcore_behaviours import _gpt_loss
+    from tests.support.mcore_behaviours import _gpt_loss
 
     with model_parallel(Layout()):
         config = gpt_config(cls=TransformerConfig, **SMALL, fp8="hybrid", fp8_format="delayed")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_state_dict, fp8_step
 from megatron_fp8.recipe import DelayedScaling
-from tests.unit.compare import assert_same_bytes
+from tests.support.compare import assert_same_bytes
 
 DELAYED = DelayedScaling(amax_history_len=2)
 Region = Callable[[int], AbstractContextManager[Any]]

@@ -25,7 +25,7 @@ from megatron_fp8.nn import (
     register_fp8_step,
 )
 from megatron_fp8.recipe import DelayedScaling
-from tests.unit.collectives import recorded
+from tests.support.collectives import recorded
 
 DELAYED = DelayedScaling(amax_history_len=2)
 

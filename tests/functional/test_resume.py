@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.fp8_gpt import MOE, RECIPES
-from tests.ranks import Layout
-from tests.resume import resumes_exactly
+from tests.support.fp8_gpt import MOE, RECIPES
+from tests.support.ranks import Layout
+from tests.support.resume import resumes_exactly
 
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from megatron_fp8.plan.timing import processor_name
 from megatron_fp8.recipe import DelayedScaling
-from megatron_fp8.timing import processor_name
-from tests.fp8_gpt import MOE, OPTIONS, SITES, Watched, fp8_config, watched_gemms
-from tests.gpt import build_chunks, train
-from tests.ranks import Layout, RankPool, model_parallel
-from tests.size_table import make_table
+from tests.support.fp8_gpt import MOE, OPTIONS, SITES, Watched, fp8_config, watched_gemms
+from tests.support.gpt import build_chunks, train
+from tests.support.ranks import Layout, RankPool, model_parallel
+from tests.support.size_table import make_table
 
 ONE, PP = Layout(), Layout(pp=2)
 TOKENS = 256  # OPTIONS: micro batch 2, sequence 128
@@ -121,7 +121,7 @@ def test_foreign_tables_and_settings_that_do_not_fit_are_errors(ranks: RankPool,
 
 def shapes(fields: dict[str, Any], layout: Layout) -> tuple[dict[str, tuple[int, int]], Any]:
     """Of each linear of a model, [K, N] by name; and what the config's shapes are said to be."""
-    from megatron_fp8.mcore.size_filter import gemm_shapes
+    from megatron_fp8.mcore.sizes import gemm_shapes
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel(layout):
@@ -152,7 +152,7 @@ def test_the_shapes_of_a_config_are_the_models(ranks: RankPool, fields: dict[str
 def test_an_experts_share_of_the_tokens() -> None:
     from types import SimpleNamespace
 
-    from megatron_fp8.mcore.size_filter import expert_tokens
+    from megatron_fp8.mcore.sizes import expert_tokens
 
     config = SimpleNamespace(
         expert_model_parallel_size=1, expert_tensor_parallel_size=None, moe_router_topk=2,

@@ -1,6 +1,6 @@
 """The shipped batch scripts on a real SLURM cluster of two nodes: preempted, warned, cancelled; resumed to the bit.
 
-Run by `make test-slurm`: it needs root, and Debian's packages slurm-wlm and munge (tests/slurm_cluster.py).
+Run by `make test-slurm`: it needs root, and Debian's packages slurm-wlm and munge (tests/support/slurm_cluster.py).
 """
 
 import json
@@ -16,8 +16,8 @@ import pytest
 import torch
 import yaml
 
-from megatron_fp8.checkpoint_files import complete_checkpoints, read_metadata, read_tensor
-from tests.slurm_cluster import SlurmCluster, missing, processes_naming
+from megatron_fp8.files.checkpoint import complete_checkpoints, read_metadata, read_tensor
+from tests.support.slurm_cluster import SlurmCluster, missing, processes_naming
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]  # every wait below has a shorter limit of its own
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from benchmarks.kills import LIMIT_S, Run, write_config
-from megatron_fp8.checkpoint_files import check_files, latest_checkpoint, read_manifest
+from megatron_fp8.files.checkpoint import check_files, latest_checkpoint, read_manifest
 
 
 @pytest.mark.timeout(600)

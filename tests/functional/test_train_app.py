@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from megatron_fp8.recipe import DelayedScaling
-from megatron_fp8.train.config import known_keys
-from tests.size_table import make_table
+from megatron_fp8.train.config.run_config import known_keys
+from tests.support.size_table import make_table
 
 ROOT = Path(__file__).parents[2]
 APP = str(Path(__file__).with_name("app.py"))

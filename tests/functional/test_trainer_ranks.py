@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 SICK = {1: "input", 3: "loss", 5: "reduced gradient"}
 STEPS = 8
@@ -41,8 +41,8 @@ def sick_training(
 
     Returns the steps, the scale after each, whether weights changed in it, and all weights at the end.
     """
-    from megatron_fp8 import trainer as module
-    from megatron_fp8.loss_scaler import LossScaler
+    from megatron_fp8.nn import trainer as module
+    from megatron_fp8.state.loss_scaler import LossScaler
 
     sick_rank, step_now = dist.get_rank() == 1, 0
 
@@ -104,8 +104,8 @@ def saved_training(folder: str) -> tuple[bool, int]:
     """A rank case: whether training resumed from rank 0's file goes on with the same bits; reductions of 6 steps."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    from megatron_fp8.loss_scaler import LossScaler
-    from megatron_fp8.trainer import Fp8Trainer
+    from megatron_fp8.nn.trainer import Fp8Trainer
+    from megatron_fp8.state.loss_scaler import LossScaler
 
     def compute_loss(model: torch.nn.Module, x: Tensor) -> Tensor:
         return (model(x) - x.flip(1)).square().mean()

@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from megatron_fp8 import quantize
-from megatron_fp8.calibration import calibrate
-from megatron_fp8.formats import E4M3
-from megatron_fp8.kernels import cpu
+from megatron_fp8.inference.calibration import calibrate
+from megatron_fp8.kernels.cpu import loops as cpu
 from megatron_fp8.kernels.norm_quantize import normalized, row_rstd
 from megatron_fp8.kernels.quantize import Record, measure, quantize_blocks, quantize_rows, quantize_tensor
 from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_weight_grad
-from megatron_fp8.loss_scaler import unscale_
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_matmul, fp8_state_dict, fp8_step
-from megatron_fp8.param import fp8_parameter
-from megatron_fp8.param_shard import quantize_shards
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.params.fp8_parameter import fp8_parameter
+from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.recipe import DelayedScaling
-from tests.unit.compare import assert_same_bytes
-from tests.unit.sites import RECIPES
-from tests.unit.test_param import quantizer_of
+from megatron_fp8.state.loss_scaler import unscale_
+from tests.support.compare import assert_same_bytes
+from tests.support.sites import RECIPES
+from tests.unit.params.test_fp8_parameter import quantizer_of
 
 PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 FACTORIES = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_fp8 import Format, fp8_utils, quantize
-from megatron_fp8.context import LayerBeingBuilt, disabled_reason, layer_being_built
 from megatron_fp8.fp8_utils import (
     dequantize_fp8_tensor,
     get_fp8_align_size,
@@ -19,6 +18,7 @@ from megatron_fp8.fp8_utils import (
     is_first_last_bf16_layer,
     is_float8tensor,
 )
+from megatron_fp8.plan.switch import LayerBeingBuilt, disabled_reason, layer_being_built
 from megatron_fp8.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -27,7 +27,7 @@ from megatron_fp8.recipe import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
 )
-from tests.unit.compare import assert_same_bytes
+from tests.support.compare import assert_same_bytes
 
 
 def config(**fields: Any) -> SimpleNamespace:

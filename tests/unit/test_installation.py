@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.resolution import BUILDS, CONSTRAINTS, RECORD, ROOT, requirements, resolve, write_wheels
+from tests.support.resolution import BUILDS, CONSTRAINTS, RECORD, ROOT, requirements, resolve, write_wheels
 
 
 @pytest.fixture(scope="module")

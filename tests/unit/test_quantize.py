@@ -26,8 +26,8 @@ from megatron_fp8.recipe import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
 )
-from tests.unit import reference
-from tests.unit.compare import assert_same_bytes
+from tests.support import reference
+from tests.support.compare import assert_same_bytes
 
 TENSOR, ROW, WIDE, SQUARE, MX = (None, None), (1, None), (1, 128), (128, 128), (1, 32)
 
@@ -178,7 +178,7 @@ def test_input_is_left_alone_and_results_own_their_memory(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_chunks_do_not_matter(name, size, monkeypatch):
     """Large tensors are worked through in pieces; so are these small ones, with ragged last pieces."""
-    monkeypatch.setattr("megatron_fp8.cast.CHUNK", size)
+    monkeypatch.setattr("megatron_fp8.numerics.cast.CHUNK", size)
     x = data((300, 200), torch.bfloat16).clone()
     x[277, 13], x[5, 6] = math.nan, -math.inf
     for role in ROLES:

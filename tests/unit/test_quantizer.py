@@ -11,12 +11,12 @@ import torch
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.emulated import Region
-from megatron_fp8.cast import RandomKey
+from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, Float8RowwiseScaling, MXFP8BlockScaling
-from megatron_fp8.state import Fp8State
-from tests.unit.compare import assert_same_bytes
-from tests.unit.sites import RECIPES, RecordingBackend, randn
+from megatron_fp8.state.arena import Fp8State
+from tests.support.compare import assert_same_bytes
+from tests.support.sites import RECIPES, RecordingBackend, randn
 
 ROLES = ("input", "weight", "grad_output")
 

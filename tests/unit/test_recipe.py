@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from megatron_fp8.formats import E4M3, E5M2, E8M0, Format
+from megatron_fp8.numerics.formats import E4M3, E5M2, E8M0, Format
 from megatron_fp8.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -18,7 +18,7 @@ from megatron_fp8.recipe import (
     MXFP8BlockScaling,
     Rule,
 )
-from tests.unit.sites import data, make_site, run
+from tests.support.sites import data, make_site, run
 
 BUILT_IN = [DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling, MXFP8BlockScaling]
 ROLES = ("input", "weight", "grad_output")

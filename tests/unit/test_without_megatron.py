@@ -68,7 +68,7 @@ except RuntimeError as error:
     ids=lambda arguments: arguments[0],
 )
 def test_a_command_that_needs_megatron_says_how_to_get_it(arguments):
-    done = run(f"from megatron_fp8.cli import main\nsys.exit(main({arguments!r}))")
+    done = run(f"from megatron_fp8.commands.main import main\nsys.exit(main({arguments!r}))")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     if arguments[0] != "inspect":  # it reads files without Megatron, and there is no such folder

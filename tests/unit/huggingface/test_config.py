@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
 from megatron_fp8.huggingface.config import exported_architecture, heads_of, hf_config, model_section
-from tests.unit.huggingface.small import CONFIG
+from tests.support.hf_small import CONFIG
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -33,8 +33,8 @@ def test_a_llama_becomes_a_section_and_comes_back():
 
 
 def test_the_section_is_a_run_config_that_megatron_core_takes():
-    from megatron_fp8.train.config import ModelSection
-    from megatron_fp8.train.model_section import padded_vocab_size, transformer_config
+    from megatron_fp8.train.config.model_section import padded_vocab_size, transformer_config
+    from megatron_fp8.train.config.run_config import ModelSection
 
     made = ModelSection(**model_section({**CONFIG, "rope_scaling": LLAMA3, "vocab_size": 1100}))
     config = transformer_config(made)

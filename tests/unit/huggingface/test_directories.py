@@ -13,20 +13,20 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megatron_fp8.calibration import Calibration, Range
-from megatron_fp8.checkpoint_files import (
+from megatron_fp8.commands.exchange import size_in_bytes
+from megatron_fp8.commands.main import main
+from megatron_fp8.files.checkpoint import (
     check_files,
     find_checkpoint,
     read_manifest,
     read_metadata,
     read_tensor,
 )
-from megatron_fp8.cli import main
-from megatron_fp8.huggingface.commands import size_in_bytes
 from megatron_fp8.huggingface.directory import Tensors, new_directory, write_tensors
 from megatron_fp8.huggingface.source import Source
-from tests.manifests import edit
-from tests.unit.huggingface.small import tensors, write
+from megatron_fp8.inference.calibration import Calibration, Range
+from tests.support.hf_small import tensors, write
+from tests.support.manifests import edit
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -99,7 +99,7 @@ def test_a_directory_is_whole_or_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", ["import", "export"])
 def test_a_full_disk_leaves_nothing(run, tmp_path, capsys, command):
     """No file may be longer than 100,000 bytes: as if the disk ended there."""
-    import megatron_fp8.mcore.checkpoint_weights  # noqa: F401 (its modules' caches may be longer)
+    import megatron_fp8.mcore.checkpoint.weights  # noqa: F401 (its modules' caches may be longer)
 
     source = run.parent / "hf" if command == "import" else run
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

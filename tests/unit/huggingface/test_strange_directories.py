@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fp8.cli import main
+from megatron_fp8.commands.generate import prompt_ids
+from megatron_fp8.commands.main import main
 from megatron_fp8.huggingface.config import model_section
 from megatron_fp8.huggingface.config_types import check_types
-from megatron_fp8.train.generate import prompt_ids
-from megatron_fp8.train.tokenizers import JsonTokenizer, load_tokenizer
-from tests.unit.huggingface.small import CONFIG, write
+from megatron_fp8.train.data.tokenizers import JsonTokenizer, load_tokenizer
+from tests.support.hf_small import CONFIG, write
 
 NONSENSE: list[Any] = [
     *(None, True, False, 0, -1, 1, 10**9, 2**63, 1.5, -0.0, float("nan"), float("inf"), "", "128", "silu"),
@@ -230,7 +230,7 @@ def test_what_is_no_file_is_not_read(tmp_path, capsys):
 
 def test_blocks_that_compressed_tensors_writes_are_read(tmp_path):
     """llm-compressor's FP8_BLOCK: 128x128, the scales named weight_scale."""
-    from megatron_fp8.checkpoint_files import find_checkpoint, read_metadata, read_tensor
+    from megatron_fp8.files.checkpoint import find_checkpoint, read_metadata, read_tensor
 
     config = {
         "quantization_config": {

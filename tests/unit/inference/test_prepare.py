@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fp8.calibration import calibrate
 from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
 from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes
+from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.inference.padding import Padding, pad_tokens
 from megatron_fp8.inference.weights import inference_weight
 from megatron_fp8.nn import Fp8Config, convert_to_fp8
-from megatron_fp8.param import Fp8Parameter
-from megatron_fp8.phases import Phases
-from tests.unit.compare import assert_same_bytes
-from tests.unit.inference.models import HIDDEN, IN, OUT, RECIPES, activations, converted
+from megatron_fp8.params.fp8_parameter import Fp8Parameter
+from megatron_fp8.state.phases import Phases
+from tests.support.compare import assert_same_bytes
+from tests.support.inference_models import HIDDEN, IN, OUT, RECIPES, activations, converted
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -208,7 +208,7 @@ def test_the_report_says_what_runs():
 
 
 def test_transformer_engines_linears_are_not_ours_to_prepare():
-    from megatron_fp8.mcore.te_site import TeSite
+    from megatron_fp8.mcore.te.site import TeSite
 
     class Linear(nn.Linear):
         fp8_site = TeSite(SimpleNamespace(precision="fp8", backend="transformer_engine"), None)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.formats import E4M3, E5M2
 from megatron_fp8.kernels import block_matmul as block_matmul_module
 from megatron_fp8.kernels.block_matmul import block_matmul
+from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import BLOCK_1X128, BLOCK_128X128, Rule
-from tests.unit.kernels.matrices import DEVICE
+from tests.support.matrices import DEVICE
 
 
 def operand(rows, cols, fmt, granularity, kind, seed):

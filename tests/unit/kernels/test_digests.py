@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_digests
-from tests.unit.kernels.matrices import DEVICE
+from tests.support.matrices import DEVICE
 
 CPU = torch.device("cpu")
 

@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.cast import cast
-from megatron_fp8.formats import E4M3, E5M2
 from megatron_fp8.kernels import elements
-from megatron_fp8.scaling import compute_e8m0, compute_scale, compute_scale_inv, e8m0_to_scale
-from tests.unit.compare import assert_same_bytes
-from tests.unit.kernels.matrices import DEVICE
+from megatron_fp8.numerics.cast import cast
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.numerics.scaling import compute_e8m0, compute_scale, compute_scale_inv, e8m0_to_scale
+from tests.support.compare import assert_same_bytes
+from tests.support.matrices import DEVICE
 
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
 EVERY_16_BITS = torch.arange(65536, dtype=torch.int32).to(torch.int16)

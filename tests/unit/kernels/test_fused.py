@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.formats import E4M3, E5M2
 from megatron_fp8.kernels.norm_quantize import rms_norm, row_rstd
 from megatron_fp8.kernels.quantize import (
     Record,
@@ -20,10 +19,11 @@ from megatron_fp8.kernels.quantize import (
     write,
 )
 from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
-from megatron_fp8.mcore import norm
+from megatron_fp8.mcore.layers import norm
+from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Rule
-from tests.unit.compare import assert_same_bytes
-from tests.unit.kernels.matrices import BYTES, DEVICE, DTYPES, assert_quantized, assert_recorded, strided
+from tests.support.compare import assert_same_bytes
+from tests.support.matrices import BYTES, DEVICE, DTYPES, assert_quantized, assert_recorded, strided
 
 CASES = [((7, 33), dtype) for dtype in DTYPES] + [((130, 140), torch.bfloat16), ((1, 1), torch.bfloat16)]
 

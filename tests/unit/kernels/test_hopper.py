@@ -21,7 +21,7 @@ def launches(tmp_path_factory):
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
     }
     out = subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernels.hopper"],
+        [sys.executable, "-m", "tests.support.hopper"],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -49,8 +49,8 @@ def test_every_launch_is_on_its_tensors_device():
 def test_matrices_of_any_height_fit_the_grid(monkeypatch):
     """All programs lie on the first axis: the others end at 65,535, which is 4 million rows."""
     pytest.importorskip("triton")
-    from megatron_fp8.formats import E4M3
     from megatron_fp8.kernels import fp8_transpose, param_cast, quantize
+    from megatron_fp8.numerics.formats import E4M3
 
     grids = []
 
@@ -83,9 +83,9 @@ def test_matrices_of_any_height_fit_the_grid(monkeypatch):
 
 def test_the_device_is_the_first_arguments(monkeypatch):
     pytest.importorskip("triton")
-    from megatron_fp8.formats import E4M3
     from megatron_fp8.kernels.quantize import quantize_tensor
     from megatron_fp8.kernels.tiles import plain
+    from megatron_fp8.numerics.formats import E4M3
 
     entered = []
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: entered.append(tensor) or nullcontext())

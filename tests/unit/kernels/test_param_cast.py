@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.formats import E4M3
 from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.numerics.scaling import compute_scale
 from megatron_fp8.recipe import BLOCK_128X128, TENSOR, Rule
-from megatron_fp8.scaling import compute_scale
-from tests.unit.compare import assert_same_bytes
-from tests.unit.kernels.matrices import DEVICE, mixed
+from tests.support.compare import assert_same_bytes
+from tests.support.matrices import DEVICE, mixed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -6,27 +6,13 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.formats import E4M3, E5M2
-from megatron_fp8.kernels.quantize import (
-    Record,
-    measure,
-    quantize_blocks,
-    quantize_rows,
-    quantize_tensor,
-)
+from megatron_fp8.kernels.quantize import Record, measure, quantize_blocks, quantize_rows, quantize_tensor
 from megatron_fp8.kernels.tiles import Tile
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.numerics.scaling import compute_scale_inv
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
-from megatron_fp8.scaling import compute_scale_inv
-from tests.unit.compare import assert_same_bytes
-from tests.unit.kernels.matrices import (
-    DEVICE,
-    DTYPES,
-    SHAPES,
-    assert_quantized,
-    assert_recorded,
-    mixed,
-    strided,
-)
+from tests.support.compare import assert_same_bytes
+from tests.support.matrices import DEVICE, DTYPES, SHAPES, assert_quantized, assert_recorded, mixed, strided
 
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
 BLOCKS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_fp8.kernels.fp8_transpose import transpose
-from tests.unit.compare import assert_same_bytes
-from tests.unit.kernels.matrices import DEVICE
+from tests.support.compare import assert_same_bytes
+from tests.support.matrices import DEVICE
 
 SHAPES = [(1, 1), (1, 200), (7, 33), (129, 128), (300, 17), (0, 4), (4, 0)]
 

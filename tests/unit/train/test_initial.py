@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_fp8.train.config import parse
-from tests.ranks import Layout, model_parallel
+from megatron_fp8.train.config.run_config import parse
+from tests.support.ranks import Layout, model_parallel
 
 SMALL = [
     "--model.num_layers=4", "--model.hidden_size=32", "--model.num_attention_heads=4", "--model.ffn_hidden_size=48",
@@ -16,7 +16,7 @@ SMALL = [
 def weights(layout, *options):
     """This rank's matrices by global name."""
     from megatron_fp8.train import initial, model
-    from megatron_fp8.train.model_section import transformer_config
+    from megatron_fp8.train.config.model_section import transformer_config
 
     sizes = [
         f"--model.tensor_model_parallel_size={layout.tp}",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_fp8.commands.report import losses
 from megatron_fp8.train.metrics import (
     Display,
     IterationMetrics,
@@ -15,7 +16,6 @@ from megatron_fp8.train.metrics import (
     peak_memory,
 )
 from megatron_fp8.train.report import format_report
-from megatron_fp8.train.show import losses
 
 STEP = IterationMetrics(
     iteration=1, lm_loss=2.5, grad_norm=1.0, learning_rate=1e-3, tokens=64, tokens_per_s=10.0, mfu=None,

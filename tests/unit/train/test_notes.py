@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_fp8.commands import report as show
+from megatron_fp8.commands import train as app
 from megatron_fp8.mcore import report as mcore_report
-from megatron_fp8.train import app, show
 from megatron_fp8.train.liveness import Liveness
 from megatron_fp8.train.loop import Trainer
 from megatron_fp8.train.report import format_notes

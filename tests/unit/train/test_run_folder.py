@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_fp8.run_lock import RunLock
+from megatron_fp8.files.run_lock import RunLock
 from megatron_fp8.train import checkpoints, run_folder
 from megatron_fp8.train.run_folder import RunFolders, keep_earlier
 
@@ -68,7 +68,7 @@ def test_checkpoints_elsewhere_are_kept_where_they_are(tmp_path, linked):
 @pytest.fixture
 def alone():
     """This process as the only rank; what a run holds is given back."""
-    from megatron_fp8.train.parallel import leave
+    from megatron_fp8.train.launch.parallel import leave
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -77,7 +77,7 @@ def alone():
 
 def refusal(run: Any, size: int = 0) -> str:
     """What a run is told that cannot have its folders."""
-    from megatron_fp8.train.parallel import _held
+    from megatron_fp8.train.launch.parallel import _held
 
     folders = RunFolders(run)
     with pytest.raises(ValueError) as refused:
@@ -129,7 +129,7 @@ def test_a_full_disk_is_said_before_training(tmp_path, alone):
 
 
 def test_folders_are_held_until_the_ranks_part(tmp_path, alone):
-    from megatron_fp8.train.parallel import _held
+    from megatron_fp8.train.launch.parallel import _held
 
     run = run_of(tmp_path / "run", tmp_path / "saves")
     folders = RunFolders(run)
@@ -159,7 +159,7 @@ def in_their_folders(folders: list[str]) -> tuple[str, str]:
     except ValueError as error:
         return str(error), waiting.getvalue()
     finally:
-        from megatron_fp8.train.parallel import _held
+        from megatron_fp8.train.launch.parallel import _held
 
         _held.close()
 

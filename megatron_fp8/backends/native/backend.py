@@ -1,0 +1,284 @@
+"""The native backend: codes made by Triton kernels and multiplied by the GPU's FP8 tensor cores.
+
+GEMMs are torch's scaled matrix product (cuBLASLt, CUTLASS); what it wants to be handed is layout.py's business,
+what it can do on this machine probe.py's. The result is what numerics.md says, acc * (scale_inv_a * scale_inv_b) +
+bias in float32 and one rounding, within the accuracy of the accumulation: Hopper's tensor cores keep about 14 bits of a
+partial sum with fast accumulation, which is on in fprop only, and promote it to float32 otherwise.
+
+Where torch has no block-scaled product, the package's own Triton kernel (kernels/block_matmul.py) does it, and ``advice``
+says what to change if that is to be avoided. What neither can do is a reason in ``supports``, before a model is built:
+nothing is multiplied in BF16 instead.
+
+NaN codes give NaN in their row or column. Empty operands give zeros (and the bias).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ...kernels.deferred import source_of, written
+from ...numerics.formats import E4M3, ROLES
+from ...recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, GEMM_OPERANDS, ROW, TENSOR, Recipe, Rule
+from ...tensor import Float8Tensor, QuantizedSide
+from .. import emulated
+from ..emulated import AmaxReduction, Direction, Quantized, Region, check_matrix, check_operands
+from .layout import Operand, Plan, arguments, block_scales, place_codes, plan, row_scales
+from .probe import device_reason, refusals
+
+name = "native"
+
+
+def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
+    """Why this backend cannot run on the device, or cannot multiply there what the recipe quantises; None if it can.
+
+    With a recipe, every kind of product that its three GEMMs may need (16-bit and float32 results, bias) is tried once
+    a process, so that nothing is found missing, and nothing is tried, inside a step.
+    """
+    reason = device_reason(device)
+    if reason is not None or recipe is None:
+        return reason
+    for which, (first, second) in _gemms(recipe).items():
+        for out, bias in _RESULTS:
+            try:
+                _plan_for(first, second, out, bias, device)
+            except ValueError as error:
+                return f"{which}: {error}"
+    return None
+
+
+def notes(device: torch.device, recipe: Recipe) -> list[str]:
+    """Which roles are quantised by the emulated backend on the same device, since no kernel does it, and why; and which
+    GEMMs are this package's own kernel, since torch has none. Of a recipe that ``supports`` does not refuse."""
+    found = []
+    for which, (first, second) in _gemms(recipe).items():
+        made = _plan_for(first, second, torch.bfloat16, None, device)
+        if made.request.triton:
+            found.append(f"{which} by this package's block-scaled kernel")
+    for role in ROLES:
+        rule = recipe.rule(role)
+        reason = None if rule is None else kernel_reason(rule)
+        if reason is not None:
+            found.append(f"{role} quantised without a kernel (the same codes, slower): {reason}")
+    return found
+
+
+def advice(device: torch.device, recipe: Recipe) -> tuple[str, bool] | None:
+    """What of a recipe, that ``supports`` does not refuse, will be slow for want of a product of torch's; None: nothing.
+
+    Returns:
+        What multiplies instead, and why; and whether gradients in E4M3 would have torch's product.
+    """
+    by_kernel, mended = [], True
+    for which, (first, second) in _gemms(recipe).items():
+        made = _plan_for(first, second, torch.bfloat16, None, device)
+        if not made.request.triton:
+            continue
+        by_kernel.append(which)
+        others = [replace(rule, fmt=E4M3) for rule in (first, second)]
+        mended = mended and not _plan_for(others[0], others[1], torch.bfloat16, None, device).request.triton
+        asked = replace(made.request, by="torch")
+        why = refusals(device, multiply)(asked)
+    if not by_kernel:
+        return None
+    gemms = ", ".join(by_kernel[:-1]) + (" and " if by_kernel[:-1] else "") + by_kernel[-1]
+    return (
+        f"{gemms} by this package's Triton kernel, probably slower than BF16: torch has no {asked} ({why})",
+        mended,
+    )
+
+
+# Results and biases that a linear layer asks for.
+_RESULTS = [(torch.float32, None)] + [
+    (dtype, bias) for dtype in (torch.bfloat16, torch.float16) for bias in (None, dtype)
+]
+
+
+def _gemms(recipe: Recipe) -> dict[str, tuple[Rule, Rule]]:
+    """The rules of both operands of every GEMM that the recipe quantises."""
+    rules = {which: tuple(recipe.rule(role) for role in roles) for which, roles in GEMM_OPERANDS.items()}
+    return {which: (a, b) for which, (a, b) in rules.items() if a is not None and b is not None}
+
+
+def _plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, device: torch.device) -> Plan:
+    return plan(_typical(a), _typical(b), out, bias, False, refusals(device, multiply))
+
+
+def _typical(rule: Rule) -> Operand:
+    """An operand of no particular size, quantised by the rule."""
+    return Operand(128, 128, rule.fmt.dtype, rule.granularity, rule.scale == "e8m0")
+
+
+def kernel_reason(rule: Rule) -> str | None:
+    """Why no Triton kernel quantises by this rule, None if one does."""
+    if rule.stochastic:
+        return "stochastic rounding"
+    granularity, scale = rule.granularity, rule.scale
+    if granularity in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128) and scale != "e8m0":
+        return None
+    return None if granularity == BLOCK_1X32 else f"{granularity} blocks with {scale} scales"
+
+
+def turns_codes(rule: Rule) -> bool:
+    """Whether the columnwise side of an input is a transposed view of codes in row order: only without a kernel."""
+    return kernel_reason(rule) is not None
+
+
+def quantize(
+    x: torch.Tensor,
+    rule: Rule,
+    direction: Direction,
+    *,
+    scale: torch.Tensor | None = None,
+    reduce_amax: AmaxReduction | None = None,
+    region: Region | None = None,
+) -> Quantized:
+    """Quantise a matrix in one or both directions; arguments and errors are emulated.quantize's, and so are all bits.
+
+    x is read once for both directions where the rule allows (delayed, blocks), else twice. An Unwritten one is computed
+    as it is read and stays unwritten: to compute it twice moves fewer bytes than to write it and read it. The columnwise
+    side's codes are contiguous [cols, rows], as the GEMM reads them, and block scales lie as it wants them. Nothing
+    waits for the GPU: the amax and the non-finite count stay there.
+    """
+    check_matrix(x, direction)
+    if kernel_reason(rule) is not None:
+        x = written(x)
+        return emulated.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
+    from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
+
+    record = kernels.Record.new(x.device)
+    matrix = source_of(x)
+    granularity, pow2 = rule.granularity, rule.scale != "fp32"
+    margin, epsilon = rule.margin, rule.epsilon
+    if scale is not None:
+        sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record)
+    elif granularity.is_tensor:
+        kernels.measure(matrix, record=record)
+        amax = record.amax
+        if reduce_amax is not None:
+            amax = amax.clone()
+            reduce_amax(amax)
+        sides = kernels.quantize_tensor(
+            matrix, rule.fmt, direction, amax=amax, pow2=pow2, margin=margin, epsilon=epsilon
+        )
+    elif granularity == ROW:
+        row_amax, col_amax = kernels.measure(
+            matrix, rows=direction != "columnwise", cols=direction != "rowwise", record=record
+        )
+        if col_amax is not None and reduce_amax is not None:
+            reduce_amax(col_amax)
+        sides = kernels.quantize_rows(
+            matrix, rule.fmt, row_amax, col_amax, pow2=pow2, margin=margin, epsilon=epsilon
+        )
+    else:
+        sides = kernels.quantize_blocks(
+            matrix,
+            rule.fmt,
+            direction,
+            block=granularity.cols,
+            square=granularity.symmetric,
+            kind=rule.scale,
+            record=record,
+            margin=margin,
+            epsilon=epsilon,
+        )
+    rowwise, columnwise = (
+        None if side is None else QuantizedSide(side.codes, side.scale_inv, granularity, pow2)
+        for side in (sides.rowwise, sides.columnwise)
+    )
+    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), record.amax, record.nonfinite)
+
+
+def gemm(
+    a: QuantizedSide,
+    b: QuantizedSide,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    bias: torch.Tensor | None = None,
+    fast_accumulation: bool = False,
+) -> torch.Tensor:
+    """a @ b^T of two quantised sides on tensor cores.
+
+    Args:
+        a: [M, K]; b: [N, K]; any sizes: what alignment asks for is padded and cut off again.
+        out_dtype: bfloat16, float16 or float32.
+        bias: [N], any floating dtype, added in float32 before the one rounding.
+        fast_accumulation: let the tensor cores keep partial sums at their own precision (ignored with blocks).
+
+    Returns:
+        [M, N], contiguous.
+
+    Raises:
+        ValueError: contractions differ, both operands are E5M2, or nothing here multiplies such operands.
+    """
+    check_operands(a, b)
+    (m, k), n = a.codes.shape, b.codes.shape[0]
+    if 0 in (m, n, k):
+        result = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)
+        return (result if bias is None else result.add_(bias)).to(out_dtype)
+    product = plan(
+        Operand.of(a),
+        Operand.of(b),
+        out_dtype,
+        None if bias is None else bias.dtype,
+        fast_accumulation,
+        refusals(a.codes.device, multiply),
+    )
+    acc = multiply(product, a, b, None if product.post_bias else bias)[:m, :n]
+    if product.post_scale:
+        acc = acc * (row_scales(a) * row_scales(b).t())
+    if product.post_bias:
+        assert bias is not None
+        acc = acc + bias
+    return acc.to(out_dtype).contiguous()
+
+
+def multiply(
+    product: Plan, a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The product with all its padding, before what is left to do to it. float32 if the plan rounds later."""
+    if product.request.triton:
+        return _multiply_blocks(a, b, product.request.out, bias)
+    codes_a, codes_b, scale_a, scale_b = arguments(product, a, b)
+    padding = product.b.shape[1] - product.n
+    if bias is not None and padding:
+        bias = torch.nn.functional.pad(bias, (0, padding))
+    recipes = product.request.mode.recipes
+    if recipes is None or product.request.by == "torch v1":
+        return torch._scaled_mm(
+            codes_a,
+            codes_b,
+            scale_a,
+            scale_b,
+            bias=bias,
+            out_dtype=product.request.out,
+            use_fast_accum=product.fast,
+        )
+    if not hasattr(torch, "_scaled_mm_v2"):
+        raise RuntimeError("this torch has no _scaled_mm_v2, which block scales need: 2.10 and newer have")
+    return torch._scaled_mm_v2(
+        codes_a,
+        codes_b,
+        [scale_a],
+        [recipes[0]],
+        [],
+        [scale_b],
+        [recipes[1]],
+        [],
+        bias,
+        product.request.out,
+        [],
+        product.fast,
+    )
+
+
+def _multiply_blocks(
+    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
+    from ...kernels.block_matmul import block_matmul  # loads Triton
+
+    (scale_a, height_a), (scale_b, height_b) = block_scales(a), block_scales(b)
+    codes_a, codes_b = (place_codes(side.codes, *side.codes.shape) for side in (a, b))
+    heights = {"a_height": height_a, "b_height": height_b}
+    return block_matmul(codes_a, scale_a, codes_b, scale_b, **heights, out_dtype=out_dtype, bias=bias)

@@ -1,0 +1,374 @@
+"""What torch's scaled matrix product must be given: shapes, strides, scale layouts and padding, as plain arithmetic.
+
+``torch._scaled_mm`` (and its successor ``_scaled_mm_v2``, whose recipes are explicit) multiplies codes on tensor cores,
+and both are particular about what they are handed:
+
+    operands   a [M, K] row-major, b [K, N] column-major: the contraction is contiguous in both (before Blackwell there
+               is no other kernel); K and N multiples of 16
+    tensor     one float32 each
+    row        a [M, 1], b [1, N], float32, contiguous
+    block      a [M, K/128], strides [1, M]; b of 1x128 blocks [N, K/128], strides [1, N]; b of 128x128 blocks
+               [ceil4(K/128), N/128], strides [1, ceil4(K/128)]: without that padding results were silently wrong
+               (pytorch#166752); M a multiple of 4; one operand at most has 128x128 blocks. So has it _scaled_mm_v2,
+               which takes E4M3 by E4M3 only. ``_scaled_mm`` hands E5M2 on to cuBLASLt, which multiplies it; it tells
+               the mode by the shapes: b of 1x128 blocks [K/128, N], contiguous, with two blocks of K or more (one
+               would look like scales per row), b of 128x128 blocks without padding, so K in whole 512s
+    mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (see ``swizzle``)
+
+Here a layout never is a reason not to run. Codes are padded with zeros, which add nothing, scales with ones, and the
+result is cut back. Scales that are coarser than a mode's are repeated until they fit it (a tensor's scale is every row's,
+a row's is each of its blocks'), which changes no number: so mixed recipes run, and 128x128 blocks on both sides do.
+
+Two layers, so that every rule is tested without a GPU: ``plan`` computes the exact arguments from shapes and dtypes,
+``arguments`` builds tensors that are so. Rejected: letting the operator's error message say what to pad.
+
+Sources: NVIDIA cuBLAS documentation, "Scaling factors layouts"; PyTorch's ScaledBlas.cpp; numerics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from ...recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
+from ...tensor import QuantizedSide
+
+BLOCK, MX_BLOCK = 128, 32
+_1X128, _128X128 = 4, 5  # torch.nn.functional.ScalingType.BlockWise1x128, BlockWise128x128
+
+
+class Mode(Enum):
+    """How the product's scales are cut."""
+
+    TENSOR = "per tensor"
+    ROW = "per row"
+    BLOCK = "1x128 by 128x128"
+    BLOCK_1D = "1x128 by 1x128"
+    MX = "1x32"
+
+    @property
+    def recipes(self) -> tuple[int, int] | None:
+        """torch's ScalingType of a and of b, where the shape of the scales does not tell them; None where it does."""
+        return {Mode.BLOCK: (_1X128, _128X128), Mode.BLOCK_1D: (_1X128, _1X128)}.get(self)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a plan needs to know of one side: [rows, k] codes of a dtype, and how they are scaled."""
+
+    rows: int
+    k: int
+    dtype: torch.dtype
+    granularity: Granularity
+    e8m0: bool
+
+    @staticmethod
+    def of(side: QuantizedSide) -> Operand:
+        """The facts of a quantised side."""
+        e8m0 = side.scale_inv.dtype == torch.float8_e8m0fnu
+        return Operand(side.codes.shape[0], side.codes.shape[1], side.codes.dtype, side.granularity, e8m0)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor that the product is given, to the stride."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Request:
+    """A kind of product, of which a device and a torch version have a kernel or do not."""
+
+    mode: Mode
+    a: torch.dtype
+    b: torch.dtype
+    out: torch.dtype
+    bias: bool = False
+    by: Literal["torch", "torch v1", "kernel"] = "torch"
+    """Who multiplies by blocks of 128: _scaled_mm_v2, _scaled_mm, or this package's kernel. Else 'torch'."""
+
+    @property
+    def triton(self) -> bool:
+        """Whether it is this package's kernel that is meant, and not torch's product."""
+        return self.by == "kernel"
+
+    def __str__(self) -> str:
+        a, b, out = (str(t).removeprefix("torch.") for t in (self.a, self.b, self.out))
+        by = {"torch": "", "torch v1": " by _scaled_mm", "kernel": " by kernels/block_matmul.py"}[self.by]
+        return f"{self.mode.value} scales, {a} by {b} -> {out}{' with bias' if self.bias else ''}{by}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One product: what it is asked for, with which arguments, and what is left to do to its result.
+
+    Attributes:
+        m, n, k: the logical sizes; the arguments' may be larger.
+        request: the kind of product.
+        a, b, scale_a, scale_b: the arguments.
+        fast: fast accumulation.
+        post_scale: the product runs with scales of one, and its float32 result is multiplied by the row scales.
+        post_bias: the bias is added to the float32 result.
+    """
+
+    m: int
+    n: int
+    k: int
+    request: Request
+    a: Argument
+    b: Argument
+    scale_a: Argument
+    scale_b: Argument
+    fast: bool
+    post_scale: bool = False
+    post_bias: bool = False
+
+
+Refusal = Callable[[Request], str | None]
+"""Why a device has no product for a request; None where it has."""
+
+
+def mode_of(a: Operand, b: Operand) -> Mode | str:
+    """The mode that multiplies a by b, or why there is none."""
+    pair = {a.granularity, b.granularity}
+    if pair == {BLOCK_1X32} and a.e8m0 and b.e8m0:
+        return Mode.MX
+    if pair == {TENSOR}:
+        return Mode.TENSOR
+    if pair <= {TENSOR, ROW}:
+        return Mode.ROW
+    if pair <= {TENSOR, ROW, BLOCK_1X128, BLOCK_128X128}:
+        return Mode.BLOCK if b.granularity == BLOCK_128X128 else Mode.BLOCK_1D
+    kinds = " by ".join(
+        f"{o.granularity} blocks with {'E8M0' if o.e8m0 else 'float32'} scales" for o in (a, b)
+    )
+    return f"no tensor-core GEMM multiplies {kinds}"
+
+
+def choose(
+    mode: Mode, a: torch.dtype, b: torch.dtype, out: torch.dtype, bias: torch.dtype | None, refusal: Refusal
+) -> tuple[Request, bool, bool] | str:
+    """(request, post_scale, post_bias) of the cheapest product that rounds its result once, or why there is none.
+
+    The product adds a bias only of its own 16-bit dtype; any other joins the float32 result. A mode that has no float32
+    result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one, whose float32
+    result then takes the row scales: acc * (scale_inv_a * scale_inv_b), as specified, at the price of one more pass.
+    Block scales that neither of torch's products multiplies by are this package's own kernel's.
+    """
+    inside = bias is not None and bias == out != torch.float32
+    blocks = mode in (Mode.BLOCK, Mode.BLOCK_1D)
+    products: list[Literal["torch", "torch v1"]] = ["torch", "torch v1"] if blocks else ["torch"]
+    options: list[tuple[Request, bool, bool]] = []
+    for by in products:
+        if bias is None or inside:
+            options.append((Request(mode, a, b, out, inside, by), False, False))
+        options.append((Request(mode, a, b, torch.float32, False, by), False, bias is not None))
+    if mode is Mode.ROW:
+        options.append((Request(Mode.TENSOR, a, b, torch.float32), True, bias is not None))
+    if blocks:
+        options.append((Request(mode, a, b, out, bias is not None, "kernel"), False, False))
+    reasons = []
+    for option in options:
+        reason = refusal(option[0])
+        if reason is None:
+            return option
+        reasons.append(f"{option[0]}: {reason}")
+    return "; ".join(dict.fromkeys(reasons))
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    a: Operand,
+    b: Operand,
+    out: torch.dtype,
+    bias: torch.dtype | None,
+    fast: bool,
+    refusal: Refusal,
+) -> Plan:
+    """The product a [M, K] @ b [N, K]^T, to the last stride.
+
+    Args:
+        out: bfloat16, float16 or float32; bias: dtype of a bias [N], or None.
+        fast: fast accumulation where the mode has it (never with blocks).
+        refusal: what the device cannot do.
+
+    Raises:
+        ValueError: nothing multiplies such operands; the message says why.
+    """
+    mode = mode_of(a, b)
+    if isinstance(mode, str):
+        raise ValueError(mode)
+    found = choose(mode, a.dtype, b.dtype, out, bias, refusal)
+    if isinstance(found, str):
+        raise ValueError(found)
+    request, post_scale, post_bias = found
+    m, n, k = a.rows, b.rows, a.k
+    if not request.triton:
+        m, n, k = padded_sizes(request, m, n, k)
+    scale_a, scale_b = scale_arguments(request, m, n, k)
+    return Plan(
+        a.rows,
+        b.rows,
+        a.k,
+        request,
+        Argument((m, k), (k, 1), a.dtype),
+        Argument((k, n), (1, k), b.dtype),
+        scale_a,
+        scale_b,
+        fast and request.mode in (Mode.TENSOR, Mode.ROW),
+        post_scale,
+        post_bias,
+    )
+
+
+def padded_sizes(request: Request, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """(M, N, K) that the product takes: N to 16, K to 16 or to whole blocks, M to 4 where block scales need it."""
+    if request.mode not in (Mode.BLOCK, Mode.BLOCK_1D):
+        return m, round_up(n, 16), round_up(k, MX_BLOCK if request.mode is Mode.MX else 16)
+    contraction = BLOCK
+    if request.by == "torch v1":
+        contraction, k = (4 * BLOCK, k) if request.mode is Mode.BLOCK else (BLOCK, max(k, 2 * BLOCK))
+    return round_up(m, 4), round_up(n, 16), round_up(k, contraction)
+
+
+def scale_arguments(request: Request, m: int, n: int, k: int) -> tuple[Argument, Argument]:
+    """Shape and strides of both scales, for padded sizes."""
+    mode, f32 = request.mode, torch.float32
+    if mode is Mode.TENSOR:
+        return Argument((1,), (1,), f32), Argument((1,), (1,), f32)
+    if mode is Mode.ROW:
+        return Argument((m, 1), (1, 1), f32), Argument((1, n), (n, 1), f32)
+    if mode is Mode.MX:
+        columns = round_up(k // MX_BLOCK, 4)
+        sizes = (round_up(rows, 128) * columns for rows in (m, n))
+        first, second = (Argument((size,), (1,), torch.float8_e8m0fnu) for size in sizes)
+        return first, second
+    blocks = -(-k // BLOCK)
+    first = Argument((m, blocks), (1, m), f32)
+    if mode is Mode.BLOCK_1D and request.by == "torch v1":
+        return first, Argument((blocks, n), (n, 1), f32)
+    if mode is Mode.BLOCK_1D:
+        return first, Argument((n, blocks), (1, n), f32)
+    tall = round_up(blocks, 4)
+    return first, Argument((tall, -(-n // BLOCK)), (1, tall), f32)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is size or more."""
+    return -(-size // multiple) * multiple
+
+
+# -------------------------------------------------------------------------------------------------------- by value
+
+
+def arguments(plan: Plan, a: QuantizedSide, b: QuantizedSide) -> tuple[torch.Tensor, ...]:
+    """(a, b, scale_a, scale_b) as the plan has them. Copies only what does not lie so already."""
+    return (
+        place_codes(a.codes, *plan.a.shape),
+        place_codes(b.codes, *plan.b.shape[::-1]).t(),
+        place_scale(plan, a, first=True),
+        place_scale(plan, b, first=False),
+    )
+
+
+def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
+    """Row-major [rows, k], zero-padded; codes themselves if they are so. A transposed view is turned (GPUs: a kernel)."""
+    byte = codes.view(torch.uint8)
+    if byte.shape != (rows, k):
+        padded = byte.new_zeros(rows, k)
+        padded[: byte.shape[0], : byte.shape[1]] = byte
+        byte = padded
+    elif byte.stride(0) == 1 and byte.stride(1) >= rows and _has_kernels(byte):
+        from ...kernels.fp8_transpose import transpose  # loads Triton
+
+        byte = transpose(byte.t())
+    elif byte.stride() != (k, 1):  # of one row or column too, where contiguous() looks away
+        byte = torch.empty(rows, k, dtype=torch.uint8, device=byte.device).copy_(byte)
+    return byte.view(codes.dtype)
+
+
+def _has_kernels(codes: torch.Tensor) -> bool:
+    return codes.is_cuda
+
+
+def place_scale(plan: Plan, side: QuantizedSide, *, first: bool) -> torch.Tensor:
+    """A side's scale_inv in the layout of the plan's mode."""
+    argument, mode = (plan.scale_a if first else plan.scale_b), plan.request.mode
+    if mode is Mode.MX:
+        return swizzle(side.scale_inv)
+    if plan.post_scale:
+        return torch.ones(argument.shape, device=side.codes.device, dtype=torch.float32)
+    scale = side.float_scale_inv()
+    if mode is Mode.TENSOR:
+        return scale.reshape(1)
+    if mode is Mode.ROW:
+        rows = side.codes.shape[0]
+        flat = scale.expand(rows, 1)[:, 0].contiguous()
+        padding = argument.shape[0] * argument.shape[1] - rows
+        return (torch.cat([flat, flat.new_ones(padding)]) if padding else flat).view(argument.shape)
+    rows, k = side.codes.shape
+    if not first and mode is Mode.BLOCK:  # [N blocks, K blocks] -> [ceil4(K blocks), N blocks], K contiguous
+        return _padded(scale, argument.shape[1], argument.shape[0]).t()
+    turned = not first and plan.request.by == "torch v1"
+    blocks, padded_rows = argument.shape if turned else argument.shape[::-1]
+    if side.granularity.rows == BLOCK:
+        scale = scale.repeat_interleave(BLOCK, 0)[:rows]
+    # Made as [blocks, rows] and turned: rows contiguous.
+    scale = _padded(scale.expand(rows, -(-k // BLOCK)).t(), blocks, padded_rows)
+    return scale if turned else scale.t()
+
+
+def block_scales(side: QuantizedSide) -> tuple[torch.Tensor, int]:
+    """What kernels/block_matmul.py takes: scale_inv [ceil(rows / height), ceil(K / 128)], any strides, and the height."""
+    scale, (rows, k) = side.float_scale_inv(), side.codes.shape
+    if side.granularity.rows == BLOCK:
+        return scale, BLOCK
+    return scale.expand(rows, -(-k // BLOCK)), 1
+
+
+def row_scales(side: QuantizedSide) -> torch.Tensor:
+    """scale_inv of every row, [rows, 1] or [1, 1], of a side with one scale a row or tensor."""
+    scale = side.float_scale_inv()
+    return scale.reshape(1, 1) if side.granularity.is_tensor else scale
+
+
+def _padded(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Contiguous float32 [rows, cols]: scale, and ones around it."""
+    if scale.shape == (rows, cols) and scale.stride() == (cols, 1):
+        return scale
+    if scale.shape[0] == rows and scale.stride() == (cols, 1) and _room(scale) >= rows * cols:
+        return scale.as_strided((rows, cols), (cols, 1))  # kernels.quantize left the padding that is wanted
+    padded = scale.new_ones(rows, cols)
+    padded[: scale.shape[0], : scale.shape[1]] = scale
+    return padded
+
+
+def _room(scale: torch.Tensor) -> int:
+    """Elements from the first one of a view to the end of its memory."""
+    return scale.untyped_storage().nbytes() // scale.element_size() - int(scale.storage_offset())
+
+
+def swizzle(scale: torch.Tensor) -> torch.Tensor:
+    """E8M0 scales [rows, blocks] as Blackwell's tensor cores read them: tiles of 128 rows by 4 blocks, 512 bytes each.
+
+    Scale (i, j) goes to byte ((i // 128) * tiles_per_row + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4.
+    Around it 2^0 is filled in.
+
+    Returns:
+        float8_e8m0fnu [128 * ceil(rows / 128) * 4 * ceil(blocks / 4)].
+    """
+    rows, blocks = scale.shape
+    tall, wide = -(-rows // 128), -(-blocks // 4)
+    byte = scale.view(torch.uint8)
+    padded = byte.new_full((tall * 128, wide * 4), 127)
+    padded[:rows, :blocks] = byte
+    tiles = padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)

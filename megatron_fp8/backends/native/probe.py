@@ -1,0 +1,134 @@
+"""What this machine's tensor cores and this torch multiply in FP8: asked by trying, and checked against float64.
+
+Which scaled products torch has depends on the GPU, on the CUDA libraries it was built with and on its own version, and
+tables of versions are wrong the day after (rowwise scales had no float32 result, 128x128 blocks gave wrong numbers unless
+padded, blocks need one GPU generation). So each kind of product is run once, on a small matrix of an awkward shape, and
+its result is compared with the float64 product of the same codes: what raises, or computes something else, is refused,
+in the words of the error. The answers are kept for the process.
+
+One thing is known without trying: AMD's MI300X has FP8 units, but for other formats (FNUZ: 0x80 is NaN, E4M3 ends at
+240), whose numbers would be different ones; it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from ... import kernels
+from ...numerics.cast import decode
+from ...recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
+from ...tensor import QuantizedSide
+from .layout import Mode, Operand, Plan, Request, plan
+
+Run = Callable[[Plan, QuantizedSide, QuantizedSide, torch.Tensor | None], torch.Tensor]
+
+_GRANULARITY: dict[Mode, tuple[Granularity, Granularity]] = {
+    Mode.TENSOR: (TENSOR, TENSOR),
+    Mode.ROW: (ROW, ROW),
+    Mode.BLOCK: (BLOCK_1X128, BLOCK_128X128),
+    Mode.BLOCK_1D: (BLOCK_1X128, BLOCK_1X128),
+    Mode.MX: (BLOCK_1X32, BLOCK_1X32),
+}
+# Five K blocks (not a multiple of four), N in two 128-blocks of which one is partial, M a multiple of four only.
+_M, _N, _K = 36, 144, 640
+_TOLERANCE = 0.01
+
+
+def device_reason(device: torch.device) -> str | None:
+    """Why the native backend cannot run on the device, whatever the recipe, or None."""
+    if device.type != "cuda":
+        return "it needs an NVIDIA GPU of compute capability 8.9 or newer (RTX 40, H100, B200)"
+    if vars(torch.version).get("hip"):
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+        if architecture.startswith("gfx94"):
+            return (
+                f"{architecture} (MI300) multiplies FNUZ formats, whose E4M3 ends at 240 and whose 0x80 is NaN: the same"
+                " codes would be other numbers"
+            )
+        return f"it is written for NVIDIA GPUs, this one is AMD's {architecture}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]},"
+            " FP8 units begin with 8.9"
+        )
+    return kernels.refusal(device)
+
+
+@lru_cache(maxsize=64)
+def refusals(device: torch.device, run: Run) -> Callable[[Request], str | None]:
+    """For a device: why torch does not do a request there, None if it does. The same object for the same arguments."""
+
+    @lru_cache(maxsize=256)
+    def refusal(request: Request) -> str | None:
+        return _try(request, device, run)
+
+    return refusal
+
+
+@torch.no_grad()
+def _try(request: Request, device: torch.device, run: Run) -> str | None:
+    a, b = sample(request, _M, _N, _K, device)
+    bias = (
+        torch.linspace(-3, 3, _N, device=device, dtype=torch.float32).to(request.out)
+        if request.bias
+        else None
+    )
+    bias_dtype = None if bias is None else bias.dtype
+    others = {True: None, False: "not asked for"}
+    wanted = plan.__wrapped__(
+        Operand.of(a), Operand.of(b), request.out, bias_dtype, False, lambda other: others[other == request]
+    )
+    assert wanted.request == request, "what alone is not refused is planned"
+    try:
+        found = run(wanted, a, b, bias)[:_M, :_N].double()
+    except _refused() as error:
+        return str(error).strip().partition("\n")[0]
+    values_a, values_b = (
+        decode(s.codes, torch.float64) * s.expanded_scale_inv().to(torch.float64) for s in (a, b)
+    )
+    exact = values_a @ values_b.t()
+    if bias is not None:
+        exact = exact + bias.double()
+    size = values_a.abs() @ values_b.abs().t() + exact.abs()
+    error_found = float(((found - exact).abs() / size).nan_to_num(nan=torch.inf).max())
+    if error_found > _TOLERANCE:
+        return f"it is computed wrongly (off by {error_found:.1e} of the terms' sum)"
+    return None
+
+
+def _refused() -> tuple[type[Exception], ...]:
+    """What torch raises of a product that it has not, and Triton of a kernel that it cannot compile or fit the device."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return RuntimeError, ValueError
+    return RuntimeError, ValueError, TritonError
+
+
+def sample(
+    request: Request, m: int, n: int, k: int, device: torch.device
+) -> tuple[QuantizedSide, QuantizedSide]:
+    """Two sides of random finite codes and unequal scales for a request, the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+    sides = []
+    for rows, dtype, granularity in zip(
+        (m, n), (request.a, request.b), _GRANULARITY[request.mode], strict=True
+    ):
+        codes = torch.randn(rows, k, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        grid = tuple(
+            1 if size == 0 else -(-extent // size)
+            for extent, size in ((rows, granularity.rows), (k, granularity.cols))
+        )
+        exponent = torch.randint(122, 133, grid, generator=generator, dtype=torch.uint8, device="cpu")
+        if request.mode is Mode.MX:
+            scale = exponent.view(torch.float8_e8m0fnu)
+        else:
+            scale = (exponent.float() - 127).exp2() * 1.25
+        if granularity.is_tensor:
+            scale = scale.reshape(())
+        sides.append(QuantizedSide(codes.to(device), scale.to(device), granularity, request.mode is Mode.MX))
+    return sides[0], sides[1]

@@ -1,0 +1,146 @@
+"""FP8 against BF16 on this machine: quantisation, single GEMMs, and a linear forward and backward, by shape and recipe.
+
+Nothing is timed whose result is wrong: codes are compared with what was quantised, products with the float64 product of
+the same codes, a linear's output and gradients with BF16's. Contenders take turns, and ratios are taken turn by turn.
+`megatron-fp8 bench` (bench.py) is its command line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..backends.emulated import gemm as emulated_gemm
+from ..linear.function import fp8_linear
+from ..linear.site import GemmSite
+from ..plan.site_plan import fp8_site
+from ..plan.size_table import Gemm
+from ..plan.timing import Timing, interleave_on
+from ..recipe import Recipe, recipe_name
+from ..state.arena import Fp8State
+
+# Root mean square errors over that of the values. E5M2 has 2 bits of mantissa: 0.07 of each gradient, two products.
+_CODES, _PRODUCT, _LINEAR = 0.09, 0.01, 0.12
+
+
+@dataclass
+class Bench:
+    """What is measured, and what came out so far."""
+
+    device: torch.device
+    repetitions: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def matrix(self, *shape: int, seed: int) -> torch.Tensor:
+        """Normal bfloat16 numbers."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16)
+
+    def gate(
+        self, what: str, found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], bound: float
+    ) -> bool:
+        """Whether results may be timed; a wrong one is remembered and fails the run."""
+        error = max(relative_error(a, b) for a, b in zip(found, exact, strict=True))
+        if error <= bound:
+            return True
+        self.wrong.append(f"{what}: off by {error:.1e} of the values, at most {bound:g} is right")
+        print(f"WRONG, not timed: {self.wrong[-1]}", file=sys.stderr, flush=True)
+        return False
+
+    def time(
+        self, section: str, shape: Gemm, contender: str, run: Callable[[], Any], bf16: Callable[[], Any]
+    ) -> None:
+        """A row of the contender against BF16 (of a quantisation: against a copy)."""
+        times = interleave_on(self.device, {"bf16": bf16, "fp8": run}, self.repetitions)
+        self.rows.append(_row(section, shape, contender, times["fp8"], times["bf16"]))
+
+
+def _row(section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -> dict[str, Any]:
+    ratio, spread = fp8.ratio_to(bf16)
+    return {
+        "section": section,
+        **shape._asdict(),
+        "contender": contender,
+        "fp8_ms": fp8.median * 1e3,
+        "bf16_ms": bf16.median * 1e3,
+        "ratio": ratio,
+        "spread": spread,
+    }
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square of the difference over that of the exact values; Inf if anything is not finite."""
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    size = exact.double().square().mean().sqrt()
+    return float((found.double() - exact.double()).square().mean().sqrt() / size)
+
+
+def quantise(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
+    """Both directions of a linear's input, against a copy of it in BF16."""
+    rule = recipe.rule("input")
+    if rule is None:
+        return
+    x = bench.matrix(shape.tokens, shape.k, seed=1)
+    scale = torch.full((), 3.0, device=bench.device, dtype=torch.float32) if rule.delayed else None
+    run = partial(backend.quantize, x, rule, "both", scale=scale)
+    found = run().tensor
+    assert found.columnwise is not None
+    sides = (found.dequantize(), found.columnwise.dequantize().t())
+    if bench.gate(f"quantise {shape} {recipe_name(recipe)}", sides, (x, x), _CODES):
+        bench.time("quantise", shape, recipe_name(recipe), run, partial(torch.empty_like(x).copy_, x))
+
+
+def gemm(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
+    """The product of the forward, of codes made before, against BF16's."""
+    rules = recipe.rule("input"), recipe.rule("weight")
+    if rules[0] is None or rules[1] is None:
+        return
+    x, w = bench.matrix(shape.tokens, shape.k, seed=1), bench.matrix(shape.n, shape.k, seed=2)
+    a, b = (
+        backend.quantize(t, rule, "rowwise").tensor.rowwise for t, rule in zip((x, w), rules, strict=True)
+    )
+    run = partial(backend.gemm, a, b, out_dtype=torch.bfloat16, fast_accumulation=True)
+    exact = emulated_gemm(a, b, out_dtype=torch.float64, exact=True)
+    if bench.gate(f"gemm {shape} {recipe_name(recipe)}", (run(),), (exact,), _PRODUCT):
+        bench.time("gemm", shape, recipe_name(recipe), run, partial(torch.matmul, x, w.t()))
+
+
+def linear(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
+    """fprop, dgrad and wgrad with all quantisation, against torch's linear in BF16."""
+    weight = bench.matrix(shape.n, shape.k, seed=2).mul_(shape.k**-0.5).requires_grad_()
+    x, dy = bench.matrix(shape.tokens, shape.k, seed=1), bench.matrix(shape.tokens, shape.n, seed=3)
+    state = Fp8State(bench.device)
+    site = GemmSite(fp8_site("bench", None, recipe, backend.name, "benchmark"), state, None)
+
+    def step(forward: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaf = x.detach().requires_grad_()
+        y = forward(leaf)
+        return y.detach(), *torch.autograd.grad(y, (leaf, weight), dy)
+
+    def fp8(leaf: torch.Tensor) -> torch.Tensor:
+        return fp8_linear(leaf, weight, None, site, fresh_weight=True)
+
+    def bf16(leaf: torch.Tensor) -> torch.Tensor:
+        return F.linear(leaf, weight)
+
+    exact = step(bf16)
+    step(fp8)
+    state.finish_iteration()  # delayed scaling has its scales from here on
+    if bench.gate(f"linear {shape} {recipe_name(recipe)}", step(fp8), exact, _LINEAR):
+        bench.time("linear", shape, recipe_name(recipe), partial(step, fp8), partial(step, bf16))
+
+
+SECTIONS: dict[str, Callable[[Bench, Gemm, Recipe, ModuleType], None]] = {
+    "quantise": quantise,
+    "gemm": gemm,
+    "linear": linear,
+}

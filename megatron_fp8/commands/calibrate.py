@@ -1,0 +1,182 @@
+"""`megatron-fp8 calibrate`: how large the activations of a trained checkpoint are, and the static scales that follow."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .on_checkpoint import Parser, run_command, say
+
+HELP = """\
+Runs text through the model of a checkpoint in high precision, measures the input of every FP8-capable linear, prints
+the ranges, and writes calibration.safetensors and calibration.json. Those are the static activation scales of
+`megatron-fp8 generate --activations static` and of exports.
+
+  megatron-fp8 calibrate runs/tiny_gpt_cpu                                on the run's own training data
+  megatron-fp8 calibrate runs/tiny_gpt_cpu --data mine.txt --batches 32   on other text, or Megatron .bin/.idx prefixes
+  megatron-fp8 calibrate runs/tiny_gpt_cpu --percentile 99.99             let the largest 0.01 % of values saturate
+
+Sequences of the run's length are taken from all over the text, always the same ones. `max` is the largest magnitude that
+was seen, p99.9 the one that 99.9 % of the values do not exceed, `amax` what the static scale represents as its largest
+(the maximum, or the percentile asked for), and `above` the share of values beyond it, which saturate.
+
+Exit codes: 0 done; 1 failed; 2 bad input.
+"""
+
+
+@dataclass
+class _Prepared:
+    """A model, and the batches to run through it: int64 [batch, sequence] each."""
+
+    options: argparse.Namespace
+    launch: Any
+    restored: Any
+    batches: list[torch.Tensor]
+    out: Path
+
+
+def main(arguments: list[str]) -> int:
+    """Run `megatron-fp8 calibrate`; returns the exit code."""
+    return run_command(_parser(), arguments, _prepare, _calibrate)
+
+
+def _parser() -> Parser:
+    parser = Parser("calibrate", HELP)
+    add = parser.add_argument
+    add("--data", nargs="+", metavar="FILE", help="text files, or .bin/.idx prefixes (default: the run's)")
+    add("--batches", type=int, default=8, help="batches to run (default %(default)s)")
+    add("--batch-size", type=int, default=8, help="sequences in each (default %(default)s)")
+    add("--percentile", type=float, metavar="P", help="static ranges hold P %% of the values (default: all)")
+    add("--out", metavar="DIR", help="where the files go (default: RUN_DIR/calibration)")
+    return parser
+
+
+def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> _Prepared:
+    for name in ("batches", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    if options.percentile is not None and not 0 < options.percentile <= 100:
+        raise ValueError(
+            f"--percentile {options.percentile:g} must be above 0 and at most 100, such as 99.99"
+        )
+    if options.recipe == "bf16":
+        raise ValueError("--recipe bf16 has no scales to calibrate: leave it out, or give a recipe")
+    from .. import mcore
+
+    mcore.install()
+    from ..train.restore import restore, run_folder_of
+
+    restored = restore(
+        options.checkpoint, launch, run_options, config=options.config, recipe=options.recipe, fp8=options.fp8
+    )
+    batches = _batches(options, restored)
+    say(f"checkpoint  {restored.folder}, iteration {restored.iteration}", launch)
+    for line in restored.lines:
+        say(f"            {line}", launch)
+    out = Path(options.out) if options.out else run_folder_of(restored.folder) / "calibration"
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # found out before the minutes that calibration may take
+    except OSError as error:
+        raise ValueError(
+            f"--out {str(out)!r} cannot be written ({error.strerror}): give another folder"
+        ) from error
+    return _Prepared(options, launch, restored, batches, out)
+
+
+def _batches(options: argparse.Namespace, restored: Any) -> list[torch.Tensor]:
+    """Sequences from evenly spaced places of the data. ValueError if it is shorter than one."""
+    import numpy as np
+
+    from ..train.data import corpus
+    from ..train.data.datasets import check_tokenizer, find_data
+
+    section, length = restored.run.data, restored.run.train.seq_length
+    if options.data:
+        section.paths = options.data
+        if options.config is None:  # a user's text is not copied to where a checkpoint says
+            section.cache_dir = None
+    check_tokenizer(section, restored.tokenizer, restored.run.model.vocab_size or 0)
+    prefixes = find_data(section, restored.tokenizer, restored.vocab_size)
+    parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
+    tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    count = options.batches * options.batch_size
+    if count * length > _MOST_TOKENS:
+        raise ValueError(
+            f"--batches {options.batches} of --batch-size {options.batch_size} sequences of {length} tokens are"
+            f" {count * length:,} tokens, more than the {_MOST_TOKENS:,} that are held at once: lower one of them"
+        )
+    if len(tokens) < length:
+        raise ValueError(
+            f"{', '.join(prefixes)} has {len(tokens)} tokens, and a sequence has {length}: give more text"
+        )
+    starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
+    rows = torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
+    return list(rows.to(next(restored.model.parameters()).device).split(options.batch_size))
+
+
+_MOST_TOKENS = 2**28
+
+
+def _calibrate(prepared: _Prepared) -> None:
+    import torch.distributed as dist
+
+    from ..inference.calibration import calibrate
+
+    restored, options = prepared.restored, prepared.options
+
+    def forward(tokens: torch.Tensor) -> None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
+        restored.model(tokens, positions, None)
+
+    calibration = calibrate(
+        restored.model,
+        _shown(prepared.batches, prepared.launch),
+        forward,
+        percentile=options.percentile,
+        group=dist.group.WORLD,
+    )
+    calibration.facts.update(
+        checkpoint=str(restored.folder),
+        iteration=restored.iteration,
+        sequences=options.batches * options.batch_size,
+        tokens=sum(batch.numel() for batch in prepared.batches),
+        tensor_parallel=prepared.launch.world_size,
+    )
+    if prepared.launch.rank == 0:
+        print(format_ranges(calibration), flush=True)
+        print(f"written     {calibration.save(prepared.out)}", flush=True)
+
+
+def _shown(batches: list[torch.Tensor], launch: Any) -> Iterator[torch.Tensor]:
+    """The batches, with a progress bar where somebody looks."""
+    from rich.console import Console
+    from rich.progress import track
+
+    visible = launch.rank == 0 and sys.stderr.isatty()
+    yield from track(
+        batches, "calibrating", console=Console(stderr=True), transient=True, disable=not visible
+    )
+
+
+def format_ranges(calibration: Any) -> str:
+    """The inputs' ranges as a table, and a line for each tensor that held NaN or Inf."""
+    from ..plan.timing import table
+
+    rows, warnings = [], []
+    for name, found in calibration.ranges.items():
+        seen = found.statistics
+        if name.endswith(".input"):
+            site = name.removesuffix(".input")
+            numbers = [f"{seen[key]:.5g}" for key in ("p50", "p99.9", "max", "amax")]
+            rows.append([site, *numbers, f"{seen['saturating']:.2%}"])
+        if seen["nonfinite"]:
+            warnings.append(
+                f"warning: {name} held {seen['nonfinite']} NaN or Inf values, which count in no range"
+            )
+    return "\n".join([table(["input of", "p50", "p99.9", "max", "amax", "above"], rows), *warnings])

@@ -1,0 +1,206 @@
+"""`megatron-fp8 generate`: text from a trained checkpoint, token by token, in FP8 or BF16."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .on_checkpoint import Parser, run_command, say
+
+HELP = """\
+Continues a prompt with the model of a checkpoint, streaming to the terminal. Text goes to stdout, facts to stderr.
+
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def "
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "import " --temperature 0          greedy: always the same
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "class " --top-k 20 --top-p 0.9 --seed 7
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --recipe mxfp8              another recipe than the run's
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --recipe bf16               no FP8
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --activations static        after `megatron-fp8 calibrate`
+  torchrun --nproc-per-node 2 -m megatron_fp8 generate ...                            tensor parallel over two ranks
+
+In FP8 every weight is quantised once and its high-precision copy freed. Activations are scaled as in training (dynamic),
+or with the scales of a calibration (static). The parallel layout need not be the run's. Options of the run's model may
+follow: --model.fp8_pow2_scales=true.
+
+Exit codes: 0 done; 1 failed; 2 bad input.
+"""
+
+
+@dataclass
+class _Prepared:
+    """A model that is ready, and what to do with it."""
+
+    options: argparse.Namespace
+    launch: Any
+    restored: Any
+    prompt: list[int]
+    count: int
+    sampler: Any
+
+
+def main(arguments: list[str]) -> int:
+    """Run `megatron-fp8 generate`; returns the exit code."""
+    return run_command(_parser(), arguments, _prepare, _stream)
+
+
+def _parser() -> Parser:
+    parser = Parser("generate", HELP)
+    add = parser.add_argument
+    add("--prompt", required=True, help="text to continue ('-': read it from stdin; '': begin a document)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="tokens to add (default: 128, or what the context has room for)",
+    )
+    add("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
+    add("--top-k", type=int, default=0, help="draw from the K most likely tokens (default: all)")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest that sum to P (default: all)")
+    add("--seed", type=int, default=1234, help="of the draws (default %(default)s)")
+    add(
+        "--activations",
+        choices=["dynamic", "static"],
+        default="dynamic",
+        help="how they are scaled (default dynamic)",
+    )
+    add("--calibration", metavar="DIR", help="of --activations static (default: RUN_DIR/calibration)")
+    return parser
+
+
+def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> _Prepared:
+    from ..inference import Sampler
+
+    Sampler(options.temperature, options.top_k, options.top_p)  # before anything is loaded
+    if options.max_new_tokens is not None and options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
+    if options.calibration and options.activations != "static":
+        raise ValueError("--calibration is for --activations static: add it, or leave --calibration out")
+    from_stdin = options.prompt == "-"
+    text = b"" if from_stdin else options.prompt.encode()
+    from .. import mcore
+
+    mcore.install()
+    from ..train.launch.parallel import on_first_rank
+    from ..train.restore import restore
+
+    restored = restore(
+        options.checkpoint,
+        launch,
+        run_options,
+        config=options.config,
+        recipe=options.recipe,
+        fp8=options.fp8,
+    )
+    if from_stdin:  # which the ranks of a launch share: each would read a part
+        text = on_first_rank(sys.stdin.buffer.read)
+    prompt = prompt_ids(restored.tokenizer, text)
+    room = restored.run.train.seq_length - len(prompt)
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and the model's context is {restored.run.train.seq_length}:"
+            " give a shorter prompt, so that there is room for one more"
+        )
+    count = options.max_new_tokens or min(128, room)
+    if count > room:
+        raise ValueError(
+            f"--max-new-tokens {count}: after a prompt of {len(prompt)} tokens the context of"
+            f" {restored.run.train.seq_length} has room for {room}"
+        )
+    _make_ready(options, restored, launch)
+    sampler = Sampler(options.temperature, options.top_k, options.top_p, restored.tokenizer.vocab_size)
+    return _Prepared(options, launch, restored, prompt, count, sampler)
+
+
+def prompt_ids(tokenizer: Any, text: bytes) -> list[int]:
+    """Ids of a prompt: what starts a document (once, if the text says it too), and the text; never nothing."""
+    start, ids = list(tokenizer.start), tokenizer.encode(text).tolist()
+    return (ids if ids[: len(start)] == start else start + ids) or [tokenizer.eod]
+
+
+def _make_ready(options: argparse.Namespace, restored: Any, launch: Any) -> None:
+    """Quantise the weights, and say what runs."""
+    from ..inference import model_bytes, prepare_for_inference
+    from ..inference.calibration import load_calibration
+    from ..train.restore import run_folder_of
+
+    static = options.activations == "static"
+    say(f"checkpoint  {restored.folder}, iteration {restored.iteration}", launch)
+    for line in restored.lines:
+        say(f"            {line}", launch)
+    if not restored.run.model.fp8:
+        if static:
+            raise ValueError(
+                "--activations static needs FP8, and this is BF16: give --recipe tensorwise or rowwise"
+            )
+        restored.model.eval()
+        say(
+            f"precision   {restored.run.model.params_dtype}, model {model_bytes(restored.model):,} bytes",
+            launch,
+        )
+        return
+    calibration = None
+    if static:
+        folder = options.calibration or run_folder_of(restored.folder) / "calibration"
+        calibration = load_calibration(folder)
+        if calibration.facts.get("iteration") not in (None, restored.iteration):
+            say(f"            calibrated at iteration {calibration.facts['iteration']}", launch)
+    prepare_for_inference(restored.model, calibration=calibration)
+    for line in str(restored.model.fp8_inference).splitlines():
+        say(f"precision   {line}", launch)
+
+
+def _stream(prepared: _Prepared) -> None:
+    from ..mcore.generation import Decoder, generate
+
+    restored, prompt, launch = prepared.restored, prepared.prompt, prepared.launch
+    device = next(restored.model.parameters()).device
+    decoder = Decoder(restored.model, 1, len(prompt) + prepared.count)
+    tokens = generate(
+        decoder,
+        torch.tensor([prompt], device=device, dtype=torch.int64),
+        prepared.count,
+        prepared.sampler,
+        generator=torch.Generator().manual_seed(prepared.options.seed),
+        end=restored.tokenizer.ends,
+    )
+    # A terminal or pipe of few characters shows the others by number.
+    getattr(sys.stdout, "reconfigure", lambda **options: None)(errors="backslashreplace")
+    made: list[int] = []
+    start, first = time.perf_counter(), 0.0
+    for text in _texts(tokens, prompt, made, restored.tokenizer):
+        first = first or time.perf_counter() - start
+        if launch.rank == 0:
+            print(text, end="", flush=True)
+    seconds = time.perf_counter() - start
+    if launch.rank == 0:
+        print(flush=True)
+    rate = (len(made) - 1) / (seconds - first) if len(made) > 1 else 0.0
+    ended = ", end of document" if made and made[-1] in restored.tokenizer.ends else ""
+    say(
+        f"{len(made)} tokens in {seconds:.2f} s: the first after {first:.2f} s, then {rate:.1f} tokens/s{ended}",
+        launch,
+    )
+
+
+def _texts(
+    tokens: Iterator[torch.Tensor], prompt: list[int], made: list[int], tokenizer: Any
+) -> Iterator[str]:
+    """The prompt with the first token's text, then every token's, as far as it is whole characters.
+
+    Everything is decoded anew each time: what a token looks like may depend on those before it. An unfinished
+    character shows as U+FFFD at the end, and waits for its other bytes.
+    """
+    shown = 0
+    for token in tokens:
+        made.append(int(token))
+        text = tokenizer.decode(prompt + made)
+        whole = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        yield text[shown:whole]
+        shown = max(shown, whole)
+    yield tokenizer.decode(prompt + made)[shown:]

@@ -1,0 +1,184 @@
+"""`megatron-fp8 inspect`: what is in a checkpoint, without starting ranks, building a model or needing Megatron-Core."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..files.checkpoint import (
+    METADATA,
+    check_files,
+    find_checkpoint,
+    read_manifest,
+    read_metadata,
+    read_tensor,
+    without_checksum,
+)
+from .line import refuse
+
+USAGE = """\
+usage: megatron-fp8 inspect CHECKPOINT [--json] [--check]
+
+Prints what a checkpoint holds: iteration, layout, recipe; every tensor with shape, dtype and size; scales and amax
+histories of delayed scaling. CHECKPOINT is a folder such as RUN_DIR/checkpoints/iter_0000100, a folder of checkpoints,
+or a run's folder (then: its latest checkpoint).
+
+  --json     one JSON object
+  --check    read every file and compare it with the checksum it was written with
+"""
+
+_STATE = ".fp8_state."
+_KINDS = {"optimizer.": "optimizer", "rng.": "random streams"}
+
+
+def main(arguments: list[str]) -> int:
+    """Print the checkpoint in `arguments`; returns the exit code."""
+    if "-h" in arguments or "--help" in arguments:
+        print(USAGE)
+        return 0
+    paths = [argument for argument in arguments if not argument.startswith("--")]
+    unknown = [a for a in arguments if a.startswith("--") and a not in ("--json", "--check")]
+    if unknown or len(paths) != 1:
+        problem = f"{unknown[0]} is not an option" if unknown else "give one checkpoint"
+        print(f"error: {problem}: megatron-fp8 inspect CHECKPOINT [--json] [--check]", file=sys.stderr)
+        return 2
+    try:
+        folder = find_checkpoint(Path(paths[0]))
+        if "--check" in arguments:
+            check_files(folder, read_manifest(folder))
+        found = describe(folder)
+    except ValueError as error:
+        return refuse(error)
+    print(json.dumps(found, indent=1) if "--json" in arguments else format_description(found))
+    return 0
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """A checkpoint as plain values.
+
+    'tensors' has name, kind, shape, dtype, bytes and shards of each; 'delayed_scaling' has scale, warm, and the latest,
+    largest and number of recorded amaxes of each quantised tensor (of several data-parallel ranks' a list of scales).
+
+    Raises ValueError if it is damaged, or no checkpoint.
+    """
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, [METADATA] if METADATA in manifest.files else [])
+    metadata = read_metadata(folder)
+    tensors = []
+    for name, entry in sorted(metadata.state_dict_metadata.items()):
+        dtype = entry.properties.dtype
+        tensors.append(
+            {
+                "name": name,
+                "kind": _kind(name),
+                "shape": list(entry.size),
+                "dtype": str(dtype).removeprefix("torch."),
+                "bytes": entry.size.numel() * dtype.itemsize,
+                "shards": len(entry.chunks),
+            }
+        )
+    return {
+        "folder": str(folder),
+        "iteration": manifest.iteration,
+        "state": manifest.state,
+        "layout": manifest.facts.get("layout"),
+        "precision": manifest.facts.get("precision"),
+        "versions": manifest.facts.get("versions"),
+        "tokenizer": manifest.facts.get("tokenizer"),
+        "accepted": manifest.facts.get("accepted", []),
+        "notes": without_checksum(manifest),
+        "files": {name: record["bytes"] for name, record in manifest.files.items()},
+        "tensors": tensors,
+        "delayed_scaling": _delayed(folder, metadata),
+    }
+
+
+def _kind(name: str) -> str:
+    if _STATE in name:
+        return "delayed scaling"
+    return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "weights")
+
+
+def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
+    names = sorted(n for n in metadata.state_dict_metadata if _STATE in n and n.endswith(".scale"))
+    found = []
+    for name in names:
+        stem = name.removesuffix("scale")
+        scale, history, warm = (
+            read_tensor(folder, metadata, stem + part) for part in ("scale", "amax_history", "warm")
+        )
+        rows = history.reshape(-1, history.shape[-1])
+        scales = scale.reshape(-1).tolist()
+        found.append(
+            {
+                "name": stem.replace(_STATE, ".").removesuffix("."),
+                "warm": bool(warm.all()),
+                "scale": scales[0] if len(scales) == 1 else scales,
+                # A history of one row keeps nothing from one iteration to the next but the scale.
+                "latest_amax": float(rows[:, -1].max()) if rows.shape[1] > 1 else None,
+                "largest_amax": float(rows.max()) if rows.shape[1] > 1 else None,
+                "running_amax": float(rows[:, 0].max()),
+                "recorded": int((rows != 0).sum(1).max()),
+                "history_length": rows.shape[1],
+            }
+        )
+    return found
+
+
+def format_description(found: dict[str, Any]) -> str:
+    """`describe` as people read it."""
+    layout, precision = found["layout"] or {}, found["precision"] or {}
+    sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if size is not None)
+    fp8 = f"FP8 {precision['fp8']}, {precision['fp8_recipe']}" if precision.get("fp8") else "no FP8"
+    if precision.get("fp8_param"):
+        fp8 += ", FP8 parameters"
+    state = ", ".join(f"{name} {value}" for name, value in found["state"].items() if value is not None)
+    lines = [
+        f"checkpoint  {found['folder']}",
+        f"iteration   {found['iteration']} ({state})",
+        f"layout      {sizes}",
+        f"precision   {precision.get('params_dtype')}, {fp8}",
+        f"versions    {', '.join(f'{name} {version}' for name, version in (found['versions'] or {}).items())}",
+        f"files       {len(found['files'])}, {sum(found['files'].values()):,} bytes",
+        *(
+            f"accepted    {change['name']}: {change['there']!r} -> {change['here']!r} at iteration {change['iteration']}"
+            for change in found["accepted"]
+        ),
+        *(f"            {note}" for note in found["notes"]),
+    ]
+    for kind in ("weights", "delayed scaling", "optimizer", "random streams"):
+        of_kind = [tensor for tensor in found["tensors"] if tensor["kind"] == kind]
+        if of_kind:
+            lines += ["", f"{kind}: {len(of_kind)} tensors, {sum(t['bytes'] for t in of_kind):,} bytes"]
+            lines += _delayed_table(found) if kind == "delayed scaling" else _tensor_table(of_kind)
+    return "\n".join(lines)
+
+
+def _tensor_table(tensors: list[dict[str, Any]]) -> list[str]:
+    width = max(len(tensor["name"]) for tensor in tensors)
+    return [
+        f"  {t['name']:<{width}}  {t['dtype']:<9} {t['shape']}"
+        + (f", {t['shards']} shards" if t["shards"] > 1 else "")
+        for t in tensors
+    ]
+
+
+def _delayed_table(found: dict[str, Any]) -> list[str]:
+    rows = found["delayed_scaling"]
+    width = max((len(row["name"]) for row in rows), default=0)
+    lines = [f"  {'':<{width}}  {'scale':>12} {'latest amax':>12} {'largest':>12}  history"]
+    for row in rows:
+        scales = row["scale"] if isinstance(row["scale"], list) else [row["scale"]]
+        scale = f"{scales[0]:.6g}" + (f" (+{len(scales) - 1})" if len(scales) > 1 else "")
+        history = f"{row['recorded']} of {row['history_length']}" + ("" if row["warm"] else ", cold")
+        lines.append(
+            f"  {row['name']:<{width}}  {scale:>12} {_number(row['latest_amax'])} {_number(row['largest_amax'])}"
+            f"  {history}"
+        )
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return f"{'-' if value is None else f'{value:.6g}':>12}"

@@ -1,0 +1,106 @@
+"""The command line: `megatron-fp8 COMMAND`, `python -m megatron_fp8 COMMAND`. Commands load on use."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module, metadata
+
+import torch
+
+from .. import __version__
+from .line import refuse
+from .output import Output
+
+USAGE = """\
+usage: megatron-fp8 COMMAND ...
+
+FP8 training for Megatron-Core models.
+
+  train      train a GPT on real text: megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml
+  report     show what a run ran, layer by layer, and how it went: megatron-fp8 report runs/tiny_gpt_cpu
+  inspect    show what is in a checkpoint: megatron-fp8 inspect runs/tiny_gpt_cpu
+  calibrate  measure a trained model's activations, for static scales: megatron-fp8 calibrate runs/tiny_gpt_cpu
+  generate   continue a prompt: megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def "
+  export     write a checkpoint for transformers and vLLM: megatron-fp8 export runs/mine out --format=fp8-channel
+  import     make a run of a Llama, Qwen2 or Qwen3 directory: megatron-fp8 import Llama-3.2-1B runs/llama
+  bench      time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
+  doctor     say what this machine can run and what is missing, and run an FP8 GEMM on each backend
+
+`megatron-fp8 COMMAND --help` says more, `megatron-fp8 --version` what is installed.
+Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
+"""
+
+COMMANDS = {
+    "train": "train:main",
+    "report": "report:main",
+    "inspect": "inspect:main",
+    "calibrate": "calibrate:main",
+    "generate": "generate:main",
+    "export": "export:main",
+    "import": "import_:main",
+    "bench": "bench:main",
+    "doctor": "doctor:main",
+}
+"""Command -> module of this room and function: its arguments -> exit code."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; its exit code: 0 done, 1 failed or output was lost, 2 bad input, 130 interrupted by Ctrl-C."""
+    output = Output()
+    try:
+        with output.guarded():
+            code = _run(sys.argv[1:] if arguments is None else arguments)
+        return code or int(output.lost)
+    except SystemExit:  # argparse, after --help
+        if output.lost:
+            return 1
+        raise
+    except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as shells number it
+
+
+def _versions() -> list[str]:
+    """Of this package and of what decides its results, one a line; Megatron-Core is not imported for it."""
+    lines = [f"megatron_fp8 {__version__}", f"torch {torch.__version__}"]
+    try:
+        return [*lines, f"megatron-core {metadata.version('megatron-core')}"]
+    except metadata.PackageNotFoundError:
+        return [*lines, "megatron-core is not installed"]
+
+
+def _without_megatron(command: str) -> Exception:
+    from ..mcore.installed import HOW_TO_GET
+
+    return ValueError(f"{command} needs megatron-core, which is not installed. To get it: {HOW_TO_GET}.")
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(*_versions(), sep="\n")
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    if command in COMMANDS:
+        module, _, function = COMMANDS[command].partition(":")
+        try:
+            run: Callable[[list[str]], int] = getattr(
+                import_module(f"megatron_fp8.commands.{module}"), function
+            )
+            return run(rest)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "megatron":
+                raise
+            return refuse(_without_megatron(command))
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    print(f"error: {command!r} is not a command: they are {', '.join(COMMANDS)}.{hint}", file=sys.stderr)
+    return 2

@@ -1,0 +1,83 @@
+"""What the commands on a trained checkpoint share: options, the order of their work, ranks given back."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from .line import EXIT_DONE, EXIT_FAILED, CommandParser, refuse
+
+
+class Parser(CommandParser):
+    """The options of every such command."""
+
+    def __init__(self, command: str, description: str):
+        super().__init__(command, description)
+        self.add_argument("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
+        self.add_argument("--config", metavar="FILE", help="the run's config, where the checkpoint has none")
+        self.add_argument("--recipe", help="FP8 recipe, or bf16 (default: the one it was trained with)")
+        self.add_argument("--fp8", choices=["hybrid", "e4m3"], help="element formats (default: the run's)")
+
+    def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """(options, options of the run's model section such as --model.fp8_pow2_scales=true)."""
+        options, rest = self.parse_known_args(arguments)
+        for argument in rest:
+            if not argument.startswith(("--model.", "--checkpoint.accept")) or "=" not in argument:
+                self.error(
+                    f"{argument} is not an option (of the run's config --model.NAME=VALUE and --checkpoint.accept=NAME"
+                    " may be given)"
+                )
+        return options, rest
+
+
+def run_command(
+    parser: Parser,
+    arguments: list[str],
+    prepare: Callable[[argparse.Namespace, list[str], Any], Any],
+    work: Callable[[Any], None],
+) -> int:
+    """Parse, ``prepare(options, run options, launch)``, ``work(what was prepared)``; the exit code.
+
+    ValueError, RuntimeError and OSError of prepare, and ValueError of work, are bad input; other exceptions, and what
+    another attempt may not meet (a network, a GPU, ranks that did not come), failures.
+    """
+    from ..train.launch import parallel
+
+    warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
+    debug = "--debug" in arguments
+    try:
+        launch = parallel.meet(parallel.find_launch())
+    except ValueError as error:
+        return refuse(error, debug=debug)
+    meeting = launch.meeting
+    assert meeting is not None
+    try:
+        with meeting:
+            try:
+                try:
+                    options, run_options = parser.parse(arguments)
+                    prepared = prepare(options, run_options, launch)
+                except (RuntimeError, OSError) as error:
+                    return refuse(error, debug=debug, tell=meeting.tell, code=parallel.exit_code(error))
+                meeting.close()
+                work(prepared)
+            except ValueError as error:
+                return refuse(error, debug=debug, tell=meeting.tell)
+        return EXIT_DONE
+    except BrokenPipeError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return EXIT_FAILED
+    finally:
+        parallel.leave()
+
+
+def say(text: str, launch: Any) -> None:
+    """A line for people, on stderr, from the first rank."""
+    if launch.rank == 0:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,315 @@
+"""`megatron-fp8 train`: from a command line to a finished run.
+
+Everything that can be wrong with the input is found before the first step and raised as ValueError.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from .line import EXIT_DONE, EXIT_FAILED, refuse
+
+USAGE = """\
+usage: megatron-fp8 train --config FILE [--section.key=value ...] [--data FILE ...] [--dry-run] [--debug]
+
+Trains a GPT in FP8 (or BF16) with Megatron-Core: on CPU over gloo, on GPUs over nccl.
+
+  one process    megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml \\
+                     --model.tensor_model_parallel_size=1 --model.sequence_parallel=false
+  several        torchrun --nproc-per-node 2 -m megatron_fp8 train --config examples/configs/tiny_gpt_cpu.yaml
+  under SLURM    srun python -m megatron_fp8 train --config examples/configs/llama3_8b.yaml
+
+A config file has the sections model, train, optimizer, data and checkpoint; every key is also an option:
+
+  --model.fp8=hybrid               FP8: E4M3, and E5M2 for gradients ('e4m3': E4M3 everywhere; null: BF16)
+  --model.fp8_format=mxfp8         scaling recipe: delayed, tensorwise, rowwise, blockwise, mxfp8, custom
+  --model.first_last_layers_bf16=true          keep the first and the last layer in BF16
+  --model.fp8_high_precision_warmup=0.1        the first tenth in BF16; ..._healing=0.05: the last twentieth
+  --model.tensor_model_parallel_size=2         also pipeline_model_parallel_size, sequence_parallel, ...
+  --model.fp16=true                float16 with a loss scale (docs/loss_scaling.md) where it is not BF16
+  --model.NAME=...                 any field of Megatron-Core's TransformerConfig
+  --train.train_iters=300          also micro_batch_size, global_batch_size, seq_length, eval_interval, ...
+  --optimizer.lr=3e-3              also lr_warmup_iters, min_lr, weight_decay, clip_grad, ...
+  --data FILE ...                  text files, or prefixes of Megatron .bin/.idx pairs (else Python's)
+  --data.tokenizer=tokenizer.json  a Hugging Face tokenizers file (default: bytes)
+  --run_dir=runs/mine              where config.yaml, report.json, metrics.jsonl and tensorboard/ go
+  --checkpoint.save_interval=100   save; also keep_last, async_save, folder
+  --resume=auto                    go on from the run's latest checkpoint ('never', or the path of another one)
+  --dry-run                        build, report, check that the first loss is near ln(vocabulary)
+  --debug                          show tracebacks of bad input
+  --keys                           list every key with its default
+
+SIGTERM and SIGUSR1 make the run finish its iteration, save and end; --resume=auto goes on from there.
+
+Exit codes: 0 done, or stopped and saved; 1 training failed; 2 bad input.
+"""
+
+
+_READER_LEFT = RuntimeError(
+    "training failed: whoever read its output has left, as `| head` does. Send it to a file: > train.log 2>&1."
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Run `megatron-fp8 train` with `arguments`; returns the exit code."""
+    if "-h" in arguments or "--help" in arguments:
+        print(USAGE)
+        return EXIT_DONE
+    debug = "--debug" in arguments
+    # Before anything asks for a GPU. With one queue a collective starts before the GEMM that is to hide it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from ..train.stop import StopRequest
+
+    try:
+        stop = StopRequest()
+        stop.listen("SIGUSR1")  # before the seconds that imports take
+    except ValueError as error:
+        return refuse(error, debug=debug)
+    from ..train.launch import parallel
+
+    # This package's own warnings are one line each, in rank 0's words; those of libraries are not for users.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    if "--keys" in arguments:
+        print(_all_keys())
+        return EXIT_DONE
+    try:
+        launch = parallel.meet(parallel.find_launch())
+    except ValueError as error:
+        return refuse(error, debug=debug)
+    if launch.rank:
+        warnings.filterwarnings("ignore", module="megatron_fp8")
+    try:
+        assert launch.meeting is not None
+        with launch.meeting:
+            return _run(arguments, launch, stop, debug)
+    finally:
+        parallel.leave()
+
+
+def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
+    """Prepare and train; the exit code. Bad input, and a save that fails, are said by one rank."""
+    from ..train.launch.deterministic import in_words_of_the_run
+    from ..train.launch.parallel import exit_code
+
+    try:
+        trainer = prepare(arguments, launch)
+    except BrokenPipeError:
+        return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
+    except (ValueError, RuntimeError, OSError) as error:
+        code = exit_code(error)
+        return refuse(in_words_of_the_run(error), debug=debug, tell=launch.meeting.tell, code=code)
+    from ..mcore.checkpoint.saver import SaveError
+    from ..train.failure import TrainingFailed
+
+    try:
+        if trainer is None:
+            return EXIT_DONE
+        trainer.stop = stop
+        return _train(trainer)
+    except (SaveError, TrainingFailed) as error:
+        return refuse(error, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
+    except BrokenPipeError:
+        return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
+    except Exception as error:
+        told = in_words_of_the_run(error)
+        if told is not error:
+            return refuse(told, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
+        traceback.print_exc()
+        launch.meeting.tell(EXIT_FAILED, f"rank {launch.rank} failed: {type(error).__name__}: {error}")
+        return EXIT_FAILED
+
+
+def prepare(arguments: list[str], launch: Any) -> Any:
+    """Everything before the first step: config, ranks, data, model, report. None after a dry run."""
+    from .. import mcore
+
+    mcore.install()
+    from ..train.config import run_config
+    from ..train.config.model_section import padded_vocab_size, transformer_config
+    from ..train.data import datasets as data
+    from ..train.data.tokenizers import load_tokenizer
+    from ..train.launch import parallel
+    from ..train.launch.facts import run_facts
+
+    run = run_config.parse(arguments)
+    config = transformer_config(run.model)
+    parallel.check_layout(run.model, run.train, launch.world_size)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
+    data.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
+    launch.meeting.agree(
+        "settings", run_facts(run, tokenizer, launch.world_size), run.train.distributed_timeout_minutes * 60
+    )
+    parallel.join(launch, run.model, run.train)
+    return build(run, config, tokenizer, vocab_size, launch)
+
+
+def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -> Any:
+    """Data, model, optimizer and report of a run whose ranks have met. None after a dry run."""
+    from ..mcore.iteration import set_training_length
+    from ..mcore.sites import check_plan
+    from ..train import binding, checkpoints, model
+    from ..train.config.run_config import tokens_of_microbatch
+    from ..train.data import datasets as data
+    from ..train.launch import parallel
+    from ..train.launch.facts import data_fact, input_facts
+    from ..train.loop import Trainer
+    from ..train.metrics import Display, MetricsWriter, model_flops_per_token
+    from ..train.report import build_report, format_report, write_report
+    from ..train.run_folder import RunFolders, naming
+
+    set_training_length(config, run.train.train_iters)
+    if config.fp8_size_filter_tokens is None:
+        config.fp8_size_filter_tokens = tokens_of_microbatch(run)
+    folders = RunFolders(run)
+    if not run.dry_run:
+        folders.claim()
+    chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
+    prefixes = data.find_data(run.data, tokenizer, vocab_size)
+    # A node's ranks see the same files: its first one looks, or a network file system is asked by all at once.
+    files = input_facts(prefixes, chosen) if launch.local_rank == 0 else None
+    launch.meeting.agree("files", files, run.train.distributed_timeout_minutes * 60)
+    datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
+    chunks = model.build_chunks(config, run, vocab_size)
+    optimizer = model.build_optimizer(config, run, chunks)
+    scheduler = model.build_scheduler(run, optimizer)
+    check_plan(chunks)
+    parameters = model.count_parameters(chunks)
+    report = build_report(run, config, chunks, parameters, launch.launcher)
+    flops = model_flops_per_token(
+        parameters["non_embedding"], vocab_size, config.hidden_size, config.num_layers, run.train.seq_length
+    )
+    trainer = Trainer(run, chunks, optimizer, scheduler, datasets, flops)
+    first = launch.rank == 0
+    if first:
+        print(format_report(report), flush=True)
+    if run.dry_run:
+        _dry_run(trainer, chunks, vocab_size, first)
+        return None
+    if run.checkpoint.save_interval:
+        folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
+    content = parallel.on_first_rank(lambda: data_fact(prefixes))
+    start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
+    trainer.finished, trainer.samples = start.iteration, start.samples
+    facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted, "data": content}
+    trainer.checkpoints = checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts)
+    continues = folders.has(start.folder)
+    if not continues:
+        folders.keep_earlier()
+    folder = Path(run.run_dir)
+
+    def after_first_step() -> None:
+        launch.meeting.close()
+        _note_what_ran(report, chunks, folder, first)
+
+    trainer.after_first_step = after_first_step
+    if first:
+        entropy = data.corpus_bigram_entropy(prefixes)
+        print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
+        print(*start.lines, sep="\n", end="\n" if start.lines else "", flush=True)
+        report["bigram_entropy"] = entropy
+        with naming("run_dir", folder):
+            run.save(folder / "config.yaml")
+            write_report(report, folder)
+            trainer.writer = MetricsWriter(folder, start.iteration if continues else 0)
+        trainer.display = Display(
+            run.train.train_iters, run.train.log_interval, start.iteration, start.skipped
+        )
+    return trainer
+
+
+def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, first: bool) -> None:
+    """What sites noted in their first iteration (a gather in high precision, say) joins the report. All ranks call."""
+    from ..mcore.report import site_report
+    from ..train.report import format_notes, write_report
+
+    report["sites"] = site_report(chunks)
+    if not first:
+        return
+    try:
+        write_report(report, folder)
+    except OSError as error:
+        warnings.warn(f"{str(folder / 'report.json')!r} cannot be written ({error.strerror}).", stacklevel=2)
+    if notes := format_notes(report["sites"]):
+        print(notes, flush=True)
+
+
+def _dry_run(trainer: Any, chunks: list[Any], vocab_size: int, first: bool) -> None:
+    """Print this rank's shapes and check the first loss: an untrained model guesses evenly, ln V nats."""
+    from ..params.fp8_parameter import Fp8Parameter
+
+    if first:
+        print("shapes on this rank:")
+        for chunk in chunks:
+            for name, parameter in chunk.module.named_parameters():
+                dtype = parameter.rule.fmt.dtype if isinstance(parameter, Fp8Parameter) else parameter.dtype
+                print(f"  {name.removeprefix('module.'):<70} {list(parameter.shape)} {dtype}")
+    loss, even = trainer.first_loss(), math.log(vocab_size)
+    if first:
+        print(f"first loss {loss:.4f}, ln({vocab_size}) = {even:.4f}", flush=True)
+    if not abs(loss - even) < 0.1 * even:
+        raise RuntimeError(
+            f"the first loss {loss:.4f} is not near ln({vocab_size}) = {even:.4f}: an untrained model "
+            "should guess evenly. Look at model.init_method_std and at the data."
+        )
+
+
+def _train(trainer: Any) -> int:
+    import time
+
+    start = time.perf_counter()
+    if sys.__stderr__ is not None:
+        # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
+        faulthandler.enable(sys.__stderr__)
+    trainer.stop.listen("SIGTERM")
+    try:
+        summary = trainer.train()
+    finally:
+        if trainer.display:
+            trainer.display.close()
+            trainer.writer.close()
+    if trainer.display:
+        print(_last_line(trainer, summary, time.perf_counter() - start), flush=True)
+    return EXIT_DONE
+
+
+def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
+    run = trainer.run
+    done, wanted = int(summary["iteration"]), run.train.train_iters
+    if done < wanted:
+        parts = [f"stopped by {trainer.stop.reason} after {done} of {wanted} iterations, saved"]
+    elif trainer.finished >= wanted:
+        return f"done: all {wanted} iterations were done before; everything is in {run.run_dir}"
+    else:
+        parts = [f"done: {wanted} iterations in {seconds:.0f} s"]
+    if "last_loss" in summary:
+        parts.append(f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}")
+    else:
+        parts.append("no finite loss")
+    if "validation_loss" in summary:
+        parts.append(f"validation loss {summary['validation_loss']:.4f}")
+    live = trainer.liveness
+    parts.append(f"skipped {live.skipped} of {live.skipped + live.taken} steps")
+    if live.spike:
+        parts.append(live.spike)
+    more = "; --resume=auto goes on from there" if done < wanted else ""
+    return ", ".join(parts) + f"; everything is in {run.run_dir}{more}"
+
+
+def _all_keys() -> str:
+    from ..train.config.run_config import RunConfig, known_keys
+
+    values = RunConfig().to_dict()
+    lines = []
+    for key in known_keys():
+        section, _, name = key.rpartition(".")
+        lines.append(f"{key} = {(values[section] if section else values)[name]!r}")
+    return "\n".join(lines)

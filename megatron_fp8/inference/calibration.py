@@ -1,0 +1,391 @@
+"""Calibration: what activations measure, seen over some batches, and the scales that follow from it.
+
+    calibration = calibrate(model, batches)                  # every linear's input, in high precision
+    calibration.save("runs/mine/calibration")
+    prepare_for_inference(model, calibration=calibration)    # static activation scales
+    calibration.fill_history(model)                          # or: the first histories of delayed scaling
+
+The model runs in high precision while it is watched: an activation behind a quantised one already carries its error.
+
+A static scale comes from the largest magnitude seen, or from a percentile: a few outliers then saturate, and all other
+values get finer steps. Percentiles are exact, over all values of all batches, without keeping any: a bfloat16 magnitude
+is 15 bits, so 32,640 counters hold every value there is. (float32 activations are rounded to bfloat16 to be counted, and
+only to be counted.) Rejected: histograms with a range of their own, which must guess it from the first batch, or rebin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..nn.step import families_of
+from ..numerics.formats import E4M3
+from ..numerics.scaling import compute_scale, compute_scale_inv
+from ..plan.switch import fp8_disabled
+from ..recipe import TENSOR, Rule
+
+FORMAT, VERSION = "megatron_fp8 calibration", 1
+TENSORS, RECORD = "calibration.safetensors", "calibration.json"
+PERCENTILES = (50.0, 99.0, 99.9, 99.99)
+_MAGNITUDES = 0x7F80  # bfloat16 bit patterns of finite magnitudes: 0 to 0x7F7F
+
+
+def fp8_modules(model: torch.nn.Module) -> list[Any]:
+    """The linears of a model that have a GEMM site, in module order, named as a whole model's."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(type(module), "fp8_site")]
+    for module in modules:
+        if name_sites := getattr(module, "name_sites", None):
+            name_sites(model)  # Megatron-Core's linears get their sites from the model they stand in
+            break
+        if hasattr(module, "fp8_family"):
+            families_of(
+                model
+            )  # so do Fp8Linears that were made one by one: until then each is called 'linear'
+            break
+    return modules
+
+
+def whole_shape(linear: Any) -> tuple[int, int]:
+    """(N, K) of a linear's weight over all tensor-parallel ranks; Megatron-Core's weights say how they are split."""
+    rows, cols = getattr(linear, "matrix", linear.weight).shape
+    if getattr(linear.weight, "tensor_model_parallel", False):
+        size = linear.tp_group.size()
+        return (rows * size, cols) if linear.weight.partition_dim == 0 else (rows, cols * size)
+    return rows, cols
+
+
+@dataclass
+class Seen:
+    """What was seen of one linear's input. All but ``amaxes`` counts values.
+
+    Attributes:
+        amaxes: one float a batch: the largest finite magnitude.
+        counts: int64 [32640], how many finite values have each bfloat16 magnitude.
+        nonfinite: NaN and Inf; they enter neither.
+    """
+
+    amaxes: list[float] = field(default_factory=list)
+    counts: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(_MAGNITUDES, dtype=torch.int64, device="cpu")
+    )
+    nonfinite: int = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Count the elements of x (any shape, any floating dtype)."""
+        x = x.detach().reshape(-1)
+        finite = x[x.isfinite()]
+        self.nonfinite += x.numel() - finite.numel()
+        magnitudes = finite.abs()
+        self.amaxes.append(float(magnitudes.amax()) if finite.numel() else 0.0)
+        bits = magnitudes.to(torch.bfloat16).view(torch.int16).to(torch.int64)
+        # A float32 just below bfloat16's range rounds to its Inf.
+        counts = torch.bincount(bits.clamp_(max=_MAGNITUDES - 1), minlength=_MAGNITUDES)
+        self.counts += counts.cpu()
+
+    def percentile(self, percent: float) -> float:
+        """The smallest bfloat16 magnitude that at least ``percent`` % of the values do not exceed; 0 of no values."""
+        total = int(self.counts.sum())
+        if not total:
+            return 0.0
+        reached = self.counts.cumsum(0) >= math.ceil(total * percent / 100)
+        index = int(reached.to(torch.int8).argmax())
+        return float(torch.tensor(index, dtype=torch.int16, device="cpu").view(torch.bfloat16))
+
+    def above(self, magnitude: float) -> float:
+        """Fraction of the values that exceed a magnitude, to bfloat16's accuracy."""
+        total = int(self.counts.sum())
+        bits = int(torch.tensor(magnitude, dtype=torch.bfloat16, device="cpu").view(torch.int16))
+        return float(self.counts[bits + 1 :].sum()) / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Range:
+    """What calibration says of one tensor.
+
+    Attributes:
+        amax: the magnitude that is to be the largest one represented.
+        amaxes: float32 [batches], the largest finite magnitude of each batch; of a weight [1].
+        shape: (N, K) of the linear's weight, over all tensor-parallel ranks.
+        statistics: plain numbers for people: max, percentiles, the fraction above amax, non-finite values.
+    """
+
+    amax: float
+    amaxes: torch.Tensor
+    shape: tuple[int, int]
+    statistics: dict[str, float]
+
+
+@dataclass
+class Calibration:
+    """Ranges by '<site>.input' and '<site>.weight', and how they came about (``facts``: plain values)."""
+
+    ranges: dict[str, Range]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def scale(self, site: str, rule: Rule) -> torch.Tensor:
+        """float32 [], the static scale of a site's input under a rule: multiplies on the way in.
+
+        ValueError if nothing but zeros was seen (an expert without tokens): any scale would be a guess.
+        """
+        amax = torch.tensor(self.ranges[f"{site}.input"].amax, dtype=torch.float32, device="cpu")
+        if not amax > 0:
+            raise ValueError(
+                f"the calibration saw nothing but zeros go into {site}, and has no static scale for it: calibrate on more"
+                " text (or a higher percentile), or scale activations dynamically"
+            )
+        return compute_scale(
+            amax, rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.scale != "fp32"
+        )
+
+    def input_scale_inv(self, site: str) -> torch.Tensor:
+        """float32 [], one over the static E4M3 scale: what checkpoints for other engines call ``input_scale``."""
+        return compute_scale_inv(self.scale(site, Rule(E4M3, TENSOR)))
+
+    def check(self, linears: Iterable[Any]) -> None:
+        """ValueError unless every one of these linears was calibrated, in its shape."""
+        for linear in linears:
+            name = linear.fp8_site.plan.name
+            found = self.ranges.get(f"{name}.input")
+            if found is None:
+                raise ValueError(
+                    f"the calibration has nothing of {name}: it is of another model; calibrate this one"
+                )
+            if found.shape != whole_shape(linear):
+                raise ValueError(
+                    f"the calibration is of another model: {name} is {list(found.shape)} there and"
+                    f" {list(whole_shape(linear))} here; calibrate this one"
+                )
+
+    def fill_history(self, model: torch.nn.Module) -> int:
+        """Start delayed scaling of a model from what was seen: scales and histories of inputs and weights. In place.
+
+        The latest batches that fit are the history; the scale is from the calibrated amax. Gradients were not seen and
+        start from their own amax, as without calibration.
+
+        Returns how many tensors got a scale.
+
+        Raises:
+            ValueError: the calibration is of another model, or nothing in the model uses delayed scaling.
+        """
+        linears = [
+            m for m in fp8_modules(model) if any(q and q.slot.delayed for q in m.fp8_site.quantizers.values())
+        ]
+        if not linears:
+            raise ValueError("no linear of the model uses delayed scaling: there is no history to fill")
+        self.check(linears)
+        filled = 0
+        for linear in linears:
+            for role in ("input", "weight"):
+                quantizer = linear.fp8_site.quantizers[role]
+                if quantizer is not None and quantizer.slot.delayed is not None:
+                    filled += self._fill(quantizer.slot, f"{linear.fp8_site.plan.name}.{role}")
+        return filled
+
+    def _fill(self, slot: Any, name: str) -> bool:
+        found = self.ranges[name]
+        if not found.amax > 0:
+            return False  # never used: it stays cold
+        saved = slot.arena.saved_slot(slot)
+        history, latest = saved["amax_history"], found.amaxes[-len(saved["amax_history"]) :]
+        room = min(len(history) - 1, len(latest))
+        if room:
+            history[-room:] = latest[-room:].clamp(max=found.amax)
+        amax = torch.tensor([found.amax], device=history.device, dtype=torch.float32)
+        delayed = slot.delayed
+        saved["scale"] = compute_scale(amax, slot.fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon)
+        saved["warm"].fill_(1)
+        slot.arena.load_slot(slot, saved)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ as files
+
+    def save(self, folder: str | Path) -> Path:
+        """Write ``calibration.safetensors`` and ``calibration.json`` into a folder; returns it.
+
+        Tensors, float32: '<site>.<role>.amax' [] and '<site>.<role>.amaxes' [batches]. The JSON file has format, version,
+        the SHA-256 of the tensors' file, facts, and shape and statistics of each '<site>.<role>'.
+
+        Raises:
+            ValueError: the folder cannot be written.
+        """
+        from safetensors.torch import save
+
+        folder = Path(folder)
+        tensors = {}
+        for name, found in self.ranges.items():
+            tensors[f"{name}.amax"] = torch.tensor(found.amax, dtype=torch.float32, device="cpu")
+            tensors[f"{name}.amaxes"] = found.amaxes.clone()
+        content = save(tensors)
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "facts": self.facts,
+            "tensors": {n: {"shape": list(r.shape), **r.statistics} for n, r in self.ranges.items()},
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / TENSORS).write_bytes(content)
+            (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"{str(folder)!r} cannot be written ({error.strerror}): give another folder"
+            ) from error
+        return folder
+
+
+def load_calibration(folder: str | Path) -> Calibration:
+    """The calibration that ``save`` wrote.
+
+    Raises:
+        ValueError: a file is missing, cut off or altered, or is no calibration; the message says what to do.
+    """
+    from safetensors.torch import load
+
+    folder = Path(folder)
+    again = "run megatron-fp8 calibrate again"
+    try:
+        text, content = (folder / RECORD).read_text(encoding="utf-8"), (folder / TENSORS).read_bytes()
+    except FileNotFoundError as error:
+        missing = Path(str(error.filename)).name
+        raise ValueError(
+            f"there is no calibration in {str(folder)!r} ({missing} is missing): run megatron-fp8 calibrate first"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the calibration in {str(folder)!r} cannot be read ({error}): {again}") from error
+    try:
+        record = json.loads(text)
+        if record["format"] != FORMAT or record["version"] != VERSION:
+            raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
+        if record["sha256"] != hashlib.sha256(content).hexdigest():
+            raise ValueError(f"{TENSORS} is not what was written (its SHA-256 differs)")
+        tensors = load(content)
+        ranges = {}
+        for name, statistics in record["tensors"].items():
+            rows, cols = statistics.pop("shape")
+            amax = float(tensors[f"{name}.amax"])
+            ranges[name] = Range(amax, tensors[f"{name}.amaxes"], (rows, cols), statistics)
+        return Calibration(ranges, record["facts"])
+    except KeyError as error:
+        raise ValueError(
+            f"the calibration in {str(folder)!r} is damaged (it lacks {error}): {again}"
+        ) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"the calibration in {str(folder)!r} is damaged ({error}): {again}") from error
+
+
+# ------------------------------------------------------------------------------------------------------- observation
+
+
+@torch.no_grad()
+def calibrate(
+    model: torch.nn.Module,
+    batches: Iterable[Any],
+    forward: Callable[[Any], Any] | None = None,
+    *,
+    percentile: float | None = None,
+    group: Any = None,
+) -> Calibration:
+    """Run batches through a model, in high precision and in evaluation mode, and measure every FP8 linear's input.
+
+    Args:
+        model: of this package's Megatron-Core layers, or converted by convert_to_fp8; linears that its plan keeps in
+            high precision are measured too. Weights and the training mode are left as they were.
+        batches: what ``forward`` takes: by default model(batch), model(*batch) of a tuple, model(**batch) of a mapping.
+        forward: runs one batch.
+        percentile: static ranges hold this many per cent of the values (above 0, at most 100); None: all of them.
+        group: ranks that hold parts of the same linears (tensor and data parallel); collective over them, and all get
+            the same calibration. Every rank needs as many batches.
+
+    Raises:
+        ValueError: there is no batch, no FP8 linear, or percentile is out of range.
+    """
+    if percentile is not None and not 0 < percentile <= 100:
+        raise ValueError(
+            f"percentile {percentile!r}: a number above 0 and up to 100 is needed, such as 99.99"
+        )
+    linears = fp8_modules(model)
+    if not linears:
+        raise ValueError("the model has no FP8 linear: build or convert it for FP8 first")
+    run = forward or _forward_of(model)
+    training, count = model.training, 0
+    model.eval()
+    try:
+        with fp8_disabled("calibration looks at high precision"), _watching(linears) as seen:
+            for batch in batches:
+                run(batch)
+                count += 1
+    finally:
+        model.train(training)
+    if not count:
+        raise ValueError("calibration was given no batch: give at least one")
+    ranges: dict[str, Range] = {}
+    for linear in linears:
+        site, shape = linear.fp8_site.plan.name, whole_shape(linear)
+        ranges[f"{site}.input"] = _range(_over_ranks(seen[site], group), percentile, shape)
+        weight = Seen()
+        weight.add(linear.weight.detach())
+        ranges[f"{site}.weight"] = _range(_over_ranks(weight, group), None, shape)
+    method = "max" if percentile is None else f"percentile {percentile:g}"
+    return Calibration(ranges, {"method": method, "batches": count})
+
+
+def _forward_of(model: torch.nn.Module) -> Callable[[Any], Any]:
+    def forward(batch: Any) -> Any:
+        if isinstance(batch, dict):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+    return forward
+
+
+@contextmanager
+def _watching(linears: list[Any]) -> Iterator[dict[str, Seen]]:
+    """Everything that goes into these linears, by site name."""
+    seen = {linear.fp8_site.plan.name: Seen() for linear in linears}
+
+    def watch(linear: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[linear.fp8_site.plan.name].add(args[0] if args else next(iter(kwargs.values())))
+
+    hooks = [linear.register_forward_pre_hook(watch, with_kwargs=True) for linear in linears]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _over_ranks(seen: Seen, group: Any) -> Seen:
+    """What all ranks of a group saw together."""
+    if group is None or dist.get_world_size(group) == 1:
+        return seen
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, seen, group=group)
+    return Seen(
+        [max(of_batch) for of_batch in zip(*(each.amaxes for each in everyone), strict=True)],
+        torch.stack([each.counts for each in everyone]).sum(0),
+        sum(each.nonfinite for each in everyone),
+    )
+
+
+def _range(seen: Seen, percentile: float | None, shape: tuple[int, int]) -> Range:
+    largest = max(seen.amaxes, default=0.0)
+    amax = largest if percentile is None else min(largest, seen.percentile(percentile))
+    statistics = {
+        "amax": amax,
+        "max": largest,
+        **{f"p{p:g}": seen.percentile(p) for p in PERCENTILES},
+        "saturating": seen.above(amax),
+        "nonfinite": seen.nonfinite,
+        "values": int(seen.counts.sum()),
+    }
+    return Range(amax, torch.tensor(seen.amaxes, dtype=torch.float32, device="cpu"), shape, statistics)

@@ -1,0 +1,243 @@
+"""Emulated FP8's inner loops in C, for CPU tensors: cast, block amax and decode, 3 to 10 times torch's speed; a GEMM.
+
+loops.c and gemm.c are compiled by the machine's own C compiler when the first large tensor needs them (library.py). Where
+that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that
+differ by their order of summation.
+
+C trusts what it is handed, so every tensor's address goes through ``_address``, which checks the tensor first, and every
+tensor made here names its dtype and device: torch's defaults for both may be anything.
+
+Rejected: torch.utils.cpp_extension (needs ninja, a C++ compiler and a minute). Rejected: wheels with binaries, which
+would have to guess the vector width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from . import library
+
+SOURCES = [Path(__file__).with_name(name) for name in ("loops.c", "gemm.c")]
+# No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
+FLAGS = (
+    "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
+)
+MIN_ELEMENTS = 1 << 14
+"""Smaller tensors are left to torch: nothing is gained, and nothing need be compiled for them."""
+MAX_THREADS = 1024
+"""More than a process can use. Asked for many more, torch's thread pool and OpenMP end the process."""
+_THREAD_ELEMENTS = 1 << 15
+_BITS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+
+class _Cut(ctypes.Structure):
+    _fields_ = (("rows", ctypes.c_int64), ("cols", ctypes.c_int64), ("largest", ctypes.c_void_p))
+
+
+def usable(x: torch.Tensor) -> bool:
+    """Whether x is for these kernels: a plain, contiguous, large CPU tensor, its numbers in its memory (in_memory), on a
+    machine that could compile them."""
+    return (
+        x.device.type == "cpu"
+        and x.numel() >= MIN_ELEMENTS
+        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and x.is_contiguous()
+        and not (x.is_neg() or x._is_zerotensor())
+        and reason() is None
+    )
+
+
+def reason() -> str | None:
+    """Why there are no compiled kernels on this machine; None if there are. Compiles them if nobody has."""
+    return _load()[1]
+
+
+def cast(
+    x: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Codes of x times the scale of its block, as ``megatron_fp8.numerics.cast.cast`` gives them.
+
+    Args:
+        x: contiguous; float32, bfloat16 or float16; [rows, cols], or any shape under one scale.
+        scale: float32, one for each block, row-major; None means 1.
+        block: (rows, cols) that share a scale, 0 meaning the whole extent.
+        dtype: float8_e4m3fn or float8_e5m2.
+    """
+    codes = torch.empty(x.shape, dtype=dtype, device="cpu")
+    _elementwise(f"cast_{_NAMES[dtype]}_{_NAMES[x.dtype]}", x, codes, scale, block)
+    return codes
+
+
+def decode(
+    codes: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """codes times the scale of their block, the product in float32, rounded once to dtype: bfloat16 or float32.
+
+    Args as in ``cast``. A NaN code gives the canonical quiet NaN of dtype, Inf codes give Inf.
+    """
+    values = torch.empty(codes.shape, dtype=dtype, device="cpu")
+    _elementwise(f"decode_{_NAMES[codes.dtype]}_{_NAMES[dtype]}", codes, values, scale, block)
+    return values
+
+
+def _elementwise(
+    name: str, x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]
+) -> None:
+    if x.numel() == 0:
+        return
+    rows, cols = x.shape if x.ndim == 2 else (1, x.numel())
+    scale = torch.ones((), dtype=torch.float32, device="cpu") if scale is None else scale.contiguous()
+    block_rows, block_cols = block[0] or rows, block[1] or cols
+    blocks = -(-rows // block_rows) * -(-cols // block_cols)
+    getattr(_library(), name)(
+        _address(x, x.dtype, rows * cols),
+        _address(out, out.dtype, rows * cols),
+        ctypes.c_int64(rows),
+        ctypes.c_int64(cols),
+        _address(scale, torch.float32, blocks),
+        ctypes.c_int64(block_rows),
+        ctypes.c_int64(block_cols),
+        _threads(x.numel()),
+    )
+
+
+def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[list[torch.Tensor], int]:
+    """As ``megatron_fp8.numerics.scaling.block_amaxes`` of a contiguous matrix; (amaxes, how many elements are NaN or Inf)."""
+    rows, cols = x.shape
+    integer, inf = _BITS[x.dtype]
+    unit = math.lcm(*(r for r, _ in blocks if r))  # no block of rows is shared by two threads
+    threads = _threads(x.numel())
+    largest = [
+        torch.zeros(
+            -(-rows // r) if r else threads, -(-cols // (c or max(cols, 1))), dtype=integer, device="cpu"
+        )
+        for r, c in blocks
+    ]
+    cuts = [
+        _Cut(r, c or max(cols, 1), _address(found, integer, found.numel()))
+        for (r, c), found in zip(blocks, largest, strict=True)
+    ]
+    kernel = _library().amax32 if integer == torch.int32 else _library().amax16
+    kernel.restype = ctypes.c_int64
+    nonfinite = kernel(
+        _address(x, x.dtype, rows * cols),
+        ctypes.c_int64(rows),
+        ctypes.c_int64(cols),
+        ctypes.c_uint32(inf),
+        (_Cut * len(cuts))(*cuts),
+        len(cuts),
+        ctypes.c_int64(unit),
+        threads,
+    )
+    if nonfinite < 0:
+        raise MemoryError(f"no memory for a row of {cols} elements")
+    for i, (block_rows, _) in enumerate(blocks):
+        if block_rows == 0:
+            largest[i] = largest[i].amax(0, keepdim=True)
+    return [found.view(x.dtype).to(torch.float32) for found in largest], nonfinite
+
+
+def has_matmul() -> bool:
+    """Whether this processor has the instruction for which gemm.c is written, and the kernels could be compiled."""
+    return reason() is None and bool(_library().has_gemm())
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """float32 [M, N] = a [M, K] @ b [N, K]^T of bfloat16 matrices of any strides.
+
+    Products are exact, sums are float32 in an order that does not depend on M, N or the number of threads. NaN and Inf
+    go where IEEE has them; subnormal operands count as zero.
+    """
+    (m, k), (n, _) = check_matrices(a, b)
+    c = torch.empty(m, n, dtype=torch.float32, device="cpu")
+    if not (m and n and k):
+        return c.zero_()
+    failed = _library().gemm(
+        *(_strided(a) + _strided(b)),
+        _address(c, torch.float32, m * n),
+        *(ctypes.c_int64(size) for size in (m, n, k)),
+        _threads(max(a.numel(), b.numel(), c.numel())),
+    )
+    if failed:
+        raise MemoryError(f"no memory to pack matrices of {m} x {k} and {n} x {k}")
+    return c
+
+
+def check_matrices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Size, torch.Size]:
+    """The shapes of a [M, K] and b [N, K]; AssertionError unless both are bfloat16 matrices on the CPU that contract."""
+    for x in (a, b):
+        if not (x.ndim == 2 and x.dtype == torch.bfloat16 and x.device.type == "cpu"):
+            raise AssertionError(f"a bfloat16 matrix on the CPU is needed, got {_described(x)}")
+    if a.shape[1] != b.shape[1]:
+        raise AssertionError(f"the last dimensions must be equal: {_described(a)}, {_described(b)}")
+    return a.shape, b.shape
+
+
+def _strided(x: torch.Tensor) -> list[ctypes.c_void_p | ctypes.c_int64]:
+    return [ctypes.c_void_p(x.data_ptr()), *(ctypes.c_int64(step) for step in x.stride())]
+
+
+def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
+    """As ``megatron_fp8.numerics.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
+    n = amax.numel()
+    e8m0 = torch.empty(amax.shape, dtype=torch.uint8, device="cpu")
+    _library().e8m0_of_amax(
+        _address(amax, torch.float32, n), _address(e8m0, torch.uint8, n), ctypes.c_int64(n), max_exponent
+    )
+    return e8m0
+
+
+def power_of_e8m0(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:
+    """float32 2^(e8m0 - 127) of uint8 exponents, or 2^(127 - e8m0); NaN of 0xFF."""
+    n = e8m0.numel()
+    power = torch.empty(e8m0.shape, dtype=torch.float32, device="cpu")
+    _library().power_of_e8m0(
+        _address(e8m0, torch.uint8, n), _address(power, torch.float32, n), ctypes.c_int64(n), int(inverse)
+    )
+    return power
+
+
+def _address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void_p:
+    """Where x lies, for C, which trusts it; AssertionError unless it is so many elements of dtype, dense, on the CPU."""
+    if x.dtype != dtype or x.numel() != elements or x.device.type != "cpu" or not x.is_contiguous():
+        raise AssertionError(
+            f"{elements} contiguous elements of {dtype} on the CPU are needed, got {_described(x)}"
+        )
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def _described(x: torch.Tensor) -> str:
+    return f"{list(x.shape)}, strides {list(x.stride())}, {x.dtype} on {x.device}"
+
+
+def _threads(elements: int) -> int:
+    return max(1, min(torch.get_num_threads(), MAX_THREADS, elements // _THREAD_ELEMENTS))
+
+
+def _library() -> ctypes.CDLL:
+    loaded, why = _load()
+    assert loaded is not None, why
+    return loaded
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """(the library, None), or (None, why there is none)."""
+    return library.load(SOURCES, FLAGS)

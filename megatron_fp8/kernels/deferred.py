@@ -1,0 +1,126 @@
+"""A matrix that nobody has written to memory yet: what stands between a norm or SwiGLU and an FP8 linear.
+
+An FP8 linear wants codes, and a kernel that makes codes can compute the norm, or SwiGLU, as it reads
+(kernels/tiles.Source). So on GPUs these return an ``Unwritten``: a tensor to autograd and to Megatron, which pass it on,
+and a Source to the native backend, which quantises it. The BF16 result is then never written, nor read back.
+
+Whoever else looks (a hook, a check for NaN, a BF16 GEMM) sees an ordinary tensor: the first operation on it writes the
+values, the same bits that the codes are made of, and from then on it is what was written. So nothing that a model or a
+user does with it is wrong; it only costs what an unfused norm costs.
+
+The reader decides how to quantise: it knows the recipe, the history, the directions and the communication, and is free to
+do so after a gather. The producer only has to be asked to defer, by somebody who knows that the reader takes codes.
+
+Rejected: one module for norm and linear, as Transformer Engine has it. The norm's parameters change their names, hooks
+and recomputation of the norm alone have nothing to hold on to, and every pair of producer and reader is another module.
+Rejected: a producer that returns codes. It would have to know everything the reader knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+
+class _Cell:
+    """The matrix, shared by all names of it: its Source until it is written, its values from then on."""
+
+    def __init__(self, source: Any):
+        self._source: Any | None = source
+        self._versions = _versions(source)
+        self.values: torch.Tensor | None = None
+
+    @property
+    def source(self) -> Any | None:
+        """None once it is written. RuntimeError if what it reads has changed meanwhile, as autograd's saved tensors."""
+        if self._source is not None and _versions(self._source) != self._versions:
+            raise RuntimeError(
+                f"a {self._source.kind} was left to be computed by its reader, and one of its inputs was changed in place"
+                " before that: change a copy"
+            )
+        return self._source
+
+    def write(self) -> torch.Tensor:
+        if self.values is None:
+            from .quantize import write  # loads Triton
+
+            source: Any = self.source
+            self.values, self._source = write(source), None
+        return self.values
+
+
+def _versions(source: Any) -> list[int]:
+    """How often each input was written; tensors made in inference mode do not count."""
+    inputs = [t for t in (source.x, source.first, source.second) if t is not None]
+    return [0 if t.is_inference() else t._version for t in inputs]
+
+
+class Unwritten(torch.Tensor):
+    """What a kernels.tiles.Source computes, as a tensor [..., cols] of the Source's dtype.
+
+    Leading dimensions are the Source's rows; views that keep the last dimension are other names for the same matrix.
+    Reading one after an input of it was changed in place is a RuntimeError.
+    """
+
+    _cell: _Cell
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, source: Any, shape: Sequence[int]) -> Unwritten:
+        return _named(_Cell(source), shape, source.x.dtype, source.x.device)
+
+    @property
+    def source(self) -> Any | None:
+        """The Source that computes it, None once it is written. RuntimeError if its inputs were changed in place."""
+        return self._cell.source
+
+    def written(self) -> torch.Tensor:
+        """The values, an ordinary contiguous tensor; computed at the first call."""
+        return self._cell.write().view(self.shape)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as its values."""
+        return self.written().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of its values."""
+        return memo.setdefault(id(self), self.written().clone())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        state = "written" if self.source is None else f"of {self.source.kind}, not written"
+        return f"Unwritten({tuple(self.shape)}, {self.dtype}, {self.device}, {state})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (aten.detach.default, aten.alias.default):
+            return _named(args[0]._cell, args[0].shape, args[0].dtype, args[0].device)
+        if func is aten.view.default:
+            x, size = args
+            shape = torch.empty(x.shape, device="meta", dtype=torch.float32).view(size).shape
+            if x.ndim and len(shape) and shape[-1] == x.shape[-1]:
+                return _named(x._cell, shape, x.dtype, x.device)
+        return func(*tree_map(written, args), **tree_map(written, kwargs or {}))
+
+
+def _named(cell: _Cell, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Unwritten:
+    made: Unwritten = torch.Tensor._make_wrapper_subclass(Unwritten, tuple(shape), dtype=dtype, device=device)
+    made._cell = cell
+    return made
+
+
+def written(x: Any) -> Any:
+    """An Unwritten's values; anything else as it is."""
+    return x.written() if isinstance(x, Unwritten) else x
+
+
+def source_of(x: torch.Tensor) -> Any:
+    """What a kernel is to read: the Source of a matrix that is not written, else an ordinary tensor."""
+    source = x.source if isinstance(x, Unwritten) else None
+    return written(x) if source is None else source

@@ -1,0 +1,230 @@
+"""The linear layer: three GEMMs, what is saved between them, and who may trace them.
+
+passes.py computes; this file is its autograd function. Saved for backward: the input's columnwise codes (one byte
+a value, and scales) and the weight's, not BF16. The function is told its GEMMs (a GemmSite) and its communication (a
+TensorParallel); it chooses neither. Rejected: the forty loose arguments and the flags for every kernel that such
+functions grow elsewhere.
+
+While torch.compile traces, or a dispatch mode is on, the same passes are called as two opaque operators (compiled.py).
+Else they are not: an operator's way through the dispatcher costs a small linear more than autograd's function does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+
+from ..params.fp8_parameter import Fp8Parameter
+from ..plan.switch import in_recompute, without_autocast
+from ..recipe import Granularity
+from ..tensor import QuantizedSide
+from .derivative import first_derivative_only
+from .passes import Call, backward, forward
+from .site import GemmSite, Operand, side_of
+from .tensor_parallel import TensorParallel
+
+_ALONE = TensorParallel()
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    site: GemmSite,
+    tp: TensorParallel = _ALONE,
+    *,
+    training: bool = True,
+    fresh_weight: bool = False,
+    save_original_input: bool = False,
+) -> torch.Tensor:
+    """y = x @ weight^T + bias with the GEMMs of ``site``.
+
+    Args:
+        x: [..., K]; leading dimensions are tokens. With column and sequence parallelism: this rank's tokens.
+        weight: [N, K], this rank's part. If it has ``main_grad``, wgrad (float32) is added to it and the autograd
+            gradient is an uninitialised dummy, as Megatron-Core's DistributedDataParallel expects of a fused wgrad.
+        bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantised. None
+            with row parallelism, where it belongs after the sum over ranks.
+        site, tp: the GEMMs and the communication.
+        training: amaxes and health are recorded (a recomputed forward records nothing).
+        fresh_weight: quantise the weight again even if this iteration has done so.
+        save_original_input: keep x itself for wgrad and quantise it again there, for callers that recompute x anyway.
+
+    Returns:
+        [..., N] in x's dtype. NaN in x or weight gives NaN where it is multiplied; Inf saturates and is
+        counted (under MX's largest scale the saturated value itself is beyond bfloat16).
+
+    Raises:
+        ValueError: x's last dimension is not the weight's.
+        RuntimeError: it is being exported or jit-traced, or transformed by torch.func.
+    """
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{site.plan.name}: input {tuple(x.shape)} does not fit weight {tuple(weight.shape)};"
+            f" its last dimension must be {weight.shape[1]}"
+        )
+    assert bias is None or tp.kind != "row", (
+        "each rank would add a row-parallel bias, and their sum would count it again"
+    )
+    _refuse_tracers(site)
+    eager = (x, weight, bias, site, tp, training, save_original_input, fresh_weight)
+    if torch.compiler.is_compiling():
+        from .compiled import break_graph, traced_linear  # loads torch's compiler
+
+        if isinstance(weight, Fp8Parameter):
+            return break_graph(_eager_linear, *eager)
+        return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
+    as_operator = site.as_operator(is_watched(x, weight))
+    if as_operator and isinstance(weight, Fp8Parameter):
+        with _disable_current_modes():
+            return _eager_linear(*eager)
+    if as_operator:
+        from .compiled import traced_linear  # loads torch's compiler
+
+        return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
+    return _eager_linear(*eager)
+
+
+def is_watched(*tensors: torch.Tensor) -> bool:
+    """Whether somebody looks at each operation, or there is nothing to compute with: such callers get one operator.
+
+    Selective activation checkpointing keeps results of operations to hand them out again, tracers write operations down,
+    fake and meta tensors have no memory. The steps inside the linear are no business of theirs: it changes results in
+    place, and a recomputation takes other steps.
+    """
+    return _get_current_dispatch_mode() is not None or any(
+        x.is_meta or isinstance(x, FakeTensor) for x in tensors
+    )
+
+
+def _refuse_tracers(site: GemmSite) -> None:
+    """RuntimeError where the call is being made into something that outlives the model, or is transformed."""
+    # Not is_exporting(): up to torch 2.12 Dynamo takes it for true in whatever it traces.
+    if torch.compiler._is_exporting_flag:
+        raise RuntimeError(
+            f"{site.plan.name}: torch.export (torch.onnx and pipelining's pipeline() use it) makes a program that"
+            " outlives the model, and FP8 state cannot go along: export inside fp8_autocast(enabled=False), or after"
+            " convert_from_fp8(model); for pipelines make each PipelineStage of a converted module"
+        )
+    if torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            f"{site.plan.name}: torch.jit.trace does not see through an FP8 linear: use torch.compile, or trace inside"
+            " fp8_autocast(enabled=False)"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"{site.plan.name}: the transforms of torch.func (grad, vmap, jvp) do not see through an FP8 linear: use"
+            " loss.backward() and batched inputs, or call it inside fp8_autocast(enabled=False)"
+        )
+
+
+def _eager_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    site: GemmSite,
+    tp: TensorParallel,
+    training: bool,
+    save_original_input: bool,
+    fresh_weight: bool,
+) -> torch.Tensor:
+    call = Call(site, tp, training and not in_recompute(), fresh_weight, save_original_input)
+    return _LinearFunction.apply(x, weight, bias, call, torch.is_grad_enabled())
+
+
+def observe_high_precision(
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, site: GemmSite
+) -> torch.Tensor:
+    """y of a linear that ran in high precision in training, its amaxes recorded for delayed scaling (GemmSite.observe).
+
+    Use what is returned: traced code records on the way from y to it.
+    """
+    if torch.compiler.is_compiling() or site.as_operator(is_watched(x, weight)):
+        from .compiled import traced_observation
+
+        return traced_observation(x, weight, y, site)
+    site.observe(x, weight, y, record=not in_recompute())
+    return y
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: Call,
+        grad_enabled: bool,
+    ) -> torch.Tensor:
+        needs_dgrad, needs_wgrad = (need and grad_enabled for need in ctx.needs_input_grad[:2])
+        done = forward(x, weight, bias, call, needs_wgrad)
+        if not call.site.state.keeps_weights:
+            call.site.forget_weight()  # the next call quantises again; backward has its own hold of what it needs
+        ctx.call, ctx.x_shape, ctx.weight = call, x.shape, weight
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        kept_x = _Kept.of(done.x if needs_wgrad else None)
+        kept_w = _Kept.of(side_of(done.weight, "columnwise") if needs_dgrad else None)
+        ctx.kept = (kept_x.spec, kept_w.spec)
+        ctx.save_for_backward(*kept_x.tensors, *kept_w.tensors)
+        return done.y
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
+        tensors = list(ctx.saved_tensors)
+        saved_x, saved_w = (_Kept.restore(spec, tensors) for spec in ctx.kept)
+        with without_autocast(grad_output.device):  # backward() may be called inside it
+            dx, dw, dbias = backward(
+                grad_output,
+                saved_x,
+                saved_w,
+                ctx.weight,
+                ctx.call,
+                (needs_dgrad, needs_wgrad),
+                ctx.bias_dtype if needs_dbias else None,
+            )
+        return None if dx is None else dx.view(ctx.x_shape), dw, dbias, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            "an FP8 linear has no forward-mode derivative: use backward(), or call it inside fp8_autocast(enabled=False)"
+        )
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An operand taken apart into tensors for save_for_backward and the facts that put it together again."""
+
+    tensors: tuple[torch.Tensor, ...]
+    spec: tuple[Granularity, bool, bool] | str | None
+
+    @staticmethod
+    def of(operand: Operand | None) -> _Kept:
+        if operand is None:
+            return _Kept((), None)
+        if isinstance(operand, QuantizedSide):
+            return _Kept(
+                (operand.codes, operand.scale_inv), (operand.granularity, operand.pow2, operand.finite)
+            )
+        return _Kept((operand,), "plain")
+
+    @staticmethod
+    def restore(
+        spec: tuple[Granularity, bool, bool] | str | None, tensors: list[torch.Tensor]
+    ) -> Operand | None:
+        """The operand again; takes its tensors off the front of the list."""
+        if spec is None:
+            return None
+        if isinstance(spec, str):
+            return tensors.pop(0)
+        codes, scale_inv = tensors.pop(0), tensors.pop(0)
+        return QuantizedSide(codes, scale_inv, *spec)

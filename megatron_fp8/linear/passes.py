@@ -1,0 +1,301 @@
+"""The linear layer's arithmetic, without autograd: what its forward and its backward compute, and in which order.
+
+    fprop  y [M, N]  = x  [M, K]   @ w  [N, K]^T        x, w    quantised rowwise
+    dgrad  dx [M, K] = dy [M, N]   @ w  [N, K]          dy rowwise, w columnwise
+    wgrad  dw [N, K] = dy [M, N]^T @ x  [M, K]          dy, x   columnwise
+
+Per-tensor and square-block codes are the same in both directions; per-row and 1-wide blocks are quantised twice from high
+precision, and only the columnwise side of the input outlives the forward.
+
+With tensor parallelism the order is Megatron-Core's own, so that the network works while the cores do:
+
+    column, sequence parallel:  gather x codes | dgrad | reduce-scatter dx | wgrad
+    column:                                      dgrad | all-reduce dx     | wgrad
+    row, sequence parallel:     gather dy codes (columnwise side) | dgrad | wgrad
+
+Under sequence parallelism codes are gathered, never BF16, as long as a shard's tokens are whole blocks; otherwise the
+quantisation waits until after a gather in high precision, and the site's notes (hence the report) say so.
+
+Two callers put autograd around it: linear.py's function in eager mode, compiled.py's operators in compiled code. Neither
+knows the other's way of saving, and both run these very lines, so their bits are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..recipe import Granularity
+from ..tensor import Float8Tensor, QuantizedSide
+from .site import GemmSite, Operand, side_of
+from .tensor_parallel import Pending, TensorParallel
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one forward was called with."""
+
+    site: GemmSite
+    tp: TensorParallel
+    record: bool
+    fresh_weight: bool
+    save_original_input: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the input arrives as shards of tokens."""
+        return self.tp.kind == "column" and self.tp.sequence_parallel
+
+
+class Forward(NamedTuple):
+    """What a forward gives: y; wgrad's operand, of this rank's tokens, or None; the weight, quantised or as it is."""
+
+    y: torch.Tensor
+    x: Operand | None
+    weight: Float8Tensor | torch.Tensor
+
+
+class Backward(NamedTuple):
+    """The gradients that were asked for; of the weight, once its own was added to main_grad, a dummy."""
+
+    dx: torch.Tensor | None
+    dw: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, needs_wgrad: bool
+) -> Forward:
+    """y [..., N] of x [..., K], with what backward needs of it (``x`` only if there will be a wgrad)."""
+    site, tp = call.site, call.tp
+    site.has_run = True
+    operand, saved = quantize_input(x.reshape(-1, x.shape[-1]), call, needs_wgrad)
+    quantized_weight = site.quantized_weight(weight, fresh=call.fresh_weight, record=call.record)
+    y = site.multiply("fprop", operand, side_of(quantized_weight, "rowwise"), x.dtype, bias)
+    sequence = x.shape[0] * (tp.size if call.gathers else 1)
+    if tp.kind == "row" and tp.sequence_parallel:
+        y = tp.reduce_scatter(y).wait()
+        sequence //= tp.size
+    shape = (sequence, *x.shape[1:-1], y.shape[-1]) if x.ndim > 1 else (y.shape[-1],)
+    return Forward(owned(y, shape), saved, quantized_weight)
+
+
+def owned(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """y in another shape, over the same memory, and not a view: what an autograd function returns as a view of
+    something that only it knows cannot be changed in place."""
+    return torch.ops.aten._unsafe_view(y, shape)
+
+
+def backward(
+    grad_output: torch.Tensor,
+    saved_x: Operand | None,
+    saved_w: Operand | None,
+    weight: torch.Tensor,
+    call: Call,
+    needs: tuple[bool, bool],
+    bias_dtype: torch.dtype | None,
+) -> Backward:
+    """Gradients of x (as [tokens, K]), weight and bias.
+
+    Args:
+        grad_output: [..., N].
+        saved_x, saved_w: the columnwise operands; None where no GEMM needs them.
+        weight: the parameter, for its main_grad.
+        needs: whether dx and dw are wanted.
+        bias_dtype: dtype of dbias; None if it is not wanted.
+    """
+    site, tp = call.site, call.tp
+    needs_dgrad, needs_wgrad = needs
+    dy = grad_output.reshape(-1, grad_output.shape[-1])
+    dbias = None if bias_dtype is None else dy.to(torch.float32).sum(0).to(bias_dtype)
+    rowwise, pending_columnwise = _quantize_grad_output(dy, call, needs_dgrad, needs_wgrad)
+    if needs_wgrad and isinstance(saved_x, torch.Tensor):
+        saved_x = _requantize_input(saved_x, call)
+    pending_x = _gather_input(saved_x, call) if needs_wgrad and call.gathers else None
+    dx, pending_dx = None, None
+    if needs_dgrad:
+        assert rowwise is not None and saved_w is not None
+        dx = site.multiply("dgrad", rowwise, saved_w, grad_output.dtype)
+    columnwise = None
+    if needs_wgrad:
+        columnwise = (
+            pending_columnwise.wait() if isinstance(pending_columnwise, Pending) else pending_columnwise
+        )
+        x_side = _columnwise_input(pending_x.wait(), call) if pending_x is not None else saved_x
+    if dx is not None and call.gathers:
+        pending_dx = tp.reduce_scatter(dx, async_op=True)
+    elif dx is not None and tp.reduce_dgrad:
+        pending_dx = tp.all_reduce(dx, async_op=True)
+    dw = None
+    if needs_wgrad:
+        assert columnwise is not None and x_side is not None
+        dw = _accumulate(weight, site.multiply("wgrad", columnwise, x_side, torch.float32))
+    if pending_dx is not None:
+        dx = pending_dx.wait()
+    return Backward(dx, dw, dbias)
+
+
+# ---------------------------------------------------------------------------------------------------- input, forward
+
+
+def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple[Operand, Operand | None]:
+    """(operand of fprop, what wgrad will need: this rank's tokens, columnwise; None if there will be no wgrad)."""
+    site, tp = call.site, call.tp
+    quantizer = site.quantizers["input"]
+    if quantizer is None:
+        operand = tp.all_gather(tokens).wait() if call.gathers else tokens
+        return operand, tokens.t()
+    keeps = needs_wgrad and keeps_codes(tokens.shape[0], call)
+    plain = tokens.t() if needs_wgrad and not keeps else None  # asked of an Unwritten, it would be written
+    direction: Any = "both" if keeps else "rowwise"
+    if not call.gathers:
+        quantized = quantizer(tokens, direction, record=call.record)
+        return side_of(quantized, "rowwise"), side_of(quantized, "columnwise") if keeps else plain
+    if not _shards_aligned(tokens.shape[0], quantizer.rule.granularity):
+        site.notes.add(_misaligned_note("input", tokens.shape[0], quantizer.rule.granularity))
+        gathered = tp.all_gather(tokens).wait()
+        return side_of(quantizer(gathered, "rowwise", record=call.record), "rowwise"), plain
+    reduce_amax = tp.amax_reduction(site.state.counts)
+    quantized = quantizer(tokens, direction, record=call.record, reduce_amax=reduce_amax)
+    assert quantized.rowwise is not None
+    operand = tp.gather_side(quantized.rowwise, by_column=False).wait()
+    return operand, side_of(quantized, "columnwise") if keeps else plain
+
+
+def keeps_codes(tokens: int, call: Call) -> bool:
+    """Whether wgrad's operand is kept as codes of this rank's tokens, and not as the input itself."""
+    quantizer = call.site.quantizers["input"]
+    if quantizer is None or call.save_original_input or not _wgrad_takes_codes(call):
+        return False
+    return not call.gathers or _shards_aligned(tokens, quantizer.rule.granularity)
+
+
+def _shards_aligned(tokens: int, granularity: Granularity) -> bool:
+    """Whether a shard of this many tokens holds whole blocks in both directions."""
+    block = max(granularity.rows, granularity.cols)
+    return granularity.is_tensor or granularity.cols == 0 or tokens % block == 0
+
+
+def _misaligned_note(role: str, tokens: int, granularity: Granularity) -> str:
+    return (
+        f"sequence-parallel {role} gathered in high precision: shards of {tokens} tokens are not whole"
+        f" {granularity} blocks"
+    )
+
+
+def _requantize_input(saved: torch.Tensor, call: Call) -> Operand:
+    """A saved plain input [K, M], quantised now if wgrad is FP8 and shards' codes are those of the whole."""
+    quantizer = call.site.quantizers["input"]
+    if quantizer is None or not _wgrad_takes_codes(call):
+        return saved
+    if call.gathers and not _shards_aligned(saved.shape[1], quantizer.rule.granularity):
+        return saved
+    reduce_amax = call.tp.amax_reduction(call.site.state.counts) if call.gathers else None
+    return side_of(quantizer(saved.t(), "columnwise", record=False, reduce_amax=reduce_amax), "columnwise")
+
+
+def _wgrad_takes_codes(call: Call) -> bool:
+    """Whether wgrad reads the quantised input (also where only grad_output stays in high precision)."""
+    return call.site.plan.gemms["wgrad"] == "fp8" or call.site.quantizers["grad_output"] is None
+
+
+def _gather_input(saved: Operand | None, call: Call) -> Pending:
+    """Start collecting all tokens of the saved columnwise input."""
+    assert saved is not None
+    if isinstance(saved, QuantizedSide):
+        return call.tp.gather_side(saved, by_column=True, async_op=True)
+    return call.tp.all_gather(saved.t(), async_op=True)
+
+
+def _columnwise_input(gathered: Operand, call: Call) -> Operand:
+    """wgrad's operand from what was gathered: codes as they are; high precision quantised now if wgrad is FP8."""
+    if isinstance(gathered, QuantizedSide):
+        return gathered
+    quantizer = call.site.quantizers["input"]
+    if quantizer is None or not _wgrad_takes_codes(call):
+        return gathered.t()
+    return side_of(quantizer(gathered, "columnwise", record=False), "columnwise")
+
+
+# -------------------------------------------------------------------------------------------- grad_output, backward
+
+
+def _quantize_grad_output(
+    dy: torch.Tensor, call: Call, needs_dgrad: bool, needs_wgrad: bool
+) -> tuple[Operand | None, Operand | Pending | None]:
+    """(dgrad's operand, wgrad's operand or its gather under way), over all tokens."""
+    site, tp = call.site, call.tp
+    quantizer = site.quantizers["grad_output"]
+    gathers = tp.kind == "row" and tp.sequence_parallel
+    if quantizer is None:
+        dy = tp.all_gather(dy).wait() if gathers else dy
+        return dy, dy.t()
+    fp8_wgrad = site.plan.gemms["wgrad"] == "fp8" or site.quantizers["input"] is None
+    wants_row, wants_column = needs_dgrad, needs_wgrad and fp8_wgrad
+    plain_wgrad = needs_wgrad and not fp8_wgrad
+    if not (wants_row or wants_column):
+        dy = tp.all_gather(dy).wait() if gathers else dy
+        return None, dy.t() if plain_wgrad else None
+    direction: Any = "both" if wants_row and wants_column else "rowwise" if wants_row else "columnwise"
+    misaligned = gathers and not _shards_aligned(dy.shape[0], quantizer.rule.granularity)
+    plain = dy
+    if gathers and (misaligned or plain_wgrad):
+        plain = tp.all_gather(dy).wait()
+    if misaligned:
+        site.notes.add(_misaligned_note("grad_output", dy.shape[0], quantizer.rule.granularity))
+    whole = plain if misaligned else dy
+    shards = gathers and not misaligned
+    quantized = quantizer(
+        whole,
+        direction,
+        record=True,
+        reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
+        region=_region(whole, call, shards),
+    )
+    columnwise: Operand | Pending | None = plain.t() if plain_wgrad else None
+    if not shards:
+        row = quantized.rowwise if wants_row else None
+        return row, quantized.columnwise if wants_column else columnwise
+    return _gather_grad_output(quantized, call, columnwise)
+
+
+def _gather_grad_output(
+    quantized: Float8Tensor, call: Call, columnwise: Operand | Pending | None
+) -> tuple[Operand | None, Operand | Pending | None]:
+    """All tokens' sides: the rowwise one now, since dgrad waits for it; the columnwise one while dgrad runs."""
+    tp = call.tp
+    row, column = quantized.rowwise, quantized.columnwise
+    gathered_row = None if row is None else tp.gather_side(row, by_column=False).wait()
+    if column is None:
+        return gathered_row, columnwise
+    if gathered_row is not None and column.granularity.symmetric:
+        return gathered_row, gathered_row.transposed()
+    return gathered_row, tp.gather_side(column, by_column=True, async_op=True)
+
+
+def _region(dy: torch.Tensor, call: Call, shards: bool) -> Any:
+    """Where dy lies in the matrix that all ranks share: column-parallel ranks hold columns of it, token shards rows."""
+    tp, (rows, cols) = call.tp, dy.shape
+    by_column = tp.kind == "column"
+    return call.site.next_region(
+        tp.rank * rows if shards else 0,
+        tp.rank * cols if by_column else 0,
+        cols * (tp.size if by_column else 1),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ wgrad
+
+
+def _accumulate(weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
+    """The gradient autograd gets: dw itself, or, once dw was added to main_grad, a dummy that DDP will drop."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
+        return dw.to(weight.dtype)
+    main_grad.add_(dw)
+    weight.grad_added_to_main_grad = True
+    # Not None: with overlapped reduction DDP needs the gradient hook to run, and looks at a gradient's presence.
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.shape, dtype=weight.dtype, device=weight.device)

@@ -1,0 +1,290 @@
+"""A GEMM site at run time: the plan entry made into quantizers, a weight cache and the three GEMMs by name."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+import zlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..backends import BACKENDS
+from ..backends.emulated import Region, matmul_high_precision
+from ..numerics.cast import RandomKey
+from ..params.fp8_parameter import Fp8Parameter
+from ..plan.site_plan import SitePlan
+from ..plan.switch import in_recompute
+from ..quantizer import Quantizer
+from ..recipe import GEMM_OPERANDS, DelayedScaling
+from ..state.arena import Fp8State, Group
+from ..tensor import Float8Tensor, QuantizedSide
+from .saved_layout import SideLayout
+
+Operand = QuantizedSide | torch.Tensor
+"""One side of a GEMM: quantised, or the high-precision matrix in the same orientation (contraction last)."""
+
+
+_sites: weakref.WeakValueDictionary[int, GemmSite] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _register(site: GemmSite) -> torch.Tensor:
+    """A number for the site, int64 [] on the CPU: what compiled code knows it by."""
+    number = next(_numbers)
+    _sites[number] = site
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def site_by_handle(handle: torch.Tensor) -> GemmSite:
+    """The site that has this handle. RuntimeError if it is gone."""
+    site = _sites.get(int(handle))
+    if site is None:
+        raise RuntimeError("the FP8 layer whose compiled code runs is gone: compile the model that is there")
+    return site
+
+
+@dataclass(frozen=True)
+class _KeptWeight:
+    """A quantised weight, of what memory in which state it is, and the delayed scale that was used, if one was."""
+
+    version: tuple[Any, ...]
+    recorded: bool
+    scale: torch.Tensor | None
+    quantized: Float8Tensor
+
+    def serves(self, version: tuple[Any, ...], record: bool) -> bool:
+        """Whether it is this weight's, as it is. What evaluation quantised misses the slot, so training does it again."""
+        return self.version == version and (self.recorded or not record)
+
+
+class GemmSite:
+    """Quantises a linear layer's operands and multiplies them, as its plan says.
+
+    Args:
+        plan: the site's entry.
+        state: the model's FP8 state.
+        group: the amax reduction group of its slots (None: this process alone).
+        seed: of stochastic rounding.
+        stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
+
+    ``gradient_owner`` is the parameter with a main_grad that compiled code last multiplied by: what it hands back in
+    backward may be a copy that offloading made.
+    """
+
+    @torch.inference_mode(False)  # slots and handle must be writable and savable in training later
+    def __init__(self, plan: SitePlan, state: Fp8State, group: Group, *, seed: int = 0, stream: int = 0):
+        self.plan, self.state = plan, state
+        self.notes: set[str] = set()
+        self.backend: ModuleType | None = None if plan.backend is None else BACKENDS[plan.backend]
+        self.quantizers: dict[str, Quantizer | None] = dict.fromkeys(plan.rules)
+        if plan.precision == "fp8":
+            assert self.backend is not None and plan.recipe is not None
+            arena = state.arena(group)
+            delayed = plan.recipe if isinstance(plan.recipe, DelayedScaling) else None
+            for role, rule in plan.rules.items():
+                if rule is not None:
+                    slot = arena.add(delayed, rule.fmt)
+                    slot.name = f"{plan.name}.{role}"
+                    self.quantizers[role] = Quantizer(rule, slot, self.backend)
+        rule = plan.rules.get("input") if self.backend is not None else None
+        self.saved_layout = "" if rule is None else str(SideLayout.of(rule, self.backend.turns_codes(rule)))  # type: ignore[union-attr]
+        self.handle = _register(self)
+        self._seed, self._stream = seed, stream
+        self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
+        self._weight: _KeptWeight | None = None
+        self.gradient_owner: weakref.ref[torch.Tensor] | None = None
+        self.has_run = False  # a forward came here
+        self._ways: tuple[int, set[bool]] = (-1, set())  # how the iteration's forwards were called
+        self._observed = -1  # the iteration in which the weight was observed
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether any GEMM of this site runs in FP8, as planned."""
+        return self.plan.precision == "fp8"
+
+    @property
+    def runs_fp8(self) -> bool:
+        """Whether the plan's FP8 is in force in this iteration, outside warm-up and healing."""
+        return self.is_fp8 and self.state.phase == "fp8"
+
+    @property
+    def has_histories(self) -> bool:
+        """Whether scales of some operand are delayed."""
+        return any(q is not None and q.slot.delayed is not None for q in self.quantizers.values())
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether grad_output is rounded by random bits."""
+        quantizer = self.quantizers["grad_output"]
+        return quantizer is not None and quantizer.rule.stochastic
+
+    def computes(self, role: str) -> bool:
+        """Whether this operand is only ever quantised, by kernels that can compute it: all its GEMMs are FP8."""
+        quantizer = self.quantizers[role]
+        in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm, roles in GEMM_OPERANDS.items() if role in roles)
+        return quantizer is not None and quantizer.computes and in_fp8
+
+    def as_operator(self, watched: bool) -> bool:
+        """Whether a call in eager mode goes as one operator: where somebody watches operations (linear.is_watched).
+
+        A recomputation goes as the forwards of its iteration did, since what it saves has to match, and the mode that was
+        on around them may be off now. Who stands in for a CUDA graph wants all steps.
+        """
+        if self.state.capturing:
+            return False
+        iteration, ways = self._ways
+        if not in_recompute():
+            self._ways = (
+                self.state.iteration,
+                {watched} | (ways if iteration == self.state.iteration else set()),
+            )
+        elif iteration == self.state.iteration and len(ways) == 1:
+            return next(iter(ways))
+        return watched
+
+    def observe(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, record: bool) -> None:
+        """Fill delayed scaling's histories from a linear that ran in high precision: y [..., N] = x [..., K] @ weight^T.
+
+        The amaxes of x and, once an iteration, of the weight are recorded now (``record`` False: they were already), that
+        of y's gradient when it comes. No value changes. The other recipes have no history: nothing is done.
+        """
+        if not isinstance(self.plan.recipe, DelayedScaling):
+            return
+        if record:
+            self.observe_forward(x, weight)
+        if y.requires_grad:
+            y.register_hook(self.observe_backward)
+
+    def observe_forward(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Record the amaxes of x and, once an iteration, of the weight."""
+        self._observe("input", x)
+        if self._observed != self.state.iteration:
+            self._observed = self.state.iteration
+            self._observe("weight", weight)
+
+    def observe_backward(self, dy: torch.Tensor) -> None:
+        """Record the amax of y's gradient."""
+        self._observe("grad_output", dy)
+
+    def _observe(self, role: str, x: torch.Tensor) -> None:
+        quantizer = self.quantizers[role]
+        if quantizer is not None:
+            quantizer.slot.observe(x.reshape(-1, x.shape[-1]))
+
+    def quantized_weight(
+        self, weight: torch.Tensor, *, fresh: bool, record: bool
+    ) -> Float8Tensor | torch.Tensor:
+        """The weight [N, K] in both directions; the weight itself if it stays as it is. It is quantised once an iteration
+        if the state ``keeps_weights``, else at each call.
+
+        Args:
+            fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
+
+        A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast here.
+        """
+        quantizer = self.quantizers["weight"]
+        if isinstance(weight, Fp8Parameter):
+            assert quantizer is not None, "a weight that the plan keeps in high precision was made FP8"
+            if record and self._observed != self.state.iteration:
+                self._observed = self.state.iteration
+                weight.record()
+            return weight.quantized
+        if quantizer is None:
+            return weight
+        version, kept = self._version(weight, self.state.epoch), self._weight
+        fresh = fresh or not self.state.keeps_weights
+        fresh = fresh or weight.is_inference()  # has no version: nobody would notice that it was written
+        if fresh or kept is None or not kept.serves(version, record):
+            with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
+                scale = quantizer.delayed_scale()
+                quantized = quantizer(weight, "both", record=record)
+            kept = _KeptWeight(version, record, scale, quantized)
+            self._weight = kept
+        return kept.quantized
+
+    def weight_stamp(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """What backward needs to know of the weight that a forward has just quantised, as tensors that a graph can save.
+
+        (int64 [2] on the CPU: the epoch, and whether a delayed scale was used; float32 []: that scale, or 1.)
+        """
+        scale = None if self._weight is None else self._weight.scale
+        stamp = torch.tensor([self.state.epoch, int(scale is not None)], dtype=torch.int64, device="cpu")
+        used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
+        return stamp, used
+
+    def weight_in_backward(self, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor) -> Operand:
+        """The columnwise side of the weight that compiled code hands back: what forward made of it if that is here still,
+        else made again, the same bits (what offloading brought back is another tensor with the same values).
+
+        stamp and scale are the forward's: ``fp8_step`` may have been called since, and another forward.
+        """
+        quantizer, kept = self.quantizers["weight"], self._weight
+        if quantizer is None:
+            return weight.t()
+        epoch, used_delayed = stamp.tolist()
+        if kept is None or not kept.serves(self._version(weight, epoch), False):
+            return side_of(
+                quantizer.again(weight, "columnwise", scale if used_delayed else None), "columnwise"
+            )
+        return side_of(kept.quantized, "columnwise")
+
+    def _version(self, weight: torch.Tensor, epoch: int) -> tuple[Any, ...]:
+        """The weight's memory, how it lies there, and what is known of writes to it.
+
+        Optimizers that write through flat buffers leave no trace in _version; the epoch covers those. An address may be
+        that of memory which is gone; a weak reference to the storage keeps its identity from being given out again.
+        Codes that a CUDA graph will make are not those of what runs now.
+        """
+        captured = self.state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        version = 0 if weight.is_inference() else weight._version
+        lies = (weight.dtype, weight.shape, weight.stride(), weight.storage_offset())
+        return epoch, StorageWeakRef(weight.untyped_storage()), lies, version, captured
+
+    def forget_weight(self) -> None:
+        """Drop the weight that was kept: another one took its place for good."""
+        self._weight = None
+
+    def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
+        """Place and random stream of this backward's grad_output; each backward of an iteration has its own stream."""
+        if self.state.capturing and self.rounds_stochastically:
+            raise RuntimeError(
+                f"{self.plan.name} rounds gradients stochastically, by bits that the host names in each iteration: a CUDA"
+                " graph would repeat them. Switch stochastic rounding off, or train without the graph"
+            )
+        iteration, count = self._backwards
+        count = count + 1 if iteration == self.state.iteration else 0
+        self._backwards = (self.state.iteration, count)
+        key = RandomKey(
+            self._seed,
+            zlib.crc32(self.plan.name.encode()),
+            self.state.iteration,
+            (self._stream << 16) + count,
+        )
+        return Region(key, row_offset, col_offset, total_cols)
+
+    def multiply(
+        self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """a [M, K] @ b [N, K]^T (+ bias [N]) as the plan has it for 'fprop', 'dgrad' or 'wgrad'; counted."""
+        if self.plan.gemms[gemm] == "fp8":
+            assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide) and self.backend is not None
+            self.state.counts.fp8_gemms += 1
+            fast = gemm == "fprop"
+            return self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
+        self.state.counts.hp_gemms += 1
+        dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
+        plain_a, plain_b = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
+        return matmul_high_precision(plain_a, plain_b, out_dtype, bias)
+
+
+def side_of(operand: Float8Tensor | torch.Tensor, direction: str) -> Operand:
+    """The rowwise side, or the columnwise one (of a plain matrix: its transpose)."""
+    if isinstance(operand, torch.Tensor):
+        return operand if direction == "rowwise" else operand.t()
+    side = operand.rowwise if direction == "rowwise" else operand.columnwise
+    assert side is not None, f"the operand was not quantised {direction}"
+    return side

@@ -1,0 +1,134 @@
+"""What a linear layer says to the other ranks of its tensor-parallel group, counted in bytes of FP8 where it can be.
+
+Tokens are [sequence, batch] flattened, so a gather along the sequence is a gather along the rows. The columnwise side of
+a quantised matrix has the tokens last. The emulated backend keeps it as a transposed view of codes in row order: its
+shards gather along rows, and the permutation that gathered columns need is the view itself. The native backend writes it
+contiguous, as tensor cores read it: its shards arrive one after the other, and are put side by side, a copy of bytes in
+runs of a shard's tokens. Either way the gathered side lies as its shards did.
+
+float8 dtypes travel as uint8: gloo and NCCL have no float8 collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..state.arena import IterationCounts
+from ..tensor import QuantizedSide
+
+
+class Pending:
+    """A collective under way; ``wait()`` gives its result."""
+
+    def __init__(self, works: list[Any], result: Callable[[], Any]):
+        self._works, self._result = works, result
+
+    def wait(self) -> Any:
+        """Block until the collective is done, then build its result."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        return self._result()
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The communication of one linear layer.
+
+    Attributes:
+        kind: 'none' (nothing is said), 'column' (weight split by output features) or 'row' (by input features).
+        group: the tensor-parallel process group; None with kind 'none'.
+        sequence_parallel: column: the input arrives sharded by tokens and is gathered; row: the output leaves so.
+        reduce_dgrad: column without sequence parallelism: dgrad is summed over the group.
+    """
+
+    kind: Literal["none", "column", "row"] = "none"
+    group: Any = None
+    sequence_parallel: bool = False
+    reduce_dgrad: bool = False
+    rank: int = field(default=0)
+    size: int = field(default=1)
+
+    @staticmethod
+    def of(
+        kind: Literal["column", "row"],
+        group: Any,
+        *,
+        sequence_parallel: bool = False,
+        reduce_dgrad: bool = False,
+    ) -> TensorParallel:
+        """The communication over a group; that of a group of one is none."""
+        size = dist.get_world_size(group)
+        if size == 1:
+            return TensorParallel()
+        return TensorParallel(kind, group, sequence_parallel, reduce_dgrad, dist.get_rank(group), size)
+
+    def amax_reduction(self, counts: IterationCounts) -> Callable[[torch.Tensor], None]:
+        """Shares the amaxes of token shards: one small collective, counted apart from the iteration's own."""
+
+        def reduce(amax: torch.Tensor) -> None:
+            counts.scaling_collectives += 1
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+
+        return reduce
+
+    def all_gather(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """Rows of every rank, in rank order: [rows, ...] -> [size * rows, ...]; any dtype, bytes unchanged."""
+        x = x.contiguous()
+        wire = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+        gathered = torch.empty((self.size * x.shape[0], *x.shape[1:]), dtype=wire.dtype, device=x.device)
+        work = dist.all_gather_into_tensor(gathered, wire, group=self.group, async_op=async_op)
+        return Pending([work], lambda: gathered.view(x.dtype))
+
+    def gather_side(self, side: QuantizedSide, by_column: bool, *, async_op: bool = False) -> Pending:
+        """All ranks' tokens of a side whose shards hold whole blocks: codes at a byte a value, scales where they differ.
+        The same layout on all ranks.
+
+        Per-tensor scales, and per-row scales along the tokens' own direction, were shared before the cast and do not
+        travel.
+        """
+        codes, scale_inv = side.codes, side.scale_inv
+        side_by_side = by_column and codes.is_contiguous()
+        if by_column and not side_by_side:
+            codes = codes.t()
+        shared = side.granularity.is_tensor or (by_column and side.granularity.cols == 0)
+        pending_codes = self.all_gather(codes, async_op=async_op)
+        pending_scales = None
+        if not shared:
+            pending_scales = self.all_gather(scale_inv.t() if by_column else scale_inv, async_op=async_op)
+
+        def result() -> QuantizedSide:
+            all_codes = pending_codes.wait()
+            scales = scale_inv if pending_scales is None else pending_scales.wait()
+            if side_by_side:
+                all_codes = _side_by_side(all_codes, self.size)
+            elif by_column:
+                all_codes = all_codes.t()
+            if by_column and pending_scales is not None:
+                scales = scales.t()
+            return QuantizedSide(all_codes, scales, side.granularity, side.pow2)
+
+        return Pending([], result)
+
+    def reduce_scatter(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """This rank's rows of the sum over ranks: [rows, cols] -> [rows / size, cols]."""
+        assert x.shape[0] % self.size == 0, "sequence parallelism: tokens are a multiple of the group's size"
+        out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        work = dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group, async_op=async_op)
+        return Pending([work], lambda: out)
+
+    def all_reduce(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """The sum over ranks, in place."""
+        work = dist.all_reduce(x, group=self.group, async_op=async_op)
+        return Pending([work], lambda: x)
+
+
+def _side_by_side(stacked: torch.Tensor, size: int) -> torch.Tensor:
+    """Shards' codes [size * rows, cols], one shard below the other, as contiguous [rows, size * cols]."""
+    shards = stacked.view(torch.uint8).unflatten(0, (size, -1))
+    return shards.transpose(0, 1).reshape(shards.shape[1], -1).view(stacked.dtype)

@@ -1,0 +1,5 @@
+"""Checkpoints of Megatron-Core models in training. docs/checkpoints.md shows the calls."""
+
+from .training import layout_facts, load, numbers, sharded_state
+
+__all__ = ["layout_facts", "load", "numbers", "sharded_state"]

@@ -1,0 +1,283 @@
+"""Saving: everything down to the disk under a name nobody reads, then one rename, then ``latest``.
+
+    .saving-iter_0000100-...   every rank writes and syncs its tensors; rank 0 sees every file of every rank in its size,
+                               and adds the manifest with all checksums
+    iter_0000100               rank 0 renames: from here on the checkpoint exists
+    latest                     rank 0 replaces it atomically
+    iter_0000070               rank 0 removes what is older than the last ones to keep
+
+A rank that is killed before the rename leaves a folder that the next save removes; after it, a complete checkpoint. A
+full disk, a folder that is another one on another rank, or any other failure of any rank, is an error on all ranks
+together, and the folder is removed at once.
+
+Weights, masters or moments that hold NaN or Inf cannot be trained on from. They are saved under another name,
+``not_finite_0000100``, for whoever looks for the cause: no reader takes it unless told to by its path, ``latest`` stays
+where it was, and no earlier checkpoint is removed for it.
+
+An asynchronous save copies to the CPU and does the rest in a thread. Its error is raised where all ranks meet: at the
+next save, or at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from ...files.checkpoint import (
+    LATEST,
+    Manifest,
+    complete_checkpoints,
+    file_record,
+    folder_name,
+    not_finite_checkpoints,
+    not_finite_name,
+)
+from ...files.disk import discard, remedy, replace_file, sync, unseen
+from .store import Prepared, prepare, root_cause, write_companions, write_shards
+
+_UNFINISHED = ".saving-"
+_PATIENCE_S = 60.0
+"""How long rank 0 waits to see other ranks' files: clients of NFS look at a folder again after at most 60 s."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be saved; earlier ones are intact. The same on every rank."""
+
+
+class _NotShared(OSError):
+    """Rank 0 does not see what other ranks have written."""
+
+
+class Saver:
+    """Writes the checkpoints of one run into one folder, the same for all ranks. Made, and called, on all together.
+
+    Args:
+        folder: made with the first save.
+        keep_last: complete checkpoints to keep, the new one included; 0 keeps all.
+        asynchronous: write while training goes on.
+        patience: seconds that rank 0 waits to see the files of the others.
+        still_ours: called on rank 0 before it changes anything in the folder; raises OSError if another run has it.
+
+    ``not_finite`` names a tensor that held NaN or Inf when the latest save was begun, and on which rank; '' if none did.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 0,
+        asynchronous: bool = False,
+        patience: float = _PATIENCE_S,
+        still_ours: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.folder, self.keep_last, self.asynchronous = folder, keep_last, asynchronous
+        self.patience, self.still_ours = patience, still_ours
+        self.not_finite = ""
+        self._group = dist.new_group(backend="gloo")  # a thread's collectives must not meet training's
+        self._first = dist.get_rank() == 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    def save(self, sharded_state: dict[str, Any], manifest: Manifest) -> None:
+        """Save; with ``asynchronous`` return as soon as training may change the tensors. Waits for the save before.
+
+        Raises SaveError: this save failed, or, asynchronous, the one before.
+        """
+        self.finish()
+        prepared = prepare(sharded_state, copy=self.asynchronous)
+        self._note_not_finite(prepared, manifest)
+        if not self.asynchronous:
+            self._write(prepared, manifest)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending = self._thread.submit(self._write, prepared, manifest)
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if one is. Raises SaveError if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        try:
+            self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+
+    # ------------------------------------------------------------------------------------- on all ranks together
+
+    def _note_not_finite(self, prepared: Prepared, manifest: Manifest) -> None:
+        found = self._on_all(lambda: prepared.not_finite)
+        self.not_finite = next((f"{name} on rank {rank}" for rank, name in enumerate(found) if name), "")
+        if not self.not_finite:
+            return
+        manifest.facts = {**manifest.facts, "not_finite": self.not_finite}
+        if self._first:
+            kept = complete_checkpoints(self.folder)
+            warnings.warn(
+                f"iteration {manifest.iteration} is saved as {not_finite_name(manifest.iteration)}, since"
+                f" {self.not_finite} holds NaN or Inf: the checkpoint to go back to is {kept[-1] if kept else 'none'}.",
+                stacklevel=2,
+            )
+
+    def _write(self, prepared: Prepared, manifest: Manifest) -> None:
+        unfinished = self.folder / self._on_first(lambda: self._begin(manifest.iteration))
+        try:
+            self._shards(unfinished, prepared)
+            records = self._on_all(lambda: self._own_files(unfinished))
+            manifest.files = {name: record for part in records for name, record in part.items()}
+            self._on_first(lambda: self._see(unfinished, records))
+            self._on_first(lambda: self._commit(unfinished, manifest))
+        except SaveError as error:
+            if self._first or isinstance(error.__cause__, _NotShared):
+                with _excused(unfinished):
+                    discard(unfinished)
+            raise
+
+    def _shards(self, unfinished: Path, prepared: Prepared) -> None:
+        try:
+            write_shards(unfinished, prepared.tensors, self._group)
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise self._failure(rank, cause) from None
+
+    def _on_all(self, work: Callable[[], Any]) -> list[Any]:
+        """Every rank's ``work()``, on every rank; SaveError on all if it failed on any."""
+        outcome: tuple[Any, Exception | None]
+        try:
+            outcome = (work(), None)
+        except _NotShared as error:
+            outcome = (None, error)
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            cause = root_cause(error)  # without frames, which do not travel
+            is_os = isinstance(cause, OSError)
+            outcome = (None, OSError(*cause.args) if is_os else RuntimeError(str(cause)))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, outcome, group=self._group)
+        for rank, (_, failed) in enumerate(everyone):
+            if failed is not None:
+                raise self._failure(rank, failed) from (failed if isinstance(failed, _NotShared) else None)
+        return [value for value, _ in everyone]
+
+    def _on_first(self, work: Callable[[], Any]) -> Any:
+        return self._on_all(lambda: work() if self._first else None)[0]
+
+    def _failure(self, rank: int, cause: BaseException) -> SaveError:
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        what = f"the checkpoint could not be saved in {str(self.folder)!r} (rank {rank}: {reason})."
+        if isinstance(cause, _NotShared):
+            return SaveError(
+                f"{what} The folder is not shared: give a checkpoint.folder on a file system that all nodes have, under"
+                " the same path. Earlier checkpoints are intact."
+            )
+        if not self._has_earlier():
+            return SaveError(
+                f"{what} There is no earlier checkpoint: {remedy(cause)} and start again, or give another folder with"
+                " --checkpoint.folder=FOLDER."
+            )
+        return SaveError(
+            f"{what} Earlier checkpoints are intact: {remedy(cause)} and start again, or go on in another folder with"
+            f" --checkpoint.folder=FOLDER --resume={self.folder}."
+        )
+
+    def _has_earlier(self) -> bool:
+        try:
+            return bool(complete_checkpoints(self.folder))
+        except ValueError:  # it cannot be listed
+            return True
+
+    # -------------------------------------------------------------------------------------------------- on one rank
+
+    def _begin(self, iteration: int) -> str:
+        """Remove what killed saves left, make a new folder; its name."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.still_ours()
+        self._remove_leftovers()
+        unfinished = self.folder / f"{_UNFINISHED}{folder_name(iteration)}-{uuid.uuid4().hex[:8]}"
+        unfinished.mkdir()
+        return unfinished.name
+
+    def _own_files(self, unfinished: Path) -> dict[str, dict[str, Any]]:
+        """Checksums of the files that this rank has written, which are on the disk."""
+        names = [path.name for path in unfinished.glob(f"__{dist.get_rank()}_*")]
+        if self._first:
+            write_companions(unfinished)
+            names += sorted(path.name for path in unfinished.iterdir() if not path.name.startswith("__"))
+        for name in names:
+            sync(unfinished / name)
+        return {name: file_record(unfinished / name) for name in names}
+
+    def _see(self, unfinished: Path, records: list[dict[str, dict[str, Any]]]) -> None:
+        """Raise unless every rank's files can be seen here, in their sizes."""
+        sizes = {name: record["bytes"] for part in records for name, record in part.items()}
+        if missing := unseen(unfinished, sizes, self.patience):
+            writers = [rank for rank, part in enumerate(records) if not part.keys().isdisjoint(missing)]
+            raise _NotShared(
+                f"{len(missing)} of {len(sizes)} files that were written cannot be seen after {self.patience:.0f} s,"
+                f" such as {missing[0]} of rank {writers[0]}"
+            )
+
+    def _commit(self, unfinished: Path, manifest: Manifest) -> None:
+        manifest.write(unfinished)
+        sync(unfinished)
+        self.still_ours()
+        name = not_finite_name if self.not_finite else folder_name
+        final = self.folder / name(manifest.iteration)
+        replaced = self._put_aside(final)  # this iteration was saved before, and training went back behind it
+        try:
+            unfinished.rename(final)
+        except OSError:
+            if replaced:
+                replaced.rename(final)
+            raise
+        sync(self.folder)
+        if not self.not_finite:
+            replace_file(self.folder / LATEST, final.name + "\n")
+        self._remove_old(final)
+
+    def _remove_old(self, newest: Path) -> None:
+        superseded: list[Path] = []
+        if self.not_finite:
+            superseded = [path for path in not_finite_checkpoints(self.folder) if path != newest]
+        elif self.keep_last:
+            there = complete_checkpoints(self.folder)
+            superseded = there[: there.index(newest) + 1][: -self.keep_last]
+        for path in superseded:
+            with _excused(path):
+                self._put_aside(path)
+        self._remove_leftovers()
+
+    def _put_aside(self, path: Path) -> Path | None:
+        """Take away a name, in one step: a removal that is cut short leaves no half checkpoint under it. The new name."""
+        if not os.path.lexists(path):
+            return None
+        aside = self.folder / f"{_UNFINISHED}{path.name}-old-{uuid.uuid4().hex[:8]}"
+        path.rename(aside)
+        return aside
+
+    def _remove_leftovers(self) -> None:
+        for leftover in self.folder.glob(f"{_UNFINISHED}*"):
+            with _excused(leftover):
+                discard(leftover)
+
+
+@contextmanager
+def _excused(path: Path) -> Iterator[None]:
+    """What cannot be removed costs room, and nobody reads it: no reason to fail a save."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{str(path)!r} cannot be removed ({error}): remove it by hand.", stacklevel=4)

@@ -1,0 +1,205 @@
+"""Sharded tensors to a checkpoint folder and back, in Megatron-Core's torch_dist format, on the calling ranks.
+
+Megatron-Core says what each tensor is a shard of (``sharded_state_dict``), plans and checks; torch.distributed.checkpoint
+writes the files. Megatron-Core's own writer forks two processes a save and starts a manager process: they outlive a rank
+that is killed, and go on writing into a folder that the restarted run wants to remove. Here the ranks write themselves;
+an asynchronous save is a thread over copies, with a process group of its own.
+
+No pickle is made but ``.metadata``, and none is loaded but that one, by checkpoint_files' unpickler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from ...files.checkpoint import read_metadata
+from .fp8_state import is_slot_key
+
+_COMMON_FILE = "common.pt"
+
+
+@dataclass
+class Prepared:
+    """What one rank writes.
+
+    Attributes:
+        tensors: by key, as torch.distributed.checkpoint takes them.
+        not_finite: the first weight or optimizer tensor of this rank that holds NaN or Inf; '' if none does.
+    """
+
+    tensors: dict[str, Any]
+    not_finite: str
+
+
+def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
+    """What this rank writes of ``sharded_state``, ready for ``write_shards``. Collective.
+
+    Checks that the ranks' shards make up every tensor exactly once. Values that are no sharded tensors are left out.
+
+    Args:
+        copy: put copies on the CPU, so that training may go on.
+    """
+    sharded, _ = extract_sharded_base(sharded_state)
+    sharded, _ = save_preprocess(sharded, validate_access_integrity=True)
+    tensors: dict[str, list[ShardedTensor]] = {}
+    for shard in nested_values(sharded):
+        assert isinstance(shard, ShardedTensor), f"{shard.key} would be pickled"
+        if is_main_replica(shard.replica_id):
+            tensors.setdefault(shard.key, []).append(shard)
+    written = [shard for shards in tensors.values() for shard in shards]
+    bad = _first_not_finite(written)
+    for shard in written if copy else ():
+        shard.data = shard.data.detach().to("cpu", copy=True)
+    return Prepared(torch_dist.mcore_to_pyt_state_dict(tensors, False), bad)
+
+
+def _first_not_finite(shards: list[ShardedTensor]) -> str:
+    """The key of the first shard that holds NaN or Inf, of weights and optimizer; '' if none does.
+
+    A sum is finite only if all its terms are, and takes one pass without a copy; one that is not may have overflowed.
+    Delayed scaling's histories are left out: an amax may be Inf, and is never made a scale.
+    """
+    checked = [
+        shard
+        for shard in shards
+        if shard.data.is_floating_point() and shard.data.numel() and not is_slot_key(shard.key)
+    ]
+    doubtful = []
+    for device in dict.fromkeys(
+        shard.data.device for shard in checked
+    ):  # an offloaded optimizer is on the CPU
+        there = [shard for shard in checked if shard.data.device == device]
+        sums = torch.stack([shard.data.detach().sum(dtype=torch.float32) for shard in there])
+        doubtful += [shard for shard, good in zip(there, sums.isfinite().tolist(), strict=True) if not good]
+    return next((shard.key for shard in doubtful if not bool(shard.data.isfinite().all())), "")
+
+
+def write_shards(folder: Path, tensors: dict[str, Any], group: Any) -> None:
+    """Write every rank's part and ``.metadata`` into ``folder``, down to the disk. Collective over ``group``.
+
+    Raises dcp.CheckpointException (no Exception: it names the ranks that failed) on every rank.
+    """
+    planner = torch_dist.MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False)
+    dcp.save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group)
+
+
+def write_companions(folder: Path) -> None:
+    """The two small files by which Megatron-Core's own loader knows a checkpoint. One rank calls."""
+    torch.save({}, folder / _COMMON_FILE)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+def load_shards(folder: Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
+    """``sharded_state`` with each sharded tensor replaced by what the checkpoint has of it. Collective.
+
+    Values that are no sharded tensors stay as they are.
+
+    Raises ValueError, on every rank: a file holds something else than the metadata says.
+    """
+    _, rest = extract_nonpersistent(sharded_state)
+    _, common = extract_sharded_base(rest)
+    try:
+        return dist_checkpointing.load(
+            sharded_state, str(folder), sharded_strategy=_TensorsOnly(), common_strategy=_Current(common)
+        )
+    except CheckpointException as error:  # no Exception: it names the ranks that failed
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(f"the checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause})") from error
+    except CheckpointingException as error:
+        raise ValueError(f"the checkpoint {str(folder)!r} is damaged: {error}") from error
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The OSError behind ``error``, if there is one: torch.save reports a full disk as an unexpected position."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return error if found is None else found
+
+
+class _Writer(dcp.FileSystemWriter):
+    """One file a rank, synced; .metadata does not say in which folder it was made."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise root_cause(error) from error
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads .metadata through the allow-list."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return read_metadata(Path(self.path))
+
+
+class _Planner(torch_dist.MCoreLoadPlanner):
+    """Megatron-Core's, without torch's torch.load of arbitrary objects."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is a pickled object: only tensors are loaded")
+
+
+class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
+    """Megatron-Core's loading strategy with our reader and planner."""
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> dict[str, Any]:
+        wanted = list(nested_values(sharded_state_dict))
+        by_key, flat_mapping, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict
+        )
+        loading = torch_dist.mcore_to_pyt_state_dict(by_key, True)
+        dcp.load(
+            loading,
+            storage_reader=_Reader(checkpoint_dir),
+            planner=_Planner(shapes_validation_sharded_tensors=wanted),
+        )
+        plain = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in loading.items()}
+        loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(plain, flat_mapping, renamed)
+        torch_dist._restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
+class _Current(LoadCommonStrategy):
+    """What is not sharded is this run's own: nothing is read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
+        return self.values
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
+        raise ValueError("only tensors are loaded")
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        assert loaded_backend == "torch", loaded_backend
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        assert loaded_version == 1, loaded_version

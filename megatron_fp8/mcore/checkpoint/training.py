@@ -1,0 +1,332 @@
+"""What a checkpoint holds of a Megatron-Core model in training, and how a run takes it up again.
+
+    names of tensors                     what
+    decoder.layers.3....weight           weights in the model's dtype, by their place in the whole model
+    decoder.layers.3....fp8_state....    delayed scaling: scale, history, warm flag of each tensor of the layer
+    optimizer.state.{param,exp_avg,...}  float32 master weights and Adam's moments, each in its weight's shape
+    rng....                              random streams, a row for each rank
+
+Everything is stored in the whole model's shapes, so any layout reads any other's, and weights are stored in high
+precision, so FP8 and BF16 runs read each other's. Weights are stored from their float32 masters: what the codes of a
+weight that lives as FP8 decode to has lost bits that the master has.
+
+After loading, model weights are made from the master weights by the optimizer's own copy, which is what the step does:
+else a resumed run would differ from an uninterrupted one in the last bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
+from ...files.checkpoint import Manifest, read_metadata
+from ...fp8_utils import is_float8tensor
+from ..optimizer.loss_scaler import scalers
+from ..report import parallel_layout
+from ..sites import fp8_linears, prepare, state_of, unwrap
+from .fp8_state import fit_to_checkpoint, is_slot_key, recipes_of, warm_from_weights
+from .rng import fit_here, put_back, sharded_streams
+from .store import load_shards
+from .weights import has_optimizer, start_optimizer
+
+# Keys must agree between runs whose layers differ in kind (BF16 and FP8) and in number a stage.
+_METADATA = {
+    "non_homogeneous_layers": True,
+    "singleton_local_shards": True,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
+
+
+def sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
+    """Everything of this rank that a checkpoint stores, as sharded tensors over live ones. Collective.
+
+    Args:
+        chunks: model chunks, in DistributedDataParallel and Float16Module or not.
+        optimizer: Megatron-Core's, of these chunks.
+    """
+    prepare(chunks)
+    _begin_state(optimizer)
+    model = _model_state(chunks)
+    optimizing = optimizer.sharded_state_dict(model, is_loading=False, metadata=_metadata())
+    _weights_from_masters(model, optimizing)
+    return {**model, "optimizer": optimizing, "rng": sharded_streams()}
+
+
+def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
+    """The part of the state that is numbers and not tensors, for the manifest; the same on every rank."""
+    steps = {int(group["step"]) for group in optimizer.param_groups if "step" in group}
+    assert len(steps) <= 1, f"parameter groups took different numbers of steps: {steps}"
+    scaler = next(iter(scalers(optimizer)), None)
+    return {
+        "optimizer_step": steps.pop() if steps else 0,
+        "fp8_iteration": state_of(unwrap(chunks[0]).config).iteration,
+        "loss_scaler": scaler and {name: float(value) for name, value in scaler.state_dict().items()},
+    }
+
+
+def layout_facts(chunks: list[Any]) -> dict[str, Any]:
+    """The parallel layout and the precision that a checkpoint was saved in, for people and for comparison."""
+    config = unwrap(chunks[0]).config
+    return {
+        "layout": parallel_layout(config),
+        "precision": {
+            "params_dtype": str(config.params_dtype).removeprefix("torch."),
+            "fp8": config.fp8,
+            "fp8_recipe": config.fp8_recipe if config.fp8 else None,
+            "fp8_param": bool(config.fp8 and config.fp8_param),
+        },
+    }
+
+
+@dataclass
+class Resumed:
+    """What loading found. ``notes``: lines for people about what could not be taken over as it was. ``new_streams``: why
+    random streams have to be drawn anew; None if the checkpoint's go on."""
+
+    manifest: Manifest
+    new_streams: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) -> Resumed:
+    """Put a checkpoint into model, optimizer, FP8 state and random streams. Collective over all ranks.
+
+    Any tensor, pipeline and data parallel layout, and any recipe, reads any other's checkpoint.
+
+    Raises ValueError, on every rank and before anything is changed: the checkpoint is of another model.
+    """
+    prepare(chunks)
+    stored = read_metadata(folder).state_dict_metadata
+    resumed = Resumed(manifest)
+    if manifest.facts.get("layout") != layout_facts(chunks)["layout"]:
+        resumed.new_streams = "another parallel layout"
+    elif not fit_here(stored):
+        resumed.new_streams = "a GPU's random streams are not a CPU's"
+
+    model = _model_state(chunks)
+    wanted: dict[str, Any] = {**model}
+    wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata())
+    missing: list[str] = []
+    present: list[str] = []
+    for flat in model.values():
+        lacking, having = fit_to_checkpoint(flat, stored)
+        missing, present = missing + lacking, present + having
+    if resumed.new_streams is None:
+        wanted["rng"] = sharded_streams(empty=True)
+    if has_optimizer(stored):
+        _master_names(wanted["optimizer"], stored)
+    else:
+        start_optimizer(wanted["optimizer"], _MASTERS)
+        resumed.notes.append(
+            "the checkpoint holds weights alone: masters start from them, the optimizer afresh"
+        )
+    _check_same_model(folder, wanted, stored)
+
+    # On its own: of weights alone both want the same tensors, in other dtypes.
+    optimizing = load_shards(folder, {"optimizer": wanted.pop("optimizer")})
+    loaded = {**load_shards(folder, wanted), **optimizing}
+    for name, chunk in zip(model, chunks, strict=True):
+        unwrap(chunk).load_state_dict(loaded[name])
+    optimizer.load_state_dict(loaded["optimizer"])
+    _take_numbers(manifest.state, chunks, optimizer)
+    resumed.notes += _settle_fp8(chunks, stored, set(missing), present)
+    _weights_to_model(chunks, optimizer)
+    if resumed.new_streams is None:
+        put_back(loaded["rng"])
+    return resumed
+
+
+def load_weights(folder: Path, model: Any) -> None:
+    """Put a checkpoint's weights, and its delayed-scaling state, into a model without an optimizer. Collective.
+
+    Delayed weights that the checkpoint has no scale of get one from their largest values.
+
+    Raises ValueError, on every rank and before anything is changed: the checkpoint is of another model.
+    """
+    prepare([model])
+    stored = read_metadata(folder).state_dict_metadata
+    wanted = _model_state([model])
+    missing, _ = fit_to_checkpoint(wanted["model0"], stored)
+    _check_same_model(folder, wanted, stored, "")
+    unwrap(model).load_state_dict(load_shards(folder, wanted)["model0"])
+    warm_from_weights(fp8_linears([model]), _slots(missing))
+    state_of(unwrap(model).config).epoch += 1  # whatever was quantised before is of other weights
+
+
+def _metadata() -> dict[str, Any]:
+    return {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _model_state(chunks: list[Any]) -> dict[str, dict[str, Any]]:
+    """{'model0': flat sharded state dict, ...}; Megatron-Core's extra states, which are None, are left out."""
+    found = {}
+    for index, chunk in enumerate(chunks):
+        flat = unwrap(chunk).sharded_state_dict(metadata=_metadata())
+        kept = {
+            name: shard
+            for name, shard in flat.items()
+            if isinstance(shard, (ShardedTensor, ShardedTensorFactory))
+        }
+        dropped = [name for name in flat if name not in kept]
+        assert all(name.endswith("_extra_state") and flat[name].data is None for name in dropped), dropped
+        found[f"model{index}"] = kept
+    return found
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _begin_state(optimizer: Any) -> None:
+    """Adam's moments exist from the first step on; before it they are zero."""
+    for each in _optimizers(optimizer):
+        if each.optimizer is not None:
+            each.init_state_fn(each.optimizer, each.config)
+
+
+def _shards(state: Any) -> list[Any]:
+    """The sharded tensors, and factories of them, in a state dict."""
+    return [
+        value for value in nested_values(extract_sharded_base(state)[0]) if isinstance(value, ShardedBase)
+    ]
+
+
+_MASTERS = (
+    "optimizer.state.param.",
+    "optimizer.state.fp32_param.",
+)  # distributed optimizer, and the other one
+
+
+def _weights_from_masters(model: dict[str, Any], optimizing: Any) -> None:
+    """Weights are stored as their float32 masters rounded to the weights' dtype, where the optimizer has masters.
+
+    That is what weights are, except that those which live as FP8 have lost bits, and that, with overlap_param_gather,
+    those of other ranks' shards are one step old until the next forward pass. Of data-parallel ranks the first one
+    writes; it has all masters, the others may have none.
+    """
+    masters = {
+        shard.key[len(start) :]: shard.data
+        for shard in _shards(optimizing)
+        for start in _MASTERS
+        if shard.key.startswith(start)
+    }
+    for shard in _shards(model):
+        dtype, shape = shard.data.dtype, shard.data.shape
+        if shard.key in masters:
+            shard.data = masters[shard.key].detach().reshape(shape).to(dtype)
+        elif is_float8tensor(shard.data):
+            shard.data = torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _master_names(optimizing: Any, stored: dict[str, Any]) -> None:
+    """The two optimizers name master weights differently: take the name that the checkpoint has."""
+    ours, theirs = _MASTERS
+    for shard in _shards(optimizing):
+        for start, other in ((ours, theirs), (theirs, ours)):
+            if shard.key.startswith(start) and not _is_stored(shard, stored):
+                shard.key = other + shard.key[len(start) :]
+                break
+
+
+def _is_stored(shard: Any, stored: dict[str, Any]) -> bool:
+    """A factory makes one tensor under its key, or two that end with _w and _v."""
+    return shard.key in stored or f"{shard.key}_w" in stored
+
+
+def _check_same_model(
+    folder: Path, wanted: dict[str, Any], stored: dict[str, Any], otherwise: str = ", or --resume=never"
+) -> None:
+    """ValueError, on every rank, unless the checkpoint has the ranks' tensors in their shapes, and no other weights."""
+    problem, keys = "", set()
+    for shard in _shards(wanted):
+        for tensor in nested_values(shard.build()) if isinstance(shard, ShardedTensorFactory) else [shard]:
+            keys.add(tensor.key)
+            have = stored.get(tensor.key)
+            if problem:
+                continue
+            if have is None:
+                problem = f"it has no {tensor.key}"
+            elif tuple(have.size) != tuple(tensor.global_shape):
+                problem = f"{tensor.key} is {list(have.size)} there and {list(tensor.global_shape)} here"
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (problem, keys))
+    found = next((text for text, _ in everyone if text), "")
+    if left := sorted(_weights(stored).difference(*(keys for _, keys in everyone))):
+        found = found or f"it has {left[0]}, which this one has not"
+    if found:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} is of another model: {found}. Give the model section it was trained with"
+            f" (config.yaml of its run){otherwise}."
+        )
+
+
+def _weights(stored: dict[str, Any]) -> set[str]:
+    """Names of the model's own tensors: not of optimizer, random streams and delayed scaling."""
+    return {key for key in stored if not key.startswith(("optimizer.", "rng.")) and not is_slot_key(key)}
+
+
+def _take_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
+    step = int(state["optimizer_step"])
+    for group in optimizer.param_groups:
+        if step:
+            group["step"] = step
+    # One that this run has no use for is dropped; one that the checkpoint lacks starts anew.
+    for scaler in scalers(optimizer) if state.get("loss_scaler") else []:
+        scaler.load_state_dict(state["loss_scaler"])
+    fp8 = state_of(unwrap(chunks[0]).config)
+    fp8.iteration = int(state["fp8_iteration"])
+    fp8.epoch += 1  # whatever was quantised before is of other weights
+
+
+def _settle_fp8(
+    chunks: list[Any], stored: dict[str, Any], missing: set[str], present: list[str]
+) -> list[str]:
+    """Drop what this run has no use for, warm what the checkpoint lacks; lines about both. Collective."""
+    linears = fp8_linears(chunks)
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (recipes_of(linears), present))
+    recipes = sorted({recipe for part, _ in everyone for recipe in part})
+    used = {key for _, part in everyone for key in part}
+    notes = []
+    now = " and ".join(recipes) if recipes else "BF16"
+    if dropped := _slots([key for key in stored if is_slot_key(key) and key not in used]):
+        notes.append(f"the delayed-scaling state of {len(dropped)} tensors is dropped: this run uses {now}")
+    cold = _slots(list(missing))
+    warmed = warm_from_weights(linears, cold)
+    counts = torch.tensor(
+        [warmed, len(cold) - warmed], dtype=torch.int64, device=state_of(unwrap(chunks[0]).config).device
+    )
+    torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX)
+    warm, rest = counts.tolist()
+    if warm or rest:
+        notes.append(
+            f"delayed scaling starts here: scales of {warm} weights on a rank from their largest values; {rest} tensors"
+            " without history start from their own amax"
+        )
+    return notes
+
+
+def _slots(keys: list[str]) -> set[str]:
+    """'<site>.<role>' of the tensors of delayed state among ``keys``."""
+    return {key.rpartition(".")[0].replace(".fp8_state.", ".") for key in keys}
+
+
+def _weights_to_model(chunks: list[Any], optimizer: Any) -> None:
+    """Model weights from master weights, as the optimizer's step makes them, on every data-parallel rank."""
+    for each in _optimizers(optimizer):
+        if hasattr(each, "_copy_main_params_to_model_params") and each.optimizer is not None:
+            each._copy_main_params_to_model_params()
+    for chunk in chunks:
+        config = getattr(chunk, "ddp_config", None)
+        # With overlap_param_gather the first forward pass gathers.
+        if config is not None and config.use_distributed_optimizer and not config.overlap_param_gather:
+            chunk.start_param_sync()

@@ -1,0 +1,62 @@
+"""Checkpoints that hold weights alone: an imported model, from which training starts with a fresh optimizer.
+
+Master weights are then read from the weights' own tensors, in the precision in which those are stored; Adam's moments,
+and what else the optimizer has, are zero.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+
+from ...files.checkpoint import Manifest
+from .saver import Saver
+
+
+def save_weights(folder: Path, weights: dict[str, torch.Tensor], manifest: Manifest) -> None:
+    """Save whole tensors, by name, as a checkpoint in `folder`, from one process that has no ranks beside it.
+
+    Raises SaveError if the disk is full, or the folder cannot be written.
+    """
+    assert not dist.is_initialized(), "this is for one process on its own"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shards = {
+            name: ShardedTensor.from_rank_offsets(name, tensor.contiguous())
+            for name, tensor in weights.items()
+        }
+        saver = Saver(folder)
+        saver.save(shards, manifest)
+        saver.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def has_optimizer(stored: dict[str, Any]) -> bool:
+    """Whether a checkpoint holds an optimizer's state beside the weights."""
+    return any(name.startswith("optimizer.") for name in stored)
+
+
+def start_optimizer(optimizing: dict[str, Any], masters: tuple[str, ...]) -> None:
+    """Make an optimizer's sharded state loadable from weights alone: masters from the weights, all else zero.
+
+    Args:
+        optimizing: changed in place.
+        masters: how the keys of master weights start; the weight's own key follows.
+    """
+
+    def fresh(value: Any) -> Any:
+        if not isinstance(value, ShardedBase):
+            return value
+        for start in masters:
+            if value.key.startswith(start):
+                value.key = value.key[len(start) :]
+                return value
+        return torch.zeros(value.data.shape, dtype=torch.float32, device=value.data.device)
+
+    dict_list_map_inplace(fresh, optimizing)

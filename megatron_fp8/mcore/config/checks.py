@@ -1,0 +1,240 @@
+"""Which FP8 settings of a `TransformerConfig` are valid: errors name the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ...plan.size_table import load_table
+from ..te.checks import check_te_settings
+from .fields import announce_fields, announce_unavailable, check_fields
+from .rules import check, integer
+from .table import FP8_FORMATS, OWN_RULES, RECIPES
+
+if TYPE_CHECKING:
+    from .transformer_config import TransformerConfig
+
+BACKENDS = ("auto", "emulated", "native", "transformer_engine")
+FALLBACKS = ("error", "warn")
+DEFAULT_RECIPE = "delayed"  # Megatron-Core's
+
+
+def check_fp8_settings(config: TransformerConfig) -> None:
+    """Normalise names to plain strings and check every FP8 setting of `config`; ValueError for what cannot be.
+
+    With FP8 off, Megatron-Core's own fields may be anything that it takes, and what cannot have an effect is said.
+    """
+    for name, rule in OWN_RULES.items():
+        check(name, getattr(config, name), rule)
+    if config.fp8 is False:  # as other libraries say it
+        config.fp8 = None
+    if config.fp8_backend is not None:
+        one_of("fp8_backend", config.fp8_backend, BACKENDS)
+    one_of("fp8_fallback", config.fp8_fallback, FALLBACKS)
+    _check_phases(config)
+    _check_overrides(config)
+    if config.fp8:
+        config.fp8 = one_of("fp8", config.fp8, FP8_FORMATS, also=(), none="None (FP8 off)")
+        config.fp8_recipe = one_of("fp8_recipe", config.fp8_recipe or DEFAULT_RECIPE, RECIPES)
+        _check_bf16_layers(config)
+        _check_factory(config)
+        check_fields(config)
+        _check_size_filter(config)
+        _check_guard(config)
+        _check_pow2(config)
+        check_te_settings(config)
+    elif config.fp8_param:
+        raise ValueError(
+            f"fp8_param=True needs FP8 training, and fp8 is {config.fp8!r}. Set fp8='hybrid' or 'e4m3', or drop it."
+        )
+
+
+def announce_settings(config: TransformerConfig) -> None:
+    """Warn of what is set and does nothing, and with FP8 off of what cannot work on this machine."""
+    if config.fp8:
+        announce_fields(config)
+    else:
+        announce_unavailable(config)
+    _warn_without_effect(config)
+
+
+def plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def one_of(
+    name: str, value: Any, allowed: tuple[str, ...], also: tuple[str, ...] = (), none: str | None = None
+) -> str:
+    value = plain(value)
+    if value in (*allowed, *also):
+        return str(value)
+    choices = ", ".join(repr(choice) for choice in (*allowed, *also)) + (f" or {none}" if none else "")
+    near = difflib.get_close_matches(str(value).lower(), (*allowed, *also), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name}={value!r} is unknown: it must be one of {choices}.{hint}")
+
+
+def _check_phases(config: TransformerConfig) -> None:
+    """The fractions of training in BF16, at its start and at its end."""
+    for name in _PHASES:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(
+                f"{name}={value!r} must be a number from 0 to 1, the fraction of training in BF16; 0 switches it off."
+            )
+    warmup, healing = (getattr(config, name) for name in _PHASES)
+    if warmup + healing >= 1:
+        raise ValueError(
+            f"fp8_high_precision_warmup={warmup!r} and fp8_high_precision_healing={healing!r} leave nothing to FP8: their"
+            " sum must be below 1. Lower one of them, or set fp8=None to train in BF16."
+        )
+    if config.fp8_param and (warmup or healing):
+        raise ValueError(
+            f"fp8_param=True with fp8_high_precision_warmup={warmup!r} and fp8_high_precision_healing={healing!r}: a"
+            " phase in BF16 needs BF16 weights. Set fp8_param=False, or both fractions to 0."
+        )
+
+
+_PHASES = ("fp8_high_precision_warmup", "fp8_high_precision_healing")
+
+
+def _check_overrides(config: TransformerConfig) -> None:
+    overrides = config.fp8_overrides
+    if not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"fp8_overrides={overrides!r} must map globs over module names to 'bf16' or a recipe, such as "
+            "{'*.linear_proj': 'bf16'}."
+        )
+    for glob, target in overrides.items():
+        if not isinstance(glob, str) or not glob:
+            raise ValueError(f"fp8_overrides has the key {glob!r}: keys are globs such as '*.linear_proj'.")
+        one_of(f"fp8_overrides[{glob!r}]", target, ("bf16", *RECIPES))
+
+
+def _check_size_filter(config: TransformerConfig) -> None:
+    """The table itself; whether it is this device's is known when a site is planned."""
+    path = config.fp8_size_filter
+    if path is None:
+        return
+    if not config.fp8_wgrad:
+        raise ValueError(
+            f"fp8_size_filter={path!r} with fp8_wgrad=False: its times are of three GEMMs in FP8. Set fp8_wgrad=True, or"
+            " drop the filter."
+        )
+    measured = load_table(path).recipe
+    if measured != config.fp8_recipe:
+        raise ValueError(
+            f"fp8_size_filter={path!r} was measured with recipe {measured!r}, and fp8_recipe is {config.fp8_recipe!r}:"
+            f" measure again with `bench --tune --recipe {config.fp8_recipe}`, or drop the filter."
+        )
+
+
+def _check_bf16_layers(config: TransformerConfig) -> None:
+    """Counts are over the whole model, by global layer index, whatever the pipeline layout."""
+    if not config.first_last_layers_bf16:
+        return
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        rule = integer(0, config.num_layers, "layers, the model's num_layers")
+        check(name, getattr(config, name), rule, "change it, or set first_last_layers_bf16=False")
+    start, end = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
+    put_back = any(target != "bf16" for target in config.fp8_overrides.values())
+    if start + end > config.num_layers or (start + end == config.num_layers and not put_back):
+        raise ValueError(
+            f"num_layers_at_start_in_bf16={start} and num_layers_at_end_in_bf16={end} leave none of num_layers="
+            f"{config.num_layers} in FP8: lower one of them, or set fp8=None to train in BF16."
+        )
+
+
+def _check_guard(config: TransformerConfig) -> None:
+    if config.fp8_guard:
+        raise ValueError("fp8_guard=True is not available in this version: leave it False.")
+
+
+def _check_factory(config: TransformerConfig) -> None:
+    path = config.fp8_quantizer_factory
+    names_custom = "custom" in (config.fp8_recipe, *config.fp8_overrides.values())
+    if not names_custom:
+        if path is not None:
+            raise ValueError(
+                f"fp8_quantizer_factory={path!r} is used only by fp8_recipe='custom', and fp8_recipe is "
+                f"{config.fp8_recipe!r}: set fp8_recipe='custom' or drop the factory."
+            )
+        return
+    import_factory(path)
+
+
+def import_factory(path: str | None) -> Callable[..., Any]:
+    """The quantizer factory at the import path `package.module.function`. ValueError when there is none."""
+    remedy = (
+        "give fp8_quantizer_factory the import path of a callable, such as 'my_package.my_module.factory'"
+    )
+    if not isinstance(path, str) or not path:
+        raise ValueError(
+            f"fp8_recipe='custom' needs a factory and fp8_quantizer_factory is {path!r}: {remedy}."
+        )
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise ValueError(f"fp8_quantizer_factory={path!r} names no module: {remedy}.")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # user code: whatever its import raises is the reason to show
+        raise ValueError(
+            f"fp8_quantizer_factory={path!r}: importing {module_name!r} failed ({type(error).__name__}: "
+            f"{error}); {remedy}."
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        found = "has no such attribute" if factory is None else f"has a {type(factory).__name__} there"
+        raise ValueError(
+            f"fp8_quantizer_factory={path!r} is not callable: {module_name!r} {found}; {remedy}."
+        )
+    return factory
+
+
+def _check_pow2(config: TransformerConfig) -> None:
+    wanted, recipe = config.fp8_pow2_scales, config.fp8_recipe
+    if wanted is False and recipe in ("rowwise", "mxfp8"):
+        raise ValueError(
+            f"fp8_pow2_scales=False with fp8_recipe={recipe!r}: its scales are powers of two by definition. "
+            "Leave it None, or use tensorwise or blockwise."
+        )
+    if wanted is True and recipe == "delayed":
+        raise ValueError(
+            "fp8_pow2_scales=True with fp8_recipe='delayed': delayed scaling has float32 scales. Leave it "
+            "None, or use tensorwise, whose scales can be powers of two."
+        )
+
+
+def _warn_without_effect(config: TransformerConfig) -> None:
+    """Say what was set and does nothing, because another setting switches it off."""
+    default = {f.name: f.default for f in fields(config)}
+
+    def is_set(name: str) -> bool:
+        return getattr(config, name) != default[name]
+
+    if config.fp8 and not config.first_last_layers_bf16:
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if is_set(name):
+                _warn(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
+    if not config.fp8:
+        for name in ("fp8_recipe", "fp8_backend", "fp8_stochastic_rounding", "fp8_size_filter", *_PHASES):
+            if is_set(name):
+                _warn(
+                    f"{name}={getattr(config, name)!r} has no effect because fp8 is None (training in BF16)"
+                )
+        return
+    if config.fp8_recipe != "delayed" and "delayed" not in config.fp8_overrides.values():
+        for name in ("fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo"):
+            if is_set(name):
+                _warn(f"{name}={getattr(config, name)!r} has no effect with fp8_recipe={config.fp8_recipe!r}")
+    if config.fp8_recipe == "mxfp8" and is_set("fp8_amax_epsilon"):
+        _warn(f"fp8_amax_epsilon={config.fp8_amax_epsilon!r} has no effect with fp8_recipe='mxfp8'")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)

@@ -1,0 +1,107 @@
+"""A config against the table of fields: what is out of range or cannot be had is an error, what does nothing is said.
+
+Fields at Megatron-Core's default are as they are. With FP8 off, Megatron-Core's own behaviour holds, and only what cannot
+work on this machine is said; `megatron-fp8 train`, whose layers are always this package's, checks a BF16 model too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
+
+from .relations import RELATIONS, SILENT
+from .rules import check, check_relation, shown
+from .table import FIELDS, Field
+
+
+def default_of(field: Any) -> Any:
+    """A dataclass field's default, made where a factory makes it."""
+    made = field.default_factory is not dataclasses.MISSING
+    return field.default_factory() if made else field.default
+
+
+DEFAULTS: dict[str, Any] = {field.name: default_of(field) for field in dataclasses.fields(MegatronConfig)}
+
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # their default, 0, is none
+
+
+def check_fields(config: Any, before: str = "") -> None:
+    """Raise ValueError for a field that is out of range, in conflict with another, unknown, or cannot be had here.
+
+    Args:
+        config: anything with Megatron-Core's fields as attributes.
+        before: what names have before them in messages, such as 'model.'.
+    """
+    for name in _NEEDED:
+        check(f"{before}{name}", getattr(config, name), FIELDS[name].rule, "give it")
+    for name, value in _set_fields(config):
+        field = FIELDS.get(name)
+        if field is None:
+            raise ValueError(
+                f"{before}{name}={shown(value)} is a field of a newer Megatron-Core that this version does not know:"
+                f" leave it {shown(DEFAULTS[name])}."
+            )
+        check(f"{before}{name}", value, field.rule, f"change it, or leave it {shown(DEFAULTS[name])}")
+        if _is_refused(field):
+            raise ValueError(
+                f"{before}{name}={shown(value)} is not available in this version: {field.refused}. Leave it"
+                f" {shown(DEFAULTS[name])}."
+            )
+    for relation in RELATIONS:
+        check_relation(config, relation, before)
+
+
+def announce_fields(config: Any) -> None:
+    """Warn of every field that is set and does nothing, because of what it is or because of another one."""
+    for name, value in _set_fields(config):
+        field = FIELDS.get(name)
+        if field is None:
+            continue
+        if field.ignored and not _means_what_is(name, value):
+            _say(f"{name}={shown(value)} has no effect: {field.ignored}")
+        elif field.only and not _is_on(config, *field.only):
+            other = f"{field.only[0]}={field.only[1]!r}" if len(field.only) > 1 else field.only[0]
+            _say(f"{name}={shown(value)} has no effect without {other}")
+
+
+def announce_unavailable(config: Any) -> None:
+    """With FP8 off: warn of every field that is set and needs what this machine does not have."""
+    for name, value in _set_fields(config):
+        field = FIELDS.get(name)
+        if field is not None and field.refused and not field.here():
+            _say(f"{name}={shown(value)} cannot work here: {field.refused}")
+    for relation in SILENT:
+        if not relation.holds(config):
+            _say(relation.words)
+
+
+def _set_fields(config: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of Megatron-Core's fields that are not at their default."""
+    for name, default in DEFAULTS.items():
+        value = getattr(config, name, default)
+        if value is not default and not (type(value) is type(default) and value == default):
+            yield name, value
+
+
+def _is_refused(field: Field) -> bool:
+    """What is refused and yet has a place where it works is refused only where this machine lacks what it needs."""
+    return bool(field.refused) and not (field.where and field.here())
+
+
+def _is_on(config: Any, name: str, value: Any = None) -> bool:
+    found = getattr(config, name)
+    return found == value if value is not None else found not in (DEFAULTS[name], None)
+
+
+def _means_what_is(name: str, value: Any) -> bool:
+    """Whether a field without effect asks for what is there anyway."""
+    return name in ("transformer_impl", "attention_backend") and getattr(value, "name", value) == "local"
+
+
+def _say(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=3)

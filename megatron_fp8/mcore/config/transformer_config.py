@@ -1,0 +1,223 @@
+"""`TransformerConfig`: Megatron-Core's, plus this package's FP8 fields, with every FP8 value checked.
+
+One field owns each thing. `fp8` switches FP8 on and names the element formats; `fp8_recipe` names the scaling
+rule; `fp8_format` is a second door to those two (a recipe's name means `fp8_recipe`, 'hybrid' and 'e4m3' mean
+`fp8`). The model takes the settings over when it is built (`freeze`); from then on changing one is an error.
+
+Megatron-Core validates neither string, and refuses combinations that only Transformer Engine cannot run
+(delayed scaling with first/last layers in BF16). Here the strings are checked and those combinations work.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.transformer import transformer_config as megatron_config
+
+from .checks import DEFAULT_RECIPE, FP8_FORMATS, RECIPES, announce_settings, check_fp8_settings, one_of, plain
+
+# Versions that Megatron-Core asks of Transformer Engine only because of FP8; without it they mean nothing.
+_FP8_TE_VERSIONS = frozenset({"1.7.0.dev0", "1.11.0", "2.6.0dev0"})
+
+
+@dataclass
+class TransformerConfig(megatron_config.TransformerConfig):
+    """Megatron-Core's `TransformerConfig` with FP8 that runs without Transformer Engine.
+
+    All of Megatron's fields keep their names and defaults; `fp8_format` is accepted beside them.
+
+    Raises:
+        ValueError: an FP8 value is unknown, out of range, in conflict with another, or names a feature that
+            this version does not have. The message gives the value, the rule and the remedy.
+    """
+
+    fp8_backend: str | None = None
+    """Who quantises and multiplies: 'emulated' (any device), 'native' or 'transformer_engine' (GPU).
+    None and 'auto' choose the best one that the device can run; the choice is printed."""
+
+    fp8_fallback: str = "error"
+    """What a site does that cannot run as asked: 'error', or 'warn' (runs in BF16, recorded and printed)."""
+
+    fp8_overrides: dict[str, str] = field(default_factory=dict)
+    """Per-layer exceptions: a glob over fully qualified module names to 'bf16' or the name of a recipe."""
+
+    fp8_amax_epsilon: float = 0.0
+    """Lower bound for every amax before its scale is computed (all recipes but mxfp8)."""
+
+    fp8_pow2_scales: bool | None = None
+    """Scales rounded down to powers of two. None: as the recipe has it (blockwise yes, tensorwise no)."""
+
+    fp8_stochastic_rounding: bool = False
+    """Round grad_output stochastically, reproducibly for a seed."""
+
+    fp8_size_filter: str | None = None
+    """A table of measured GEMMs (`megatron-fp8 bench --tune --out FILE`): sites that are too small for FP8 to pay on this
+    device run in BF16, each with the measurement in the report. None: size decides nothing. A table's path and not a
+    speed-up to ask for: what pays is measured, so a number without its table would be a guess. Overrides by name win."""
+
+    fp8_size_filter_tokens: int | None = None
+    """Tokens of a microbatch by which the table decides: micro batch size x sequence length / context parallel size.
+    `megatron-fp8 train` knows them; None elsewhere needs a table of one token count."""
+
+    fp8_high_precision_warmup: float = 0.0
+    """Fraction of training that runs in BF16 before FP8 starts; delayed scaling's histories are filled meanwhile."""
+
+    fp8_high_precision_healing: float = 0.0
+    """Fraction of training, its end, that runs in BF16 again."""
+
+    fp8_guard: bool = False
+    """Return to BF16 when FP8 training loses health."""
+
+    if TYPE_CHECKING:  # at run time the dataclass makes it, with Megatron's fields too
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __post_init__(self) -> None:
+        check_fp8_settings(self)
+        announce_settings(self)
+        with _megatron_checks_eased(self):
+            super().__post_init__()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.is_frozen and _is_fp8_setting(name):
+            raise ValueError(
+                f"{name}={value!r} comes after the model was built with {name}={getattr(self, name)!r}: FP8 "
+                f"settings are taken over when the model is built. Set it before, or build the model again."
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def is_frozen(self) -> bool:
+        """True once a model was built from this config."""
+        return bool(self.__dict__.get("_frozen"))
+
+    def freeze(self) -> None:
+        """Check the FP8 settings as they are now and close them to changes. May be called again."""
+        if not self.is_frozen:
+            check_fp8_settings(self)
+            self.__dict__["_frozen"] = True
+
+
+def _own_fp8_format(config: TransformerConfig) -> str:
+    """The recipe's name; assign a recipe's name, or 'hybrid'/'e4m3' (which then means `fp8`)."""
+    return config.fp8_recipe
+
+
+def _assign_fp8_format(config: TransformerConfig, value: str | None) -> None:
+    name = "fp8" if plain(value) in FP8_FORMATS else "fp8_recipe"
+    if name == "fp8_recipe":
+        value = DEFAULT_RECIPE if value is None else one_of("fp8_format", value, RECIPES, also=FP8_FORMATS)
+    setattr(config, name, plain(value))
+
+
+class IterationEnd:
+    """Megatron's `finalize_model_grads_func`, then the end of the FP8 iteration (amax, scales, health).
+
+    A trainer assigns `config.finalize_model_grads_func` after the model was built, so the config wraps the
+    function whenever it is read. `function` None stands for "nothing to finalise".
+    """
+
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        self.function = function
+
+    def __call__(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
+        from ..iteration import finish_iteration  # lazy: right of this file
+
+        result = None if self.function is None else self.function(model, *args, **kwargs)
+        finish_iteration(model)
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IterationEnd) and self.function == other.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+
+def _finalize(config: TransformerConfig) -> Callable[..., Any] | None:
+    function = config.__dict__.get("_finalize_model_grads")
+    return None if function is None and not config.fp8 else IterationEnd(function)
+
+
+def _assign_finalize(config: TransformerConfig, function: Callable[..., Any] | None) -> None:
+    # What was read from a config may be assigned to a config (dataclasses.replace does): never wrap twice.
+    config.__dict__["_finalize_model_grads"] = (
+        function.function if isinstance(function, IterationEnd) else function
+    )
+
+
+def _accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., None]:
+    """The dataclass's own __init__ with one more keyword, `fp8_format`, resolved into the fields it means."""
+
+    @functools.wraps(generated_init)
+    def init(self: TransformerConfig, *args: Any, fp8_format: str | None = None, **kwargs: Any) -> None:
+        # None as the default of both names lets a conflict be told from a default.
+        if fp8_format is not None:
+            _merge_fp8_format(fp8_format, kwargs, switch_given=bool(args) or "fp8" in kwargs)
+        if kwargs.get("fp8_recipe") is None:
+            kwargs["fp8_recipe"] = DEFAULT_RECIPE
+        generated_init(self, *args, **kwargs)
+
+    signature = inspect.signature(generated_init)
+    extra = inspect.Parameter(
+        "fp8_format", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"
+    )
+    init.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), extra]
+    )
+    return init
+
+
+def _merge_fp8_format(fp8_format: str, kwargs: dict[str, Any], *, switch_given: bool) -> None:
+    value = one_of("fp8_format", fp8_format, RECIPES, also=FP8_FORMATS)
+    if value in RECIPES and not switch_given:
+        raise ValueError(
+            f"fp8_format={value!r} without fp8, which would train in BF16: give fp8='hybrid' or 'e4m3' (or fp8=None, to"
+            " have FP8 off)."
+        )
+    name, meaning = ("fp8", "element formats") if value in FP8_FORMATS else ("fp8_recipe", "scaling recipe")
+    given = plain(kwargs.get(name))
+    if given is not None and given != value:
+        raise ValueError(
+            f"fp8_format={value!r} conflicts with {name}={given!r}: both name the {meaning}. Give one of "
+            f"them (with dataclasses.replace, which passes every field, give {name})."
+        )
+    kwargs[name] = value
+
+
+# Set after @dataclass so that the generated __init__ keeps Megatron's fields, defaults and order.
+TransformerConfig.__init__ = _accept_fp8_format(TransformerConfig.__init__)  # type: ignore[method-assign]
+TransformerConfig.fp8_format = property(_own_fp8_format, _assign_fp8_format)
+TransformerConfig.finalize_model_grads_func = property(_finalize, _assign_finalize)
+
+_ALSO_FP8 = frozenset({"first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"})
+
+
+def _is_fp8_setting(name: str) -> bool:
+    return name.startswith("fp8") or name in _ALSO_FP8
+
+
+@contextmanager
+def _megatron_checks_eased(config: TransformerConfig) -> Iterator[None]:
+    """For one __post_init__: FP8 needs no Transformer Engine; delayed scaling composes with BF16 layers."""
+    if not config.fp8:
+        yield
+        return
+    original = megatron_config.is_te_min_version
+
+    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+        return version in _FP8_TE_VERSIONS or original(version, check_equality)
+
+    recipe, first_last = config.fp8_recipe, config.first_last_layers_bf16
+    config.fp8_recipe, config.first_last_layers_bf16 = "tensorwise", False
+    megatron_config.is_te_min_version = is_te_min_version
+    try:
+        yield
+    finally:
+        megatron_config.is_te_min_version = original
+        config.fp8_recipe, config.first_last_layers_bf16 = recipe, first_last

@@ -1,0 +1,147 @@
+"""SwiGLU that keeps its input for backward in scaled FP8 (``activation_func_fp8_input_store``).
+
+Megatron-Core's version stores ``input.to(float8_e4m3fn)`` without a scale: values under 2^-10 vanish. Here blocks of
+1x128 carry a power-of-two scale each: one byte a value and 3 % for scales.
+
+On GPUs, between two linears that make codes by kernels (fusion.py), SwiGLU writes neither its result nor its gradient:
+both are Unwritten, computed by the linears' kernels in float32 with one rounding, whether the input is stored or kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...backends import emulated
+from ...backends.native import backend as native
+from ...kernels.deferred import Unwritten, written
+from ...linear.derivative import first_derivative_only
+from ...numerics.formats import E4M3
+from ...recipe import BLOCK_1X128, Rule
+from ...tensor import QuantizedSide
+from . import fusion
+
+_STORE = Rule(E4M3, BLOCK_1X128, "pow2")
+
+
+class _SwiGLU(torch.autograd.Function):
+    """y = silu(gate) * up * weights, with [gate, up] the halves of x's last dimension; float32 inside.
+
+    x [tokens, 2 n], weights [tokens, 1] (a router's probabilities) or None; y [tokens, n] in x's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        side = emulated.quantize(x, _STORE, "rowwise").tensor.rowwise
+        assert side is not None
+        ctx.save_for_backward(side.codes, side.scale_inv, weights)
+        gate, up = x.chunk(2, -1)
+        y = torch.nn.functional.silu(gate.to(torch.float32)) * up
+        return (y if weights is None else y * weights).to(x.dtype)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        codes, scale_inv, weights = ctx.saved_tensors
+        gate, up = QuantizedSide(codes, scale_inv, BLOCK_1X128, True).dequantize().chunk(2, -1)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        dy, dweights = grad_output.to(torch.float32), None
+        if weights is not None:
+            dweights = (dy * silu * up).sum(-1, keepdim=True).to(weights.dtype)
+            dy = dy * weights
+        dgate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat([dgate, dy * silu], -1).to(grad_output.dtype), dweights
+
+
+class _UnwrittenSwiGLU(torch.autograd.Function):
+    """_SwiGLU of x [..., 2 n] whose result [..., n] and, where ``unwritten_grad``, gradient are Unwritten.
+
+    ``store`` keeps x for backward in scaled FP8.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, store: bool, unwritten_grad: bool
+    ) -> torch.Tensor:
+        from ...kernels.swiglu_quantize import swiglu  # loads Triton
+
+        x = written(x)
+        tokens = x.reshape(-1, x.shape[-1])
+        ctx.x_shape, ctx.store, ctx.unwritten_grad = x.shape, store, unwritten_grad
+        if store:
+            side = native.quantize(tokens, _STORE, "rowwise").tensor.rowwise
+            assert side is not None
+            ctx.save_for_backward(weights, side.codes, side.scale_inv)
+        else:
+            ctx.save_for_backward(weights, x)
+        return Unwritten(swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from ...kernels.swiglu_quantize import swiglu_grad, swiglu_weight_grad  # loads Triton
+
+        weights, *kept = ctx.saved_tensors
+        dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)
+        x = kept[0].reshape(-1, ctx.x_shape[-1])
+        if ctx.store:  # a code times a power of two is exact in 16 bits too
+            x = QuantizedSide(x, kept[1], BLOCK_1X128, True).dequantize(dy.dtype)
+        dx = Unwritten(swiglu_grad(dy, x, weights), ctx.x_shape)
+        dweights = None
+        if weights is not None and ctx.needs_input_grad[1]:
+            dweights = swiglu_weight_grad(dy, x).view(weights.shape).to(weights.dtype)
+        return dx if ctx.unwritten_grad else dx.written(), dweights, None, None
+
+
+def _unwritten(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
+    """SwiGLU inside an MLP whose second linear makes codes of the result; None elsewhere."""
+    mlp = fusion.running_mlp()
+    if mlp is None or not mlp.linear_fc2.makes_codes_of("input"):
+        return None
+    return _UnwrittenSwiGLU.apply(x, weights, store, mlp.linear_fc1.makes_codes_of("grad_output"))
+
+
+def _stored(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
+    x = x if bias is None else x + bias
+    y = _SwiGLU.apply(x.reshape(-1, x.shape[-1]), weights)
+    return y.view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Megatron's bias_swiglu_impl: unwritten between FP8 linears, and with the scaled store where it is asked for."""
+
+    def bias_swiglu_impl(
+        input: torch.Tensor,
+        bias: torch.Tensor | None,
+        fp8_input_store: bool = False,
+        cpu_offload_input: bool = False,
+    ) -> torch.Tensor:
+        unwritten = None
+        if bias is None and not cpu_offload_input:
+            unwritten = _unwritten(input, None, fp8_input_store)
+        if unwritten is not None:
+            return unwritten
+        if not fp8_input_store:
+            return original(input, bias, fp8_input_store, cpu_offload_input)
+        return _stored(input, bias, None)
+
+    return bias_swiglu_impl
+
+
+def store_expert_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Megatron's weighted_bias_swiglu_impl (experts: weights are the router's [tokens, 1]); as the one above."""
+
+    def weighted_bias_swiglu_impl(
+        input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, fp8_input_store: bool = False
+    ) -> torch.Tensor:
+        unwritten = _unwritten(input, weights, fp8_input_store) if bias is None else None
+        if unwritten is not None:
+            return unwritten
+        if not fp8_input_store:
+            return original(input, bias, weights, fp8_input_store)
+        return _stored(input, bias, weights)
+
+    return weighted_bias_swiglu_impl

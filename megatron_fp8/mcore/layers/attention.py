@@ -1,0 +1,239 @@
+"""Core attention for layer specs without Transformer Engine: fast on CPUs, and able to split the sequence.
+
+Megatron-Core's DotProductAttention writes out the whole score matrix and refuses context parallelism.
+`CoreAttention` is that class with another forward where both mean the same: PyTorch's
+scaled_dot_product_attention, which keeps scores in float32 and saves q, k, v and one number a row. Options it
+does not have (attention dropout, sliding windows, softmax offsets, given masks) go to Megatron-Core's own
+forward, or are refused under context parallelism.
+
+Under context parallelism the sequence is cut into 2*cp chunks and rank r holds chunks r and 2*cp-1-r
+("zigzag", the order of get_batch_on_this_cp_rank), so that causal work is even. Keys and values are
+all-gathered over the CP group; their gradients are reduce-scattered. config.cp_comm_type names other ways to
+move the same data and is not read.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.parallel_state import get_context_parallel_group
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from ... import kernels
+from ...linear.derivative import first_derivative_only
+
+_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class CoreAttention(DotProductAttention):
+    """softmax(q k^T * scale) v for Megatron-Core's SelfAttention, constructed as DotProductAttention is.
+
+    Raises ValueError for attention dropout, sliding windows, softmax offsets or query-key layer scaling when
+    context_parallel_size > 1.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        local = copy.copy(config)
+        local.context_parallel_size = 1  # the parent asserts it; all that it prepares is per rank anyway
+        super().__init__(local, *args, **kwargs)
+        self.config = config
+        self._extra = _beyond_sdpa(self)
+        self.cp_group = None
+        if config.context_parallel_size > 1:
+            groups = self.pg_collection  # the parent's default has no CP group
+            self.cp_group = groups.cp if hasattr(groups, "cp") else get_context_parallel_group()
+        if self.cp_group is not None and self._extra:
+            raise ValueError(
+                f"{', '.join(self._extra)} cannot be combined with "
+                f"context_parallel_size={config.context_parallel_size}; switch off one of them"
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """query [sq, b, heads, d], key [sk, b, groups, d], value [sk, b, groups, dv] -> [sq, b, heads * dv].
+
+        With packed sequences (`packed_seq_params`, format 'thd') query [t, heads, d], key and value alike, and the
+        result [t, heads * dv]: each sequence attends to itself, one call a sequence, and padding is zeros.
+
+        Under context parallelism sq = sk is this rank's part and must be even. As in the parent, the mask
+        type given at construction counts and `attn_mask_type` is not read.
+        """
+        causal = self.attn_mask_type == AttnMaskType.causal
+        given = [attention_bias, packed_seq_params, attention_mask if not causal else None]
+        plain = causal or (self.attn_mask_type == AttnMaskType.no_mask and attention_mask is None)
+        if self.cp_group is not None:
+            if not plain or any(x is not None for x in given):
+                raise ValueError(
+                    "context parallelism takes causal or no_mask attention, "
+                    "without a given mask, bias or packed sequences"
+                )
+            context = _zigzag(query, key, value, self.cp_group, self.softmax_scale, causal)
+        elif packed_seq_params is not None and not self._extra and plain and attention_bias is None:
+            return _packed(query, key, value, packed_seq_params, self.softmax_scale, causal).flatten(1)
+        elif self._extra or not plain or any(x is not None for x in given):
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+            )
+        else:
+            context = _sdpa(query, key, value, self.softmax_scale, **_causal_mask(query, key, causal))
+        return context.flatten(2)
+
+
+def _beyond_sdpa(attention: DotProductAttention) -> list[str]:
+    """The options in use that scaled_dot_product_attention does not have (or has with other random bits)."""
+    config, softmax = attention.config, attention.scale_mask_softmax
+    options = {
+        "attention_dropout": attention.attention_dropout.p > 0,
+        "window_size": softmax.window_size is not None,
+        f"softmax_type={config.softmax_type!r}": config.softmax_type != "vanilla",
+        "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
+    }
+    return [name for name, used in options.items() if used]
+
+
+def _causal_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
+    """How scaled_dot_product_attention is told; fewer queries than keys are the last ones (a KV cache has the rest)."""
+    queries, keys = len(query), len(key)
+    if queries == keys or not causal:
+        return {"is_causal": causal}
+    if queries == 1:
+        return {}
+    return {"attn_mask": _last_queries(queries, keys, query.device)}
+
+
+def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The causal mask of the last queries of as many positions as there are keys, [queries, keys].
+
+    On a GPU one that is not written out: torch hands its meaning to flash attention. A mask in memory is long times long,
+    takes the slower kernels, and in cuDNN makes NaN gradients (pytorch#196678).
+    """
+    if kernels.looking_waits(device):
+        # Not by torch's function for it, which allocates as many numbers as the mask has.
+        mask = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(CausalBias)
+        mask.variant, mask.seq_len_q, mask.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
+        return mask
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
+    """q [sq, b, heads, d], k and v [sk, b, groups, d]: attention as [sq, b, heads, dv], contiguous.
+
+    Grouped queries share their key and value head inside the kernel; nothing is repeated.
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    masked = "attn_mask" in mask and kernels.looking_waits(q.device)
+    with sdpa_kernel(_NOT_CUDNN) if masked else nullcontext():
+        context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
+    return context.permute(2, 0, 1, 3).contiguous()
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: bool) -> Tensor:
+    """q [t, heads, d], k and v [t, groups, d], sequence after sequence: attention within each, [t, heads, dv]."""
+    parts = []
+    ends = (
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_q_padded,
+        packed.cu_seqlens_kv,
+        packed.cu_seqlens_kv_padded,
+    )
+    of_q, padded_q, of_k, padded_k = _read_once(packed, ends)
+    assert of_q is not None and of_k is not None, "packed sequences say where they end"
+    queries, keys = _sequences(of_q, padded_q, len(q)), _sequences(of_k, padded_k, len(k))
+    for (start, length, room), (first, seen, _) in zip(queries, keys, strict=True):
+        one, their_k, their_v = (
+            x.unsqueeze(1)
+            for x in (q[start : start + length], k[first : first + seen], v[first : first + seen])
+        )
+        parts.append(_sdpa(one, their_k, their_v, scale, **_causal_mask(one, their_k, causal)).squeeze(1))
+        parts.append(q.new_zeros(room - length, q.shape[1], v.shape[-1]))
+    return torch.cat(parts)
+
+
+def _read_once(packed: Any, ends: tuple[Tensor | None, ...]) -> list[list[int] | None]:
+    """The numbers of a PackedSeqParams, which all layers of a microbatch share: to read them waits for a GPU."""
+    state = [(t, None if t is None or t.is_inference() else t._version) for t in ends]
+    kept = vars(packed).get("_fp8_ends")
+    same = kept is not None and all(a is b and n == m for (a, n), (b, m) in zip(kept[0], state, strict=True))
+    if not same:
+        kept = vars(packed)["_fp8_ends"] = (state, [None if t is None else t.tolist() for t in ends])
+    numbers: list[list[int] | None] = kept[1]
+    return numbers
+
+
+def _sequences(ends: list[int], padded: list[int] | None, total: int) -> list[tuple[int, int, int]]:
+    """(start, length, length with padding) of each packed sequence; the last one's padding ends with the tensor."""
+    starts = (padded or ends)[:-1]
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    return [
+        (start, length, following - start)
+        for start, length, following in zip(starts, lengths, [*starts[1:], total], strict=True)
+    ]
+
+
+def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: float, causal: bool) -> Tensor:
+    """Attention of this rank's two chunks of queries to the keys of the whole sequence that they may see."""
+    if len(q) != len(k) or len(q) % 2:
+        raise ValueError(
+            f"context parallelism needs as many queries as keys, an even number; got {len(q)} and {len(k)}"
+        )
+    both = _GatherZigzag.apply(torch.cat([k, v], dim=-1), group).flatten(0, 1)
+    k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
+    if not causal:
+        return _sdpa(q, k, v, scale)
+    rank, size, n = dist.get_rank(group), dist.get_world_size(group), len(q) // 2
+    parts = []
+    for queries, chunk in zip(q.split(n), (rank, 2 * size - 1 - rank), strict=True):
+        seen = (chunk + 1) * n
+        mask = _last_queries(n, seen, q.device)
+        parts.append(_sdpa(queries, k[:seen], v[:seen], scale, attn_mask=mask))
+    return torch.cat(parts)
+
+
+def zigzag_positions(size: int, device: Any = "cpu") -> Tensor:
+    """Where chunk 0, 1, ... of the sequence lies among the 2 * size chunks gathered in rank order: int64 [2 * size].
+
+    Made on the device: numbers that are copied there would be waited for, in each layer.
+    """
+    first, last = ((0, 2 * size, 2), (2 * size - 1, 0, -2))
+    return torch.cat([torch.arange(*part, device=device, dtype=torch.int64) for part in (first, last)])
+
+
+class _GatherZigzag(torch.autograd.Function):
+    """[s/cp, ...] in zigzag order -> [2*cp, s/(2*cp), ...], all chunks in sequence order; backward: reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        size = dist.get_world_size(group)
+        gathered = x.new_empty(size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        chunks = gathered.unflatten(0, (2 * size, -1))
+        return chunks.index_select(0, zigzag_positions(size, x.device))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        size, chunks = dist.get_world_size(ctx.group), grads[0]
+        order = zigzag_positions(size, chunks.device)
+        by_rank = torch.empty_like(chunks).index_copy_(0, order, chunks).flatten(0, 1)
+        out = by_rank.new_empty(len(by_rank) // size, *by_rank.shape[1:])
+        dist.reduce_scatter_tensor(out, by_rank, group=ctx.group)
+        return out, None

@@ -1,0 +1,91 @@
+"""Norms and SwiGLU that stand before an FP8 linear leave their result unwritten: the linear's kernel computes it.
+
+In Megatron-Core's layer
+
+    input_layernorm -> self_attention.linear_qkv
+    pre_mlp_layernorm -> mlp.linear_fc1 -> SwiGLU -> mlp.linear_fc2
+
+each arrow is a tensor with one reader. Where the reader makes codes of it by kernels (native backend, input in FP8 in
+fprop and wgrad), an Unwritten goes along the arrow (kernels/deferred.py), and in backward, from SwiGLU to linear_fc1, another.
+Who reads whom is settled when a layer is built; whether the reader takes codes is asked at every call, since warm-up,
+overrides and disabled regions change it.
+
+Written as ever: a norm that Megatron recomputes by itself, since it frees the storage of the result, and an Unwritten has
+none (Megatron tells the reader, save_original_input, and so it is known); a norm before experts, which the router reads
+too; LayerNorm, for which there is no kernel.
+
+Rejected: asking for fused modules in the layer spec. The model would have other parameter names, and a layer in BF16, or
+in its warm-up, other modules than one in FP8.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ..patches.patching import Patch
+from .norm import Norm
+
+_mlp: ContextVar[Any] = ContextVar("mlp", default=None)
+
+
+def connect(layer: Any) -> None:
+    """Tell the norms of a TransformerLayer which linear reads them."""
+    for norm, reader in (
+        (layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
+        (layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
+    ):
+        if isinstance(norm, Norm) and norm.kind == "RMSNorm" and reader is not None and _asks(reader):
+            norm.reader_takes_codes = functools.partial(reader.makes_codes_of, "input")
+
+
+def running_mlp() -> Any:
+    """The MLP whose forward this is, if its linears are this package's; None elsewhere, and in traced code."""
+    return None if torch.compiler.is_compiling() else _mlp.get()
+
+
+def _asks(linear: Any) -> bool:
+    return hasattr(linear, "makes_codes_of")
+
+
+def connected(original: Callable[..., None]) -> Callable[..., None]:
+    """TransformerLayer.__init__, after which norms know their readers."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        connect(self)
+
+    return __init__
+
+
+def known_to_activation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """MLP.forward, during which its activation function knows the linears on both sides."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # nothing traced is unwritten: the compiler fuses what it sees
+            return original(self, *args, **kwargs)
+        token = _mlp.set(self if _asks(self.linear_fc1) and _asks(self.linear_fc2) else None)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _mlp.reset(token)
+
+    return forward
+
+
+def patches() -> list[Patch]:
+    """What makes layers and MLPs known."""
+    core, why = (
+        "megatron.core.transformer",
+        "norms and SwiGLU before an FP8 linear are computed by its kernel",
+    )
+    return [
+        Patch(f"{core}.transformer_layer.TransformerLayer", "__init__", connected, why, wrap=True),
+        Patch(f"{core}.mlp.MLP", "forward", known_to_activation, why, wrap=True),
+    ]

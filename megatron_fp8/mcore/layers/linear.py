@@ -1,0 +1,171 @@
+"""Megatron-Core's column- and row-parallel linears with their GEMMs in FP8, where the plan says so.
+
+Everything but the GEMMs is Megatron's: parameters, initialisation, bias handling, checkpoints. A site planned in BF16
+runs Megatron's own code, so its numbers are Megatron's. ``linear_qkv`` and ``linear_fc1`` hold fused projections
+(query, key and value; gate and up): one GEMM each, as Megatron lays them out.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...linear.function import fp8_linear, observe_high_precision
+from ...linear.site import GemmSite
+from ...linear.tensor_parallel import TensorParallel
+from ...plan.switch import ForwardReasons, in_recompute, layer_being_built
+from ..checkpoint.fp8_state import sharded_slots, take_slots
+from ..owed import require_settled
+from ..sites import count_high_precision, make_site, prepare
+
+
+class _Fp8Site:
+    """What both linears add to Megatron's: their layer's number and their GEMM site."""
+
+    config: Any
+    training: bool
+    is_expert: bool
+    weight: torch.Tensor
+
+    def _init_site(self) -> None:
+        self.fp8_layer = layer_being_built()
+        self.is_first_microbatch = True  # Megatron sets it at the start of every iteration
+        self.save_original_input = False  # Megatron sets it where the input is recomputed anyway
+        self._site: GemmSite | None = None
+        self._sited = False
+        self._reasons = ForwardReasons()
+
+    @staticmethod
+    def name_sites(model: Any) -> None:
+        """Give every FP8 linear of the model its named site, unless that was done."""
+        prepare([model])
+
+    def bind_fp8_site(self, site: GemmSite) -> None:
+        """Take the site that the model's plan has for this layer."""
+        self._site, self._sited = site, True
+
+    @property
+    def fp8_site(self) -> GemmSite:
+        """This layer's site; a layer outside any prepared model resolves its own."""
+        if (
+            not self._sited
+        ):  # not asked of _site: a tracer that has looked at it would not see what is put there now
+            if torch.compiler.is_compiling():
+                from ...linear.compiled import prepare_layer  # loads torch's compiler
+
+                prepare_layer(self)
+            else:
+                self.make_sites()
+        assert self._site is not None
+        return self._site
+
+    def make_sites(self) -> None:
+        """Resolve this layer on its own, unless a model's plan has."""
+        if self._site is None:
+            with _disable_current_modes():  # fake tensors and tracers go, the site stays
+                self.bind_fp8_site(make_site(self, type(self).__name__))
+
+    def runs_fp8(self) -> bool:
+        """Whether the next forward uses FP8: planned so, in force this iteration, not switched off around this call."""
+        return self._switched_on() and self.fp8_site.runs_fp8
+
+    def makes_codes_of(self, role: str) -> bool:
+        """Whether the next call makes codes, by kernels, of all it reads of this operand, which may come Unwritten."""
+        if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
+            return False
+        return self.runs_fp8() and self.fp8_site.computes(role)
+
+    def _switched_on(self) -> bool:
+        """A first or last layer's reason to be in BF16 was weighed when the plan was made: an override may have won."""
+        weighed = None if self.fp8_layer is None else self.fp8_layer.bf16_reason
+        site = self.fp8_site
+        return self._reasons.settle(site.plan.name, site.state.iteration, self.training) in (None, weighed)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Megatron's, and the state of delayed scaling once the model's sites are named."""
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return found if self._site is None else {**found, **sharded_slots(self, prefix, sharded_offsets)}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        take_slots(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def _fp8_forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
+    ) -> torch.Tensor:
+        site, options = (
+            self.fp8_site,
+            {"training": self.training, "save_original_input": self.save_original_input},
+        )
+        if (
+            torch.compiler.is_compiling()
+        ):  # a flag that changes would be another graph; the operator sees to the rest
+            return fp8_linear(x, weight, bias, site, tp, **options)
+        if self.training and not in_recompute():
+            require_settled(site.state)
+        fresh, self.is_first_microbatch = self.is_first_microbatch, False
+        with nullcontext() if self.training else site.state.uncounted():
+            return fp8_linear(x, weight, bias, site, tp, fresh_weight=fresh, **options)
+
+    def _after_high_precision(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            count_high_precision(self.fp8_site.state, x, weight, y)
+            if self._switched_on():
+                return observe_high_precision(x, weight, y, self.fp8_site)
+        return y
+
+
+class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
+    """Y = X A^T with A split by output features; arguments as Megatron-Core's ColumnParallelLinear."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._init_site()
+
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not self.runs_fp8():
+            y = super()._forward_impl(input, weight, *args, **kwargs)
+            return self._after_high_precision(input, weight, y)
+        assert not args, "Megatron-Core 0.16 passes everything but input and weight by keyword"
+        assert kwargs.get("grad_output_buffer") is None, (
+            "deferred wgrad is the output layer's, which is not FP8"
+        )
+        sequence_parallel, reduce_dgrad = kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]
+        tp = TensorParallel()
+        if sequence_parallel or reduce_dgrad:
+            tp = TensorParallel.of(
+                "column", kwargs["tp_group"], sequence_parallel=sequence_parallel, reduce_dgrad=reduce_dgrad
+            )
+        return self._fp8_forward(input, weight, kwargs["bias"], tp)
+
+
+class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
+    """Y = X A^T with A split by input features; arguments as Megatron-Core's RowParallelLinear."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._init_site()
+
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not self.runs_fp8():
+            y = super()._forward_impl(input, weight, *args, **kwargs)
+            return self._after_high_precision(input, weight, y)
+        return self._fp8_forward(input, weight, kwargs["bias"], TensorParallel())
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron's; with sequence parallelism the reduce-scatter is inside, so that its backward gathers codes."""
+        if not (self.sequence_parallel and self.runs_fp8()) or self.explicit_expert_comm:
+            return super().forward(input_)
+        tp = TensorParallel.of("row", self.tp_group, sequence_parallel=True)
+        output = self._fp8_forward(input_, self.weight, None, tp)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias, None

@@ -1,0 +1,1 @@
+"""Optimizers under Megatron-Core: Adam, compact moments, FP8 parameters, the gradient norm and loss scaling."""

@@ -1,0 +1,251 @@
+"""Megatron-Core's optimizers over FP8 parameters: where masters come from, when codes are made again, what is sent.
+
+Most of it is Megatron's own: the distributed optimizer calls ``quantize_param_shard`` after its step and gathers bytes;
+the other one calls ``copy_`` on every weight, which quantises. Four things it leaves to whoever owns the training loop,
+or gets wrong without a word, are put right here:
+
+* **Masters start in high precision.** Megatron's plain FP16/BF16 optimizer makes them from the parameter, that is from
+  the codes; and a rank that owns no piece of a weight never lets go of its high-precision start.
+* **A skipped step still moves delayed scales.** Without FP8 parameters the weight is cast again in the next iteration,
+  with the new scale; Megatron copies no master on a skipped step, so the codes would keep the old one.
+* **A shared buffer is filled before every gather.** With reuse_grad_buf_for_mxfp8_param_ag parameters travel through
+  the gradient buffer. Megatron fills it in the optimizer step, or leaves that to the loop where gathers overlap the
+  forward pass: a loop that forgets, or a validation in between, gathers zeros or gradients as weights. Here the gather
+  itself fills it, from the masters, so that it cannot send anything else.
+* **A weight is found where it was put.** Megatron pads the start of each parameter in the buffer to 64 elements and
+  reads it back from a running sum without padding: wrong after the first parameter whose size is no multiple of 64.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...params.fp8_parameter import Fp8Parameter
+from ..patches.patching import Patch
+
+# --------------------------------------------------------------------------------------------------------- construction
+
+
+def masters_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
+    """Float16OptimizerWithFloat16Params.__init__, the masters of which start from what the codes were made from."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.is_stub_optimizer:
+            return
+        for params, masters in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True):
+            for param, master in zip(params, masters, strict=True):
+                if isinstance(param, Fp8Parameter):
+                    master.data.copy_(param.get_high_precision_init_val())
+                    param.clear_high_precision_init_val()
+
+    return __init__
+
+
+def checked_and_cleared(original: Callable[..., None]) -> Callable[..., None]:
+    """DistributedOptimizer.__init__, which checks its config against the model's, and leaves no second copy behind."""
+
+    @functools.wraps(original)
+    def __init__(
+        self: Any,
+        optimizer: Any,
+        config: Any,
+        grad_scaler: Any,
+        init_state_fn: Any,
+        model_chunks: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        _check_config(config, model_chunks)
+        original(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
+        for param in _fp8_params_of(self):
+            param.clear_high_precision_init_val()
+
+    return __init__
+
+
+def _check_config(config: Any, model_chunks: list[Any]) -> None:
+    ddp = model_chunks[0].ddp_config
+    if config.reuse_grad_buf_for_mxfp8_param_ag != ddp.reuse_grad_buf_for_mxfp8_param_ag:
+        raise ValueError(
+            f"OptimizerConfig.reuse_grad_buf_for_mxfp8_param_ag={config.reuse_grad_buf_for_mxfp8_param_ag}, and"
+            f" DistributedDataParallelConfig's is {ddp.reuse_grad_buf_for_mxfp8_param_ag}: one would gather what the"
+            " other does not fill. Give both the same value."
+        )
+    if ddp.fp8_param_gather and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        raise ValueError(
+            "use_precision_aware_optimizer=True with fp8_param=True needs masters that Megatron-Core itself holds in"
+            " float32: set main_params_dtype=torch.float32, and OptimizerConfig.fp8_recipe to 'tensorwise' whatever the"
+            " recipe is (it says who casts the masters), or drop it"
+        )
+
+
+def without_slices_of_codes(original: Callable[..., Any]) -> Any:
+    """DistributedOptimizer._build_model_and_main_param_groups, told that no recipe is 'delayed'.
+
+    For delayed scaling alone Megatron keeps a flat slice of each FP8 weight; that of a wrapper is a dequantised copy.
+    """
+
+    def build(gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any) -> Any:
+        plain = copy.copy(config)
+        plain.fp8_recipe = None
+        return original(gbuf_ranges, param_gbuf_map, opt_group_ranges, plain)
+
+    return staticmethod(build)
+
+
+# ------------------------------------------------------------------------------------------------------- skipped steps
+
+
+def recast_when_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's step: where it was skipped, delayed codes are made again from the masters, with the new scales."""
+
+    @functools.wraps(original)
+    def step(self: Any) -> Any:
+        result = original(self)
+        if not result[0]:
+            for optimizer in getattr(self, "chained_optimizers", [self]):
+                recast(optimizer)
+        return result
+
+    return step
+
+
+@torch.no_grad()
+def recast(optimizer: Any) -> None:
+    """Make delayed FP8 weights again from this optimizer's masters. Collective over its data-parallel group."""
+    if not any(param.rule.delayed for param in _fp8_params_of(optimizer)):
+        return
+    optimizer._copy_main_params_to_model_params()
+    ddp = getattr(optimizer, "ddp_config", None)
+    if (
+        ddp is not None and not ddp.overlap_param_gather
+    ):  # where it overlaps, the next forward pass gathers anyway
+        for chunk in optimizer.model_chunks:
+            chunk.start_param_sync()
+
+
+def _fp8_params_of(optimizer: Any) -> list[Fp8Parameter]:
+    """The FP8 parameters that an optimizer updates; with the distributed one the same list on all its ranks."""
+    if getattr(optimizer, "is_stub_optimizer", True):
+        return []
+    if hasattr(optimizer, "buffers"):
+        params = [param for buffer in optimizer.buffers for param in buffer.params]
+    else:
+        params = [param for group in getattr(optimizer, "float16_groups", []) for param in group]
+    return [param for param in params if isinstance(param, Fp8Parameter)]
+
+
+# ------------------------------------------------------------------------------------------------------- shared buffer
+
+
+def send_masters(original: Callable[..., None]) -> Callable[..., None]:
+    """A bucket group's start_param_sync; a buffer that is shared with gradients is filled from the masters first."""
+
+    @functools.wraps(original)
+    def start_param_sync(self: Any, force_sync: bool = False) -> None:
+        shared = self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+        under_way = self.param_gather_handle is not None
+        if shared and not under_way:
+            for bucket in self.buckets:
+                _fill(
+                    bucket,
+                    self.intra_distributed_optimizer_instance_rank,
+                    self.intra_distributed_optimizer_instance_size,
+                )
+        original(self, force_sync)
+        # Megatron delivers in the forward pre-hook, or in the model's own start_param_sync; not after a forced gather.
+        if shared and force_sync and self.ddp_config.overlap_param_gather:
+            for bucket in self.buckets:
+                for param in bucket.params:
+                    start, end = bucket.param_to_index[param]
+                    param.data.copy_(bucket.param_data[start:end].view(param.shape))
+                bucket.param_data.zero_()
+
+    return start_param_sync
+
+
+@torch.no_grad()
+def _fill(bucket: Any, rank: int, ranks: int) -> None:
+    """This rank's part of the bucket, from masters; before there is an optimizer, from the parameters' own values."""
+    size = bucket.param_data.numel() // ranks
+    for param in bucket.params_list:
+        start, end = bucket.param_to_index[param]
+        low, high = max(start, rank * size), min(end, (rank + 1) * size)
+        if low >= high:
+            continue
+        value = getattr(param, "main_param", None)
+        if value is None:
+            whole = param.get_high_precision_init_val() if isinstance(param, Fp8Parameter) else param.detach()
+            value = whole.reshape(-1)[low - start : high - start]
+        bucket.param_data[low:high].copy_(value.view(-1))
+
+
+def indices_as_laid_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    """_ParamAndGradBuffer._new_bucket, the bucket of which knows where its parameters really lie."""
+
+    @functools.wraps(original)
+    def _new_bucket(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bucket = original(self, *args, **kwargs)
+        for param in bucket.params_list:
+            start, end, _ = self.param_index_map[param]
+            bucket.param_to_index[param] = (start - bucket.offset, end - bucket.offset)
+        return bucket
+
+    return _new_bucket
+
+
+def patches() -> list[Patch]:
+    """The optimizer's side of FP8 parameters."""
+    core = "megatron.core"
+    plain, distributed = (
+        f"{core}.optimizer.optimizer",
+        f"{core}.optimizer.distrib_optimizer.DistributedOptimizer",
+    )
+    buffers = f"{core}.distributed.param_and_grad_buffer"
+    cast_again = "a skipped step copies no master, and delayed scales have moved"
+    return [
+        Patch(
+            f"{plain}.Float16OptimizerWithFloat16Params",
+            "__init__",
+            masters_from_the_start,
+            "it makes float32 masters from FP8 codes",
+            wrap=True,
+        ),
+        Patch(
+            distributed,
+            "__init__",
+            checked_and_cleared,
+            "it does not compare its config with DDP's",
+            wrap=True,
+        ),
+        Patch(
+            distributed,
+            "_build_model_and_main_param_groups",
+            without_slices_of_codes,
+            "for delayed scaling it keeps slices of dequantised weights",
+            wrap=True,
+        ),
+        Patch(f"{plain}.MixedPrecisionOptimizer", "step", recast_when_skipped, cast_again, wrap=True),
+        Patch(f"{plain}.ChainedOptimizer", "step", recast_when_skipped, cast_again, wrap=True),
+        Patch(
+            f"{buffers}._ParamAndGradBucketGroup",
+            "start_param_sync",
+            send_masters,
+            "a gather through the gradient buffer sends what lies there",
+            wrap=True,
+        ),
+        Patch(
+            f"{buffers}._ParamAndGradBuffer",
+            "_new_bucket",
+            indices_as_laid_out,
+            "it forgets the padding between parameters",
+            wrap=True,
+        ),
+    ]

@@ -1,0 +1,71 @@
+"""The gradient norm of sharded optimizers, the same in whatever order shards are summed.
+
+Megatron-Core sums squares in float32, shard by shard, in the order of its buffers. Buffers are made by dtype, so FP8
+weights have one of their own, shards are cut elsewhere, and the sum's last bits differ from those of the same training
+with BF16 weights; clipping hands the difference on to every gradient. Summed in float64 and rounded once, the norm is the
+same float32 number for any cut (but for about one sum in 10^8, which lies that close to the middle of two).
+
+Only the distributed optimizer shards, and only FP8 moves weights to other buffers, so only the norm of FP8 models over it
+is taken here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..patches.patching import Patch
+
+
+@torch.no_grad()
+def gradient_norm(grads: list[torch.Tensor], group: Any) -> float:
+    """The 2-norm of all gradients of all ranks of ``group`` as one vector: a float32 number. Collective.
+
+    NaN or Inf anywhere makes it NaN or Inf. A rank may have no gradients.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    squares = torch.zeros(1, dtype=torch.float64, device=device)
+    for grad in grads:
+        squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+    dist.all_reduce(squares, group=group)
+    return float(squares.sqrt().to(torch.float32))
+
+
+def norm_of_shards(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """get_grad_norm of an optimizer, or of chained ones that share one group, where all of them shard FP8 models."""
+
+    @functools.wraps(original)
+    def get_grad_norm(self: Any) -> Any:
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        parts = getattr(self, "chained_optimizers", [self])
+        if not all(isinstance(part, DistributedOptimizer) and _trains_fp8(part) for part in parts):
+            return original(self)
+        if len(parts) > 1 and not self.grads_states_parallel_group_is_shared():
+            return original(self)
+        grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
+        return gradient_norm(grads, parts[0].get_grad_stats_parallel_group())
+
+    return get_grad_norm
+
+
+def _trains_fp8(optimizer: Any) -> bool:
+    return bool(optimizer.model_chunks[0].config.fp8)
+
+
+def patches() -> list[Patch]:
+    """Both ways by which Megatron-Core's optimizers ask for the norm."""
+    core = "megatron.core.optimizer"
+    why = (
+        "the norm of shards depends on how weights lie in buffers, and FP8 weights have a buffer of their own"
+    )
+    return [
+        Patch(
+            f"{core}.distrib_optimizer.DistributedOptimizer", "get_grad_norm", norm_of_shards, why, wrap=True
+        ),
+        Patch(f"{core}.optimizer.ChainedOptimizer", "get_grad_norm", norm_of_shards, why, wrap=True),
+    ]

@@ -1,0 +1,161 @@
+"""Loss scaling under Megatron-Core: its names and its calls, this package's rule, and one verdict for all ranks.
+
+Megatron-Core 0.16 asks each optimizer of a chain (dense weights, experts) for its own verdict, over that optimizer's own
+group, and lets each one's scaler act on it at once. Three things go wrong, all silent:
+
+* the loss is multiplied by the first scaler's scale and each optimizer divides by its own: after an overflow in an expert
+  they differ, and the experts' gradients are wrong by powers of two;
+* an FP8 cast saturates an Inf, so gradients look finite, the step counts as clean, and the scale never comes down;
+* without the distributed optimizer every data-parallel replica decides for itself. Gradients are equal there by then, but
+  where a fault makes them differ, one replica steps, the other does not, and they never meet again.
+
+So the scalers only listen while optimizers prepare their gradients; then one collective over all ranks joins what was
+found in gradients and in FP8 casts, and every scaler gets the same verdict. Rejected: Megatron-Core's DynamicGradScaler
+underneath. Its hysteresis is refilled by a growth and not by a clean step, so two overflows a thousand steps apart count
+as consecutive; undoing that from outside takes as many lines as the rule itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+
+from ...state.loss_scaler import LossScaler, agree
+from ..iteration import found_nonfinite
+from ..patches.patching import Patch
+
+MAX_SCALE = 2.0**32
+"""Megatron-Core has no name for an upper bound; its own initial scale is one that no float16 gradient needs more than."""
+
+
+class Float16GradScaler(MegatronGradScaler):
+    """LossScaler where Megatron-Core expects a DynamicGradScaler; arguments as there.
+
+    ``skipped`` steps are counted by ``rule``. The bound above is ``MAX_SCALE``, or the initial scale if that is larger.
+    """
+
+    _scale: torch.Tensor
+
+    def __init__(
+        self,
+        initial_scale: float,
+        min_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        hysteresis: int,
+    ) -> None:
+        self.rule = LossScaler(
+            initial_scale,
+            growth_factor,
+            backoff_factor,
+            int(growth_interval),  # a float by Megatron-Core's default type
+            hysteresis,
+            min_scale,
+            max(MAX_SCALE, initial_scale),
+        )
+        super().__init__(initial_scale)
+
+    def update(self, found_inf: bool) -> None:
+        """What one optimizer found. Nothing happens yet: ``settle`` has everybody's verdict."""
+
+    def settle(self, overflow: bool) -> None:
+        """The verdict of all optimizers, casts and ranks on one step."""
+        self.rule.update(overflow)
+        self._take_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Megatron-Core's names, and ``skipped``; scale float32 [1]."""
+        rule = self.rule
+        return {
+            "scale": self._scale,
+            "growth_tracker": rule.clean_steps,
+            "hysteresis_tracker": rule.hysteresis - rule.overflows,
+            "skipped": rule.skipped,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over this scaler's state, or one of Megatron-Core's own."""
+        rule = self.rule
+        rule.load_state_dict(
+            {
+                "scale": float(state_dict["scale"]),
+                "clean_steps": int(state_dict["growth_tracker"]),
+                "overflows": max(rule.hysteresis - int(state_dict["hysteresis_tracker"]), 0),
+                "skipped": int(state_dict.get("skipped", 0)),
+            }
+        )
+        self._take_scale()
+
+    def _take_scale(self) -> None:
+        # A new tensor: whoever holds the old one means the old scale.
+        self._scale = torch.full_like(self._scale, self.rule.scale)
+
+
+def set_max_scale(optimizer: Any, max_scale: float) -> None:
+    """Give the dynamic loss scalers of an optimizer their upper bound. ValueError if it is below the scale."""
+    for scaler in scalers(optimizer):
+        scaler.rule = replace(scaler.rule, max_scale=max_scale)
+
+
+def scalers(optimizer: Any) -> list[Float16GradScaler]:
+    """The dynamic loss scalers of an optimizer or of a chain, all in the same state; empty unless it is FP16."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    found = [getattr(part, "grad_scaler", None) for part in parts]
+    return [scaler for scaler in found if isinstance(scaler, Float16GradScaler)]
+
+
+_preparing = False
+"""Whether a chain's optimizers prepare their gradients: only the outermost prepare_grads settles."""
+
+
+def one_verdict(original: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    """prepare_grads, which says whether to skip the step: the same on all ranks, for gradients and for FP8 casts."""
+
+    @functools.wraps(original)
+    def prepare_grads(self: Any) -> bool:
+        global _preparing
+        if _preparing:
+            return bool(original(self))
+        _preparing = True
+        try:
+            found = bool(original(self))
+        finally:
+            _preparing = False
+        return _settle(self, found or found_nonfinite())
+
+    return prepare_grads
+
+
+def _settle(optimizer: Any, overflow: bool) -> bool:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    # Without a scaler no gradient is looked at, and what casts met is known to all ranks.
+    if any(getattr(part, "grad_scaler", None) is not None for part in parts):
+        overflow = agree(overflow)
+    for scaler in scalers(optimizer):
+        scaler.settle(overflow)
+    return overflow
+
+
+def patches() -> list[Patch]:
+    """The scaler that Megatron-Core makes, and the three places where a step's verdict is asked for."""
+    core = "megatron.core.optimizer"
+    why = "each optimizer of a chain decides for itself, and none sees what FP8 casts saturated"
+    return [
+        Patch(
+            f"{core}.grad_scaler",
+            "DynamicGradScaler",
+            Float16GradScaler,
+            "its hysteresis is not consecutive, it has no upper bound, and it acts on one optimizer's verdict",
+            everywhere=True,
+        ),
+        *(
+            Patch(f"{core}.optimizer.{owner}", "prepare_grads", one_verdict, why, wrap=True)
+            for owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+        ),
+    ]

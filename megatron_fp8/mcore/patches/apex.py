@@ -1,0 +1,85 @@
+"""NVIDIA's apex, where it is installed: Megatron-Core's own hooks take it up, and the report says for what.
+
+Megatron-Core chooses its fused Adam, gradient clipping and LayerNorm when it is imported, and its fused accumulation of
+weight gradients by ``gradient_accumulation_fusion``. What this package does: it stands aside where apex is complete (on a
+GPU, with the CUDA extension that the part needs), and takes the place of the parts that apex lacks: RMSNorm, and anything
+whose extension was not built. FP8 linears accumulate their own weight gradients in float32; apex does it for BF16 ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Any
+
+from .. import installed as compat
+from ..layers.norm import Norm
+from .patching import Patch
+
+
+class NormOfConfig:
+    """apex's LayerNorm or this package's RMSNorm, as config.normalization says; arguments as of both."""
+
+    def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.normalization != "LayerNorm":
+            return Norm(config, *args, **kwargs)
+        from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+        return FusedLayerNorm(config, *args, **kwargs)
+
+
+def norm_class() -> type:
+    """What layer specs and the final norm are made of here."""
+    return NormOfConfig if compat.uses_apex("fused_layer_norm_cuda") else Norm
+
+
+def apex_use(config: Any, model_chunks: list[Any]) -> str:
+    """What apex does in this training: 'not installed', 'used for ...', or why an installed one is not used."""
+    if not compat.has_apex():
+        return "not installed"
+    try:
+        version = f"apex {metadata.version('apex')}"
+    except metadata.PackageNotFoundError:
+        version = "apex"
+    uses = [what for what, used in _uses(config, model_chunks).items() if used]
+    return f"{version} used for {', '.join(uses)}" if uses else f"{version} is not used: {_why_not()}"
+
+
+def _uses(config: Any, model_chunks: list[Any]) -> dict[str, bool]:
+    """Purpose -> whether Megatron-Core took apex for it, as it is bound now."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import clip_grads
+
+    modules = [module for chunk in model_chunks for module in chunk.modules()]
+    clips = getattr(sys.modules.get("amp_C"), "multi_tensor_scale", None)
+    return {
+        "Adam": optimizer.Adam.__module__.startswith("apex."),
+        "gradient clipping": clips is not None and clip_grads.multi_tensor_scale_impl is clips,
+        "LayerNorm": any(type(module).__name__ == "FusedLayerNorm" for module in modules),
+        "weight gradients of BF16 linears, accumulated in float32": bool(config.gradient_accumulation_fusion),
+    }
+
+
+def _why_not() -> str:
+    if not compat.has_cuda():
+        return "its kernels need a CUDA device"
+    if compat.has_te():
+        return "Megatron-Core prefers Transformer Engine's"
+    return "it was built without its CUDA extensions"
+
+
+def cpu_patches() -> list[Patch]:
+    """Without a GPU Megatron-Core would clip with the CUDA kernels of an apex that is installed: its own do it here."""
+    from megatron.core import utils
+
+    core = "megatron.core.optimizer"
+    names = {
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+        "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+    }
+    return [
+        Patch(f"{core}.{module}", name, names[name], "apex's kernels are for CUDA tensors")
+        for module, wanted in {"clip_grads": tuple(names), "optimizer": tuple(names)[:2]}.items()
+        for name in wanted
+    ]

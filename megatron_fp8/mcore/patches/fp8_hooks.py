@@ -1,0 +1,222 @@
+"""The patches by which Megatron-Core finds our FP8 context, layers, recompute and iteration boundary."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ... import fp8_utils
+from ...plan.switch import remember_fp8
+from .. import installed as compat
+from .patching import Patch
+
+
+def patches() -> list[Patch]:
+    """All FP8 hooks of Megatron-Core 0.16."""
+    from .. import params
+    from ..layers import fusion
+    from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
+    from ..optimizer import fp8_params as param_optimizer
+    from ..optimizer import grad_norm, loss_scaler
+    from ..substitute import build_own_modules, final_norm_of_the_layers
+    from ..te import context as te_context
+
+    core = "megatron.core"
+    checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
+    return [
+        Patch(
+            f"{core}.fp8_utils",
+            "get_fp8_context",
+            te_context.get_fp8_context,
+            "without Transformer Engine it is a nullcontext: FP8 asked for, BF16 run, nothing said",
+            everywhere=True,
+        ),
+        Patch(
+            f"{core}.fp8_utils",
+            "get_fp8_recipe",
+            fp8_utils.get_fp8_recipe,
+            "without Transformer Engine it returns None",
+            everywhere=True,
+        ),
+        Patch(
+            f"{core}.transformer.spec_utils",
+            "build_module",
+            build_own_modules,
+            "specs without Transformer Engine name linears that run in BF16 whatever fp8 says",
+            wrap=True,
+            everywhere=True,
+        ),
+        Patch(
+            f"{core}.transformer.transformer_block",
+            "_get_block_submodules",
+            final_norm_of_the_layers,
+            "the final norm of a block made from one layer's spec is not the spec's",
+            wrap=True,
+            everywhere=True,
+        ),
+        *(
+            Patch(
+                f"{core}.{module}",
+                "te_checkpoint",
+                checkpoint_of_backend,
+                checkpoint_why,
+                wrap=True,
+                create=create,
+            )
+            for module, create in (
+                ("transformer.transformer_block", False),
+                ("transformer.moe.moe_layer", True),
+                ("extensions.transformer_engine", True),
+            )
+        ),
+        Patch(
+            f"{core}.transformer.module.MegatronModule",
+            "set_is_first_microbatch",
+            prepare_at_first_microbatch,
+            "called by every schedule before an iteration's first forward: sites get their names then",
+            wrap=True,
+        ),
+        *(
+            Patch(
+                f"{core}.pipeline_parallel.schedules",
+                f"forward_backward_{schedule}",
+                keep_weights_for_microbatches,
+                "weights are quantised once for all microbatches of an iteration, while nobody else can write them",
+                wrap=True,
+                everywhere=True,
+            )
+            for schedule in (
+                "no_pipelining",
+                "pipelining_with_interleaving",
+                "pipelining_without_interleaving",
+            )
+        ),
+        Patch(
+            f"{core}.models.common.language_module.language_module.LanguageModule",
+            "__init__",
+            prepare_at_first_forward,
+            "a training loop without Megatron's schedules says nothing before the first forward",
+            wrap=True,
+        ),
+        Patch(
+            f"{core}.pipeline_parallel.schedules",
+            "get_model_config",
+            end_iterations_of_plain_configs,
+            "a plain Megatron config does not wrap finalize_model_grads_func by itself",
+            wrap=True,
+        ),
+        Patch(
+            f"{core}.fusions.fused_bias_swiglu",
+            "bias_swiglu_impl",
+            store_swiglu_input_in_fp8,
+            "activation_func_fp8_input_store stores codes without a scale",
+            wrap=True,
+            everywhere=True,
+        ),
+        Patch(
+            f"{core}.fusions.fused_bias_swiglu",
+            "weighted_bias_swiglu_impl",
+            store_expert_swiglu_input_in_fp8,
+            "activation_func_fp8_input_store stores codes without a scale",
+            wrap=True,
+            everywhere=True,
+        ),
+        *params.patches(),
+        *param_optimizer.patches(),
+        *grad_norm.patches(),
+        *fusion.patches(),
+        *loss_scaler.patches(),
+    ]
+
+
+def fp8_checkpoint(
+    forward: Callable[..., Any],
+    distribute_saved_activations: bool,
+    _rng: Any,
+    _group: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation meets the same ambient FP8."""
+    from megatron.core import tensor_parallel
+
+    run = remember_fp8(functools.partial(forward, **kwargs))
+    return tensor_parallel.checkpoint(run, distribute_saved_activations, *args)
+
+
+def checkpoint_of_backend(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+    """fp8_checkpoint, which leaves Transformer Engine's own FP8 layers to its checkpoint where there is one."""
+    if theirs is None or not compat.has_te():
+        return fp8_checkpoint
+    from ..te import context as te_context
+
+    return te_context.checkpoint(fp8_checkpoint, theirs)
+
+
+def prepare_at_first_microbatch(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """MegatronModule.set_is_first_microbatch, which first prepares the FP8 sites of the model."""
+
+    def set_is_first_microbatch(self: Any) -> None:
+        from ..params import refuse_bf16_weights
+        from ..sites import prepare
+
+        prepare([self])
+        refuse_bf16_weights(self)
+        original(self)
+
+    return set_is_first_microbatch
+
+
+def keep_weights_for_microbatches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule, in which codes of weights are kept from microbatch to microbatch.
+
+    Around it they are not: a loop of one's own, or whoever merges adapters, writes weights when it likes.
+    """
+
+    @functools.wraps(original)
+    def schedule(*, model: Any, **kwargs: Any) -> Any:
+        from ..sites import keeping_weights
+
+        with keeping_weights(model if isinstance(model, list) else [model]):
+            return original(model=model, **kwargs)
+
+    return schedule
+
+
+def prepare_at_first_forward(original: Callable[..., None]) -> Callable[..., None]:
+    """LanguageModule.__init__; an FP8 model's sites get their names before its first forward in training."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        if config.fp8:
+            self.register_forward_pre_hook(_prepare_before)
+
+    return __init__
+
+
+def _prepare_before(model: Any, args: Any) -> None:
+    if model.training and not torch.compiler.is_compiling():
+        from ..sites import prepare
+
+        prepare([model])
+
+
+def end_iterations_of_plain_configs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """get_model_config, which makes a Megatron config (not this package's) end FP8 iterations too."""
+
+    def get_model_config(model: Any) -> Any:
+        from ..config.transformer_config import IterationEnd
+
+        config = original(model)
+        if getattr(config, "fp8", None) and not isinstance(config.finalize_model_grads_func, IterationEnd):
+            config.finalize_model_grads_func = IterationEnd(config.finalize_model_grads_func)
+        return config
+
+    return get_model_config
+
+
+__all__ = ["fp8_checkpoint", "patches"]

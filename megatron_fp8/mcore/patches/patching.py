@@ -1,0 +1,174 @@
+"""Named, checked, reversible replacements of attributes in other packages.
+
+A `Patch` says which attribute of which module or class is replaced, by what, and why. A `PatchSet` applies a
+list of them all or nothing: every name is looked up before the first one is touched, so a Megatron-Core that
+moved a function is an error that names it, and never a hook that silently does nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..installed import installed_megatron
+
+_ABSENT = object()  # the owner inherits the attribute, or has none: reverting deletes ours
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute to replace.
+
+    target       dotted path of a module ('torch.cuda') or of a class in one ('torch.Tensor')
+    name         the attribute; it must exist, unless `create` is set
+    replacement  the new value; with `wrap`, a function that is given the old value and returns the new one
+    why          one line for people who meet the patch in an error
+    everywhere   also rebind every attribute of a loaded Megatron-Core module that *is* the old value: modules
+                 that said 'from x import f' before the patch would not see a new x.f
+    create       the attribute need not exist (Megatron reads it, but only an optional package defines it)
+    """
+
+    target: str
+    name: str
+    replacement: Any
+    why: str
+    wrap: bool = False
+    everywhere: bool = False
+    create: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.target}.{self.name}"
+
+
+@dataclass(frozen=True)
+class _Binding:
+    """A replaced attribute: what stood in the owner's own dictionary, and what stands there now."""
+
+    owner: Any
+    name: str
+    before: Any
+    after: Any
+
+
+class PatchSet:
+    """A list of patches, applied together and reverted together. `apply` and `revert` are idempotent."""
+
+    def __init__(self, patches: Iterable[Patch]):
+        self.patches = tuple(patches)
+        self._bindings: list[_Binding] = []
+        # (old, new) of names that modules import: one loaded while the patches stand has only ever seen the new value
+        self._imported: list[tuple[Any, Any]] = []
+        self.applied = False
+
+    def apply(self) -> None:
+        """Applies every patch in order.
+
+        Raises RuntimeError, and replaces nothing, if a name does not exist in the installed packages.
+        """
+        if self.applied:
+            return
+        owners = [resolve(patch) for patch in self.patches]
+        for patch, owner in zip(self.patches, owners, strict=True):
+            old = getattr(owner, patch.name, None)
+            new = patch.replacement(old) if patch.wrap else patch.replacement
+            self._bind(owner, patch.name, new)
+            if patch.everywhere:
+                self._imported.append((old, new))
+                for module, name in _imported_by_name(old):
+                    self._bind(module, name, new)
+        self.applied = True
+
+    def revert(self) -> None:
+        """Puts back, in reverse order, exactly what stood in each owner's own dictionary.
+
+        Raises RuntimeError, and reverts nothing, if somebody else replaced one of the names after us: undoing
+        ours would undo theirs.
+        """
+        if not self.applied:
+            return
+        latest = {(id(b.owner), b.name): b for b in self._bindings}
+        for b in latest.values():
+            if vars(b.owner).get(b.name, _ABSENT) is not b.after:
+                raise RuntimeError(
+                    f"{_path(b.owner)}.{b.name} was replaced by other code after megatron_fp8 patched it; "
+                    "undo that replacement before uninstalling"
+                )
+        for b in reversed(self._bindings):
+            if b.before is _ABSENT:
+                delattr(b.owner, b.name)
+            else:
+                setattr(b.owner, b.name, b.before)
+        for old, new in reversed(self._imported):
+            for module, name in _imported_by_name(new):
+                setattr(module, name, old)
+        self._bindings.clear()
+        self._imported.clear()
+        self.applied = False
+
+    def _bind(self, owner: Any, name: str, new: Any) -> None:
+        before = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, new)
+        # Read back what was stored: a class keeps a descriptor as it is, so `is` holds on revert.
+        self._bindings.append(_Binding(owner, name, before, vars(owner)[name]))
+
+
+def resolve(patch: Patch) -> Any:
+    """The module or class that `patch` changes, imported if need be.
+
+    Raises RuntimeError naming the attribute and the installed Megatron-Core version if it, or its owner, is
+    missing.
+    """
+    owner = _locate(patch.target)
+    if owner is None or not (patch.create or hasattr(owner, patch.name)):
+        raise RuntimeError(
+            f"cannot patch {patch}: no such name in the installed packages ({installed_megatron()}). "
+            f"It is needed because: {patch.why}. "
+            "megatron_fp8 supports megatron-core 0.16.x: pip install megatron-core==0.16.1"
+        )
+    return owner
+
+
+def _locate(path: str) -> Any:
+    """Imports the longest prefix of `path` that is a module, follows the rest as attributes; or None."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        try:
+            owner: Any = importlib.import_module(prefix)
+        except ModuleNotFoundError as error:
+            # Only "this prefix is no module" is an answer; a module that fails on an import of its own is a
+            # failure.
+            if error.name is None or not (prefix == error.name or prefix.startswith(error.name + ".")):
+                raise
+            continue
+        for attribute in parts[length:]:
+            owner = getattr(owner, attribute, None)
+        return owner
+    return None
+
+
+def _imported_by_name(value: Any) -> list[tuple[Any, str]]:
+    """Every (module, attribute) of the loaded Megatron-Core modules that is `value` itself."""
+    return [
+        (module, name)
+        for module in loaded_megatron_modules()
+        for name, v in vars(module).items()
+        if v is value
+    ]
+
+
+def loaded_megatron_modules() -> list[Any]:
+    """The modules of Megatron-Core that are imported now."""
+    return [
+        m
+        for name, m in list(sys.modules.items())
+        if m is not None and name.split(".")[:2] == ["megatron", "core"]
+    ]
+
+
+def _path(owner: Any) -> str:
+    module = getattr(owner, "__module__", None)
+    return f"{module}.{owner.__qualname__}" if module else owner.__name__

@@ -1,0 +1,101 @@
+"""The size filter under Megatron-Core: a linear's shape on this rank, and the GEMMs that a config will have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from ..plan.site_plan import SitePlan, bf16_site
+from ..plan.size_table import Gemm, load_table
+from ..plan.timing import device_label
+
+LEFT = "fp8_size_filter: "
+"""How the reason of a site begins that the filter left in BF16."""
+
+
+def filtered(config: Any, plan: SitePlan, linear: Any) -> SitePlan:
+    """The site's plan as the config's table has it: unchanged but for its reason, or BF16. Without a table: the plan.
+
+    Args:
+        linear: one of Megatron-Core's parallel linears; its weight [N, K] is this rank's part.
+
+    Raises:
+        ValueError: the table is not one, was measured elsewhere or with something else, or says that FP8 pays nowhere.
+    """
+    path = getattr(config, "fp8_size_filter", None)
+    if path is None or plan.precision == "bf16":
+        return plan
+    assert plan.backend is not None and plan.recipe is not None
+    table = load_table(path)
+    table.check(device_label(linear.weight.device), plan.backend, plan.recipe)
+    tokens = table.tokens(getattr(config, "fp8_size_filter_tokens", None))
+    n, k = linear.weight.shape
+    share = ""
+    if linear.is_expert:
+        tokens, share = expert_tokens(config, tokens), " (an expert's share of the tokens if all get as many)"
+    verdict = table.verdict(Gemm(k, n, tokens))
+    reason = f"{LEFT}{verdict.reason}{share}"
+    if not verdict.pays:
+        return bf16_site(plan.name, plan.layer, reason)
+    return SitePlan(**{**vars(plan), "reason": f"{plan.reason}; {reason}"})
+
+
+def expert_tokens(config: Any, tokens: int) -> int:
+    """Tokens that one expert gets of a microbatch of ``tokens``, when all experts get as many; at least 1."""
+    expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
+    routed = tokens * config.moe_router_topk * expert_ranks
+    return max(1, routed // (config.tensor_model_parallel_size * config.num_moe_experts))
+
+
+def gemm_shapes(config: Any, tokens: int) -> dict[str, Gemm]:
+    """The linears of one layer of a dense or MoE GPT with the shapes that one rank multiplies.
+
+    ValueError for multi-latent attention, whose projections are others.
+    """
+    if config.multi_latent_attention:
+        raise ValueError(
+            "multi_latent_attention=True: the shapes of its projections are not derived from a config; give them with"
+            " --shape KxNxTOKENS"
+        )
+    tp, hidden = config.tensor_model_parallel_size, config.hidden_size
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    gate = 2 if config.gated_linear_unit else 1
+    found = {
+        "linear_qkv": Gemm(hidden, (heads + 2 * groups) * config.kv_channels // tp, tokens),
+        "linear_proj": Gemm(heads * config.kv_channels // tp, hidden, tokens),
+    }
+
+    def mlp(prefix: str, ffn: int, parts: int, tokens: int) -> None:
+        found[f"{prefix}linear_fc1"] = Gemm(hidden, gate * ffn // parts, tokens)
+        found[f"{prefix}linear_fc2"] = Gemm(ffn // parts, hidden, tokens)
+
+    dense = config.num_moe_experts is None or not _all_layers_have_experts(config)
+    if dense:
+        mlp("", config.ffn_hidden_size, tp, tokens)
+    if config.num_moe_experts is not None:
+        etp = config.expert_tensor_parallel_size or 1
+        mlp("experts.", config.moe_ffn_hidden_size, etp, expert_tokens(config, tokens))
+        if config.moe_shared_expert_intermediate_size is not None:
+            mlp("shared_experts.", config.moe_shared_expert_intermediate_size, tp, tokens)
+    return found
+
+
+def _all_layers_have_experts(config: Any) -> bool:
+    every = config.moe_layer_freq
+    return every == 1 if isinstance(every, int) else all(every)
+
+
+def announce(plans: Iterable[SitePlan]) -> None:
+    """A line, on the first rank, if the filter left sites in BF16. The report has each with its reason."""
+    plans = list(plans)
+    left = [plan.name for plan in plans if plan.reason.startswith(LEFT)]
+    if left and not (dist.is_initialized() and dist.get_rank() != 0):
+        print(
+            f"megatron_fp8: fp8_size_filter leaves {len(left)} of this rank's {len(plans)} GEMM sites in BF16, where FP8"
+            f" does not pay; the report says why: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}",
+            file=sys.stderr,
+            flush=True,
+        )

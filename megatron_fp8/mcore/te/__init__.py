@@ -1,0 +1,1 @@
+"""Transformer Engine's layers in this package's plan and report."""

@@ -1,0 +1,49 @@
+"""Which settings cannot be had from Transformer Engine's layers: errors, because TE would drop them without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...backends.transformer_engine import name, unmapped
+from ...fp8_utils import get_fp8_recipe
+
+if TYPE_CHECKING:
+    from ..config.transformer_config import TransformerConfig
+
+# (setting, what of it is refused, why). What a recipe cannot express is backends/transformer_engine.py's ``unmapped``.
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("fp8_wgrad", lambda value: not value, "its linears have no weight gradient in BF16"),
+    ("fp8_param", bool, "FP8 weights are this package's own"),
+    ("fp8_size_filter", bool, "its table is of this package's GEMMs"),
+    ("fp8_high_precision_warmup", bool, "phases in BF16 are this package's"),
+    ("fp8_high_precision_healing", bool, "phases in BF16 are this package's"),
+    ("num_moe_experts", bool, "it shares amaxes between ranks that hold different experts"),
+)
+
+
+def wants_te(config: Any) -> bool:
+    """Whether this config asks for FP8 from Transformer Engine's layers."""
+    return bool(config.fp8) and getattr(config, "fp8_backend", None) == name
+
+
+def check_te_settings(config: TransformerConfig) -> None:
+    """ValueError for a setting that Transformer Engine's layers cannot honour; nothing for another backend."""
+    if not wants_te(config):
+        return
+    for setting, refused, why in _REFUSED:
+        value = getattr(config, setting)
+        if refused(value):
+            raise ValueError(
+                f"{setting}={value!r} cannot be had from fp8_backend={name!r}: {why}. Use fp8_backend='native', or drop"
+                f" {setting}"
+            )
+    for glob, target in config.fp8_overrides.items():
+        if target != "bf16":
+            raise ValueError(
+                f"fp8_overrides[{glob!r}]={target!r} cannot be had from fp8_backend={name!r}: its context has one recipe"
+                " for all layers. Override with 'bf16', or use fp8_backend='native'"
+            )
+    reason = unmapped(get_fp8_recipe(config))
+    if reason is not None:
+        raise ValueError(f"fp8_backend={name!r}: {reason}. Use fp8_backend='native', or drop the setting")

@@ -1,0 +1,88 @@
+"""FP8 contexts where Transformer Engine's layers may run: ours says which layers, TE's lets them run FP8.
+
+Megatron-Core enters the context once around all layers with delayed scaling, else around each layer. TE updates the
+scales of delayed scaling when its outermost context is left, so it must not be entered once a layer. Layers that stay in
+BF16 leave it for the time of their call (te/layers.py); so they compose with delayed scaling, which Megatron-Core
+refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from megatron.core import parallel_state
+
+from ... import fp8_utils
+from ...backends import choose_backend
+from ...backends import transformer_engine as engine
+from ...plan.switch import disabled_reason
+from .. import installed as compat
+from ..sites import model_device
+from .checks import wants_te
+
+
+def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
+    """fp8_utils.get_fp8_context, and inside it Transformer Engine's where the config asks for TE's layers."""
+    ours = fp8_utils.get_fp8_context(config, layer_no, is_init)
+    return _both(ours, config) if not is_init and _has_te_layers(config) else ours
+
+
+def choose_te_layers(config: Any) -> bool:
+    """Whether a model of this config is made of Transformer Engine's layers: asked for, and they can run.
+
+    Raises:
+        ValueError: asked for, and they cannot; with fp8_fallback='warn' each site says so instead.
+    """
+    chosen = wants_te(config)
+    if chosen:
+        try:
+            choose_backend(engine.name, model_device(), fp8_utils.get_fp8_recipe(config), layers=True)
+        except ValueError:
+            if config.fp8_fallback != "warn":
+                raise
+            chosen = False
+    config.__dict__["_te_layers"] = chosen
+    return chosen
+
+
+def _has_te_layers(config: Any) -> bool:
+    if not wants_te(config):
+        return False
+    chosen = config.__dict__.get("_te_layers")
+    return choose_te_layers(config) if chosen is None else chosen
+
+
+@contextmanager
+def _both(ours: AbstractContextManager[None], config: Any) -> Iterator[None]:
+    with ours:
+        if disabled_reason() is not None:
+            yield
+            return
+        with engine.autocast(recipe_of(config), amax_group(config)):
+            yield
+
+
+def recipe_of(config: Any) -> Any:
+    """TE's recipe object of this config, made once."""
+    made = config.__dict__.get("_te_recipe")
+    if made is None:
+        made = config.__dict__["_te_recipe"] = engine.te_recipe(fp8_utils.get_fp8_recipe(config))
+    return made
+
+
+def amax_group(config: Any) -> Any:
+    """The ranks that share delayed scaling's amaxes; None without model parallelism."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return compat.amax_group(config, expert=False)
+
+
+def checkpoint(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's te_checkpoint: TE's own inside one of TE's contexts, whose state it brings back, else ``ours``."""
+
+    def te_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        return (theirs if engine.is_enabled() else ours)(*args, **kwargs)
+
+    return te_checkpoint

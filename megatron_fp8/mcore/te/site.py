@@ -1,0 +1,33 @@
+"""A GEMM site whose layer is Transformer Engine's: a place in the plan, with nothing to quantise or multiply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...numerics.formats import ROLES
+from ...plan.site_plan import SitePlan
+from ...state.arena import Fp8State
+
+
+@dataclass
+class TeSite:
+    """What a report, a checkpoint and an iteration ask of a site (site.GemmSite), for a layer that does its own casts.
+
+    Attributes:
+        plan: the site's entry.
+        state: the model's FP8 state: its iteration and counts. There are no slots: TE keeps amaxes and health to itself.
+        notes: what was found out while it ran.
+        verified: whether TE's quantizers were seen to do as the recipe says.
+        quantizers: None for every role.
+    """
+
+    plan: SitePlan
+    state: Fp8State
+    notes: set[str] = field(default_factory=set)
+    verified: bool = False
+    quantizers: dict[str, None] = field(default_factory=lambda: dict.fromkeys(ROLES))
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether this site runs in FP8, as planned."""
+        return self.plan.precision == "fp8"

@@ -1,0 +1,220 @@
+"""Fp8Trainer: one optimizer step of a PyTorch model in FP8, in the order in which its parts must happen.
+
+    trainer = Fp8Trainer(model, optimizer, compute_loss, scaler=LossScaler(), clip_grad=1.0)
+    for batch in batches:
+        step = trainer.train_step(batch)
+
+``train_step`` is written to be read: whoever has a training loop already finds in it where each line belongs. The order
+matters in two places. Gradients are unscaled before they are clipped, since the clip is a length of true gradients. And
+FP8's iteration ends before the optimizer steps: a cast saturates an Inf, which the gradients then do not show, so what
+casts met must be known when it is decided whether to step.
+
+Rejected: a torch.amp.GradScaler in here. It decides on each rank alone, and from gradients alone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from ..files.disk import sync
+from ..params.fp8_parameter import Fp8Parameter
+from ..state.loss_scaler import LossScaler, agree, unscale_
+from ..state.phases import Phases
+from . import fp8_state_dict, fp8_step, load_fp8_state_dict
+from .linear import Fp8Layer
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one ``train_step`` did.
+
+    Attributes:
+        loss: this rank's, the mean over its microbatches, unscaled; NaN and Inf as they came.
+        skipped: whether the weights were left as they were, on all ranks, because something was not finite.
+        grad_norm: 2-norm of the gradient before clipping; None if the step was skipped or nothing is clipped.
+        loss_scale: by which the loss was multiplied; 1 without a scaler.
+        nonfinite: NaN and Inf that FP8 casts met, over all ranks.
+    """
+
+    loss: float
+    skipped: bool
+    grad_norm: float | None
+    loss_scale: float
+    nonfinite: int
+
+
+class Fp8Trainer:
+    """Trains a model, converted to FP8 or not, bare or in DistributedDataParallel or fully_shard, on its device.
+
+    Args:
+        model, optimizer: of torch. The optimizer's parameters are float32 or bfloat16; for float16 keep them float32 and
+            use torch.autocast(dtype=torch.float16) in ``compute_loss``.
+        compute_loss: (model, microbatch) -> the microbatch's mean loss, a scalar.
+        scaler: needed where activations and gradients are float16; None multiplies by 1. Either way a step is skipped in
+            which a gradient or an FP8 cast met NaN or Inf.
+        clip_grad: largest norm of the whole gradient; None: no clipping.
+        warmup, healing: the first and the last fraction of the training in high precision (phases.py).
+        length: steps of the whole training; needed with ``warmup`` or ``healing``.
+        group: the ranks that train this model; None: all, if torch.distributed is initialised.
+
+    ``iteration`` counts calls of ``train_step`` and ``skipped`` those that left the weights alone.
+
+    Raises:
+        ValueError: a fraction is not in [0, 1), leaves nothing to FP8, comes without a length or an FP8 model, or with
+            weights that live as FP8; clip_grad is not above 0.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compute_loss: Callable[[torch.nn.Module, Any], Tensor],
+        *,
+        scaler: LossScaler | None = None,
+        clip_grad: float | None = None,
+        warmup: float = 0.0,
+        healing: float = 0.0,
+        length: int | None = None,
+        group: Any = None,
+    ) -> None:
+        if clip_grad is not None and not clip_grad > 0:
+            raise ValueError(f"clip_grad={clip_grad!r} must be above 0; None switches clipping off")
+        self.model, self.optimizer, self.compute_loss = model, optimizer, compute_loss
+        self.scaler, self.clip_grad, self.group = scaler, clip_grad, group
+        self.is_fp8 = any(isinstance(module, Fp8Layer) for module in model.modules())
+        self.iteration = self.skipped = 0
+        self._set_phases(warmup, healing, length)
+
+    def train_step(self, *microbatches: Any) -> Step:
+        """One optimizer step on the mean loss of the microbatches. Collective over all ranks of the group.
+
+        It calls fp8_step, so the optimizer must not (register_fp8_step).
+
+        Raises RuntimeError as fp8_step does; ValueError for float16 gradients, or if there is no microbatch.
+        """
+        if not microbatches:
+            raise ValueError("train_step() was given no microbatch: give one, or several to accumulate")
+        scale = self.scaler.scale if self.scaler else 1.0
+        loss = 0.0
+        self.model.train()
+        self.optimizer.zero_grad()
+        for number, microbatch in enumerate(microbatches, start=1):
+            with self._reducing(number == len(microbatches)):
+                part = self.compute_loss(self.model, microbatch).float() / len(microbatches)
+                (self.scaler.scale_loss(part) if self.scaler else part).backward()
+            loss += float(part.detach())
+
+        # FP8's iteration ends: amaxes and health are shared by all ranks, scales and histories updated.
+        nonfinite = fp8_step(self.model, group=self.group).nonfinite if self.is_fp8 else 0
+        found = unscale_(self._gradients(), scale)
+        overflow = agree(found or nonfinite > 0, self.group)
+
+        norm = None
+        if not overflow:
+            if self.clip_grad is not None:
+                norm = float(clip_grad_norm_(self._parameters(), self.clip_grad))
+            self.optimizer.step()
+        if self.scaler:
+            self.scaler.update(overflow)
+        self.iteration += 1
+        self.skipped += overflow
+        return Step(loss, overflow, norm, scale, nonfinite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training goes on from, between two steps: tensors and plain numbers.
+
+        Random streams and the place in the data are the caller's. With fully_shard use torch.distributed.checkpoint for
+        model and optimizer.
+        """
+        return {
+            "model": self._bare_model().state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "fp8": fp8_state_dict(self.model) if self.is_fp8 else {},
+            "counters": {"iteration": self.iteration, "skipped": self.skipped},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``; bit for bit, with the same data and random streams.
+
+        A scaler that the state lacks starts anew, and so do FP8 scales of a state that was saved without FP8.
+
+        Raises ValueError: it is no trainer's state, or its FP8 state is of another model or recipe.
+        """
+        parts = ("model", "optimizer", "scaler", "fp8", "counters")
+        missing = [part for part in parts if not isinstance(state, dict) or part not in state]
+        if missing:
+            raise ValueError(f"this is not the state of an Fp8Trainer: it has no {', '.join(missing)}")
+        if self.is_fp8 and state["fp8"]:
+            load_fp8_state_dict(self.model, state["fp8"])
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self._bare_model().load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.iteration, self.skipped = (int(state["counters"][name]) for name in ("iteration", "skipped"))
+
+    def save(self, path: str | Path) -> None:
+        """Write ``state_dict`` to a file, whole or not at all, down to the disk. Of several ranks, one calls it."""
+        beside = Path(f"{path}.new")
+        torch.save(self.state_dict(), beside)
+        sync(beside)
+        os.replace(beside, path)
+        sync(beside.parent)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a file of ``save``. Only tensors and plain values are read: a file cannot run code.
+
+        Raises ValueError: the file cannot be read, or is another thing.
+        """
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(f"{str(path)!r} is not a file of Fp8Trainer.save: {why}") from error
+        self.load_state_dict(state)
+
+    def _set_phases(self, warmup: float, healing: float, length: int | None) -> None:
+        if not (warmup or healing):
+            return
+        given = f"warmup={warmup!r}, healing={healing!r}, length={length!r}"
+        if not (0 <= warmup < 1 and 0 <= healing < 1):
+            raise ValueError(f"{given}: both are fractions of the training, from 0 up to but not including 1")
+        if length is None:
+            raise ValueError(f"{given}: the fractions need the number of steps of the whole training")
+        if not self.is_fp8:
+            raise ValueError(f"{given}: the model has no FP8 linear; call convert_to_fp8(model) first")
+        if any(isinstance(parameter, Fp8Parameter) for parameter in self.model.parameters()):
+            raise ValueError(f"{given}: weights live as FP8, and a phase in high precision needs others")
+        phases = Phases(warmup, healing, length)
+        for module in self.model.modules():
+            if isinstance(module, Fp8Layer):
+                module.fp8_site.state.phases = phases
+
+    def _reducing(self, last: bool) -> Any:
+        """DistributedDataParallel reduces gradients once a step: in the backward of the last microbatch."""
+        if last or not isinstance(self.model, DistributedDataParallel):
+            return nullcontext()
+        return self.model.no_sync()
+
+    def _bare_model(self) -> torch.nn.Module:
+        model = self.model
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        return getattr(model, "_orig_mod", model)  # of torch.compile
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]

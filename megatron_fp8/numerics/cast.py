@@ -1,0 +1,258 @@
+"""Between real numbers and 8-bit codes: the saturating cast, its stochastic sister, and the exact way back.
+
+There is one form of the cast here: ``code = RNE(clamp(float32(x) * float32(scale)))``, the product formed in float32.
+NaN -> 0x7F in both formats, +-Inf -> +-max, -0 keeps its sign, overflow saturates, nothing is flushed to zero.
+
+Rejected: ``x.to(torch.float8_e4m3fn)`` alone. What it does above 448 changed between torch releases (NaN before 2.12,
+saturation after; Inf for E5M2), and its NaN code carries the sign. Rejected too: ``x / scale_inv`` and products in
+bfloat16, which differ from the form above in a few codes per 10,000 and in 1-3 % of codes.
+
+Decoding is integer arithmetic: the code's bits are shifted into bfloat16's exponent and mantissa field and rebiased by
+one exact multiplication, since torch's own float8 -> bfloat16 conversion is not vectorised on CPU (10 x slower).
+
+On a GPU no value is looked at, since that would wait for it: NaN is mended whether there is one or not, and torch's own
+conversion, vectorised there, decodes.
+
+Large CPU tensors go through compiled loops (kernels/cpu.c) where a C compiler is at hand: same bits, a third of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .. import kernels
+from ..kernels.cpu import loops as cpu
+from .formats import E4M3, E5M2, FloatFormat, format_of
+from .subnormals import keeping_subnormals
+
+NAN_CODE = 0x7F
+CHUNK, GPU_CHUNK = 1 << 20, 1 << 26
+"""Elements taken through all passes together: intermediates stay in cache, and small enough for malloc to reuse. On a GPU
+each pass is a launch, so that only memory limits them."""
+_INF_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
+_INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def check_float(x: torch.Tensor) -> None:
+    """ValueError unless x is float32, bfloat16 or float16: the dtypes that may be quantised."""
+    if x.dtype not in _INF_BITS:
+        raise ValueError(
+            f"cannot quantise a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
+        )
+
+
+def magnitude_bits(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """|x| as integers that sort like the numbers, and the integer of +Inf (greater ones are NaN). Same shape as x."""
+    check_float(x)
+    int_dtype = _INT_VIEW[x.dtype]
+    return x.view(int_dtype) & torch.iinfo(int_dtype).max, _INF_BITS[x.dtype]
+
+
+def count_nonfinite(x: torch.Tensor) -> torch.Tensor:
+    """Number of NaN and +-Inf elements of x (any shape; float32, bfloat16, float16), as an int64 tensor of shape []."""
+    bits, inf = magnitude_bits(x)
+    return (bits >= inf).sum()
+
+
+def chunks(rows: int, elements: int, device: torch.device) -> Iterator[slice]:
+    """Slices of a first dimension of ``rows`` that split ``elements`` into runs of about CHUNK (or GPU_CHUNK)."""
+    step = max(1, (GPU_CHUNK if device.type == "cuda" else CHUNK) * rows // max(elements, 1))
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
+
+
+@keeping_subnormals
+def cast(
+    x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False
+) -> torch.Tensor:
+    """Codes of ``x * scale``: saturating round-to-nearest-even (OFP8 section 5; the saturating mode).
+
+    Args:
+        x: any shape; float32, bfloat16 or float16.
+        scale: float32, broadcastable to x, finite and positive; None means 1.
+        fmt: E4M3 or E5M2.
+        bounded: the caller knows that x is finite and that scale is fmt.max / amax or less, so that no product lies
+            above fmt.max by more than its own rounding: nothing saturates, and the clamp is left out.
+
+    Returns:
+        A tensor of fmt.dtype with x's shape. NaN -> 0x7F, +-Inf -> +-max, +-0 keeps its sign.
+
+    Raises:
+        ValueError: x is not a floating dtype that can be quantised.
+    """
+    check_float(x)
+    if (scale is None or scale.numel() == 1) and cpu.usable(x):
+        return cpu.cast(x, scale, (0, 0), fmt.dtype)
+    if x.ndim == 0:
+        return cast(x[None], scale, fmt, bounded=bounded)[0]
+    if x.ndim > 1 and x.shape[0] == 1:  # the first dimension is the one that is cut into chunks
+        inner = scale[0] if scale is not None and scale.ndim == x.ndim else scale
+        return cast(x[0], inner, fmt, bounded=bounded)[None]
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    scale_by_row = scale is not None and scale.ndim == x.ndim and scale.shape[0] > 1
+    parts = list(chunks(x.shape[0], x.numel(), x.device))
+    if not parts:
+        return codes
+    scratch = torch.empty(x[parts[0]].shape, dtype=torch.float32, device=x.device)
+    for part in parts:
+        product = x[part]
+        out = scratch[: product.shape[0]]
+        if x.dtype != torch.float32:
+            product = out.copy_(product)
+        if scale is not None:
+            product = torch.mul(product, scale[part] if scale_by_row else scale, out=out)
+        if not bounded:
+            product = torch.clamp(product, -fmt.max, fmt.max, out=out)
+        codes[part].copy_(product)
+    return codes if bounded else _one_nan(codes)
+
+
+def _one_nan(codes: torch.Tensor) -> torch.Tensor:
+    """Gives NaN its one code, in place: conversion keeps the sign, so the other one is 0xFF."""
+    byte = codes.view(torch.uint8)
+    if codes.numel() and (kernels.looking_waits(codes.device) or bool(byte.max() == 0xFF)):
+        byte.masked_fill_(byte == 0xFF, NAN_CODE)
+    return codes
+
+
+@keeping_subnormals
+def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: bool = False) -> torch.Tensor:
+    """The real numbers that codes stand for, exactly. E5M2's Inf codes give Inf, 0x80 gives -0.
+
+    NaN codes, of either sign, give the canonical quiet NaN of dtype: 0x7FC0, 0x7E00, 0x7FC00000, 0x7FF8000000000000.
+
+    Args:
+        codes: float8_e4m3fn or float8_e5m2, any shape; the result has its strides.
+        dtype: bfloat16, float16 (E5M2: exact; E4M3: exact), float32 or float64.
+        finite: the caller knows that no code is NaN or Inf, which then need not be looked for.
+    """
+    fmt = format_of(codes.dtype)
+    assert fmt.signed, "E8M0 is a scale format: see scaling.e8m0_to_scale_inv"
+    if codes.ndim == 0:
+        return decode(codes[None], dtype, finite=finite)[0]
+    if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
+        return decode(codes.t(), dtype, finite=finite).t()
+    if cpu.usable(codes):
+        kernel_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        return cpu.decode(codes, None, (0, 0), kernel_dtype).to(dtype)
+    if kernels.looking_waits(codes.device):
+        return codes.to(dtype) if finite else one_nan_(codes.to(dtype))
+    if not (finite or known_finite(codes, fmt)):
+        return one_nan_(codes.to(torch.float32).to(dtype))
+    # Sign-extended, the code's magnitude is moved up to where the wider float keeps its low exponent bits.
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    values = torch.empty(codes.shape, dtype=wide, device=codes.device)
+    bits = values.view(_INT_VIEW[wide])
+    shift = (7 if wide == torch.bfloat16 else 23) - fmt.mantissa_bits
+    keep = (0x7F << shift) - (0x80 << (8 * wide.itemsize - 8))
+    rebias = 2.0 ** (127 - fmt.bias)
+    for part in chunks(codes.shape[0], codes.numel(), codes.device):
+        bits[part].copy_(codes[part].view(torch.int8)).bitwise_left_shift_(shift).bitwise_and_(keep)
+        values[part].mul_(rebias)
+    return values.to(dtype)
+
+
+def one_nan_(values: torch.Tensor) -> torch.Tensor:
+    """Gives NaN one pattern of bits, in place: the quiet one without sign or payload. Conversions and products differ in
+    what they make of a NaN's bits from processor to processor."""
+    return values.masked_fill_(values.isnan(), math.nan)
+
+
+def known_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
+    """Whether no code is NaN or Inf: every magnitude byte is below the first special's. False on a GPU: nobody looks."""
+    first = 0x7C if fmt.has_inf else 0x7F
+    if kernels.looking_waits(codes.device):
+        return False
+    if codes.numel() == 0:
+        return True
+    return bool(codes.view(torch.int8).max() < first) and bool(codes.view(torch.uint8).max() < 0x80 + first)
+
+
+@dataclass(frozen=True)
+class RandomKey:
+    """What names one stream of random bits: nothing of the layout or device is in it, so results do not depend on them.
+
+    seed and site make Philox's key, iteration and microbatch the upper half of its counter; each is taken mod 2^32.
+    """
+
+    seed: int
+    site: int = 0
+    iteration: int = 0
+    microbatch: int = 0
+
+
+def philox_bits(index: torch.Tensor, key: RandomKey) -> torch.Tensor:
+    """32 random bits per element: the first word of Philox4x32-10 (Salmon et al., SC 2011) at counter = index.
+
+    Args:
+        index: int64, any shape, the logical element indices.
+        key: the stream.
+
+    Returns:
+        int64 in [0, 2^32), index's shape.
+    """
+    mask = 0xFFFFFFFF
+    c0, c1 = index & mask, (index >> 32) & mask
+    c2 = torch.full_like(c0, key.iteration & mask)
+    c3 = torch.full_like(c0, key.microbatch & mask)
+    k0, k1 = key.seed & mask, key.site & mask
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & mask) ^ c1 ^ k0,
+            product1 & mask,
+            ((product0 >> 32) & mask) ^ c3 ^ k1,
+            product0 & mask,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0
+
+
+@keeping_subnormals
+def cast_stochastic(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    fmt: FloatFormat,
+    key: RandomKey,
+    *,
+    index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes of ``x * scale`` rounded up or down at random, so that the expected value is exact.
+
+    Random bits are added below the last mantissa bit that the format keeps, then the rest is cut off. Saturation,
+    subnormals, NaN and Inf are as in ``cast``.
+
+    Args:
+        x, scale, fmt: as in ``cast``.
+        key: the random stream.
+        index: int64, x's shape: logical element indices; default: 0, 1, 2, ... in row-major order.
+    """
+    check_float(x)
+    product = x.to(torch.float32) if scale is None else x.to(torch.float32) * scale
+    if index is None:
+        index = torch.arange(x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
+    magnitude = (
+        product.abs().clamp_(max=fmt.max).nan_to_num_(nan=0.0).contiguous().view(torch.int32).to(torch.int64)
+    )
+    exponent = magnitude >> 23
+    mantissa = (magnitude & 0x7FFFFF) | ((exponent > 0).to(torch.int64) << 23)
+    exponent = exponent.clamp_(min=1) - 127
+    # Below the smallest normal exponent the grid no longer shrinks, so more bits fall off the end.
+    grid = exponent.clamp(min=1 - fmt.bias)
+    dropped = 23 - fmt.mantissa_bits + grid - exponent
+    # A word has 32 bits: of a longer tail the lowest bits (below 2^-32 of a grid step) are cut off first.
+    mantissa = mantissa >> (dropped - 32).clamp_(0, 62)
+    dropped = dropped.clamp_(max=32)
+    bits = philox_bits(index, key) & ((1 << dropped) - 1)
+    kept = (mantissa + bits) >> dropped
+    rounded = torch.ldexp(kept.to(torch.float32), (grid - fmt.mantissa_bits).to(torch.int32))
+    codes = torch.copysign(rounded.clamp_(max=fmt.max), product).to(fmt.dtype)
+    codes.view(torch.uint8).masked_fill_(product.isnan(), NAN_CODE)
+    return codes
+
+
+__all__ = ["E4M3", "E5M2", "RandomKey", "cast", "cast_stochastic", "count_nonfinite", "decode", "philox_bits"]

@@ -1,0 +1,182 @@
+"""Casting a sharded master: every rank has a piece of the float32 weight, and all must use the scales of the whole.
+
+The distributed optimizer cuts its flat buffer into equal parts, through tensors, rows and blocks. A piece is rounded to
+BF16, completed with zeros to whole rows of blocks, and its amaxes taken; the amaxes of all tensors are max-reduced over
+the data-parallel ranks in one collective; then each rank casts its piece with the scales of the whole. The codes of all
+pieces together, and the scales, which every rank computes for itself, are those of casting the whole BF16 weight, bit
+for bit.
+
+On a GPU both passes are kernels that round as they read (kernels/param_cast.py): no BF16 piece is made, and nothing is
+read back. What they give is the same to the bit.
+
+Rejected: gathering first and casting after. It would send twice the bytes, and need a BF16 copy of every weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm, prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import kernels
+from ..backends.emulated import block_scales, cast_blocks
+from ..numerics.scaling import block_amaxes, compute_scale_inv
+from ..numerics.subnormals import keeping_subnormals
+from ..recipe import Granularity, Rule
+from .fp8_parameter import Fp8Parameter, cast_by_kernel, granularities
+
+
+@keeping_subnormals
+def quantize_shards(
+    params: Sequence[Fp8Parameter],
+    masters: Sequence[torch.Tensor | None],
+    offsets: Sequence[int | None],
+    group: Any,
+) -> None:
+    """Cast this rank's piece of each master into the parameter's codes, with the scales of the whole tensor.
+
+    Collective over ``group``: one max-reduction for all tensors (none for a single rank). Afterwards scales are right on
+    every rank; codes are where masters are, and the rest is for an all-gather to bring.
+
+    Args:
+        params: the same, in the same order, on every rank.
+        masters: float32, flat, this rank's piece of each; None where it has none.
+        offsets: where in the flattened parameter the piece starts; None with it.
+        group: the data-parallel group whose ranks' pieces make up each tensor; None for this process alone.
+    """
+    if not params:
+        return
+    pieces = [_Piece(*each) for each in zip(params, masters, offsets, strict=True)]
+    lengths = [piece.length for piece in pieces]
+    wire = torch.zeros(sum(lengths), device=params[0].device, dtype=torch.float32)
+    for piece, part in zip(pieces, wire.split(lengths), strict=True):
+        piece.measure(part)
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
+        params[0].quantizer.slot.arena.counts.scaling_collectives += 1
+    _find_scales(pieces)
+    for piece in pieces:
+        piece.cast()
+
+
+def _find_scales(pieces: Sequence[_Piece]) -> None:
+    """The scales of every piece, from amaxes of the whole: all tensors of a rule at once, since there are many weights
+    and few scales in each."""
+    alike: dict[tuple[Rule, bool], list[_Piece]] = {}
+    for piece in pieces:
+        quantizer = piece.param.quantizer
+        from_history = quantizer.rule.delayed and quantizer.slot.warm
+        alike.setdefault((quantizer.rule, from_history), []).append(piece)
+    for (rule, from_history), members in alike.items():
+        amaxes = [amax for piece in members for amax in piece.amaxes]
+        if from_history:
+            scale = torch.stack([piece.param.quantizer.slot.scale for piece in members])
+            scale_inv = compute_scale_inv(scale)
+        else:
+            scale, scale_inv = block_scales(torch.cat([amax.view(-1) for amax in amaxes]), rule)
+        sizes = [amax.numel() for amax in amaxes]
+        found = zip(scale.split(sizes), scale_inv.split(sizes), strict=True)
+        for piece in members:
+            piece.scales = [
+                (one.view(amax.shape), inverse.view(amax.shape))
+                for amax, (one, inverse) in zip(piece.amaxes, found, strict=False)
+            ]
+
+
+class _Piece:
+    """One rank's part of a master, as rows of the matrix it belongs to.
+
+    ``amaxes``, once measured: for each set of codes float32 [row blocks, column blocks] of the whole matrix, or [] for
+    one scale; ``nonfinite`` float32 [], how many elements are NaN or Inf; ``scales``: (scale, inverse) for each of them.
+    """
+
+    amaxes: list[torch.Tensor]
+    nonfinite: torch.Tensor
+    scales: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def __init__(self, param: Fp8Parameter, master: torch.Tensor | None, offset: int | None):
+        self.param = param
+        self.master = None if master is None or master.numel() == 0 else master
+        self.offset = offset or 0
+        self.by_kernel = cast_by_kernel(param.quantizer, param.device)
+        self.granularities = granularities(param.rule)
+        rows, cols = param.shape
+        self.shapes = [
+            () if g.is_tensor else (_blocks(rows, g.rows), _blocks(cols, g.cols)) for g in self.granularities
+        ]
+        self.length = sum(prod(shape) for shape in self.shapes) + 1
+        # Whole blocks above the piece's first row, so that its own first block is the matrix's.
+        block = lcm(*(g.rows for g in self.granularities if g.rows))
+        end = self.offset + (0 if self.master is None else self.master.numel())
+        self.top = self.offset // cols // block * block
+        self.bottom = min(-(-end // cols), rows)
+
+    def _matrix(self, master: torch.Tensor) -> torch.Tensor:
+        """[bottom - top, cols] in the nominal dtype, zero where other ranks have the values. Made twice, not kept."""
+        cols = self.param.shape[1]
+        x = torch.zeros(self.bottom - self.top, cols, dtype=self.param.dtype, device=self.param.device)
+        start = self.offset - self.top * cols
+        x.view(-1)[start : start + master.numel()].copy_(master.view(-1))
+        return x
+
+    def measure(self, part: torch.Tensor) -> None:
+        """Amaxes and count of this rank's elements into ``part``, float32 [length] of zeros, which stays their memory."""
+        *parts, count = part.split([*(prod(shape) for shape in self.shapes), 1])
+        self.amaxes = [own.view(shape) for own, shape in zip(parts, self.shapes, strict=True)]
+        self.nonfinite = count.view(())
+        if self.master is None:
+            return
+        if self.by_kernel:
+            from ..kernels.param_cast import piece_amax  # loads Triton
+
+            shape, dtype = (self.param.shape[0], self.param.shape[1]), self.param.dtype
+            piece_amax(self._flat(), self.offset, shape, dtype, self.amaxes[0], self.nonfinite)
+            return
+        found, seen = block_amaxes(self._matrix(self.master), [(g.rows, g.cols) for g in self.granularities])
+        for g, amax, own in zip(self.granularities, self.amaxes, found, strict=True):
+            self._rows_of(amax, g).copy_(own.view(()) if g.is_tensor else own)
+        if seen is not None:
+            self.nonfinite += seen
+
+    def _rows_of(self, per_block: torch.Tensor, g: Granularity) -> torch.Tensor:
+        """The rows of blocks that the piece touches."""
+        return per_block if g.rows == 0 else per_block[self.top // g.rows : -(-self.bottom // g.rows)]
+
+    def cast(self) -> None:
+        """Write the codes of this rank's elements, and the scales of all."""
+        param = self.param
+        for index, (g, (scale, _)) in enumerate(zip(self.granularities, self.scales, strict=True)):
+            if self.master is not None and self.by_kernel:
+                self._cast_by_kernel(scale)
+            elif self.master is not None:
+                own = scale if g.is_tensor else self._rows_of(scale, g)
+                codes = cast_blocks(self._matrix(self.master), own, g, param.rule, False, None)
+                start = self.offset - self.top * param.shape[1]
+                param.set_shard(index, self.offset, codes.view(-1)[start : start + self.master.numel()])
+        param.quantizer.slot.arena.counts.casts += self.master is not None
+        first = self.amaxes[0]
+        amax = first.amax() if first.numel() else torch.zeros((), device=param.device, dtype=torch.float32)
+        # A count stays on a GPU, 0 or not: to ask it would be to wait.
+        kept = self.by_kernel or kernels.looking_waits(param.device)
+        count = self.nonfinite if kept or self.nonfinite else None
+        param.set_scales([inverse for _, inverse in self.scales], amax, count)
+
+    def _flat(self) -> torch.Tensor:
+        """float32 [n], contiguous: what kernels read."""
+        assert self.master is not None
+        return self.master.detach().to(torch.float32).contiguous().view(-1)
+
+    def _cast_by_kernel(self, scale: torch.Tensor) -> None:
+        from ..kernels.param_cast import piece_cast  # loads Triton
+
+        param, flat = self.param, self._flat()
+        codes = param.codes[0].view(-1)[self.offset : self.offset + flat.numel()]
+        shape = (param.shape[0], param.shape[1])
+        piece_cast(flat, self.offset, shape, param.dtype, scale, codes, param.rule.fmt)
+
+
+def _blocks(size: int, block: int) -> int:
+    return 1 if block == 0 else -(-size // block)

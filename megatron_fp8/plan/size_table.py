@@ -1,0 +1,212 @@
+"""Which GEMMs are too small for FP8 to pay: a table of times measured on one device, and what it says of a shape.
+
+FP8 makes the multiplications cheaper, which are K * N * tokens, and adds quantisation, which is a pass over each operand;
+below some size it costs more than it saves. Where that is depends on the GPU, the recipe and the version of everything,
+so it is measured (``megatron-fp8 bench --tune --out FILE``) and not known here.
+
+Rejected: a threshold of so many rows and columns, as torchao has, or a speed-up to ask for and a built-in model of GPUs:
+both are somebody else's machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..recipe import Recipe, recipe_name
+
+FORMAT = "megatron_fp8 size filter, 1"
+
+
+class Gemm(NamedTuple):
+    """A linear layer's size on one rank: in features, out features, tokens of a microbatch."""
+
+    k: int
+    n: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"K {self.k} x N {self.n} at {self.tokens} tokens"
+
+    @property
+    def volume(self) -> int:
+        """Multiplications of one GEMM."""
+        return self.k * self.n * self.tokens
+
+    def within(self, other: Gemm) -> bool:
+        """No larger than the other in any dimension."""
+        return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
+
+
+class Ratio(NamedTuple):
+    """FP8's time over BF16's: the median, and the interquartile range as a fraction of it."""
+
+    median: float
+    spread: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether FP8 is faster by more than the noise: most turns were, not half of them."""
+        return self.median * (1 + self.spread / 2) < 1
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} x BF16's time (spread {self.spread:.0%})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether FP8 pays for a shape, and the measurement that says so."""
+
+    pays: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class SizeTable:
+    """Times of FP8 over BF16, of fprop + dgrad + wgrad with all quantisation, by shape; below 1 FP8 is the faster.
+
+    Attributes:
+        path: the file, for messages.
+        device: as timing.device_label gives it.
+        backend, recipe, roles: what was measured; roles maps each role to its Rule in words.
+        date: of the measurement.
+        ratios: shape -> time of FP8 over that of BF16.
+    """
+
+    path: str
+    device: str
+    backend: str
+    recipe: str
+    roles: dict[str, str | None]
+    date: str
+    ratios: dict[Gemm, Ratio]
+
+    def check(self, device: str, backend: str, recipe: Recipe) -> None:
+        """ValueError if the table was measured on another device, backend or recipe than runs here."""
+        here = {"device": device, "backend": backend, "recipe": recipe_name(recipe)}
+        for what, value in here.items():
+            measured = getattr(self, what)
+            if measured != value:
+                raise ValueError(
+                    f"fp8_size_filter={self.path!r} was measured with {what} {measured!r}, and this is {value!r}: times"
+                    f" do not carry over. {_remedy(self.path)}"
+                )
+        if self.roles != roles_of(recipe):
+            raise ValueError(
+                f"fp8_size_filter={self.path!r} was measured with recipe {self.recipe} as {self.roles}, and this one is"
+                f" {roles_of(recipe)}. {_remedy(self.path)}"
+            )
+        if not any(ratio.pays for ratio in self.ratios.values()):
+            best = min(self.ratios, key=self.ratios.__getitem__)
+            raise ValueError(
+                f"fp8_size_filter={self.path!r} leaves no GEMM in FP8: on {self.device} with {self.recipe} the best that"
+                f" was measured, {best}, takes {self.ratios[best]}. Drop fp8_size_filter to"
+                " train in FP8 all the same, or set fp8=None to train in BF16."
+            )
+
+    def tokens(self, given: int | None) -> int:
+        """The tokens to decide by: those given, else the table's if it has one count. ValueError if it has several."""
+        counts = sorted({gemm.tokens for gemm in self.ratios})
+        if given is not None:
+            return given
+        if len(counts) > 1:
+            raise ValueError(
+                f"fp8_size_filter={self.path!r} was measured at {', '.join(map(str, counts))} tokens, and"
+                " fp8_size_filter_tokens is None: set it to the tokens of a microbatch (micro batch size x sequence"
+                " length / context parallel size)."
+            )
+        return counts[0]
+
+    def verdict(self, gemm: Gemm) -> Verdict:
+        """Whether FP8 pays for the shape.
+
+        One that was not measured is decided by the nearest measured one that is no larger in any dimension: since larger
+        GEMMs gain more, FP8 is taken only where a smaller one has shown that it pays. Where none is that small: no.
+        """
+        when = f"on {self.device}, {self.date}"
+        if gemm in self.ratios:
+            ratio = self.ratios[gemm]
+            return Verdict(ratio.pays, f"{gemm} takes {ratio}, measured {when}")
+        smaller = [measured for measured in self.ratios if measured.within(gemm)]
+        if not smaller:
+            return Verdict(False, f"{gemm} was not measured, nor any as small in every dimension, {when}")
+        nearest = max(smaller, key=lambda measured: (measured.volume, self.ratios[measured].median))
+        ratio = self.ratios[nearest]
+        return Verdict(
+            ratio.pays, f"{gemm} was not measured; the nearest below, {nearest}, takes {ratio} {when}"
+        )
+
+
+def roles_of(recipe: Recipe) -> dict[str, str | None]:
+    """Each role's rule in words, None for one that stays in high precision."""
+    rules = {role: recipe.rule(role) for role in ("input", "weight", "grad_output")}
+    return {role: None if rule is None else str(rule) for role, rule in rules.items()}
+
+
+def load_table(path: str) -> SizeTable:
+    """The table in a file that ``megatron-fp8 bench --tune`` wrote.
+
+    Raises:
+        ValueError: there is no such file, or it is no such table; the message names what is wrong in it.
+    """
+    try:
+        changed = Path(path).stat().st_mtime_ns
+    except OSError as error:
+        raise _wrong(path, f"it cannot be read ({error.strerror})") from error
+    return _load(path, changed)
+
+
+@functools.lru_cache(maxsize=8)
+def _load(path: str, changed: int) -> SizeTable:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _wrong(path, f"it is not JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else content
+        raise _wrong(path, f"its format is {str(found)[:60]!r} and must be {FORMAT!r}")
+    for key in ("device", "backend", "recipe", "date"):
+        if not isinstance(content.get(key), str) or not content[key]:
+            raise _wrong(path, f"{key}={content.get(key)!r} must be a text")
+    if not isinstance(content.get("roles"), dict):
+        raise _wrong(path, f"roles={content.get('roles')!r} must say how each role is quantised")
+    rows = content.get("rows")
+    if not isinstance(rows, list) or not rows:
+        raise _wrong(path, f"rows={str(rows)[:60]} must be a list of measured shapes")
+    ratios: dict[Gemm, Ratio] = {}
+    for number, row in enumerate(rows):
+        gemm, ratio = _row(path, f"rows[{number}]", row)
+        if gemm in ratios:
+            raise _wrong(path, f"rows[{number}] measures {gemm} a second time")
+        ratios[gemm] = ratio
+    texts = {key: content[key] for key in ("device", "backend", "recipe", "date")}
+    return SizeTable(path, roles=content["roles"], ratios=ratios, **texts)
+
+
+def _row(path: str, where: str, row: Any) -> tuple[Gemm, Ratio]:
+    if not isinstance(row, dict):
+        raise _wrong(path, f"{where}={row!r} must have k, n, tokens, ratio and spread")
+    for key in Gemm._fields:
+        value = row.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise _wrong(path, f"{where}.{key}={value!r} must be a positive integer")
+    for key, least in (("ratio", "above 0"), ("spread", "of at least 0")):
+        number: Any = row.get(key)
+        good = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+        if not good or number < 0 or (number == 0 and key == "ratio"):
+            raise _wrong(
+                path, f"{where}.{key}={number!r} must be a number {least}, of FP8's time over BF16's"
+            )
+    return Gemm(row["k"], row["n"], row["tokens"]), Ratio(float(row["ratio"]), float(row["spread"]))
+
+
+def _wrong(path: str, why: str) -> ValueError:
+    return ValueError(f"fp8_size_filter={path!r} is not a table of measured GEMMs: {why}. {_remedy(path)}")
+
+
+def _remedy(path: str) -> str:
+    return f"Measure one here: megatron-fp8 bench --tune --out {path}; or drop fp8_size_filter."

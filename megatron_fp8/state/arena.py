@@ -1,0 +1,399 @@
+"""FP8 state: the largest magnitudes and the health of every quantised tensor, settled once per iteration.
+
+Each (GEMM site, role) has a slot in one arena per reduction group. A cast writes its amax and its count of non-finite
+elements into the slot; ``Fp8State.finish_iteration`` then, for every arena,
+
+* reduces both rows over the group in one collective, whatever the number of slots;
+* for delayed scaling, recomputes scales and rolls histories, vectorised over all slots (on a GPU in one launch for each
+  format, and nothing is read back once every slot has a scale);
+* adds up the iteration's health, which the optimizer step consults, and clears the rows.
+
+Leaving a context does nothing. Transformer Engine updates when its autocast context is left, which is why delayed
+scaling there cannot be combined with BF16 layers, recompute or a module that is called twice. Rejected.
+
+The counts are max-reduced with the amaxes, since one collective has one operator: a count is the largest of any rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import kernels
+from ..numerics.formats import FloatFormat
+from ..numerics.scaling import block_amaxes, compute_scale
+from ..numerics.subnormals import keeping_subnormals
+from ..recipe import DelayedScaling
+from .history import History
+from .phases import Phase, Phases
+
+Group = Any
+"""A torch.distributed process group, or None for a single process."""
+
+
+class Slot:
+    """Where one tensor's casts record. Belongs to one arena; ``name`` is given when the model is named."""
+
+    def __init__(self, arena: Arena, index: int, delayed: DelayedScaling | None, fmt: FloatFormat):
+        self.arena, self.index, self.delayed, self.fmt = arena, index, delayed, fmt
+        self.name = f"slot{index}"
+        self.warm = False
+        self.column = 0  # its place among the slots that share its delayed recipe and format
+
+    @keeping_subnormals
+    def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
+        """Max amax (float32 [], may be Inf, never NaN) into the running row; add the non-finite count, if any."""
+        rows = self.arena.rows
+        running = rows[0, self.index]
+        torch.maximum(running, amax, out=running)
+        if nonfinite is not None:
+            rows[1, self.index] += nonfinite
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Record the amax that a cast of x [rows, cols] would, without a cast.
+
+        Non-finite elements are not counted: nothing saturates them, whoever uses x meets them.
+        """
+        amaxes, _ = block_amaxes(kernels.in_memory(x).contiguous(), [(0, 0)])
+        self.record(amaxes[0].view([]), None)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """float32 [], the delayed scale of the last update. A copy: a later update does not reach into saved tensors."""
+        return self.arena.scale[self.index].clone()
+
+
+@dataclass
+class IterationCounts:
+    """What one iteration did on this rank. ``nonfinite`` sums the slots' counts after the reduction."""
+
+    fp8_gemms: int = 0
+    hp_gemms: int = 0
+    casts: int = 0
+    amax_collectives: int = 0
+    scaling_collectives: int = 0
+    nonfinite: int = 0
+
+
+class Arena:
+    """The slots of one reduction group. Row 0 of ``rows`` holds running amaxes, row 1 non-finite counts."""
+
+    def __init__(self, group: Group, device: torch.device):
+        self.group, self.device = group, device
+        self.counts = IterationCounts()  # the state's own, shared
+        self.slots: list[Slot] = []
+        self.rows = torch.zeros(2, 0, device=device, dtype=torch.float32)
+        self.scale = torch.ones(0, device=device, dtype=torch.float32)
+        self.last_amax = torch.zeros(0, device=device, dtype=torch.float32)
+        self.last_nonfinite = torch.zeros(0, device=device, dtype=torch.float32)
+        self.own_nonfinite = torch.zeros(0, dtype=torch.float32, device=device)
+        """As last_nonfinite, of this rank alone."""
+        self._histories: dict[tuple[DelayedScaling, str], History] = {}
+        self._agreed: int | None = None  # slots that all ranks are known to share
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share this arena."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def add(self, delayed: DelayedScaling | None, fmt: FloatFormat) -> Slot:
+        """A new slot; ``delayed`` is the recipe that owns its history, None for the other recipes."""
+        slot = Slot(self, len(self.slots), delayed, fmt)
+        self.slots.append(slot)
+        if len(self.slots) > self.rows.shape[1]:
+            # Doubling keeps building a model of n slots linear in n.
+            extra = max(64, len(self.slots))
+            self.rows = torch.cat(
+                [self.rows, torch.zeros(2, extra, device=self.device, dtype=torch.float32)], 1
+            )
+            self.scale = torch.cat([self.scale, torch.ones(extra, device=self.device, dtype=torch.float32)])
+        if delayed is not None:
+            self._histories.setdefault((delayed, fmt.name), History(self.device)).add(slot)
+        return slot
+
+    def history(self, delayed: DelayedScaling, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        """(int64 [k] slot indices, float32 [amax_history_len, k] rows) of the slots of one recipe and format.
+
+        Row 0 is the running one (zero between iterations); the last row is the latest iteration's. A copy.
+        """
+        held = self._histories[delayed, fmt.name]
+        held.grow()
+        return held.index, held.unrolled()
+
+    def saved_slot(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps of a delayed slot: float32 scale [1] and amax_history [length], uint8 warm [1].
+
+        amax_history[0] is the running amax of an iteration that has begun, the last entry is the latest iteration's.
+        """
+        assert slot.delayed is not None
+        held = self._histories[slot.delayed, slot.fmt.name]
+        held.grow()
+        history = held.rows[slot.column].roll(-int(held.head[slot.column]))
+        history[0] = self.rows[0, slot.index]
+        warm = torch.tensor([slot.warm], dtype=torch.uint8, device=self.device)
+        return {
+            "scale": self.scale[slot.index : slot.index + 1].clone(),
+            "amax_history": history,
+            "warm": warm,
+        }
+
+    def load_slot(self, slot: Slot, saved: dict[str, torch.Tensor]) -> None:
+        """Put back what ``saved_slot`` gave; of a history of another length the latest entries that fit."""
+        assert slot.delayed is not None
+        held = self._histories[slot.delayed, slot.fmt.name]
+        held.grow()
+        history = saved["amax_history"].to(self.device)
+        self.scale[slot.index] = saved["scale"].to(self.device)[0]
+        self.rows[0, slot.index] = history[0]
+        ring = held.rows[slot.column]
+        ring.zero_()
+        held.head[slot.column] = 0
+        kept = min(len(ring), len(history)) - 1
+        if kept:
+            ring[-kept:] = history[-kept:]
+        slot.warm = bool(saved["warm"])
+        held.cold = sum(not s.warm for s in held.slots)
+
+    @torch.inference_mode(False)
+    def _trim(self) -> None:
+        """Drop the spare capacity, so that collectives and updates touch slots only."""
+        if self.rows.shape[1] != len(self.slots):
+            self.rows = self.rows[:, : len(self.slots)].contiguous()
+            self.scale = self.scale[: len(self.slots)].contiguous()
+
+    def check_names(self) -> None:
+        """RuntimeError, on every rank, unless all ranks of the group hold the same slots in the same order.
+
+        Collective. ``reduce`` calls it on all ranks together: the first time, and when slots were added on any rank.
+        """
+        described = "\n".join(f"{s.name} {s.fmt.name} {s.delayed}" for s in self.slots)
+        digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
+        mine = torch.tensor([len(self.slots), digest], dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        if any(not torch.equal(mine, other) for other in everyone):
+            counts = [int(other[0]) for other in everyone]
+            raise RuntimeError(
+                f"ranks of one amax group hold different FP8 tensors (slots per rank: {counts}; mine are"
+                f" {', '.join(s.name for s in self.slots[:4])}, ...): build the same layers, with the same fp8 settings,"
+                " on every rank of a pipeline stage"
+            )
+        self._agreed = len(self.slots)
+
+    @keeping_subnormals
+    def reduce(self) -> int:
+        """Max both rows over the group; the number of collectives that took.
+
+        None for a single rank, else one, plus one in an iteration that brought new slots.
+        """
+        self._trim()
+        self.own_nonfinite = self.rows[1].clone()
+        if self.world_size == 1:
+            return 0
+        if self._agreed is None:
+            self.check_names()
+        agreed = self._agreed
+        assert agreed is not None
+        # Ranks send as much as they agreed on, and one number that tells whether somebody has more: sizes cannot differ.
+        more = float(len(self.slots) > agreed)
+        wire = torch.cat([self.rows[:, :agreed].reshape(-1), self.rows.new_full((1,), more)])
+        dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
+        self.rows[:, :agreed] = wire[:-1].view(2, agreed)
+        if not wire[-1]:
+            return 1
+        self.check_names()
+        late = self.rows[:, agreed:].contiguous()
+        dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.group)
+        self.rows[:, agreed:] = late
+        return 2
+
+    @keeping_subnormals
+    def update(self, iteration: int) -> None:
+        """Scales and histories from the reduced rows (numerics: Delayed scaling), then clear the rows.
+
+        An Inf amax changes nothing; a slot that was not cast keeps scale and history; the scale is recomputed every
+        interval-th iteration, iteration 0 included.
+        """
+        self._trim()
+        self.last_amax, self.last_nonfinite = self.rows[0].clone(), self.rows[1].clone()
+        for (delayed, _), held in self._histories.items():
+            self._update_delayed(delayed, held, iteration % delayed.interval == 0)
+        self.rows.zero_()
+
+    def capture_refusal(self) -> str | None:
+        """Why an update could not be captured as part of a CUDA graph, None if it could."""
+        cold = [slot.name for slot in self.slots if slot.delayed is not None and not slot.warm]
+        if cold:
+            return (
+                f"{len(cold)} tensors have no delayed scale yet ({', '.join(cold[:3])}{', ...' if cold[3:] else ''}):"
+                " train one iteration more without a graph, in which each of them is quantised"
+            )
+        if self.rows.shape[1] != len(self.slots) or (self.world_size > 1 and self._agreed != len(self.slots)):
+            return "no iteration has been finished with all of its layers: train one without a graph"
+        late = [delayed.interval for delayed, _ in self._histories if delayed.interval != 1]
+        if late:
+            return f"scales are due every {late[0]} iterations, which the host decides: set the interval to 1"
+        return None
+
+    def settle_unread(self) -> torch.Tensor:
+        """``reduce`` and ``update`` with nothing read back, for a graph; float32 [], the sum of non-finite counts.
+
+        Only where ``capture_refusal`` is None. A collective over the group, if that has more than one rank.
+        """
+        if self.world_size > 1:
+            dist.all_reduce(self.rows, op=dist.ReduceOp.MAX, group=self.group)
+        self.update(0)
+        return self.last_nonfinite.sum()
+
+    def _update_delayed(self, delayed: DelayedScaling, held: History, due: bool) -> None:
+        held.grow()
+        if kernels.run_on(self.device):
+            seen = self._update_in_one_launch(delayed, held, due)
+            if due:
+                held.warm_up(seen)
+            return
+        value = self.rows[0, held.index]
+        value = torch.where(value.isinf(), torch.zeros_like(value), value)
+        seen = value != 0
+        held.put(value)
+        if due:
+            amax = value if delayed.amax_compute_algo == "most_recent" else held.rows.amax(1)
+            fresh = compute_scale(
+                amax, held.slots[0].fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon
+            )
+            self.scale[held.index] = torch.where(seen, fresh, self.scale[held.index])
+            held.warm_up(seen)
+        held.roll(seen)
+
+    def _update_in_one_launch(self, delayed: DelayedScaling, held: History, due: bool) -> torch.Tensor:
+        from ..kernels.multi_amax import update_delayed  # loads Triton
+
+        return update_delayed(
+            self.rows[0],
+            self.scale,
+            held.index,
+            held.head,
+            held.rows,
+            held.fp8_max,
+            margin=delayed.margin,
+            epsilon=delayed.amax_epsilon,
+            most_recent=delayed.amax_compute_algo == "most_recent",
+            due=due,
+        )
+
+
+@dataclass
+class Fp8State:
+    """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
+
+    ``capturing`` is set while a CapturedStep (graph.py) captures. ``owed``: an optimizer stepped after FP8 GEMMs of an
+    iteration that was not ended (mcore/owed.py).
+    ``epoch`` marks kept quantised weights as stale; ``keeps_weights`` says that they serve until then, since nobody
+    writes weights meanwhile without a trace (through ``.data``): else each forward quantises its weight.
+    ``seed`` is stochastic rounding's; ``phases`` says in which iterations FP8 runs.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    iteration: int = 0
+    epoch: int = 0
+    keeps_weights: bool = True
+    seed: int = 0
+    phases: Phases = field(default_factory=Phases)
+    counts: IterationCounts = field(default_factory=IterationCounts)
+    last: IterationCounts = field(default_factory=IterationCounts)
+    arenas: list[Arena] = field(default_factory=list)
+    capturing: bool = False
+    owed: bool = False
+    _phase: Phase | None = field(init=False, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
+        return self
+
+    def arena(self, group: Group) -> Arena:
+        """The arena of a group, made on first use. Ranks must ask for their groups in the same order."""
+        for arena in self.arenas:
+            if arena.group is group:
+                return arena
+        self.arenas.append(Arena(group, self.device))
+        self.arenas[-1].counts = self.counts
+        return self.arenas[-1]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The phase is kept: traced code guards on what it reads, and a guard on the iteration would fail in the next."""
+        object.__setattr__(self, name, value)
+        if name in ("iteration", "phases") and "phases" in self.__dict__:
+            self.__dict__["_phase"] = self.phases.at(self.iteration) if self.phases.known else None
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of this iteration. ValueError where the training's length should be known and is not."""
+        return self._phase or self.phases.at(self.iteration)
+
+    def slots(self) -> list[Slot]:
+        """Every slot of every arena."""
+        return [slot for arena in self.arenas for slot in arena.slots]
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is counted inside does not stay counted: evaluation is no part of the iteration that comes after it.
+
+        Nothing is counted while torch.compile traces; its operators use this when they run.
+        """
+        if torch.compiler.is_compiling():
+            yield
+            return
+        before = replace(self.counts)
+        try:
+            yield
+        finally:
+            vars(self.counts).update(vars(before))
+
+    def begin_capture(self) -> None:
+        """What follows is captured, not run: counted apart, and no quantised weight is shared with what is run."""
+        assert not self.capturing, "captures do not nest"
+        self.capturing = True
+        self._outside, counts = self.counts, IterationCounts()
+        self._count_in(counts)
+
+    def end_capture(self) -> IterationCounts:
+        """Back to what is run; what was captured does at each replay."""
+        self.capturing = False
+        captured = self.counts
+        self._count_in(self._outside)
+        self.epoch += 1
+        return captured
+
+    def count_replay(self, counts: IterationCounts) -> IterationCounts:
+        """An iteration was replayed that did this."""
+        self.last = counts
+        self.iteration += 1
+        self.epoch += 1
+        return counts
+
+    def _count_in(self, counts: IterationCounts) -> None:
+        self.counts = counts
+        for arena in self.arenas:
+            arena.counts = counts
+
+    def finish_iteration(self) -> IterationCounts:
+        """Reduce and update every arena, once, after the iteration's last backward. Returns what the iteration did.
+
+        Collective: every rank of every group must call it, each iteration. Not inside a CapturedStep, which does it.
+        """
+        assert not self.capturing, "CapturedStep finishes the iteration that it captures"
+        for arena in self.arenas:
+            self.counts.amax_collectives += arena.reduce()
+            arena.update(self.iteration)
+            self.counts.nonfinite += int(arena.last_nonfinite.sum())
+        self.last = self.counts
+        self._count_in(IterationCounts())
+        self.iteration += 1
+        self.epoch += 1
+        self.owed = False
+        return self.last

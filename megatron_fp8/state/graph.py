@@ -1,0 +1,110 @@
+"""CUDA graphs: a training step captured with its FP8 update inside, and what the host does at every replay.
+
+    for batch in first_batches:                  # delayed scaling: until every tensor has its scale
+        train_eagerly(batch)
+    graph, captured = torch.cuda.CUDAGraph(), CapturedStep(state)
+    with torch.cuda.graph(graph), captured:      # in this order: the update is captured too, on leaving the inner one
+        loss = loss_of(model(static_input))
+        loss.backward()
+    for batch in batches:
+        static_input.copy_(batch)
+        graph.replay()
+        if not captured.replayed().nonfinite:    # waits for the GPU, as reading the loss would
+            optimizer.step()
+
+A replay runs kernels and no Python. So what a step decides on the host must be decided before, once: every tensor has a
+scale (else its first scale would have to be noticed), scales are due in each iteration (interval 1), no slot is added, no
+phase in high precision is left, nothing is rounded by random bits that the host draws. ``CapturedStep`` refuses the rest.
+And what a step keeps must stay where it is: slots, scales, histories and their heads are updated in place.
+
+A weight is quantised inside the graph, whatever was kept of it outside: a replay must see the weight as it is then. Codes
+that were made in a capture are not served outside, since nothing has computed them.
+
+Counters and the iteration live on the host: ``replayed`` moves them on. Whether to skip the step is told by a tensor,
+``nonfinite``, too: with an optimizer inside the graph, give it as ``found_inf`` to one that takes it (torch's fused
+ones).
+
+Rejected: doing this in ``finish_iteration`` when a capture is noticed. The host's part of an iteration would be lost in
+silence at every replay; whoever replays has to call something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from .arena import Arena, Fp8State, IterationCounts
+
+
+class CapturedStep:
+    """One training step over these FP8 states, captured inside ``with captured:``. On a CPU: run once, as it is.
+
+    Args:
+        states: every state that the step's sites write to (a Megatron-Core model's: mcore.iteration.CapturedIteration).
+
+    Raises:
+        ValueError: a step over them cannot be captured, and what to do.
+    """
+
+    def __init__(self, *states: Fp8State):
+        for state in states:
+            reason = _refusal(state)
+            if reason is not None:
+                raise ValueError(f"an FP8 training step cannot be captured as a CUDA graph: {reason}")
+        self.states = states
+        self.nonfinite = torch.zeros(0, dtype=torch.float32, device="cpu")
+        self._counts: list[IterationCounts] = []
+        self._seen: list[tuple[Arena, torch.Tensor, torch.Tensor]] = []
+
+    def __enter__(self) -> CapturedStep:
+        for state in self.states:
+            state.begin_capture()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            if kind is None:
+                found = [arena.settle_unread() for state in self.states for arena in state.arenas]
+                self.nonfinite = (
+                    torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float32, device="cpu")
+                )
+                self._seen = [
+                    (arena, arena.last_amax, arena.last_nonfinite) for s in self.states for arena in s.arenas
+                ]
+        finally:
+            self._counts = [state.end_capture() for state in self.states]
+
+    def replayed(self) -> IterationCounts:
+        """Move the host on by the iteration that was replayed. Call it after each ``graph.replay()``; waits for the GPU.
+
+        Returns:
+            What the iteration did on this rank; nonfinite, of all ranks of each reduction group.
+
+        Raises:
+            RuntimeError: the next iteration is in high precision: run it eagerly.
+        """
+        for arena, amax, nonfinite in self._seen:
+            arena.last_amax, arena.last_nonfinite = amax, nonfinite
+        total = IterationCounts()
+        for state, counts in zip(self.states, self._counts, strict=True):
+            nonfinite_here = sum(int(arena.last_nonfinite.sum()) for arena in state.arenas)
+            last = state.count_replay(replace(counts, nonfinite=nonfinite_here))
+            for field in fields(IterationCounts):
+                setattr(total, field.name, getattr(total, field.name) + getattr(last, field.name))
+        return total
+
+
+def _refusal(state: Fp8State) -> str | None:
+    """Why a step over this state cannot be captured, None if it can."""
+    if not state.phases.trivial:
+        return (
+            "precision changes with the phases of the training (fp8_high_precision_warmup or _healing): set them to 0, or"
+            " train eagerly"
+        )
+    for arena in state.arenas:
+        reason = arena.capture_refusal()
+        if reason is not None:
+            return reason
+    return None

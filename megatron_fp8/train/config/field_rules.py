@@ -1,0 +1,209 @@
+"""What every option of a run may be, and what several have to be together, as data. The model's fields that are
+Megatron-Core's own have their rules in mcore/field_table.py."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from ...mcore.config.rules import (
+    FLAG,
+    Relation,
+    Rule,
+    check,
+    check_relation,
+    integer,
+    list_of,
+    number,
+    one_of,
+    optional,
+    shown,
+    text,
+)
+
+_FLOAT32 = 3.4e38  # beyond it float32, in which masters and scales are kept, has only infinity
+_LEAST = 1e-37  # and below it only zero
+_ITERATIONS = integer(1, 2**31 - 1, "iterations")
+_ITERATIONS_OR_0 = integer(0, 2**31 - 1, "iterations")
+_LOSS_SCALE = number(_LEAST, _FLOAT32)
+_PATH = Rule("a path, as text", lambda v: isinstance(v, str))  # train/paths.py tries what it names
+_ROWS = integer(1, 2**24, "rows")
+
+
+def _is_split(value: Any) -> bool:
+    """Megatron-Core takes the digits and points of a split for its weights, so no other way to write a number will do."""
+    if not isinstance(value, str) or not re.fullmatch(
+        r" *\d+(\.\d+)? *(, *\d+(\.\d+)? *){2}", value, re.ASCII
+    ):
+        return False
+    weights = [float(part) for part in value.split(",")]
+    return weights[0] > 0 and math.isfinite(sum(weights)) and weights[0] / sum(weights) > 1e-9
+
+
+_SPLIT = Rule("three decimal weights, of which the first is not 0, such as '96,4,0'", _is_split)
+
+TRAIN: dict[str, Rule] = {
+    "train_iters": _ITERATIONS,
+    "micro_batch_size": integer(1, 2**16, "sequences"),
+    "global_batch_size": integer(1, 2**24, "sequences"),
+    "seq_length": integer(1, 2**24, "tokens"),
+    "seed": integer(0, 2**32 - 1),  # as NumPy's
+    "max_skipped_steps": integer(0, 2**31 - 1, "steps"),
+    "eval_interval": _ITERATIONS_OR_0,
+    "eval_iters": integer(0, 2**24, "global batches"),
+    "log_interval": _ITERATIONS,
+    "deterministic": FLAG,
+    "threads": integer(0, 1024, "threads"),
+    "distributed_timeout_minutes": integer(1, 10**6, "minutes"),
+}
+OPTIMIZER: dict[str, Rule] = {
+    "lr": number(0, _FLOAT32, without=[0]),
+    "min_lr": number(0, _FLOAT32),
+    "lr_warmup_iters": _ITERATIONS_OR_0,
+    "lr_decay_iters": optional(_ITERATIONS),
+    "lr_decay_style": one_of("cosine", "linear", "constant", "inverse-square-root"),
+    "weight_decay": number(0, _FLOAT32),
+    "adam_beta1": number(0, 1, without=[1]),
+    "adam_beta2": number(0, 1, without=[1]),
+    "adam_eps": number(_LEAST, 1),
+    "clip_grad": number(0, _FLOAT32),
+    "state_dtype": one_of("float32", "fp8"),
+    "loss_scale": optional(_LOSS_SCALE),
+    "initial_loss_scale": _LOSS_SCALE,
+    "min_loss_scale": _LOSS_SCALE,
+    "max_loss_scale": _LOSS_SCALE,
+    "loss_scale_window": integer(1, 2**31 - 1, "steps"),
+    "hysteresis": integer(1, 2**31 - 1, "overflows"),
+    "use_distributed_optimizer": FLAG,
+    "overlap_grad_reduce": FLAG,
+    "overlap_param_gather": FLAG,
+    "reuse_grad_buf_for_mxfp8_param_ag": optional(FLAG),
+}
+DATA: dict[str, Rule] = {
+    "paths": list_of(_PATH),
+    "tokenizer": optional(_PATH),
+    "split": _SPLIT,
+    "cache_dir": optional(_PATH),
+}
+CHECKPOINT: dict[str, Rule] = {
+    "save_interval": _ITERATIONS_OR_0,
+    "keep_last": integer(0, 2**31 - 1, "checkpoints"),
+    "async_save": FLAG,
+    "folder": optional(_PATH),
+    "accept": list_of(text("the name of a setting")),
+}
+MODEL: dict[str, Rule] = {
+    "fp8_format": optional(text("a recipe's name, or 'hybrid' or 'e4m3'")),
+    "vocab_size": optional(_ROWS),
+    "make_vocab_size_divisible_by": _ROWS,
+    "padded_vocab_size": optional(_ROWS),
+    "position_embedding_type": one_of("rope", "learned_absolute", "none"),
+    "rotary_percent": number(0, 1, without=[0]),
+    "rotary_base": integer(1, 2**53),
+    "rope_scaling": FLAG,
+    "rope_scaling_factor": number(1, 1e6),
+    "share_embeddings_and_output_weights": FLAG,
+}
+"""The model's options beside its TransformerConfig."""
+TOP: dict[str, Rule] = {
+    "run_dir": _PATH,
+    "resume": Rule(
+        "'auto', 'never' or the path of a checkpoint", lambda v: isinstance(v, str) and bool(v.strip())
+    ),
+    "dry_run": FLAG,
+    "debug": FLAG,
+}
+RULES: dict[str, dict[str, Rule]] = {
+    "train": TRAIN,
+    "optimizer": OPTIMIZER,
+    "data": DATA,
+    "checkpoint": CHECKPOINT,
+    "model": MODEL,
+    "": TOP,
+}
+"""Section ('' for options outside of sections) -> option -> rule."""
+
+RELATIONS: dict[str, tuple[Relation, ...]] = {
+    "train": (
+        Relation(
+            ("train_iters", "global_batch_size"),
+            "together they are at most 2,147,483,647 sequences",
+            lambda s: s.train_iters * s.global_batch_size < 2**31,
+        ),
+        Relation(
+            ("eval_iters", "global_batch_size"),
+            "together they are at most 2,147,483,647 sequences",
+            lambda s: s.eval_iters * s.global_batch_size < 2**31,
+        ),
+    ),
+    "optimizer": (
+        Relation(
+            ("min_lr", "lr"),
+            "the learning rate falls to min_lr, which is at most lr",
+            lambda s: s.min_lr <= s.lr,
+        ),
+        Relation(
+            ("lr", "adam_beta1"),
+            "Adam's first step has the size lr / (1 - adam_beta1), which must be below 3.4e38, as float32 is",
+            lambda s: s.lr < _FLOAT32 * (1 - s.adam_beta1),
+        ),
+        Relation(
+            ("lr", "weight_decay"),
+            "a step takes their product off each weight, which must be below 3.4e38, as float32 is",
+            lambda s: s.lr * s.weight_decay < _FLOAT32,
+        ),
+        Relation(
+            ("min_loss_scale", "initial_loss_scale", "max_loss_scale"),
+            "they must be in this order",
+            lambda s: s.min_loss_scale <= s.initial_loss_scale <= s.max_loss_scale,
+        ),
+        Relation(
+            ("overlap_param_gather", "use_distributed_optimizer", "overlap_grad_reduce"),
+            "overlap_param_gather needs the other two",
+            lambda s: not s.overlap_param_gather or (s.use_distributed_optimizer and s.overlap_grad_reduce),
+        ),
+    ),
+}
+
+NOT_IN_TRAINING: dict[str, str] = {
+    "calculate_per_token_loss": "every iteration's loss is the mean over its tokens already",
+    "variable_seq_lengths": "all sequences have train.seq_length tokens",
+    "perform_initialization": "training starts from drawn weights or from a checkpoint",
+    "hetereogenous_dist_checkpoint": "checkpoints do not depend on it",
+    "mlp_chunks_for_prefill": "it is for Megatron-Core's inference engine",
+    "flash_decode": "it is for Megatron-Core's inference engine",
+    "inference_rng_tracker": "it is for Megatron-Core's inference engine",
+    "inference_sampling_seed": "it is for Megatron-Core's inference engine",
+    "barrier_with_L1_time": "it is for Megatron-Core's timers, which are not used",
+}
+"""Fields of the model that work in a loop of one's own and do nothing in this one."""
+
+
+def check_rules(section: str, values: Any) -> None:
+    """Raise ValueError if an option of `section` (or '') breaks its rule, or several break a relation."""
+    before = f"{section}." if section else ""
+    for name, rule in RULES[section].items():
+        check(f"{before}{name}", getattr(values, name), rule)
+    for relation in RELATIONS.get(section, ()):
+        check_relation(values, relation, before)
+
+
+def check_rotary(section: Any, kv_channels: int) -> None:
+    """Raise ValueError if the part of a head's channels that turns is not an even number of at least 2."""
+    turning = int(kv_channels * section.rotary_percent)
+    if section.position_embedding_type == "rope" and (turning < 2 or turning % 2):
+        raise ValueError(
+            f"model.rotary_percent={section.rotary_percent} of {kv_channels} channels of a head (model.kv_channels) makes"
+            f" {turning}, and rotary positions turn pairs: change one of them, or model.position_embedding_type."
+        )
+
+
+def check_training_fields(section: Any, defaults: dict[str, Any]) -> None:
+    """Raise ValueError for a field of the model that does nothing in this training loop."""
+    for name, why in NOT_IN_TRAINING.items():
+        value = getattr(section, name)
+        if value != defaults[name]:
+            raise ValueError(
+                f"model.{name}={shown(value)} has no effect here: {why}. Leave it {shown(defaults[name])}."
+            )

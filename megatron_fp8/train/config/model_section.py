@@ -1,0 +1,227 @@
+"""The config's `model` section: each field of `TransformerConfig` by its name, and what GPTModel takes."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import traceback
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+
+from ...mcore.config.fields import DEFAULTS, announce_fields, check_fields
+from ...mcore.config.rules import Rule, one_of, optional
+from ...mcore.config.transformer_config import TransformerConfig
+from .field_rules import check_rotary, check_training_fields
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared_relu": squared_relu}
+
+# Objects that only a program can give.
+_NOT_IN_A_FILE = frozenset(
+    {
+        "timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func",
+        "param_sync_func", "_cpu_offloading_context", "init_method", "output_layer_init_method",
+        "embedding_init_method", "quant_recipe",
+    }
+)  # fmt: skip
+_DTYPE = Literal["bfloat16", "float16", "float32"]
+_TYPES: dict[str, Any] = {
+    "bf16": typing.Optional[bool],  # noqa: UP045 (a typing form, built at run time)
+    "params_dtype": typing.Optional[_DTYPE],  # noqa: UP045
+    "pipeline_dtype": typing.Optional[_DTYPE],  # noqa: UP045
+    "autocast_dtype": typing.Optional[_DTYPE],  # noqa: UP045
+    "activation_func": Literal["gelu", "silu", "relu", "squared_relu"],
+    "pipeline_model_parallel_layout": typing.Optional[str],  # noqa: UP045
+    "cuda_graph_scope": str,
+    # TransformerConfig says what is wrong with these, and knows more than their types do.
+    "fp8": typing.Optional[str],  # noqa: UP045
+    "fp8_recipe": typing.Optional[str],  # noqa: UP045
+    "fp8_amax_compute_algo": str,
+}
+# The app trains in BF16 (and FP8 over it) unless fp16 is asked for, see settle_precision; for the rest Megatron-Core's
+# defaults hold.
+_DEFAULTS: dict[str, Any] = {
+    "num_layers": 0,
+    "hidden_size": 0,
+    "num_attention_heads": 0,
+    "bf16": None,
+    "params_dtype": None,
+    "activation_func": "gelu",
+    "fp8_recipe": None,
+    "cuda_graph_scope": "full",
+    "transformer_impl": "local",
+}
+
+NAMES: dict[str, Rule] = {
+    "activation_func": one_of(*ACTIVATIONS),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), optional(one_of(*DTYPES))),
+}
+"""What a run's config calls things that are objects in a TransformerConfig."""
+
+
+@dataclasses.dataclass
+class GPTOptions:
+    """What the model takes beside its TransformerConfig."""
+
+    fp8_format: str | None = None
+    """Another name for fp8_recipe (a recipe's name) or for fp8 ('hybrid', 'e4m3')."""
+    vocab_size: int | None = None
+    """None: the tokenizer's. Padded to a multiple of make_vocab_size_divisible_by x tensor parallel size."""
+    make_vocab_size_divisible_by: int = 128
+    padded_vocab_size: int | None = None
+    """Rows of the vocabulary, whatever the tensor parallel size; None: as make_vocab_size_divisible_by says."""
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    rotary_percent: float = 1.0
+    rotary_base: int = 10000
+    rope_scaling: bool = False
+    """Llama-3.1's scaling of low rotary frequencies."""
+    rope_scaling_factor: float = 8.0
+    share_embeddings_and_output_weights: bool = False
+    """Tie the output layer to the embedding."""
+
+
+def _model_fields() -> list[tuple[str, Any, dataclasses.Field]]:
+    hints = typing.get_type_hints(TransformerConfig)
+    found = []
+    for field in dataclasses.fields(TransformerConfig):
+        if field.name in _NOT_IN_A_FILE:
+            continue
+        default = _DEFAULTS.get(field.name, field.default)
+        if field.default_factory is not dataclasses.MISSING:
+            own = dataclasses.field(default_factory=field.default_factory)
+        else:
+            own = dataclasses.field(default=default)
+        found.append((field.name, _TYPES.get(field.name, hints[field.name]), own))
+    return found
+
+
+ModelSection: Any = dataclasses.make_dataclass("ModelSection", _model_fields(), bases=(GPTOptions,))
+ModelSection.__doc__ = (
+    "The model: every TransformerConfig field, and how GPTModel embeds tokens and positions."
+)
+
+
+def settle_precision(section: Any) -> None:
+    """Fill in `bf16` and `params_dtype` where they are None: BF16 unless fp16 is set, parameters of the model's dtype.
+
+    Raises ValueError if what was given does not fit together.
+    """
+    if section.bf16 is None:
+        section.bf16 = not section.fp16
+    if section.fp16 and section.bf16:
+        raise ValueError("model.fp16=true and model.bf16=true: give one of them.")
+    dtype = "float16" if section.fp16 else "bfloat16" if section.bf16 else "float32"
+    if section.params_dtype is None:
+        section.params_dtype = dtype
+    if section.fp16 and section.params_dtype != dtype:
+        raise ValueError(
+            f"model.params_dtype={section.params_dtype!r} with model.fp16=true: the parameters are float16, their"
+            " float32 masters are the optimizer's. Leave params_dtype out."
+        )
+
+
+def transformer_config(section: Any) -> TransformerConfig:
+    """The `TransformerConfig` that a model section describes.
+
+    Raises ValueError: a value is out of range, or Megatron-Core refuses the combination.
+    """
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(section, name) == 0:
+            raise ValueError(
+                f"model.{name}={getattr(section, name)} must be at least 1: give it, or a config file such "
+                "as --config examples/configs/tiny_gpt_cpu.yaml."
+            )
+    settle_precision(section)
+    # What is at Megatron's default is left out; what this section defaults itself (a recipe: None) is not, so
+    # that two names for one thing can be told apart.
+    fields = dataclasses.fields(TransformerConfig)
+    megatrons = {field.name: field.default for field in fields if field.name not in _DEFAULTS}
+    own = {field.name for field in dataclasses.fields(GPTOptions)} - {"fp8_format"}
+    given = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if field.name in own:
+            continue
+        if field.name.endswith("_dtype") and value in DTYPES:
+            value = DTYPES[value]
+        elif field.name == "activation_func":
+            value = ACTIVATIONS[value]
+        if field.name not in megatrons or value != megatrons[field.name]:
+            given[field.name] = value
+    given = {name: value for name, value in given.items() if value is not None}
+    given["fp8"] = (
+        section.fp8
+    )  # also None: whether a recipe may be named without it is the run config's to say
+    given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
+    if section.virtual_pipeline_model_parallel_size and section.pipeline_model_parallel_size == 2:
+        # The only right setting: two stages are each other's next and previous one (see config_checks).
+        given.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    settings = types.SimpleNamespace(**{**DEFAULTS, **given})
+    check_fields(settings, "model.")
+    check_training_fields(settings, DEFAULTS)
+    channels = settings.kv_channels or settings.hidden_size // settings.num_attention_heads
+    check_rotary(section, channels)
+    if not section.fp8:  # with FP8 the config does it
+        announce_fields(settings)
+    try:
+        return TransformerConfig(**given)
+    except Exception as error:  # an assertion, a division by 0, ...: Megatron-Core's way to refuse
+        asked = ", ".join(f"model.{name}={given[name]!r}" for name in fields_asked(error) if name in given)
+        if isinstance(error, ValueError) and not asked:
+            raise
+        raise ValueError(
+            f"the model section does not fit together: {what_failed(error)}{asked and f' ({asked})'}"
+        ) from error
+
+
+def fields_asked(error: BaseException) -> list[str]:
+    """Fields that the conditions around a refusal of Megatron-Core's configs ask about: its words may name none."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(where.filename).name not in ("transformer_config.py", "model_parallel_config.py"):
+        return []
+    line = where.lineno or 0
+    found: dict[str, None] = {}
+    for node in ast.walk(ast.parse(Path(where.filename).read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.If, ast.Assert)) and node.lineno <= line <= (node.end_lineno or 0):
+            for part in ast.walk(node.test):
+                if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
+                    found[part.attr] = None
+    return list(found)
+
+
+def what_failed(error: BaseException) -> str:
+    """What an error of Megatron-Core says; of an assertion without words, the line that failed."""
+    if str(error):
+        return str(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at `{where.line}` ({Path(where.filename).name}:{where.lineno})"
+
+
+def padded_vocab_size(section: Any, tokenizer_vocab_size: int) -> int:
+    """`model.vocab_size`, or the tokenizer's, rounded up so that every tensor-parallel rank has an equal
+    part.
+
+    Raises ValueError if the model's vocabulary is smaller than the tokenizer's.
+    """
+    size = tokenizer_vocab_size if section.vocab_size is None else section.vocab_size
+    if size < tokenizer_vocab_size:
+        raise ValueError(
+            f"model.vocab_size={size} is less than the tokenizer's {tokenizer_vocab_size} ids: raise it, or "
+            "leave it out."
+        )
+    if section.padded_vocab_size is not None:
+        ranks = section.tensor_model_parallel_size
+        if section.padded_vocab_size < size or section.padded_vocab_size % ranks:
+            raise ValueError(
+                f"model.padded_vocab_size={section.padded_vocab_size} must be at least the vocabulary's {size} and a "
+                f"multiple of model.tensor_model_parallel_size={ranks}: change it, or leave it out."
+            )
+        return section.padded_vocab_size
+    multiple = section.make_vocab_size_divisible_by * section.tensor_model_parallel_size
+    return -(-size // multiple) * multiple

@@ -1,0 +1,342 @@
+"""The typed config of a run: YAML files, then dotted options, every key checked before anything starts.
+
+    megatron-fp8 train --config FILE --model.fp8=hybrid --train.train_iters=300
+
+Names may be written with '-' for '_'. A later option wins over an earlier one, and options win over files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from ...files.disk import read_ordinary
+from ...mcore.config.rules import Rule, shown
+from ...mcore.config.table import FIELDS, FP8_FORMATS, OWN_RULES
+from .field_rules import RULES, check_rules
+from .model_section import NAMES, ModelSection, settle_precision, transformer_config
+from .paths import check_config_file, check_paths
+from .sections import (
+    CheckpointSection,
+    DataSection,
+    OptimizerSection,
+    TrainSection,
+    check_loss_scaling,
+    check_sections,
+)
+
+_SECTIONS: dict[str, Any] = {
+    "model": ModelSection,
+    "train": TrainSection,
+    "optimizer": OptimizerSection,
+    "data": DataSection,
+    "checkpoint": CheckpointSection,
+}
+_FREE_FORM = frozenset({"model.fp8_overrides"})  # its keys are the user's
+_FLAGS = frozenset({"dry_run", "debug"})
+_LARGEST = 1 << 24  # bytes of a config file: a device has no end, and a pipe could be read once only
+_NOT_IN_FILES = frozenset({"config", "print_config"})
+
+
+@dataclass
+class RunConfig:
+    """Everything that decides a run. Written whole to `<run_dir>/config.yaml`."""
+
+    model: Any = field(default_factory=ModelSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    data: DataSection = field(default_factory=DataSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    run_dir: str = "runs/train"
+    """Where the run writes; the config file's name replaces 'train' when it is not given."""
+    resume: str = "auto"
+    """'auto' (the latest checkpoint of this run, if there is one), 'never', or the path of a checkpoint or run."""
+    dry_run: bool = False
+    """Build, report, check the first loss; do not train."""
+    debug: bool = False
+    """Show tracebacks of bad input."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested values, as config.yaml has them."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
+    def save(self, path: Path) -> None:
+        """Write every value to `path` (YAML); `--config path` runs the same again."""
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    return value.name if isinstance(value, enum.Enum) else value
+
+
+def parse(arguments: list[str]) -> RunConfig:
+    """The run config of a command line.
+
+    Raises ValueError with one line: an unknown key (with the nearest known one), a value of the wrong
+    type or out
+    of range, a file that is missing or not YAML.
+    """
+    arguments = list(_normalised(arguments))
+    # Key: what was written, and the file it is in; what comes later wins.
+    given: dict[str, tuple[Any, str]] = {}
+    files = []
+    for name, value in _named(arguments):
+        if value is None:
+            raise ValueError(f"--{name} has no value: write --{name}=VALUE.")
+        if name == "config":
+            check_config_file(value)
+            files.append(value)
+            content = _read_yaml(value)
+            for key in _keys(content):
+                _check_key(key, f"{value}: ")
+            given.update({key: (item, f"{value}: ") for key, item in _flat(content).items()})
+        elif name not in _NOT_IN_FILES:
+            _check_key(name, "--")
+            given[name] = (value, "")
+    values = _typed(arguments, given)
+    sections = {name: kind(**values[name]) for name, kind in _SECTIONS.items()}
+    run_dir = values["run_dir"]
+    if run_dir is None:
+        run_dir = f"runs/{Path(files[-1]).stem if files else 'train'}"
+    run = RunConfig(
+        **sections,
+        run_dir=run_dir,
+        resume=values["resume"],
+        dry_run=values["dry_run"],
+        debug=values["debug"],
+    )
+    for name in _SECTIONS:
+        check_rules(name, getattr(run, name))
+    check_rules("", run)
+    for name in run.checkpoint.accept:
+        _check_key(name, "--checkpoint.accept=")
+    _check_text(run.to_dict())
+    _check_fp8_switch(run.model, given)
+    settle_precision(run.model)
+    check_sections(run.train, run.optimizer, run.checkpoint)
+    check_loss_scaling(run.optimizer, fp16=run.model.fp16)
+    check_paths(run)
+    return run
+
+
+def _typed(arguments: list[str], given: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+    """The values of all keys by section, each of its type; ValueError names the key, what was given and its rule."""
+    try:
+        parsed = _parser().parse_args(arguments)
+    except Exception as error:  # whatever the parser, YAML or a type stumbles over is in what was given
+        message = " ".join(str(error).split()) or type(error).__name__
+        key = next((key for key in _KEY.findall(message) if key in given), None)
+        if key is None:
+            raise ValueError(message) from error
+        rule = rule_of(key)
+        words = rule.words if rule else f"of its type ({message})"
+        value, where = given[key]
+        raise ValueError(
+            f"{where}{key}={shown(value)} must be {words}: change it, or leave it out."
+        ) from error
+    return parsed.as_dict() if hasattr(parsed, "as_dict") else vars(parsed)
+
+
+_KEY = re.compile(r"[Kk]ey [\"']([\w.]+)")  # where jsonargparse names what it speaks of
+
+
+def rule_of(key: str) -> Rule | None:
+    """The rule of a dotted key, None where its type alone decides (this package's own fields of the model)."""
+    section, _, name = key.rpartition(".")
+    if name in RULES.get(section, {}):
+        return RULES[section][name]
+    if section == "model" and name in NAMES:
+        return NAMES[name]
+    return FIELDS[name].rule if section == "model" and name in FIELDS else OWN_RULES.get(name)
+
+
+def _check_fp8_switch(model: Any, given: Container[str]) -> None:
+    """A recipe is named and FP8 is neither on nor switched off by name: it would train in BF16."""
+    recipe = next((name for name in ("fp8_format", "fp8_recipe") if getattr(model, name) is not None), None)
+    if (
+        recipe
+        and getattr(model, recipe) not in FP8_FORMATS
+        and model.fp8 is None
+        and "model.fp8" not in given
+    ):
+        raise ValueError(
+            f"model.{recipe}={getattr(model, recipe)!r} without model.fp8, which would train in BF16: give"
+            " model.fp8=hybrid or e4m3 (or model.fp8=null, to have FP8 off)."
+        )
+
+
+def load(path: str | Path, *overrides: str) -> RunConfig:
+    """The run config of one file and dotted overrides."""
+    return parse([f"--config={path}", *overrides])
+
+
+def tokens_of_microbatch(run: RunConfig) -> int:
+    """Tokens that a tensor-parallel group multiplies at once: what the GEMMs of a run have for M."""
+    return run.train.micro_batch_size * run.train.seq_length // run.model.context_parallel_size
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="megatron-fp8 train", exit_on_error=False, add_help=False)
+    parser.add_argument("--config", action="config")
+    for name, kind in _SECTIONS.items():
+        parser.add_argument(f"--{name}", type=kind, default=kind())
+    defaults = RunConfig()
+    parser.add_argument("--run_dir", type=str | None, default=None)
+    parser.add_argument("--resume", type=str, default=defaults.resume)
+    parser.add_argument("--dry_run", type=bool, default=defaults.dry_run)
+    parser.add_argument("--debug", type=bool, default=defaults.debug)
+    return parser
+
+
+def _normalised(arguments: list[str]) -> Iterator[str]:
+    """Underscores in names, values of bare flags, and `--data FILE...` as `--data.paths+=FILE`."""
+    taking_paths = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            taking_paths = name == "data" and not equals
+            if name == "data" and equals:
+                yield f"--data.paths+={value}"
+            elif name == "checkpoint.accept" and equals and not value.startswith("["):
+                yield from (f"--checkpoint.accept+={part}" for part in value.split(","))
+            elif name in _FLAGS and not equals:
+                yield f"--{name}=true"
+            elif not taking_paths:
+                yield f"--{name}{equals}{value}"
+        elif taking_paths:
+            yield f"--data.paths+={argument}"
+        else:
+            yield argument
+
+
+def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
+    """(name, value or None) of every `--name=value` and `--name value`. A stray word is a ValueError."""
+    waiting: str | None = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            if waiting is not None:
+                yield waiting, None
+            name, equals, value = argument[2:].partition("=")
+            name = name.removesuffix("+")
+            waiting = None if equals else name
+            if equals:
+                yield name, value
+        elif waiting is not None:
+            yield waiting, argument
+            waiting = None
+        else:
+            raise ValueError(
+                f"{argument!r} is not an option: options are --config FILE and --section.key=value."
+            )
+    if waiting is not None:
+        yield waiting, None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error: the first one would be dropped without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"the key in line {line} must be a name, and is a list or a section")
+            if key.value in seen:
+                raise yaml.YAMLError(
+                    f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.load(read_ordinary(Path(path), _LARGEST).decode("utf-8"), _Loader)
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ValueError(f"--config={path!r}: {reason}. Shipped ones are in examples/configs/.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date, a number, a character
+        raise ValueError(f"--config={path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        raise ValueError(f"--config={path} is empty: it needs keys such as model and train.")
+    if not isinstance(content, dict):
+        raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
+    for name, section in content.items():
+        if name in _SECTIONS and not isinstance(section, dict):
+            raise ValueError(
+                f"--config={path}: {name}={shown(section)} must be a section: write {name}: {{KEY: VALUE}}, or leave"
+                " it out."
+            )
+    return content
+
+
+def _flat(content: dict[str, Any]) -> dict[str, Any]:
+    """Values by dotted key."""
+    found = {}
+    for name, value in content.items():
+        inner = value if isinstance(value, dict) and name in _SECTIONS else None
+        found.update(
+            {f"{name}.{key}": item for key, item in inner.items()} if inner is not None else {name: value}
+        )
+    return found
+
+
+def _keys(content: dict[str, Any], before: str = "") -> Iterator[str]:
+    for name, value in content.items():
+        key = f"{before}{name}"
+        if isinstance(value, dict) and not before and name in _SECTIONS:
+            yield from _keys(value, f"{key}.")
+        else:
+            yield key
+
+
+def known_keys() -> list[str]:
+    """Every key of a config file, dotted."""
+    top = [item.name for item in dataclasses.fields(RunConfig) if item.name not in _SECTIONS]
+    inner = [f"{name}.{item.name}" for name, kind in _SECTIONS.items() for item in dataclasses.fields(kind)]
+    return [*inner, *top]
+
+
+def _check_key(key: str, where: str) -> None:
+    known = known_keys()
+    if key in _SECTIONS:
+        raise ValueError(f"{where}{key} is a section: give its keys, --{key}.KEY=VALUE.")
+    if key in known or any(key.startswith(f"{free}.") for free in _FREE_FORM):
+        return
+    # 'model.fp8_recepi' is near 'model.fp8_recipe'; 'fp8' alone is near 'model.fp8'.
+    by_last_part = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = by_last_part or difflib.get_close_matches(key, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else " Sections are " + ", ".join(_SECTIONS) + "."
+    raise ValueError(f"{where}{key} is not a known key.{hint}")
+
+
+def _check_text(values: dict[str, Any], before: str = "") -> None:
+    """Raise ValueError if a setting holds a NUL, which no path, name or number has, or what is no UTF-8."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_text(value, f"{before}{name}.")
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, str) and "\0" in part:
+                raise ValueError(f"{before}{name}={value!r} holds a NUL character: write it without.")
+            if isinstance(part, str) and part.encode("utf-8", "replace").decode("utf-8") != part:
+                raise ValueError(
+                    f"{before}{name}={value!r} holds bytes that are no UTF-8, and config.yaml could not hold them: choose"
+                    " another name."
+                )
+
+
+def check_model(run: RunConfig) -> None:
+    """Raise ValueError if no TransformerConfig can be made of the model section."""
+    transformer_config(run.model)

@@ -1,0 +1,156 @@
+"""The sections of a run's config: every option of training but the model's, with its default and its rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .model_fields import kind_of
+
+
+@dataclass
+class TrainSection:
+    """How long, on how much, and how to measure."""
+
+    train_iters: int = 100
+    """Iterations (optimizer steps) to run."""
+    micro_batch_size: int = 4
+    """Sequences per forward pass and data-parallel rank."""
+    global_batch_size: int = 8
+    """Sequences per optimizer step over all ranks; more than the micro-batches hold is accumulated."""
+    seq_length: int = 256
+    """Tokens per sequence."""
+    seed: int = 1234
+    """Seeds weights, data order and dropout. Same config and seed: same losses, to the bit."""
+    eval_interval: int = 50
+    """Iterations between validations; one more follows the last iteration. 0: only that one."""
+    eval_iters: int = 8
+    """Global batches per validation, always the same ones. 0: no validation."""
+    log_interval: int = 10
+    """Iterations between printed lines when the output is no terminal. metrics.jsonl has every iteration."""
+    deterministic: bool = True
+    """Same losses to the bit on GPUs too, at some cost there (docs/performance.md). What cannot be so is an error."""
+    threads: int = 0
+    """CPU threads per rank, at most 1024; 0 shares the machine's cores among its ranks."""
+    max_skipped_steps: int = 10
+    """Skipped steps in a row after which the run ends as failed; those of a loss scale that can still fall do not
+    count. 0: never."""
+    distributed_timeout_minutes: int = 30
+    """A collective that waits longer than this ends the run."""
+
+
+@dataclass
+class OptimizerSection:
+    """Adam with decoupled weight decay, linear warm-up, then decay; Megatron-Core's."""
+
+    lr: float = 1e-3
+    """Largest learning rate, reached after the warm-up."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_iters: int = 0
+    """Iterations over which the learning rate rises linearly from 0."""
+    lr_decay_iters: int | None = None
+    """Iteration at which min_lr is reached; None: the last one."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root"] = "cosine"
+    """Shape of the decay."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; biases and norms have none."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest norm of the whole gradient; 0 switches clipping (and the norm) off."""
+    state_dtype: Literal["float32", "fp8"] = "float32"
+    """How Adam keeps its moments. fp8: the first in E4M3, the second in float16, 3.06 bytes a parameter and not 8."""
+    loss_scale: float | None = None
+    """With model.fp16: a loss scale that never changes; None: one that is searched for (docs/loss_scaling.md)."""
+    initial_loss_scale: float = 2.0**32
+    """The first loss scale. Too large costs a skipped step for each halving."""
+    min_loss_scale: float = 1.0
+    """The loss scale is never lower."""
+    max_loss_scale: float = 2.0**32
+    """The loss scale is never higher. The one name here that Megatron-Core does not have."""
+    loss_scale_window: int = 1000
+    """Consecutive steps without an overflow after which the loss scale doubles."""
+    hysteresis: int = 2
+    """Consecutive overflows after which the loss scale is halved; each one skips its step."""
+    use_distributed_optimizer: bool = False
+    """Shard the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather parameters during the forward pass (needs use_distributed_optimizer and overlap_grad_reduce)."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool | None = None
+    """With model.fp8_param, send weights that travel in BF16 (rowwise, mxfp8) through the gradient buffer; None: do."""
+
+
+@dataclass
+class DataSection:
+    """What to train on. Without paths: the Python standard library's own source files, as bytes."""
+
+    paths: list[str] = field(default_factory=list)
+    """Text files, or prefixes of Megatron .bin/.idx pairs."""
+    tokenizer: str | None = None
+    """A Hugging Face tokenizers file (tokenizer.json); None: every byte is a token."""
+    split: str = "96,4,0"
+    """Weights of the training, validation and test documents."""
+    cache_dir: str | None = None
+    """Where prepared data is kept; None: ~/.cache/megatron_fp8/data."""
+
+
+@dataclass
+class CheckpointSection:
+    """Saving, so that a run can be continued: `--resume=auto` (the default) takes up the latest checkpoint."""
+
+    save_interval: int = 0
+    """Iterations between checkpoints; one more follows the last iteration. 0: none, except when told to stop."""
+    keep_last: int = 2
+    """Complete checkpoints to keep; older ones are removed after a save. 0 keeps all."""
+    async_save: bool = False
+    """Write while training goes on (a copy of the model and optimizer state is held in memory meanwhile)."""
+    folder: str | None = None
+    """Where checkpoints are; None: the folder checkpoints in run_dir."""
+    accept: list[str] = field(default_factory=list)
+    """Settings that may change what a checkpoint's model computes, such as model.rotary_base for a longer context."""
+
+
+def check_sections(train: TrainSection, optimizer: OptimizerSection, checkpoint: CheckpointSection) -> None:
+    """Raise ValueError naming the options, the rule and the remedy if the sections do not fit each other."""
+    decay = train.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+    if optimizer.lr_warmup_iters >= decay:
+        raise ValueError(
+            f"optimizer.lr_warmup_iters={optimizer.lr_warmup_iters} must be at least 0 and less than the "
+            f"{decay} iterations of the decay (optimizer.lr_decay_iters, by default train.train_iters)."
+        )
+    check_accept(checkpoint.accept)
+
+
+def check_accept(names: list[str]) -> None:
+    """Raise ValueError unless every name is of a setting that a checkpoint may have otherwise, if it is accepted."""
+    for name in names:
+        section, _, key = name.partition(".")
+        kind = kind_of(key) if section == "model" else "function" if name == "data.tokenizer" else ""
+        if kind == "shape":
+            raise ValueError(
+                f"checkpoint.accept={name}: it is part of the model's shape, which no checkpoint can change. Drop it."
+            )
+        if kind != "function":
+            raise ValueError(
+                f"checkpoint.accept={name}: it may change without being accepted, leave it out. What may be accepted is"
+                " model.rotary_base and the like, and data.tokenizer."
+            )
+
+
+_LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "max_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def check_loss_scaling(optimizer: OptimizerSection, *, fp16: bool) -> None:
+    """Raise ValueError if a loss scale was asked for and there is none, because the model is not FP16."""
+    default = OptimizerSection()
+    for name in ("loss_scale", *_LOSS_SCALING):
+        value = getattr(optimizer, name)
+        if not fp16 and value != getattr(default, name):
+            raise ValueError(
+                f"optimizer.{name}={value} has no effect without model.fp16=true (BF16 needs no loss scaling): leave it"
+                " out."
+            )

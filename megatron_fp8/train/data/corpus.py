@@ -1,0 +1,317 @@
+"""Real text to Megatron's .bin/.idx: found, tokenised, written once, checked when read.
+
+The default corpus is the Python standard library's own source, which every machine that runs this has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import sysconfig
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+from ...files.checkpoint import digest
+from ...files.disk import replace_file
+from .tokenizers import Tokenizer
+
+PIECE_BYTES = 1 << 16
+"""Longer files are cut at line ends into documents of at most this size, so that every split gets some."""
+
+_NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_INDEX_HEADER = b"MMIDIDX\x00\x00"
+_HEADER_BYTES = 34  # magic 9, version 8, dtype code 1, sequence count 8, document count 8
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/megatron_fp8/data, by default under ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "megatron_fp8" / "data"
+
+
+def standard_library_files() -> list[Path]:
+    """The standard library's .py files without its tests, in an order that depends on their names only.
+
+    Shuffled by a hash of the name: consecutive files, and so the splits, are then of the same kind.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [
+        path
+        for path in root.rglob("*.py")
+        if not _NOT_CORPUS.intersection(path.relative_to(root).parts) and path.is_file()
+    ]
+    if not found:
+        raise ValueError(f"no Python source under {root}: give text files with --data.paths.")
+    return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+
+
+def is_prefix(path: str) -> bool:
+    """Whether `path` names an existing .bin/.idx pair, by its prefix or by one of the two files."""
+    return any(Path(prefix_of(path) + ending).exists() for ending in (".bin", ".idx"))
+
+
+def prefix_of(path: str) -> str:
+    """`path` without .bin or .idx."""
+    return path[:-4] if path.endswith((".bin", ".idx")) else path
+
+
+def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
+    """Write `files` as one .bin/.idx pair under `cache_dir` and return its prefix; at once if it is
+    there already.
+
+    The folder's name is a hash of the tokenizer and of every file's content. It is written under another name
+    and renamed when complete, so what has that name is whole.
+
+    Raises ValueError when a file is missing, unreadable or all are empty, or the cache cannot be written.
+    """
+    folder = cache_dir / _content_hash(files, tokenizer)
+    prefix = str(folder / "corpus")
+    if folder.is_dir():
+        check_indexed(prefix)
+        return prefix
+    partial = cache_dir / f".{folder.name}.{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        tokens, documents = _write(files, tokenizer, str(partial / "corpus"))
+        about = {"tokenizer": tokenizer.name, "files": len(files), "documents": documents, "tokens": tokens}
+        (partial / "corpus.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        if not folder.is_dir():
+            partial.rename(folder)
+    except OSError as error:
+        if folder.is_dir():  # another run was faster: its copy has the same content
+            return prefix
+        raise ValueError(
+            f"data.cache_dir={str(cache_dir)!r} cannot be written ({error}): give another folder with "
+            f"--data.cache_dir."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return prefix
+
+
+def _content_hash(files: Iterable[Path], tokenizer: Tokenizer) -> str:
+    digest = hashlib.sha256(f"{tokenizer.name} {PIECE_BYTES} 1".encode())
+    for path in files:
+        digest.update(hashlib.sha256(_read(path)).digest())
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ValueError(
+            f"data.paths has {str(path)!r}: {reason}. Give text files, or the prefix of a .bin/.idx pair."
+        ) from error
+
+
+def _write(files: Iterable[Path], tokenizer: Tokenizer, prefix: str) -> tuple[int, int]:
+    """Tokens and documents written: one document per piece of a file, each with an end of document."""
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
+    tokens = documents = 0
+    start, end = np.array(tokenizer.start, np.int64), np.array([tokenizer.eod], np.int64)
+    for path in files:
+        for piece in _pieces(_read(path)):
+            ids = np.concatenate([start, tokenizer.encode(piece), end])
+            builder.add_document(ids, [len(ids)])
+            tokens, documents = tokens + len(ids), documents + 1
+    builder.finalize(prefix + ".idx")
+    if not documents:
+        raise ValueError("the files of data.paths are all empty: give files that hold text.")
+    return tokens, documents
+
+
+def _pieces(text: bytes) -> Iterable[bytes]:
+    start = 0
+    while start < len(text):
+        end = len(text)
+        if end - start > PIECE_BYTES:
+            newline = text.rfind(b"\n", start, start + PIECE_BYTES)
+            end = newline + 1 if newline > start else start + PIECE_BYTES
+        yield text[start:end]
+        start = end
+
+
+# ---------------------------------------------------------------------------------- checking what is there
+
+
+@dataclass(frozen=True)
+class IndexedInfo:
+    """What an .idx says: the ids' dtype, and how many tokens and sequences the .bin holds."""
+
+    dtype: np.dtype
+    tokens: int
+    sequences: int
+
+
+def check_indexed(prefix: str) -> IndexedInfo:
+    """Read and check the index of `prefix`, and that the .bin is what it says.
+
+    Raises ValueError naming the file, what was expected and what was found.
+    """
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise ValueError(
+                f"data.paths names {prefix!r} but {str(path)!r} is not there: a data set is a .bin and "
+                f"its .idx."
+            )
+    content = index.read_bytes()
+    if len(content) < _HEADER_BYTES or content[:9] != _INDEX_HEADER:
+        raise _corrupt(index, "it does not start like a Megatron index")
+    version, code, sequences, documents = struct.unpack("<QBQQ", content[9:_HEADER_BYTES])
+    if version != 1 or code not in {member.value for member in DType}:
+        raise _corrupt(index, f"version {version} with dtype code {code} is not known (version 1 is)")
+    expected = _HEADER_BYTES + sequences * (4 + 8) + documents * 8
+    if len(content) != expected:
+        raise _corrupt(
+            index,
+            f"it says {sequences} sequences and {documents} document ends, which take {expected} bytes, and "
+            f"has {len(content)}",
+        )
+    dtype = np.dtype(DType.dtype_from_code(code))
+    lengths = np.frombuffer(content, np.int32, sequences, _HEADER_BYTES).astype(np.int64)
+    pointers = np.frombuffer(content, np.int64, sequences, _HEADER_BYTES + 4 * sequences)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * dtype.itemsize if sequences else pointers
+    if (lengths < 0).any() or not np.array_equal(pointers, starts):
+        raise _corrupt(index, "its sequence lengths and positions disagree")
+    ends = np.frombuffer(content, np.int64, documents, _HEADER_BYTES + 12 * sequences)
+    if documents and (ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any()):
+        raise _corrupt(
+            index,
+            f"its document ends must rise from 0 to the {sequences} sequences, and go from {ends[0]} to {ends[-1]}",
+        )
+    tokens = int(lengths.sum())
+    if data.stat().st_size != tokens * dtype.itemsize:
+        raise _corrupt(
+            data,
+            f"its index says {tokens} tokens of {dtype.itemsize} bytes, {tokens * dtype.itemsize} bytes in "
+            f"all, and it has {data.stat().st_size}",
+        )
+    return IndexedInfo(dtype, tokens, sequences)
+
+
+def fingerprint(prefix: str) -> dict[str, int | str | None]:
+    """What tells a pair from another one under the same prefix: sizes, the index's digest, samples of the ids.
+
+    No times, which differ between nodes. None for a file that is not there.
+    """
+    found: dict[str, int | str | None] = {}
+    for ending in (".bin", ".idx"):
+        path = Path(prefix + ending)
+        found[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
+    index = Path(prefix + ".idx")
+    found["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
+    found["sampled SHA-256 of the .bin"] = _sampled_digest(Path(prefix + ".bin"))
+    return found
+
+
+def _sampled_digest(path: Path) -> str | None:
+    """Of 64 pieces of 4 KiB, evenly spread, the last one at the end: all of a small file, little of a large one."""
+    if not path.is_file():
+        return None
+    hasher = hashlib.sha256()
+    with path.open("rb") as stream:
+        last = max(path.stat().st_size - 4096, 0)
+        for start in sorted({last * i // 63 for i in range(64)}):
+            stream.seek(start)
+            hasher.update(stream.read(4096))
+    return hasher.hexdigest()
+
+
+def _corrupt(path: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{str(path)!r} is corrupt or not Megatron's: {what}. Prepare the data again, or copy it again."
+    )
+
+
+def check_ids(prefix: str, info: IndexedInfo, vocab_size: int, kept: Path) -> None:
+    """Raise ValueError if an id of `prefix` is not in [0, vocab_size): another tokenizer made it.
+
+    Args:
+        kept: the folder where the smallest and the largest id of a data set are kept, so that a large one is read once.
+    """
+    if not info.tokens:
+        raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
+    record = kept / f"{_state_of(prefix)}.json"
+    extremes = _kept_extremes(record)
+    if extremes is None:
+        extremes = _read_extremes(prefix, info, vocab_size)
+        if _is_settled(prefix):
+            with suppress(OSError):  # not kept where nothing can be written; then it is read again
+                kept.mkdir(parents=True, exist_ok=True)
+                replace_file(record, json.dumps({"prefix": prefix, "ids from and to": extremes}) + "\n")
+    _check_extremes(prefix, extremes, vocab_size)
+
+
+def _state_of(prefix: str) -> str:
+    """A digest that any write to the pair changes, and any other pair in its place: content as far as `fingerprint`
+    looks, and the times and numbers that the file system gives; of use on one node's view of it."""
+    paths = [os.path.realpath(prefix + ending) for ending in (".bin", ".idx")]
+    seen = [(path, *_times(path), os.stat(path).st_ino) for path in paths]
+    return hashlib.sha256(json.dumps([fingerprint(prefix), seen]).encode()).hexdigest()[:32]
+
+
+def _times(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_ctime_ns
+
+
+def _is_settled(prefix: str) -> bool:
+    """Whether the last write is so long ago that the next one will have another time on any file system."""
+    return all(time.time_ns() - max(_times(prefix + ending)) > _TICK_NS for ending in (".bin", ".idx"))
+
+
+_TICK_NS = 2_000_000_000
+
+
+def _kept_extremes(record: Path) -> list[int] | None:
+    try:
+        low, high = json.loads(record.read_text(encoding="utf-8"))["ids from and to"]
+        return [int(low), int(high)]
+    except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged: the data is there to be read
+        return None
+
+
+def _read_extremes(prefix: str, info: IndexedInfo, vocab_size: int) -> list[int]:
+    """[smallest, largest] id; ValueError at the first part of the data that has one outside the vocabulary."""
+    found: list[int] = []
+    step = 1 << 24
+    for start in range(0, info.tokens, step):
+        # Read, not mapped: a file that is cut short meanwhile would end the process by SIGBUS.
+        wanted = min(step, info.tokens - start)
+        part = np.fromfile(prefix + ".bin", info.dtype, wanted, offset=start * info.dtype.itemsize)
+        if len(part) != wanted:
+            raise _corrupt(Path(prefix + ".bin"), "it became shorter while it was read")
+        found += [int(part.min()), int(part.max())]
+        _check_extremes(prefix, found[-2:], vocab_size)
+    return [min(found), max(found)]
+
+
+def _check_extremes(prefix: str, extremes: list[int], vocab_size: int) -> None:
+    low, high = extremes
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"{prefix!r} holds the token id {wrong}, and the vocabulary has {vocab_size} ids (0 to "
+            f"{vocab_size - 1}): give the tokenizer that made the data (--data.tokenizer), or "
+            f"--model.vocab_size."
+        )
+
+
+def sequence_lengths(prefix: str) -> np.ndarray:
+    """Tokens of each document of `prefix` [documents], int32. The index must have been checked."""
+    content = np.fromfile(prefix + ".idx", dtype=np.uint8)
+    (sequences,) = struct.unpack("<Q", content[18:26].tobytes())
+    return content[_HEADER_BYTES : _HEADER_BYTES + 4 * sequences].view(np.int32)

@@ -1,0 +1,110 @@
+"""Megatron-Core's indices of samples, kept from run to run: used only if they are what was built, and plain numbers.
+
+    cache/indices/NAME/             NAME is a digest of all that they are computed from
+        ...-document_index.npy, ... Megatron-Core's
+        digests.json                SHA-256 of each of them
+
+Megatron-Core opens them by `numpy.load(allow_pickle=True)`, which runs what a pickle says, and takes whatever numbers are
+in them for places in the data. In a folder that others can write to, or after a power failure, either may be anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import uuid
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import numpy as np
+
+from ...files.checkpoint import digest
+from ...files.disk import discard, ordinary, read_ordinary, write_file
+from . import corpus
+
+_DIGESTS, _LARGEST = "digests.json", 1 << 20
+_LAYOUT = 2  # 1 had no digests
+
+
+def index_name(prefixes: list[str], settings: list[Any]) -> str:
+    """A digest of all that Megatron-Core's indices of samples are computed from.
+
+    Its own key has the data's paths and the settings, and would take a file that was written anew for the old one.
+    """
+    found = [[prefix, corpus.fingerprint(prefix)] for prefix in prefixes]
+    text = json.dumps([_LAYOUT, megatron.core.__version__, found, settings])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def index_folder(kept: Path, name: str) -> Path:
+    """The folder of these indices, or, where there is no good one, a new one to build them in."""
+    found = kept / name
+    if found.is_dir():
+        if not (problem := damage(found)):
+            return found
+        warnings.warn(
+            f"the indices of samples in {str(found)!r} are not used but built again: {problem}.", stacklevel=2
+        )
+    try:
+        folder = kept / f".{name}.{uuid.uuid4().hex[:8]}"
+        folder.mkdir(parents=True)
+        return folder
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={str(kept.parent)!r} cannot be written ({error}): give another folder with "
+            "--data.cache_dir."
+        ) from error
+
+
+def keep_indices(built: Path, folder: Path) -> None:
+    """Give complete indices the name that later runs look for: what has it is whole, whenever a run was killed."""
+    if built == folder:
+        return
+    with suppress(OSError):  # no room, or another run was faster; this one has its files open where they are
+        write_file(
+            built / _DIGESTS, json.dumps({path.name: digest(path) for path in sorted(built.iterdir())})
+        )
+        if not folder.is_dir() or damage(folder):
+            discard(folder)
+        built.rename(folder)
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with kept indices, '' if nothing is: they are whole, as they were built, and plain numbers."""
+    try:
+        known = json.loads(read_ordinary(folder / _DIGESTS, _LARGEST))
+        found = {path.name for path in folder.iterdir()} - {_DIGESTS}
+        if not isinstance(known, dict) or found != set(known):
+            return "its files are not those that were built"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{_DIGESTS} cannot be read ({getattr(error, 'strerror', None) or error})"
+    for name in sorted(found):
+        path = folder / name
+        try:
+            ordinary(path.lstat())
+            if path.suffix == ".npy":
+                _check_plain(path)
+            if digest(path) != known[name]:
+                return f"{name} is not what was built"
+        except (OSError, ValueError, RecursionError, MemoryError) as error:
+            return f"{name} is no file of plain numbers ({getattr(error, 'strerror', None) or error})"
+    return ""
+
+
+def _check_plain(path: Path) -> None:
+    """ValueError unless a file is NumPy's format with whole numbers, and as long as it says."""
+    with path.open("rb") as stream:
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):
+            raise ValueError(f"its format is {version}")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        expected = stream.tell() + math.prod(shape) * dtype.itemsize
+        size = path.stat().st_size
+    if dtype.kind not in "iu":
+        raise ValueError(f"it holds {dtype}")
+    if size != expected:
+        raise ValueError(f"it has {size} bytes and should have {expected}")

@@ -1,0 +1,128 @@
+"""What must be the same on all ranks before the first step, as plain values under the names that users know.
+
+Hosts, devices and ranks may differ, and so may local paths: of a file its content counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import torch
+
+import megatron_fp8
+
+from ...files.checkpoint import MANIFEST, digest
+from ..config.run_config import RunConfig
+from ..data import corpus
+from ..report import versions
+from .parallel import backend
+
+_LOCAL = frozenset(
+    {"run_dir", "debug", "resume", "data.paths", "data.tokenizer", "data.cache_dir", "checkpoint.folder"}
+)
+_ENVIRONMENT = (
+    "NVTE_", "MEGATRON_FP8_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_INTERPRET", "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE",
+)  # fmt: skip
+"""Beginnings of the names of environment variables that decide what FP8 layers compute, or in which order."""
+_ELSEWHERE = frozenset(
+    {"DIR", "PATH", "VERBOSE", "DEBUG", "DUMP", "LOG", "LOGS", "TRACE", "PROFILE", "THREADS"}
+)
+"""Words in the names of those of them that say where files go, what is printed, or how many compile: ranks may differ."""
+
+
+def run_facts(
+    run: RunConfig, tokenizer: Any, world_size: int, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Launch, packages, environment and every option of the run that all ranks must share."""
+    facts: dict[str, Any] = {
+        "the world size": world_size,
+        "the backend of the process group": backend(),
+        "the source of megatron_fp8": _source_digest(),
+        **{f"the version of {name}": version for name, version in versions().items()},
+        "the version of torch": torch.__version__,
+        "the version of megatron-core": megatron.core.__version__,
+        "the version of megatron_fp8": megatron_fp8.__version__,
+    }
+    facts |= {name: value for name, value in environ.items() if _decides(name)}
+    facts |= {key: value for key, value in _flat(run.to_dict()).items() if key not in _LOCAL}
+    facts["data.tokenizer"] = tokenizer.name  # which tells of its content
+    facts["data.paths"] = [Path(path).name for path in run.data.paths]
+    facts["resume"] = run.resume if run.resume in ("auto", "never") else "a path"
+    table, factory = run.model.fp8_size_filter, run.model.fp8_quantizer_factory
+    if isinstance(table, str) and Path(table).is_file():
+        facts["model.fp8_size_filter"] = _digest(Path(table))
+    if factory:
+        facts[f"the source of {factory}"] = _module_digest(factory)
+    return facts
+
+
+def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None) -> dict[str, Any]:
+    """The data sets and the checkpoint that a run starts from, as this rank sees them on its node; None: not there."""
+    facts: dict[str, Any] = {}
+    for prefix in prefixes:
+        found = corpus.fingerprint(prefix)
+        facts |= {f"the {what} of the data set {Path(prefix).name}": value for what, value in found.items()}
+    if chosen is not None:
+        folder, manifest = chosen
+        of = f"of the checkpoint {folder.name}"
+        facts[f"the SHA-256 of {MANIFEST} {of}"] = _digest(folder / MANIFEST)
+        facts |= {f"the bytes of {name} {of}": _size(folder / name) for name in sorted(manifest.files)}
+    return facts
+
+
+def _decides(variable: str) -> bool:
+    """Whether an environment variable may change numbers."""
+    known = variable.startswith(_ENVIRONMENT)
+    return known and (variable in _ENVIRONMENT or not _ELSEWHERE.intersection(variable.split("_")))
+
+
+def data_fact(prefixes: list[str]) -> list[str]:
+    """What a manifest says of the data sets that a run reads: a digest of each one's fingerprint, in their order.
+
+    It reads every index: of many ranks one asks.
+    """
+    found = [json.dumps(corpus.fingerprint(prefix), sort_keys=True) for prefix in prefixes]
+    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in found]
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and not before:
+            found |= _flat(value, f"{name}.")
+        else:
+            found[f"{before}{name}"] = value
+    return found
+
+
+def _digest(path: Path) -> str | None:
+    """The beginning of a file's SHA-256; None: it is not there."""
+    return digest(path)[:16] if path.is_file() else None
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _source_digest() -> str:
+    root = Path(__file__).parents[2]
+    hasher = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".c", ".h") and path.is_file():
+            hasher.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return hasher.hexdigest()[:16]
+
+
+def _module_digest(name: str) -> str | None:
+    """Of the file that the object with this import path is from, which is imported; None where there is none."""
+    file = getattr(sys.modules.get(name.rpartition(".")[0]), "__file__", None)
+    return _digest(Path(file)) if file else None

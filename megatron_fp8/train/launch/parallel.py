@@ -1,0 +1,365 @@
+"""Processes: who this one is, how the ranks meet, and how the model's parallel groups are laid over them.
+
+The same command runs alone, under `torchrun`, and under SLURM's `srun`: the environment says which it is.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ... import kernels
+from ...commands.line import EXIT_BAD_INPUT, EXIT_FAILED
+from ...plan.timing import unused_gpu
+from ..config.sections import TrainSection
+from .deterministic import be_deterministic
+from .meeting import Meeting
+from .rendezvous import check_restarts
+
+Result = TypeVar("Result")
+_DEFAULT_PORT = 29500
+
+PASSING: tuple[type[BaseException], ...] = (
+    dist.DistError,
+    getattr(torch, "AcceleratorError", dist.DistError),
+)
+"""What a network, a GPU or another rank's end raises, whatever the input is: another attempt may not meet it."""
+
+
+def exit_code(error: BaseException) -> int:
+    """Of a process that ends by `error` before the first step: 1 for what another attempt may not meet, else 2."""
+    return EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all: how it was launched, its rank, and where rank 0 listens."""
+
+    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = _DEFAULT_PORT
+    meeting: Meeting | None = field(default=None, compare=False, repr=False)
+    """Where the ranks meet until training is under way; None before `meet`."""
+
+
+def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
+    """`launch` with a meeting, to which this rank is on its way. Raises ValueError if torchrun's restarts cannot work."""
+    check_restarts(environ)
+    return replace(launch, meeting=Meeting(launch, environ))
+
+
+def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
+    """The `Launch` that the environment describes: torchrun's variables first, then SLURM's, else one
+    process.
+
+    Raises ValueError naming the variable that is missing or not a number.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        local_rank = _number(environ, "LOCAL_RANK", 0)
+        launch = Launch(
+            "torchrun",
+            rank=_number(environ, "RANK"),
+            world_size=_number(environ, "WORLD_SIZE"),
+            local_rank=local_rank,
+            # Launchers other than torchrun leave it out: there are at least so many.
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", max(local_rank, 0) + 1),
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_number(environ, "MASTER_PORT", _DEFAULT_PORT),
+        )
+    elif "SLURM_PROCID" in environ:
+        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        launch = Launch(
+            "SLURM",
+            rank=_number(environ, "SLURM_PROCID"),
+            world_size=_number(environ, size),
+            local_rank=_number(environ, "SLURM_LOCALID", 0),
+            local_world_size=_slurm_local_size(environ),
+            master_addr=environ.get("MASTER_ADDR") or _slurm_first_host(environ),
+            master_port=_number(environ, "MASTER_PORT", _slurm_port(environ)),
+        )
+    else:
+        given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
+        if given:
+            missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
+            raise ValueError(
+                f"the environment has {given[0]}={environ[given[0]]!r} and no {' and no '.join(missing)}: launch with"
+                f" torchrun or srun, or unset {' and '.join(given)} to run alone."
+            )
+        return Launch("one process")
+    if not 0 <= launch.rank < launch.world_size:
+        raise ValueError(
+            f"{launch.launcher} gives rank {launch.rank} of {launch.world_size} processes: ranks go from 0 "
+            f"to {launch.world_size - 1}. Check the launch line."
+        )
+    if not 0 <= launch.local_rank < launch.local_world_size:
+        raise ValueError(
+            f"{launch.launcher} gives local rank {launch.local_rank} of {launch.local_world_size} processes on this node:"
+            f" local ranks go from 0 to {launch.local_world_size - 1}. Check the launch line."
+        )
+    if not 0 < launch.master_port < 2**16:
+        raise ValueError(f"MASTER_PORT={launch.master_port} must be from 1 to 65535.")
+    return launch
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = environ.get(name, default)
+    if value is None:
+        raise ValueError(f"the environment variable {name} is missing: launch with torchrun or srun.")
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"the environment variable {name}={value!r} is not a number.") from None
+
+
+def _slurm_local_size(environ: Mapping[str, str]) -> int:
+    """Tasks on this node; SLURM writes '2(x3),1' for three nodes of two and one of one.
+
+    At least as many as this task's own number tells of: in steps over unlike nodes the list may be another part's.
+    """
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    node = _number(environ, "SLURM_NODEID", 0)
+    listed = counts[node] if node < len(counts) else max(counts, default=1)
+    return max(listed, _number(environ, "SLURM_LOCALID", 0) + 1)
+
+
+def _slurm_first_host(environ: Mapping[str, str]) -> str:
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environ[name] for name in names if environ.get(name)), "")
+    if not nodes:
+        return "127.0.0.1"
+    if "[" not in nodes:
+        return nodes.split(",")[0]
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"the first host of SLURM's node list {nodes!r} is not known: `scontrol show hostnames` failed "
+            f"({error}). Set MASTER_ADDR."
+        ) from error
+    return shown.stdout.split()[0]
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    """A port that jobs on one machine do not share."""
+    return 10000 + int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0) % 20000
+
+
+# -------------------------------------------------------------------------------------------- joining
+
+
+def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
+    """The data-parallel size of `world_size` ranks. Raises ValueError if the layout does not fit them."""
+    sizes = {
+        "tensor": model.tensor_model_parallel_size,
+        "pipeline": model.pipeline_model_parallel_size,
+        "context": model.context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"the {name} parallel size is {size}: it must be at least 1.")
+    product = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+    if world_size % product:
+        parts = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"the world size {world_size} does not divide by {parts} = {product}: launch a multiple of "
+            f"{product} processes, or change model.tensor_model_parallel_size, "
+            "model.pipeline_model_parallel_size or model.context_parallel_size."
+        )
+    data = world_size // product
+    step = data * train.micro_batch_size
+    if train.global_batch_size % step:
+        raise ValueError(
+            f"train.global_batch_size={train.global_batch_size} does not divide by train.micro_batch_size="
+            f"{train.micro_batch_size} x {data} data-parallel ranks = {step}: give a multiple of {step}."
+        )
+    _check_interleaving(model, train.global_batch_size // step)
+    _check_experts(model)
+    tokens, cuts = train.seq_length, 2 * sizes["context"] if sizes["context"] > 1 else 1
+    if tokens % cuts or (model.sequence_parallel and (tokens // sizes["context"]) % sizes["tensor"]):
+        raise ValueError(
+            f"train.seq_length={tokens} does not divide among the ranks (context parallel "
+            f"{sizes['context']}, tensor parallel {sizes['tensor']} with "
+            f"sequence_parallel={model.sequence_parallel}): give a multiple of {cuts * sizes['tensor']}."
+        )
+    return data
+
+
+def _check_interleaving(model: Any, microbatches: int) -> None:
+    """ValueError where interleaved stages cannot share an iteration's micro-batches; Megatron-Core asks at the first."""
+    stages = model.pipeline_model_parallel_size
+    if (model.virtual_pipeline_model_parallel_size or 1) == 1 or stages == 1:
+        return
+    together = model.microbatch_group_size_per_vp_stage or stages
+    if not stages <= together <= microbatches or 0 < microbatches % together < stages:
+        raise ValueError(
+            f"train.global_batch_size gives {microbatches} micro-batches a data-parallel rank, and interleaved stages"
+            f" take them {together} at a time (model.microbatch_group_size_per_vp_stage, by default the"
+            f" {stages} pipeline stages, and no fewer): give a multiple of {together} micro-batches, by a larger"
+            " train.global_batch_size or a smaller train.micro_batch_size."
+        )
+
+
+def _check_experts(model: Any) -> None:
+    """ValueError where experts' tokens would be gathered in parts of different sizes, which gloo cannot."""
+    tensor = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+    both = model.num_moe_experts and tensor > 1 and model.expert_model_parallel_size > 1
+    if both and model.moe_token_dispatcher_type != "allgather" and backend() == "gloo":
+        raise ValueError(
+            f"model.expert_model_parallel_size={model.expert_model_parallel_size} with expert tensor parallelism {tensor}"
+            f" and model.moe_token_dispatcher_type={model.moe_token_dispatcher_type!r} gathers parts of different sizes,"
+            " which gloo, the backend of CPUs, cannot: set model.expert_tensor_parallel_size=1, or"
+            " model.moe_token_dispatcher_type=allgather."
+        )
+
+
+def gpu_of(local_rank: int, visible: int) -> int:
+    """The number of this process's GPU among those that it sees; a launcher may show each process its own alone.
+
+    Raises ValueError if there are more processes than GPUs.
+    """
+    if visible > 1 and local_rank >= visible:
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: this node shows {visible}. Launch one process for each GPU."
+        )
+    return local_rank if visible > 1 else 0
+
+
+def backend() -> str:
+    """The process group's backend: nccl with CUDA, gloo without."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def join(launch: Launch, model: Any, train: TrainSection) -> None:
+    """Threads, device, process group (gloo without CUDA, nccl with), Megatron's groups and random streams.
+
+    Raises ValueError if the layout does not fit the world size, or train.deterministic the environment.
+    """
+    check_layout(model, train, launch.world_size)
+    if train.deterministic:
+        be_deterministic()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(gpu_of(launch.local_rank, torch.cuda.device_count()))
+        look_at_gpu_machine(launch.local_world_size)
+    else:
+        say_unused_gpu()
+        torch.set_num_threads(train.threads or max(1, usable_cores() // launch.local_world_size))
+    if not dist.is_initialized():
+        assert launch.meeting is not None
+        launch.meeting.arrive("the process group")
+        timeout = timedelta(minutes=train.distributed_timeout_minutes)
+        dist.init_process_group(
+            backend(),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            store=launch.meeting.group_store(timeout.total_seconds()),
+            timeout=timeout,
+        )
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        expert_model_parallel_size=model.expert_model_parallel_size,
+        expert_tensor_parallel_size=model.expert_tensor_parallel_size,
+        distributed_timeout_minutes=train.distributed_timeout_minutes,
+    )
+    seed_streams(train.seed)
+
+
+def say_unused_gpu() -> None:
+    """Warn where training runs on the CPU of a machine that has a GPU."""
+    if unused := unused_gpu():
+        warnings.warn(f"this machine has a GPU that is not used: {unused}", stacklevel=2)
+
+
+def look_at_gpu_machine(processes: int) -> None:
+    """Warn of what makes a GPU machine slow: kernels that cannot be compiled, fewer cores than this node's processes."""
+    reason = kernels.refusal(torch.device("cuda", torch.cuda.current_device()))
+    if reason is not None:
+        torch.compiler.set_stance("force_eager")  # Megatron-Core's fused functions are compiled by Triton too
+        warnings.warn(f"{reason}. Without kernels training is slow, in FP8 most of all", stacklevel=2)
+    if (cores := usable_cores()) < processes:
+        warnings.warn(
+            f"{processes} processes of this node may use {cores} CPU core{'s' * (cores > 1)}, and each needs its own"
+            " to keep its GPU busy: under SLURM ask for whole nodes (--exclusive) or for --cpus-per-task",
+            stacklevel=2,
+        )
+
+
+def seed_streams(seed: int) -> None:
+    """Random streams (torch's, Megatron-Core's, NumPy's, Python's) from the run's seed: other ones on each stage."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+_held = ExitStack()
+
+
+def until_leave(release: Callable[[], None]) -> None:
+    """Have `release` called when this process leaves: it gives back what the run holds."""
+    _held.callback(release)
+
+
+def leave() -> None:
+    """Give back what `until_leave` was told of, and the groups. Nothing happens when there is nothing."""
+    _held.close()
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def on_first_rank(work: Callable[[], Result]) -> Result:
+    """Run `work` on rank 0 while the others wait; every rank gets its result, or its ValueError."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except ValueError as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
+
+
+def wait_for_all() -> None:
+    """Return when every rank has called this."""
+    # NCCL's barrier takes a GPU's number; without one torch warns that it takes the current one.
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

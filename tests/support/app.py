@@ -1,0 +1,139 @@
+"""Runs `megatron-fp8` with its arguments as the command does, watched or disturbed: a child process of the tests.
+
+python tests/support/app.py watch COUNTS.json train ...     count calls into Megatron-Core
+python tests/support/app.py poison 2 train ...              the second step's loss is infinite
+python tests/support/app.py ranks OPTIONS.json train ...    further options by rank: {"1": ["--optimizer.lr=1"]}
+python tests/support/app.py spoil 2 train ...              a weight of the last rank is NaN after the second iteration
+python tests/support/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
+python tests/support/app.py many CASES.json                 several commands; prints [code, stderr] of each
+python tests/support/app.py heard CASES.json                the same; prints [code, stderr, stdout]
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+from megatron_fp8.commands.main import main
+
+
+def watch(path, arguments):
+    """Count calls of what the step must consist of; rank 0 writes the counts."""
+    from megatron_fp8.mcore import install
+
+    install()
+    from megatron_fp8.train import loop, model
+    from megatron_fp8.train.data import datasets as data
+
+    counts = {}
+
+    def counted(owner, name):
+        original = getattr(owner, name)
+        counts[name] = 0
+
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    counted(model, "DistributedDataParallel")
+    counted(model, "get_megatron_optimizer")
+    counted(data.CorpusDataset, "__getitem__")
+    counted(loop, "get_forward_backward_func")
+    code = main(arguments)
+    if os.environ.get("RANK", "0") == "0":
+        Path(path).write_text(json.dumps(counts))
+    return code
+
+
+def poison(step, arguments):
+    """Make one batch's loss infinite."""
+    from megatron_fp8.mcore import install
+
+    install()
+    from megatron_fp8.train import loop
+
+    original = loop.batches
+
+    def batches(*args, **kwargs):
+        for number, batch in enumerate(original(*args, **kwargs), start=1):
+            yield {**batch, "loss_mask": batch["loss_mask"] * float("inf")} if number == step else batch
+
+    loop.batches = batches
+    return main(arguments)
+
+
+def by_rank(path, arguments):
+    """Each rank gets options of its own."""
+    return main([*arguments, *json.loads(Path(path).read_text()).get(os.environ["RANK"], [])])
+
+
+def after_iteration(number, disturb, arguments):
+    """Call `disturb(trainer)` once iteration `number` is done."""
+    from megatron_fp8.mcore import install
+
+    install()
+    from megatron_fp8.train.loop import Trainer
+
+    original = Trainer._timed_step
+
+    def timed_step(self, iteration, training):
+        metrics = original(self, iteration, training)
+        if iteration == number:
+            disturb(self)
+        return metrics
+
+    Trainer._timed_step = timed_step
+    return main(arguments)
+
+
+def spoil(trainer):
+    """Make one value of the last rank's second layer NaN, in the master too, which would put it right again."""
+    import torch
+
+    if os.environ.get("RANK", "0") != os.environ.get("LAST_RANK", "0"):
+        return
+    for group in trainer.optimizer.param_groups:
+        for master in group["params"]:
+            if master.dim() == 2:
+                master.data.view(-1)[0] = torch.nan
+                break
+    for name, parameter in trainer.chunks[0].named_parameters():
+        if "layers.1.mlp.linear_fc1.weight" in name:
+            parameter.data.view(-1)[0] = torch.nan
+
+
+def truncate(trainer):
+    """Cut the data set short, as another program may."""
+    prefix = trainer.datasets[0].dataset_path
+    os.truncate(f"{prefix}.bin", 4096)
+
+
+def many(path, with_output=False):
+    """Run each command of a file; print their exit codes and what they said."""
+    results = []
+    for arguments in json.loads(Path(path).read_text()):
+        said, printed = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
+            code = main(arguments)
+        results.append([code, said.getvalue(), *([printed.getvalue()] if with_output else [])])
+    print(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    kind, first, rest = sys.argv[1], sys.argv[2], sys.argv[3:]
+    sys.exit(
+        {
+            "watch": watch,
+            "poison": lambda n, a: poison(int(n), a),
+            "ranks": by_rank,
+            "spoil": lambda n, a: after_iteration(int(n), spoil, a),
+            "truncate": lambda n, a: after_iteration(int(n), truncate, a),
+            "many": lambda p, _: many(p),
+            "heard": lambda p, _: many(p, with_output=True),
+        }[kind](first, rest)
+    )

@@ -1,0 +1,175 @@
+"""Kernels compiled for an H100 without one: every launch of a function becomes PTX and machine code, and none runs.
+
+Triton brings NVIDIA's assembler, so a wrong type, a spilled register or an instruction that flushes subnormals shows on
+any machine. Must run in a process that does not interpret kernels:
+
+    TRITON_INTERPRET=0 python -m tests.support.hopper      # a line of JSON for each launch
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_fp8.kernels.block_matmul import block_matmul
+from megatron_fp8.kernels.fp8_transpose import transpose
+from megatron_fp8.kernels.multi_amax import update_delayed
+from megatron_fp8.kernels.norm_quantize import rms_norm
+from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
+from megatron_fp8.kernels.quantize import (
+    Record,
+    measure,
+    quantize_blocks,
+    quantize_rows,
+    quantize_tensor,
+    write,
+)
+from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
+from megatron_fp8.numerics.formats import E4M3, E5M2
+
+TARGET = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+
+
+def compiled(function: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What the launches of function() became: kernel name, ptx, instructions, registers and spilled bytes a thread.
+
+    Tensors may be on any device, meta too; arguments are specialised as at a real launch (16-byte alignment,
+    multiples of 16, ones and None).
+    """
+    found: list[dict[str, Any]] = []
+    original = triton.JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}
+        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        constant = {p.name for p in self.params if p.is_constexpr}
+        signature, constants, attributes = {}, {}, {}
+        for i, name in enumerate(self.arg_names):
+            value = values[name]
+            if name in constant or value is None or (type(value) is int and value == 1):
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = "*" + TYPES[value.dtype]
+                if value.storage_offset() * value.element_size() % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+                if isinstance(value, int) and value % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        built = triton.compile(
+            ASTSource(self, signature, constants, attributes), target=TARGET, options=options
+        )
+        found.append(described(self.__name__, built))
+
+    triton.JITFunction.run = run
+    try:
+        function()
+    finally:
+        triton.JITFunction.run = original
+    return found
+
+
+def described(name: str, built: Any) -> dict[str, Any]:
+    ptx = built.asm["ptx"]
+    opcodes = re.findall(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]+)[ ;]", ptx, re.M)
+    counts: dict[str, int] = {}
+    for opcode in opcodes:
+        counts[opcode] = counts.get(opcode, 0) + 1
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(built.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run(
+            [tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    return {
+        "kernel": name,
+        "opcodes": counts,
+        "registers": numbers["REG"],
+        "stack": numbers["STACK"],
+        "shared": built.metadata.shared,
+        "warps": built.metadata.num_warps,
+    }
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches() -> dict[str, Callable[[], Any]]:
+    """What a transformer layer of hidden 4096 launches on 8192 tokens, by name."""
+    x, dy = empty(8192, 4096, dtype=torch.bfloat16), empty(8192, 2048, dtype=torch.bfloat16)
+    codes = empty(8192, 4096, dtype=torch.float8_e4m3fn)
+    grads = empty(8192, 4096, dtype=torch.float8_e5m2)
+    weight = empty(4096, 4096, dtype=torch.float8_e4m3fn)
+    by_row, square = empty(32, 8192).t(), empty(32, 32)
+    gamma, one, record = empty(4096, dtype=torch.bfloat16), empty(), Record(empty(), empty())
+    master, pieces, many = empty(1 << 22), empty(1 << 22, dtype=torch.uint8), torch.int64
+    return {
+        "measure": lambda: measure(x, rows=True, cols=True, record=record),
+        "delayed": lambda: quantize_tensor(x, E4M3, scale=one, record=record),
+        "delayed-float32": lambda: quantize_tensor(empty(4096, 4096), E5M2, scale=one, record=record),
+        "tensorwise": lambda: quantize_tensor(x, E4M3, amax=one),
+        "rowwise": lambda: quantize_rows(x, E4M3, empty(8192), empty(4096)),
+        "blockwise": lambda: quantize_blocks(x, E4M3, block=128, record=record),
+        "blockwise-fp32": lambda: quantize_blocks(x, E5M2, block=128, kind="fp32", record=record),
+        "blockwise-weight": lambda: quantize_blocks(x, E4M3, block=128, square=True, record=record),
+        "mx": lambda: quantize_blocks(x, E4M3, block=32, kind="e8m0", record=record),
+        "norm": lambda: quantize_tensor(rms_norm(x, gamma), E4M3, scale=one, record=record),
+        "norm-blockwise": lambda: quantize_blocks(rms_norm(x, gamma), E4M3, block=128, record=record),
+        "column-norm": lambda: write(rms_norm(empty(64, 1), empty(1))),
+        "norm-written": lambda: write(rms_norm(x, gamma)),
+        "swiglu-grad-written": lambda: write(swiglu_grad(dy, x, gamma)),
+        "swiglu": lambda: quantize_tensor(swiglu(x), E4M3, scale=one, record=record),
+        "swiglu-blockwise": lambda: quantize_blocks(swiglu(x, gamma), E4M3, block=128, record=record),
+        "swiglu-grad": lambda: quantize_tensor(swiglu_grad(dy, x), E5M2, scale=one, record=record),
+        "swiglu-grad-blockwise": lambda: quantize_blocks(swiglu_grad(dy, x), E4M3, block=128, record=record),
+        "swiglu-weight-grad": lambda: swiglu_weight_grad(dy, x),
+        "transpose": lambda: transpose(codes),
+        "piece-amax": lambda: piece_amax(master, 0, (4096, 4096), torch.bfloat16, square, one),
+        "piece-cast": lambda: piece_cast(master, 0, (4096, 4096), torch.bfloat16, square, pieces, E4M3),
+        "update": lambda: update_delayed(
+            empty(900),
+            empty(900),
+            empty(900, dtype=many),
+            empty(900, dtype=many),
+            empty(900, 1024),
+            empty(900),
+        ),
+        "matmul": lambda: block_matmul(codes, by_row, weight, square, b_height=128),
+        "matmul-wgrad": lambda: block_matmul(grads, by_row, codes, by_row, out_dtype=torch.float32),
+    }
+
+
+def main() -> None:
+    for name, function in launches().items():
+        for launch in compiled(function):
+            print(json.dumps({"name": name} | launch), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Matrices that hold every kind of number, and comparison with the emulated backend."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_fp8.backends import emulated
+from megatron_fp8.kernels.quantize import Record, Sides
+from tests.support.compare import assert_same_bytes
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where kernels run: compiled, or interpreted (tests/conftest.py)."""
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(1, 1), (7, 33), (200, 129), (1, 200), (129, 7)]
+BYTES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def mixed(shape: tuple[int, int], dtype: torch.dtype, special: bool = False, seed: int = 0) -> torch.Tensor:
+    """Normals over 24 octaves, zeros of both signs, blocks of zeros and of subnormals; NaN and Inf if special."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def chosen(share: float) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) < share
+
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-12, 12, shape, generator=generator).float())
+    x[chosen(0.05)] = 0
+    x[chosen(0.05)] = -0.0
+    x[:, 128:] *= 1e-40  # float32 and bfloat16 subnormals, zeros in float16
+    x[128:, :3] *= 1e-36
+    x[:2, 32:64] = 0
+    if special:
+        for value in (float("nan"), float("inf"), -float("inf")):
+            x[chosen(0.004)] = value
+        x[0, 0] = float("nan")
+        x[-1, -1] = -float("inf")
+    x = x.to(dtype)
+    if special:  # a NaN with its sign set, which no torch operation makes
+        x.view(BYTES[dtype])[0, -1] = -1
+    return x.to(DEVICE)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same matrix as a view of a wider one: rows are not adjacent."""
+    wide = torch.full((x.shape[0], x.shape[1] + 5), float("nan"), dtype=x.dtype, device=x.device)
+    wide[:, 3:-2] = x
+    return wide[:, 3:-2]
+
+
+def assert_quantized(sides: Sides, expected: emulated.Quantized, what: str) -> None:
+    """Codes and scales of the same directions, in all bytes; columnwise codes contiguous."""
+    for name in ("rowwise", "columnwise"):
+        mine, theirs = getattr(sides, name), getattr(expected.tensor, name)
+        assert (mine is None) == (theirs is None), f"{what} {name}"
+        if mine is not None:
+            assert mine.codes.dtype == theirs.codes.dtype and mine.codes.is_contiguous(), f"{what} {name}"
+            assert mine.scale_inv.dtype == theirs.scale_inv.dtype, f"{what} {name}"
+            assert_same_bytes(mine.codes, theirs.codes, f"{what} {name} codes")
+            assert_same_bytes(_packed(mine.scale_inv), _packed(theirs.scale_inv), f"{what} {name} scales")
+
+
+def _packed(scale: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of its shape, which a dimension of 1 need not have."""
+    return torch.empty(scale.shape, dtype=scale.dtype, device=scale.device).copy_(scale)
+
+
+def assert_recorded(record: Record, expected: emulated.Quantized, what: str) -> None:
+    """The same amax, in all bits, and count."""
+    assert_same_bytes(record.amax, expected.amax, f"{what} amax")
+    assert int(record.nonfinite) == int(expected.nonfinite or 0), f"{what} count"

@@ -1,0 +1,267 @@
+"""Checks of the native backend that run Triton kernels in its interpreter, which must be chosen before Triton is loaded.
+
+`python -m tests.support.native_interpreted` prints a JSON object, check -> traceback or "", for tests/unit/backends/native/test_backend.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import json
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from megatron_fp8.backends import emulated
+from megatron_fp8.backends.native import backend as native
+from megatron_fp8.backends.native import layout as native_layout
+from megatron_fp8.kernels import block_matmul, fp8_transpose
+from megatron_fp8.kernels import quantize as kernels
+from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.plan.site_plan import fp8_site
+from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
+from megatron_fp8.state.arena import Fp8State
+from tests.support.compare import assert_same_bytes
+from tests.support.scaled_mm import fake_torch
+from tests.support.sites import RECIPES, data, make_site, randn, run
+
+FUNCTIONS = ("measure", "quantize_tensor", "quantize_rows", "quantize_blocks")
+PRODUCTS = {
+    "delayed": "tensor",
+    "tensorwise": "tensor",
+    "tensorwise-pow2": "tensor",
+    "rowwise": "row",
+    "mxfp8": "mx",
+}
+
+
+@contextmanager
+def counted():
+    """Calls of the kernels' functions by name; the emulated quantisation is forbidden."""
+    calls: Counter[str] = Counter()
+
+    def counting(name, function):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    wrapped = {name: counting(name, getattr(kernels, name)) for name in FUNCTIONS}
+    forbidden = AssertionError("quantised without a kernel")
+    with (
+        mock.patch.multiple(kernels, **wrapped),
+        mock.patch.object(emulated, "quantize", side_effect=forbidden),
+    ):
+        yield calls
+
+
+def same_bits(name: str) -> None:
+    """Codes, scales, amax and health of both directions are the emulated backend's; layouts are the GEMM's."""
+    for role, shape, direction in (
+        ("input", (70, 200), "both"),
+        ("input", (0, 7), "both"),
+        ("weight", (130, 200), "both"),
+        ("grad_output", (33, 129), "rowwise"),
+        ("grad_output", (33, 129), "columnwise"),
+    ):
+        x, rule = randn(*shape, seed=3), RECIPES[name].rule(role)
+        if role == "input" and x.numel():
+            x[3, 5], x[7, 8] = torch.nan, -torch.inf
+        found, expected = (b.quantize(x, rule, direction) for b in (native, emulated))
+        for which in ("rowwise", "columnwise"):
+            side, wanted = getattr(found.tensor, which), getattr(expected.tensor, which)
+            assert (side is None) == (wanted is None)
+            if side is not None:
+                what = f"{role} {shape} {direction}: {which}"
+                assert_same_bytes(side.codes, wanted.codes, f"{what} codes")
+                assert_same_bytes(side.scale_inv, wanted.scale_inv, f"{what} scales")
+                assert side.codes.is_contiguous(), "the contraction is last and contiguous"
+                assert (side.granularity, side.pow2) == (wanted.granularity, wanted.pow2)
+        assert_same_bytes(found.amax, expected.amax, "amax")
+        assert float(found.nonfinite) == (2 if role == "input" and x.numel() else 0)
+
+
+def given_scale() -> None:
+    x, rule = randn(40, 50, seed=1), RECIPES["delayed"].rule("input")
+    scale = torch.tensor(3.7)
+    found, expected = (b.quantize(x, rule, "both", scale=scale) for b in (native, emulated))
+    assert_same_bytes(found.tensor.columnwise.codes, expected.tensor.columnwise.codes)
+    assert_same_bytes(found.tensor.rowwise.scale_inv, expected.tensor.rowwise.scale_inv)
+    assert_same_bytes(found.amax, expected.amax)
+
+
+def shared_amaxes() -> None:
+    """What is reduced over ranks is the tensor's amax and the columns', and what is recorded is this rank's own."""
+    for name in ("tensorwise", "rowwise"):
+        x, rule, seen = randn(40, 50, seed=1), RECIPES[name].rule("input"), []
+
+        def reduce(amax, seen=seen):
+            seen.append(amax.clone())
+            amax.mul_(2)
+
+        found, expected = (b.quantize(x, rule, "both", reduce_amax=reduce) for b in (native, emulated))
+        assert len(seen) == 2 and torch.equal(seen[0].flatten(), seen[1].flatten())
+        for which in ("rowwise", "columnwise"):
+            assert_same_bytes(getattr(found.tensor, which).codes, getattr(expected.tensor, which).codes, name)
+        assert float(found.amax) == float(expected.amax) == x.abs().max().item()
+
+
+def kernels_dispatched() -> None:
+    """One pass where the rule allows, two where a scale needs the amax first; never the emulated quantisation."""
+    x = randn(64, 128, seed=1)
+    expected = {
+        "tensorwise": {"measure": 1, "quantize_tensor": 1},
+        "rowwise": {"measure": 1, "quantize_rows": 1},
+        "blockwise": {"quantize_blocks": 1},
+        "mxfp8": {"quantize_blocks": 1},
+    }
+    for name, calls in expected.items():
+        for role in ("input", "weight", "grad_output"):
+            with counted() as found:
+                native.quantize(x, RECIPES[name].rule(role), "both")
+            assert found == calls, (name, role, found)
+    with counted() as found:
+        native.quantize(x, RECIPES["delayed"].rule("input"), "both", scale=torch.tensor(2.0))
+    assert found == {"quantize_tensor": 1}, found
+
+
+def rules_without_a_kernel() -> None:
+    """The emulated quantisation on the same device, and the plan says so."""
+    recipe = MXFP8BlockScaling(stochastic_rounding=True)
+    x, region = randn(64, 64, seed=1), emulated.Region(emulated.RandomKey(3))
+    found, expected = (
+        b.quantize(x, recipe.rule("grad_output"), "both", region=region) for b in (native, emulated)
+    )
+    assert_same_bytes(found.tensor.columnwise.codes, expected.tensor.columnwise.codes)
+    with fake_torch():
+        (note,) = native.notes(torch.device("cpu"), recipe)
+    assert "grad_output quantised without a kernel" in note and "stochastic" in note
+    odd = Rule(recipe.rule("input").fmt, Granularity(64, 64), "pow2")
+    assert native.kernel_reason(odd) == "64x64 blocks with pow2 scales"
+    found, expected = (b.quantize(x, odd, "both") for b in (native, emulated))
+    assert_same_bytes(found.tensor.columnwise.codes, expected.tensor.columnwise.codes)
+
+
+def blocks_that_torch_lacks() -> None:
+    """On a GPU whose torch has no block-scaled product the package's own does all three GEMMs, and the plan says so."""
+    refused = {"block": "only sm90", "block 1d": "only sm90"}
+    x, w, dy = data(70, 150, 136)
+    bias = randn(136, seed=9, dtype=torch.float32)
+    for name in ("blockwise", "blockwise-fp32"):
+        site = GemmSite(fp8_site("layers.0.linear", 0, RECIPES[name], "native", "test"), Fp8State(), None)
+        expected = run(make_site(name)[0], x, w, dy, bias)
+        anywhere = mock.patch.object(native, "device_reason", return_value=None)
+        with fake_torch(refuse=refused) as fake, counting_blocks() as calls, anywhere:
+            assert native.supports(torch.device("cpu"), RECIPES[name]) is None
+            notes = native.notes(torch.device("cpu"), RECIPES[name])
+            tried = calls.total()
+            outcome = run(site, x, w, dy, bias)
+        assert notes == [f"{g} by this package's block-scaled kernel" for g in ("fprop", "dgrad", "wgrad")]
+        assert not fake.calls and calls.total() == tried + 3
+        for what in ("y", "dx", "dw"):
+            found, wanted = getattr(outcome, what).double(), getattr(expected, what).double()
+            assert (found - wanted).abs().max() <= 2**-7 * wanted.abs().max(), what
+
+
+def linear(name: str) -> None:
+    """A whole layer, forward and backward: each GEMM is a tensor-core product of its kind, and the numbers are exact."""
+    x, w, dy = data(70, 96, 136)
+    bias = randn(136, seed=9)
+    plan = fp8_site("layers.0.linear", 0, RECIPES[name], "native", "test")
+    site = GemmSite(plan, Fp8State(), None)
+    with fake_torch() as fake, counted():
+        for _ in range(2):  # with delayed scaling the second iteration has a scale of its own
+            outcome = run(site, x, w, dy, bias)
+            site.state.finish_iteration()
+        kinds = set(fake.calls)
+        fast = [made["fast"] for made in fake.history[-3:]]
+    product = PRODUCTS.get(name)
+    assert fast == [product in ("tensor", "row"), False, False], (
+        "fast accumulation is fprop's, and never with blocks"
+    )
+    blocks = {"block", "block v1", "block 1d v1"} if name == "blockwise-fp32" else {"block", "block 1d"}
+    assert kinds == ({product} if product else blocks), kinds
+    emulating, _ = make_site(name)
+    for _ in range(2):
+        expected = run(emulating, x, w, dy, bias)
+        emulating.state.finish_iteration()
+    for what in ("y", "dx", "dw", "dbias"):
+        found, wanted = getattr(outcome, what).float(), getattr(expected, what).float()
+        size = wanted.abs().max()
+        assert (found - wanted).abs().max() <= 2**-7 * size, what
+        assert ((found - wanted).abs() > 2**-20 * size).float().mean() < 0.01, (
+            f"{what}: more than roundings differ"
+        )
+    assert (site.state.last.fp8_gemms, site.state.last.hp_gemms) == (3, 0)
+    for slot, other in zip(site.state.slots(), emulating.state.slots(), strict=True):
+        assert slot.arena.last_amax[slot.index] == other.arena.last_amax[other.index], "recorded amaxes"
+
+
+def transposed_views() -> None:
+    """Codes that lie in the other order (gathered shards, FP8 parameters) are turned by the kernel, where kernels run."""
+    codes = torch.arange(48 * 160).to(torch.uint8).view(48, 160).view(torch.float8_e4m3fn)
+    calls: Counter[str] = Counter()
+    original = fp8_transpose.transpose
+
+    def counting(turned):
+        calls["transpose"] += 1
+        return original(turned)
+
+    everywhere = mock.patch.object(native_layout, "_has_kernels", return_value=True)
+    with mock.patch.object(fp8_transpose, "transpose", counting), everywhere:
+        for view, shape, count in (
+            (codes.t(), (160, 48), 1),
+            (codes, (48, 160), 0),
+            (codes[:1].t(), (160, 1), 1),
+        ):
+            calls.clear()
+            found = native_layout.place_codes(view, *shape)
+            assert found.stride() == (shape[1], 1) and calls["transpose"] == count, (shape, found.stride())
+            assert_same_bytes(found, view)
+
+
+@contextmanager
+def counting_blocks():
+    calls: Counter[str] = Counter()
+    original = block_matmul.block_matmul
+
+    def counting(*args, **kwargs):
+        calls["block_matmul"] += 1
+        return original(*args, **kwargs)
+
+    with mock.patch.object(block_matmul, "block_matmul", counting):
+        yield calls
+
+
+CHECKS = {
+    **{f"same bits: {name}": (same_bits, name) for name in RECIPES},
+    **{f"linear: {name}": (linear, name) for name in RECIPES if name != "tensorwise-pow2"},
+    "given scale": (given_scale,),
+    "shared amaxes": (shared_amaxes,),
+    "kernels dispatched": (kernels_dispatched,),
+    "rules without a kernel": (rules_without_a_kernel,),
+    "blocks that torch lacks": (blocks_that_torch_lacks,),
+    "transposed views": (transposed_views,),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for name, (check, *arguments) in CHECKS.items():
+        try:
+            check(*arguments)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A GPU's stand-in that has no values: whoever asks for one, and so would wait for the GPU, gets an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_fp8.backends.native import backend as native
+from megatron_fp8.state.arena import Fp8State
+
+
+class Launches:
+    """A Triton kernel that is launched and does nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*_: object, **__: object) -> None:
+            self.count += 1
+
+        return launch
+
+
+@contextmanager
+def gpu_without_values() -> Iterator[Launches]:
+    """Tensors without values: who asks for one gets DataDependentOutputException. Kernels are launched and do nothing.
+
+    The device is the CPU in name (a fake GPU cannot be indexed where there is none), where kernels are said to run.
+    """
+    from megatron_fp8 import kernels as dispatch
+    from megatron_fp8.backends.native import layout as native_layout
+    from megatron_fp8.kernels import (
+        block_matmul,
+        fp8_transpose,
+        multi_amax,
+        norm_quantize,
+        param_cast,
+        quantize,
+        swiglu_quantize,
+    )
+
+    launches = Launches()
+    kernels = [
+        *(
+            (quantize, name)
+            for name in ("find_amaxes", "cast_tensor", "cast_rows", "quantize_tiles", "write_values")
+        ),
+        *((param_cast, name) for name in ("_piece_amax", "_piece_cast")),
+        (norm_quantize, "_row_rstd"),
+        (swiglu_quantize, "_weight_grad"),
+        (multi_amax, "_update"),
+        (fp8_transpose, "_transpose"),
+        (block_matmul, "_block_matmul"),
+    ]
+    patches = [mock.patch.object(module, name, launches) for module, name in kernels]
+    patches.append(mock.patch.object(native, "refusals", lambda *_: lambda request: None))
+    patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
+    patches.append(mock.patch.object(dispatch, "looking_waits", lambda _: True))
+    patches.append(mock.patch.object(native_layout, "_has_kernels", lambda _: True))
+    with FakeTensorMode():
+        for patch in patches:
+            patch.start()
+        try:
+            yield launches
+        finally:
+            for patch in patches:
+                patch.stop()
+
+
+def warm(state: Fp8State) -> None:
+    """Every slot as after an iteration."""
+    for arena in state.arenas:
+        for slot in arena.slots:
+            slot.warm = True
+        for history in arena._histories.values():
+            history.cold = 0
+        arena.update(0)

@@ -1,0 +1,194 @@
+"""Rank cases that train the small GPT of tests/support/gpt.py, save, and go on from the checkpoint in a model built anew."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.fp8_gpt import OPTIONS, fp8_config
+from tests.support.gpt import build_chunks, build_optimizer, train_step
+from tests.support.ranks import Layout, model_parallel
+
+
+class Training:
+    """A model, its optimizer, and the iterations that it has done."""
+
+    def __init__(
+        self, layout: Layout, recipe: str | None, fields: dict, ddp: dict, seed: int, **options: Any
+    ):
+        from megatron_fp8.mcore.optimizer.compact_moments import compact_state
+        from megatron_fp8.mcore.params import gather_settings
+        from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+        self.config = fp8_config(layout, recipe, **fields)
+        shared: dict[str, Any] = {}
+        if fields.get("fp8_param"):
+            shared = gather_settings(self.config, distributed=ddp.get("use_distributed_optimizer", False))
+        share = shared.get("reuse_grad_buf_for_mxfp8_param_ag", False)
+        self.options = {"sequence": OPTIONS["sequence"], **options}
+        self.chunks = build_chunks(
+            self.config,
+            spec=get_gpt_layer_fp8_spec,
+            ddp={**ddp, **shared},
+            seed=seed,
+            sequence=self.options["sequence"],
+        )
+        with compact_state() if self.options.pop("compact", False) else nullcontext():
+            self.optimizer = build_optimizer(
+                self.config, self.chunks, ddp=ddp, optim={"reuse_grad_buf_for_mxfp8_param_ag": share}
+            )
+        self.iteration = 0
+
+    def steps(self, count: int) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of the next iterations."""
+        found = []
+        for _ in range(count):
+            found.append(
+                train_step(
+                    self.config, self.chunks, self.optimizer, self.iteration, **{**OPTIONS, **self.options}
+                )
+            )
+            self.iteration += 1
+        return found
+
+    def save(self, folder: str, **options: Any) -> Path:
+        """Save; the checkpoint's folder."""
+        from megatron_fp8.files.checkpoint import Manifest, folder_name
+        from megatron_fp8.mcore.checkpoint import training as checkpoint
+        from megatron_fp8.mcore.checkpoint.saver import Saver
+
+        saver = Saver(Path(folder), **options)
+        state = checkpoint.numbers(self.chunks, self.optimizer)
+        manifest = Manifest(self.iteration, state, checkpoint.layout_facts(self.chunks))
+        saver.save(checkpoint.sharded_state(self.chunks, self.optimizer), manifest)
+        self.saver = saver
+        if not options.get("asynchronous"):
+            saver.close()
+        return Path(folder) / folder_name(self.iteration)
+
+    def load(self, folder: Path) -> list[str]:
+        """Load; the notes."""
+        from megatron_fp8.files.checkpoint import read_manifest
+        from megatron_fp8.mcore.checkpoint import training as checkpoint
+
+        manifest = read_manifest(folder)
+        resumed = checkpoint.load(folder, manifest, self.chunks, self.optimizer)
+        self.iteration = manifest.iteration
+        return resumed.notes
+
+    def digests(self) -> dict[str, str]:
+        """Of every byte that training continues from, by kind: equal digests, equal state."""
+        from megatron_fp8.mcore.checkpoint.rng import streams
+        from megatron_fp8.mcore.sites import state_of
+        from megatron_fp8.params.fp8_parameter import Fp8Parameter
+
+        if self.chunks[0].ddp_config.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        weights = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
+        for name, parameter in list(weights.items()):
+            if isinstance(parameter, Fp8Parameter):
+                for way in ("rowwise", "columnwise"):
+                    side = getattr(parameter.quantized, way)
+                    weights |= {f"{name}.{way}": side.codes, f"{name}.{way}.scales": side.scale_inv}
+        moments: dict[str, torch.Tensor] = {}
+        each = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        for number, optimizer in enumerate(each):
+            for group in optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    start = f"{number}.{group['wd_mult']}.{group['is_expert_parallel']}.{index}"
+                    moments[f"{start}.master"] = parameter
+                    for name, value in optimizer.optimizer.state.get(parameter, {}).items():
+                        moments[f"{start}.{name}"] = value
+                moments[f"{number}.step"] = torch.tensor(group.get("step", -1))
+        state = state_of(self.config)
+        fp8 = {
+            f"{slot.name}.{part}": value
+            for slot in state.slots()
+            if slot.delayed is not None
+            for part, value in slot.arena.saved_slot(slot).items()
+        }
+        fp8["iteration"] = torch.tensor(state.iteration)
+        kinds = {"weights": weights, "optimizer": moments, "fp8": fp8, "rng": streams()}
+        return {kind: _digest(tensors) for kind, tensors in kinds.items()}
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        plain = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+        hasher.update(name.encode())
+        hasher.update(plain.view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+def resumes_exactly(
+    layout: Layout,
+    recipe: str | None,
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+    folder: str,
+    asynchronous: bool = False,
+    **options: Any,
+) -> dict[str, tuple[Any, Any]]:
+    """A rank case: what differs between four iterations and two, a checkpoint, a new model and two more; {}: nothing."""
+    with model_parallel(layout):
+        whole = Training(layout, recipe, fields, ddp, seed=7, **options)
+        whole.steps(2)
+        checkpoint = whole.save(folder, asynchronous=asynchronous)
+        at_save = whole.digests()
+        losses = whole.steps(2)
+        whole.saver.close()
+        expected = {"losses": losses, **whole.digests()}
+    with model_parallel(layout, seed=99):
+        again = Training(layout, recipe, fields, ddp, seed=8, **options)
+        assert again.digests()["weights"] != at_save["weights"]
+        notes = again.load(checkpoint)
+        found = {"notes": notes, **{f"{kind} at load": value for kind, value in again.digests().items()}}
+        wanted = {"notes": [], **{f"{kind} at load": value for kind, value in at_save.items()}}
+        found.update({"losses": again.steps(2), **again.digests()})
+        wanted.update(expected)
+    return {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
+
+
+def trains_and_saves(
+    layout: Layout,
+    recipe: str | None,
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+    folder: str,
+    **options: Any,
+) -> list[tuple[float, float]]:
+    """A rank case: two iterations, a checkpoint, and what the next iteration is."""
+    with model_parallel(layout):
+        training = Training(layout, recipe, fields, ddp, seed=7, **options)
+        training.steps(2)
+        training.save(folder)
+        return training.steps(1)
+
+
+def loads_and_saves(
+    layout: Layout, recipe: str | None, fields: dict[str, Any], ddp: dict[str, Any], source: str, target: str
+) -> tuple[list[str], list[tuple[float, float]]]:
+    """A rank case: loads into another model, saves that as it is; (notes, what the next iteration is)."""
+    with model_parallel(layout, seed=99):
+        training = Training(layout, recipe, fields, ddp, seed=8)
+        notes = training.load(Path(source))
+        training.save(target)
+        return notes, training.steps(1)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, but the random streams; master weights under one name."""
+    from megatron_fp8.files.checkpoint import read_metadata, read_tensor
+
+    metadata = read_metadata(folder)
+    return {
+        name.replace(".fp32_param.", ".param."): read_tensor(folder, metadata, name)
+        for name in metadata.state_dict_metadata
+        if not name.startswith("rng.")
+    }

@@ -1,0 +1,157 @@
+"""torch's scaled matrix product as cuBLASLt would have it: strict about every layout, computed in float64.
+
+The rules are written down a second time here, from NVIDIA's and PyTorch's documentation, so that a layout which
+layout.py plans wrongly does not pass because the test asked layout.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+F8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass
+class FakeTorch:
+    """Replaces both products; counts them by kind, and refuses kinds with the message given for them."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    refuse: dict[str, str] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    wrong: str = ""
+
+    def scaled_mm(
+        self, a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+    ):
+        assert scale_result is None
+        (m, k), n = a.shape, b.shape[1]
+        if scale_a.dtype == torch.float8_e8m0fnu:
+            kind = "mx"
+            assert k % 32 == 0, f"K {k} is no multiple of MX's 32"
+            assert scale_b.dtype == scale_a.dtype and not use_fast_accum
+            first, second = unswizzle(scale_a, m, k), unswizzle(scale_b, n, k)
+        elif scale_a.numel() == scale_b.numel() == 1:
+            kind = "tensor"
+            first, second = scale_a.reshape(1, 1).double(), scale_b.reshape(1, 1).double()
+        elif scale_a.shape[1] > 1:
+            kind, first, second = self._blocks_by_shape(a, b, scale_a, scale_b)
+            assert not use_fast_accum
+        else:
+            kind = "row"
+            assert scale_a.shape == (m, 1) and scale_a.stride() == (1, 1), (scale_a.shape, scale_a.stride())
+            assert scale_b.shape == (1, n) and scale_b.stride() == (n, 1), (scale_b.shape, scale_b.stride())
+            first, second = scale_a.double(), scale_b.double().t()
+        return self._product(kind, a, b, first, second, bias, out_dtype, use_fast_accum)
+
+    def _blocks_by_shape(self, a, b, scale_a, scale_b):
+        """Blocks of 128 as _scaled_mm finds them: 128x128 scales without the padding that cuBLASLt reads."""
+        (m, k), n = a.shape, b.shape[1]
+        assert m % 4 == 0, f"M {m} is no multiple of 4"
+        first = self._vector_blocks(scale_a, m, k)
+        if scale_b.shape == (ceil(k, 128), n):
+            return "block 1d v1", first, self._vector_blocks(scale_b.t(), n, k)
+        assert k % 512 == 0, f"scales of {k // 128} blocks of K are not padded: wrong numbers"
+        assert scale_b.shape == (k // 128, ceil(n, 128)) and scale_b.stride() == (1, k // 128)
+        return "block v1", first, _square_blocks(scale_b, n, k)
+
+    def scaled_mm_v2(
+        self, a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, out_dtype, dims, fast
+    ):
+        if not a.dtype == b.dtype == torch.float8_e4m3fn:
+            raise ValueError("Invalid scaling configuration")  # check_deepseek_recipe in ScaledBlasUtils.cpp
+        (scale_a,), (scale_b,) = scale_a, scale_b
+        assert swizzle_a == swizzle_b == [] and dims == [] and not fast
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        from torch.nn.functional import ScalingType
+
+        names = tuple(ScalingType(r[0]).name for r in (recipe_a, recipe_b))
+        (m, k), n = a.shape, b.shape[1]
+        assert m % 4 == 0, f"M {m} is no multiple of 4"
+        first = self._vector_blocks(scale_a, m, k)
+        if names == ("BlockWise1x128", "BlockWise1x128"):
+            kind, second = "block 1d", self._vector_blocks(scale_b, n, k)
+        else:
+            assert names == ("BlockWise1x128", "BlockWise128x128"), names
+            kind, tall = "block", 4 * ceil(ceil(k, 128), 4)
+            assert scale_b.shape == (tall, ceil(n, 128)) and scale_b.stride() == (1, tall), scale_b.stride()
+            second = _square_blocks(scale_b, n, k)
+        return self._product(kind, a, b, first, second, bias, out_dtype, False)
+
+    def _vector_blocks(self, scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
+        assert scale.shape == (rows, ceil(k, 128)) and scale.stride() == (1, rows), scale.stride()
+        return scale.double().repeat_interleave(128, 1)[:, :k]
+
+    def _product(self, kind, a, b, first, second, bias, out_dtype, fast):
+        for refused in (kind, kind.removesuffix(" v1")):
+            if refused in self.refuse:
+                raise RuntimeError(self.refuse[refused])
+        k, n = a.shape[1], b.shape[1]
+        assert a.dtype in F8 and b.dtype in F8 and torch.float8_e4m3fn in (a.dtype, b.dtype)
+        assert a.stride() == (k, 1), f"a must be row-major, has strides {a.stride()}"
+        assert b.shape[0] == k and b.stride() == (1, k), f"b must be column-major, has strides {b.stride()}"
+        assert k % 16 == 0 and n % 16 == 0, (k, n)
+        assert out_dtype in (torch.bfloat16, torch.float16, torch.float32)
+        if f"{kind} float32" in self.refuse and out_dtype == torch.float32:
+            raise RuntimeError(self.refuse[f"{kind} float32"])
+        result = (a.double() * first) @ (b.t().double() * second).t()
+        if bias is not None:
+            assert bias.shape == (n,) and bias.dtype == out_dtype != torch.float32, (bias.dtype, out_dtype)
+            result += bias.double()
+        if self.wrong == kind:
+            result[:, 128:] *= 2
+        self.calls[kind] += 1
+        self.history.append({"kind": kind, "out": out_dtype, "bias": bias is not None, "fast": fast})
+        return result.to(out_dtype)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last product: its kind, dtype, whether it added a bias, whether it accumulated fast."""
+        return self.history[-1]
+
+
+def _square_blocks(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    used = scale.t()[:, : ceil(k, 128)].double()
+    return used.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+
+
+def unswizzle(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
+    """float64 [rows, k]: every element's scale, read by the index formula."""
+    blocks = ceil(k, 32)
+    wide = ceil(blocks, 4)
+    assert scale.is_contiguous() and scale.numel() == 128 * ceil(rows, 128) * 4 * wide
+    i, j = torch.arange(rows)[:, None], torch.arange(blocks)
+    index = ((i // 128) * wide + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
+    exponent = scale.flatten().view(torch.uint8)[index].double() - 127
+    return exponent.exp2().repeat_interleave(32, 1)[:, :k]
+
+
+@contextmanager
+def fake_torch(**options: Any) -> Iterator[FakeTorch]:
+    """torch._scaled_mm and _scaled_mm_v2 replaced; what a machine can do is asked anew."""
+    from megatron_fp8.backends.native import layout as native_layout
+    from megatron_fp8.backends.native import probe as native_modes
+
+    fake = FakeTorch(**options)
+
+    def forget() -> None:
+        native_modes.refusals.cache_clear()
+        native_layout.plan.cache_clear()
+
+    forget()
+    with (
+        mock.patch.object(torch, "_scaled_mm", fake.scaled_mm),
+        mock.patch.object(torch, "_scaled_mm_v2", fake.scaled_mm_v2),
+    ):
+        yield fake
+    forget()

@@ -1,0 +1,221 @@
+"""The native backend without a GPU: when it is taken and why not, and its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_fp8 import Format, backends, kernels
+from megatron_fp8.backends import choose_backend, emulated
+from megatron_fp8.backends.native import backend as native
+from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
+from tests.support.scaled_mm import fake_torch
+from tests.support.sites import RECIPES
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+NAMES = [n for n in RECIPES if n != "tensorwise-pow2"]
+CHECKS = [
+    *(f"same bits: {name}" for name in RECIPES),
+    *(f"linear: {name}" for name in NAMES),
+    *(
+        "given scale",
+        "shared amaxes",
+        "kernels dispatched",
+        "rules without a kernel",
+        "blocks that torch lacks",
+        "transposed views",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What went wrong in each check that runs kernels: one process, since Triton decides once whether it interprets."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.support.native_interpreted"],
+        cwd=Path(__file__).parents[4],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+def test_every_check_has_run(interpreted: dict[str, str]):
+    assert set(interpreted) == set(CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_with_interpreted_kernels(interpreted: dict[str, str], check: str):
+    if interpreted[check]:
+        pytest.fail(interpreted[check])
+
+
+# ---------------------------------------------------------------------------------------------- when it is taken
+
+
+def machine(capability: tuple[int, int] = (9, 0), hip: str | None = None, architecture: str = ""):
+    """A machine whose GPU has these properties."""
+    return (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="Some GPU"),
+        mock.patch.object(torch.version, "hip", hip),
+        mock.patch.object(
+            torch.cuda, "get_device_properties", return_value=SimpleNamespace(gcnArchName=architecture)
+        ),
+    )
+
+
+def reason(**properties) -> str | None:
+    patches = machine(**properties)
+    with patches[0], patches[1], patches[2], patches[3]:
+        return native.supports(GPU)
+
+
+def test_devices_that_cannot():
+    assert "NVIDIA GPU of compute capability 8.9" in (native.supports(CPU) or "")
+    assert "8.6" in (reason(capability=(8, 6)) or "")
+    fnuz = reason(capability=(9, 4), hip="6.4", architecture="gfx942:sramecc+:xnack-") or ""
+    assert "gfx942" in fnuz and "FNUZ" in fnuz and "240" in fnuz
+    assert "AMD" in (reason(capability=(9, 5), hip="7.0", architecture="gfx950") or "")
+    with mock.patch.object(kernels, "refusal", return_value="Triton cannot run a kernel here"):
+        assert reason() == "Triton cannot run a kernel here"
+    with mock.patch.object(kernels, "refusal", return_value=None):
+        for good in ((8, 9), (9, 0), (10, 0), (12, 0)):
+            assert reason(capability=good) is None
+
+
+def test_automatic_choice_gives_the_reason():
+    backend, why = choose_backend("auto", CPU, RECIPES["mxfp8"])
+    assert backend is emulated and why.startswith("not native: it needs an NVIDIA GPU")
+    with pytest.raises(
+        ValueError, match="fp8_backend 'native' cannot run on cpu: it needs an NVIDIA GPU"
+    ) as caught:
+        choose_backend("native", CPU)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="'transformer' is not in this release"):
+        choose_backend("transformer", CPU)
+
+
+@pytest.fixture
+def tensor_cores():
+    """A machine that this CPU stands in for, with torch's products as the test makes them."""
+    with mock.patch.object(native, "device_reason", return_value=None):
+        yield
+
+
+def test_each_recipe_is_asked_for_by_itself(tensor_cores):
+    """As an H100 has it: no MXFP8; the others run, and what is not tried again is not asked again."""
+    with fake_torch(refuse={"mx": "MX needs sm100"}) as fake:
+        for name, recipe in RECIPES.items():
+            backend, why = choose_backend("auto", CPU, recipe)
+            if name == "mxfp8":
+                assert backend is emulated
+                assert why.startswith("not native: fprop: 1x32 scales, float8_e4m3fn by float8_e4m3fn -> ")
+                assert "MX needs sm100" in why
+            else:
+                assert backend is native and why == "the fastest here"
+        tried = fake.calls.total()
+        assert [native.supports(CPU, recipe) is None for recipe in RECIPES.values()].count(True) == len(NAMES)
+        assert fake.calls.total() == tried
+    with (
+        fake_torch(refuse={"mx": "MX needs sm100"}),
+        pytest.raises(
+            ValueError, match=r"'native' cannot run on cpu: fprop: .*MX needs sm100; use fp8_backend='auto'"
+        ),
+    ):
+        choose_backend("native", CPU, RECIPES["mxfp8"])
+
+
+def test_mixed_recipes_are_judged_by_their_gemms(tensor_cores):
+    mixed = CustomRecipe(lambda role: RECIPES["mxfp8" if role == "input" else "rowwise"])
+    plain = CustomRecipe(lambda role: None if role == "weight" else RECIPES["rowwise"])
+    with fake_torch():
+        assert "fprop: no tensor-core GEMM multiplies 1x32" in (native.supports(CPU, mixed) or "")
+        assert native.supports(CPU, plain) is None
+
+
+def test_what_has_no_kernel_is_in_the_plans_reason(tensor_cores):
+    with fake_torch():
+        backend, why = choose_backend("native", CPU, MXFP8BlockScaling(stochastic_rounding=True))
+    assert backend is native
+    assert why == (
+        "asked for; grad_output quantised without a kernel (the same codes, slower): stochastic rounding"
+    )
+
+
+# ------------------------------------------------------------------------------------- blocks of gradients in E5M2
+
+HYBRID = Float8BlockScaling(fp8_format=Format.HYBRID)
+NO_E5M2 = {"block v1": "no such cuBLASLt", "block 1d v1": "no such cuBLASLt"}
+NO_BLOCKS = {"block": "only sm90", "block 1d": "only sm90"}
+
+
+def test_blocks_of_e5m2_are_multiplied_by_the_older_product(tensor_cores):
+    """_scaled_mm_v2 takes E4M3 by E4M3 only; _scaled_mm hands the dtypes on."""
+    with fake_torch():
+        assert native.notes(CPU, HYBRID) == [] and native.advice(CPU, HYBRID) is None
+        plans = {
+            which: native._plan_for(*rules, torch.bfloat16, None, CPU)
+            for which, rules in native._gemms(HYBRID).items()
+        }
+        assert [made.request.by for made in plans.values()] == ["torch", "torch v1", "torch v1"]
+
+
+def test_what_will_be_slow_is_said_once_with_what_changes_it(tensor_cores, capsys, monkeypatch):
+    monkeypatch.setattr(backends, "_said", set())
+    with fake_torch(refuse=NO_E5M2):
+        assert native.notes(CPU, HYBRID) == [
+            f"{g} by this package's block-scaled kernel" for g in ("dgrad", "wgrad")
+        ]
+        for _ in range(2):
+            backends.say_what_is_slow("native", CPU, HYBRID, "fp8='e4m3'")
+        backends.say_what_is_slow("emulated", CPU, HYBRID, "fp8='e4m3'")
+        backends.say_what_is_slow("native", CPU, Float8BlockScaling(), "fp8='e4m3'")
+        (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "megatron_fp8: dgrad and wgrad by this package's Triton kernel, probably slower than BF16: torch has"
+    )
+    assert "float8_e5m2 by float8_e4m3fn" in line and line.endswith(
+        "(Invalid scaling configuration); fp8='e4m3' gives it to torch"
+    )
+    with fake_torch(refuse=NO_BLOCKS):
+        backends.say_what_is_slow("native", CPU, Float8BlockScaling(), "fp8='e4m3'")
+    line = capsys.readouterr().err
+    assert "fprop, dgrad and wgrad by" in line and "(only sm90); another recipe, such as rowwise" in line
+
+
+def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
+    """Megatron-Core's sites (which the training command prepares), converted models, and bench."""
+    from megatron_fp8 import TransformerConfig
+    from megatron_fp8.commands import bench as bench_command
+    from megatron_fp8.mcore.sites import resolve
+    from megatron_fp8.nn.config import Fp8Config
+    from megatron_fp8.nn.family import plan_linear
+
+    monkeypatch.setattr(bench_command, "SECTIONS", {"gemm": lambda *_: None})
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, bf16=True, fp8="hybrid", fp8_format="blockwise"
+    )
+    starts = {
+        "fp8='e4m3' (--model.fp8=e4m3)": lambda: resolve(config, "layers.0.linear", None, CPU),
+        "backward_format='e4m3'": lambda: plan_linear(
+            Fp8Config("blockwise", backward_format="e5m2"), "fc", (64, 64), CPU
+        ),
+        "--fp8 e4m3": lambda: bench_command.main(["--recipe=blockwise", "--only=gemm", "--shape=16x16x16"]),
+    }
+    with fake_torch(refuse=NO_E5M2):
+        for remedy, start in starts.items():
+            monkeypatch.setattr(backends, "_said", set())
+            start()
+            (line,) = [line for line in capsys.readouterr().err.splitlines() if "Triton kernel" in line]
+            assert remedy in line and "dgrad and wgrad" in line

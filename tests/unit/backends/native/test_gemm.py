@@ -1,0 +1,259 @@
+"""The native GEMM through a product that checks every layout rule: the float64 result, for all recipes and odd shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8 import quantize
+from megatron_fp8.backends import emulated
+from megatron_fp8.backends.native import backend as native
+from megatron_fp8.backends.native.layout import Mode, Operand, Request, place_codes, plan, swizzle
+from megatron_fp8.backends.native.probe import refusals
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
+from tests.support.compare import assert_same_bytes
+from tests.support.scaled_mm import fake_torch, unswizzle
+from tests.support.sites import RECIPES, randn
+from tests.unit.backends.test_emulated import operands
+
+SIZES = (1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 199)
+SHAPES = [(m, SIZES[(3 * i + 5) % 14], SIZES[(5 * i + 2) % 14]) for i, m in enumerate(SIZES)]
+KIND = {
+    "delayed": "tensor",
+    "tensorwise": "tensor",
+    "tensorwise-pow2": "tensor",
+    "rowwise": "row",
+    "mxfp8": "mx",
+}
+
+
+def kind_of(name: str, which: str) -> str:
+    if name in KIND:
+        return KIND[name]
+    gradients_e5m2 = name == "blockwise-fp32" and which != "fprop"
+    return ("block 1d" if which == "wgrad" else "block") + (" v1" if gradients_e5m2 else "")
+
+
+def assert_rounded(result: torch.Tensor, exact: torch.Tensor, roundings: int, what: str) -> None:
+    """The float64 result, rounded; a few may be an ulp off where float64 sums of E5M2 products depend on their order,
+    or where a bias joins what was rounded to float32 before."""
+    expected = exact.to(result.dtype)
+    differ = result != expected
+    unit = torch.finfo(result.dtype).eps
+    allowed = unit * expected.double().abs() + (roundings - 1) * 1e-5
+    assert bool(((result.double() - expected.double()).abs() <= allowed).all()), what
+    assert int(differ.sum()) <= (1 + result.numel() // 500 if roundings == 1 else result.numel()), what
+
+
+@pytest.mark.parametrize("which", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_equals_the_float64_product(name, which):
+    """Bits: scale products and roundings are the specified ones, padding adds nothing, and M, N, K are cut back."""
+    with fake_torch() as fake:
+        for shape in [*SHAPES, (3, 650, 5), (5, 3, 1300)]:
+            a, b = operands(which, RECIPES[name], *shape)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                bias = randn(b.codes.shape[0], seed=5, dtype=dtype)
+                for added in (None, bias, bias.float()):
+                    result = native.gemm(a, b, out_dtype=dtype, bias=added)
+                    exact = emulated.gemm(a, b, out_dtype=torch.float64, bias=added, exact=True)
+                    assert result.is_contiguous() and result.dtype == dtype
+                    rounded_once = added is None or added.dtype == dtype != torch.float32
+                    assert_rounded(result, exact, 1 if rounded_once else 2, f"{name} {which} {shape} {dtype}")
+                    assert fake.last["kind"] == kind_of(name, which)
+
+
+def test_fast_accumulation_is_for_scales_outside_the_contraction():
+    with fake_torch() as fake:
+        for name, recipe in RECIPES.items():
+            a, b = operands("fprop", recipe, 64, 64, 128)
+            for asked in (False, True):
+                native.gemm(a, b, out_dtype=torch.bfloat16, fast_accumulation=asked)
+                assert fake.last["fast"] == (asked and kind_of(name, "fprop") in ("tensor", "row")), name
+
+
+def test_transposed_views_and_single_rows():
+    """A view of codes in the other order is copied into place; so is one row, whose strides lie."""
+    with fake_torch():
+        for m, n, k in ((1, 16, 16), (16, 1, 16), (1, 1, 1), (32, 48, 16)):
+            a, b = operands("fprop", RECIPES["tensorwise"], m, n, k)
+            expected = native.gemm(a, b)
+            turned = [replace(s, codes=s.codes.t().contiguous().t()) for s in (a, b)]
+            assert_same_bytes(native.gemm(*turned), expected)
+    row = torch.zeros(16, 1, dtype=torch.uint8).view(torch.float8_e4m3fn).t()
+    assert row.stride() == (1, 1) and place_codes(row, 1, 16).stride() == (16, 1)
+    codes = torch.zeros(4, 32, dtype=torch.float8_e5m2)
+    assert place_codes(codes, 4, 32).data_ptr() == codes.data_ptr(), "nothing is copied that lies right"
+
+
+def test_empty_operands():
+    with fake_torch() as fake:
+        for m, n, k in ((0, 5, 7), (5, 0, 7), (5, 7, 0)):
+            a, b = operands("fprop", RECIPES["tensorwise"], m, n, k)
+            assert native.gemm(a, b).shape == (m, n) and not native.gemm(a, b).any()
+            bias = torch.ones(n, dtype=torch.bfloat16)
+            assert bool((native.gemm(a, b, out_dtype=torch.bfloat16, bias=bias) == 1).all())
+        assert not fake.calls
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_nan_stays_in_its_row(name):
+    x, w = randn(33, 140, seed=1), randn(20, 140, seed=2)
+    x[5, 7] = torch.nan
+    with fake_torch():
+        a, b = (quantize(t, RECIPES[name], role).rowwise for t, role in ((x, "input"), (w, "weight")))
+        result = native.gemm(a, b, out_dtype=torch.bfloat16)
+    assert result.isnan().all(1).nonzero().tolist() == [[5]] and result.isnan().sum() == 20
+
+
+MIXED = {
+    "rows by a tensor": (Granularity(1, 0), Granularity(0, 0), "row"),
+    "a tensor by rows": (Granularity(0, 0), Granularity(1, 0), "row"),
+    "128x128 by 128x128": (Granularity(128, 128), Granularity(128, 128), "block"),
+    "128x128 by 1x128": (Granularity(128, 128), Granularity(1, 128), "block 1d"),
+    "rows by 128x128": (Granularity(1, 0), Granularity(128, 128), "block"),
+    "1x128 by a tensor": (Granularity(1, 128), Granularity(0, 0), "block 1d"),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_coarser_scales_are_repeated(case):
+    first, second, kind = MIXED[case]
+    recipe = CustomRecipe(lambda role: Rule(E4M3, first if role == "input" else second, "pow2"))
+    with fake_torch() as fake:
+        for m, n, k in ((70, 150, 300), (3, 5, 7)):
+            a, b = operands("fprop", recipe, m, n, k)
+            exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True)
+            assert_same_bytes(native.gemm(a, b), exact.float(), case)
+            assert fake.last["kind"] == kind
+
+
+def test_what_nothing_multiplies_is_named():
+    mx, rows = (
+        operands("fprop", RECIPES["mxfp8"], 4, 4, 32)[0],
+        operands("fprop", RECIPES["rowwise"], 4, 4, 32)[1],
+    )
+    with (
+        fake_torch(),
+        pytest.raises(ValueError, match=r"no tensor-core GEMM multiplies 1x32 blocks with E8M0.*by row"),
+    ):
+        native.gemm(mx, rows)
+    a, b = operands("fprop", Float8CurrentScaling(), 4, 4, 4)
+    with pytest.raises(ValueError, match="contracts the last"):
+        native.gemm(a, replace(b, codes=b.codes[:, :3]))
+    with pytest.raises(ValueError, match="E5M2 x E5M2"):
+        native.gemm(*[replace(s, codes=s.codes.view(torch.float8_e5m2)) for s in (a, b)])
+
+
+# ------------------------------------------------------------------------------------------ what torch may lack
+
+
+def test_rowwise_without_a_float32_result_runs_with_unit_scales():
+    a, b = operands("wgrad", Float8RowwiseScaling(), 60, 70, 130)
+    exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True).float()
+    with fake_torch(refuse={"row float32": "only bf16"}) as fake:
+        result = native.gemm(a, b, out_dtype=torch.float32)
+        assert fake.last["kind"] == "tensor" and fake.last["out"] == torch.float32
+        assert_same_bytes(result, exact)
+        native.gemm(a, b, out_dtype=torch.bfloat16)
+        assert fake.last["kind"] == "row"
+        bias = randn(b.codes.shape[0], seed=3, dtype=torch.float32)
+        for dtype in (torch.float32, torch.bfloat16):
+            result = native.gemm(a, b, out_dtype=dtype, bias=bias)
+            assert fake.last["kind"] == "tensor"
+            assert_same_bytes(result, (exact + bias).to(dtype), "one rounding, after the bias")
+
+
+def test_a_product_that_torch_gets_wrong_is_not_used():
+    """As 128x128 scales were before pytorch#166752: no error, wrong numbers."""
+    block = Request(Mode.BLOCK, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)
+    cpu = torch.device("cpu")
+    with fake_torch(wrong="block"):
+        assert "computed wrongly" in (refusals(cpu, native.multiply)(block) or "")
+        assert refusals(cpu, native.multiply)(replace(block, mode=Mode.BLOCK_1D)) is None
+    with fake_torch(refuse={"block": "only sm90\nand its stack"}):
+        assert refusals(cpu, native.multiply)(block) == "only sm90"
+    with fake_torch():
+        assert refusals(cpu, native.multiply)(block) is None
+
+
+def test_each_kind_of_product_is_tried_once():
+    with fake_torch() as fake:
+        for _ in range(3):
+            native.gemm(*operands("fprop", RECIPES["rowwise"], 8, 8, 8), out_dtype=torch.bfloat16)
+        assert fake.calls == {"row": 4}
+
+
+# --------------------------------------------------------------------------------------------------------- layout
+
+
+def test_swizzle_follows_the_index_formula():
+    for rows, blocks in ((1, 1), (128, 4), (129, 5), (300, 17), (5, 9)):
+        scale = torch.randint(
+            0, 255, (rows, blocks), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+        )
+        found = unswizzle(swizzle(scale.view(torch.float8_e8m0fnu)), rows, 32 * blocks)[:, ::32]
+        assert torch.equal(found, (scale.double() - 127).exp2())
+
+
+def test_arguments_are_as_planned_for_every_size():
+    """Plans against the rules of the operator's own shape function (meta tensors), and tensors against plans."""
+    e4 = torch.float8_e4m3fn
+    no = {
+        "torch": lambda request: None,
+        "torch v1": lambda request: None if request.by == "torch v1" else "no",
+    }
+    grids = {
+        Mode.TENSOR: (Granularity(0, 0),) * 2,
+        Mode.ROW: (Granularity(1, 0),) * 2,
+        Mode.MX: (Granularity(1, 32),) * 2,
+        Mode.BLOCK_1D: (Granularity(1, 128),) * 2,
+        Mode.BLOCK: (Granularity(1, 128), Granularity(128, 128)),
+    }
+    wanted = [(mode, "torch") for mode in grids] + [(m, "torch v1") for m in (Mode.BLOCK, Mode.BLOCK_1D)]
+    for mode, by in wanted:
+        first, second = grids[mode]
+        for m, n, k in [(m, n, k) for m in (1, 5, 130) for n in (1, 16, 300) for k in (1, 40, 128, 700)]:
+            a, b = Operand(m, k, e4, first, mode is Mode.MX), Operand(n, k, e4, second, mode is Mode.MX)
+            product = plan(a, b, torch.bfloat16, None, True, no[by])
+            assert product.request == Request(mode, e4, e4, torch.bfloat16, by=by)
+            meta = [
+                torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
+                for x in (product.a, product.b, product.scale_a, product.scale_b)
+            ]
+            if mode.recipes is None or by == "torch v1":
+                out = torch._scaled_mm(*meta, out_dtype=torch.bfloat16, use_fast_accum=product.fast)
+            elif mode is Mode.BLOCK and product.b.shape[1] % 128:
+                continue  # the shape function takes N / 128 rounded down there, the operator itself rounds up
+            else:
+                recipes = [[r] for r in mode.recipes]
+                out = torch._scaled_mm_v2(
+                    meta[0],
+                    meta[1],
+                    [meta[2]],
+                    recipes[0],
+                    [],
+                    [meta[3]],
+                    recipes[1],
+                    [],
+                    None,
+                    torch.bfloat16,
+                    [],
+                )
+            assert out.shape[0] >= m and out.shape[1] >= n
+
+
+def test_what_triton_cannot_launch_is_refused_in_words():
+    """Where neither of torch's products nor the device's shared memory is enough: a reason, not a traceback."""
+    from triton.runtime.errors import OutOfResources
+
+    def run(*_):
+        raise OutOfResources(131072, 101376, "shared memory")
+
+    block = Request(Mode.BLOCK, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, by="kernel")
+    refusals.cache_clear()
+    assert "shared memory, Required: 131072" in (refusals(torch.device("cpu"), run)(block) or "")
+    refusals.cache_clear()

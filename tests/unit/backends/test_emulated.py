@@ -1,0 +1,297 @@
+"""The emulated GEMM against the float64 product of the captured codes and scales."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fp8 import Format, quantize
+from megatron_fp8.backends import emulated
+from megatron_fp8.backends.emulated import gemm, matmul_high_precision
+from megatron_fp8.kernels.cpu import gemms
+from megatron_fp8.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+)
+from tests.support import reference
+from tests.support.compare import assert_same_bytes
+
+HYBRID = Format.HYBRID
+POWERS_OF_TWO = {
+    "tensorwise-pow2": Float8CurrentScaling(use_power_2_scales=True),
+    "rowwise": Float8RowwiseScaling(fp8_format=HYBRID),
+    "blockwise": Float8BlockScaling(fp8_format=HYBRID),
+    "mxfp8": MXFP8BlockScaling(fp8_format=HYBRID),
+}
+FP32_SCALES = {
+    "delayed": DelayedScaling(),
+    "tensorwise": Float8CurrentScaling(),
+    "blockwise-fp32": Float8BlockScaling(fp8_format=HYBRID, use_f32_scales=True),
+}
+RECIPES = POWERS_OF_TWO | FP32_SCALES
+SHAPES = [(1, 1, 1), (7, 1, 129), (1, 33, 1000), (129, 65, 7), (63, 130, 257), (64, 96, 512)]
+GEMMS = ("fprop", "dgrad", "wgrad")
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.exp2(torch.randint(-4, 5, (shape[0], 1), generator=g).float())
+    return (torch.randn(shape, generator=g) * rows).bfloat16()
+
+
+def operands(which: str, recipe, m: int, n: int, k: int, x=None, w=None, dy=None):
+    """The two sides that a linear layer's GEMM reads; x [M,K], w [N,K], dy [M,N]."""
+    x = randn(m, k, seed=1) if x is None else x
+    w = randn(n, k, seed=2) if w is None else w
+    dy = randn(m, n, seed=3) if dy is None else dy
+    if which == "fprop":
+        return quantize(x, recipe, "input").rowwise, quantize(w, recipe, "weight").rowwise
+    if which == "dgrad":
+        return quantize(dy, recipe, "grad_output").rowwise, quantize(
+            w, recipe, "weight", "columnwise"
+        ).columnwise
+    grad = quantize(dy, recipe, "grad_output", "columnwise").columnwise
+    return grad, quantize(x, recipe, "input", "columnwise").columnwise
+
+
+def values(side) -> torch.Tensor:
+    """float64 values of a side, decoded by the oracle from the captured bytes alone."""
+    mx = side.scale_inv.dtype is torch.float8_e8m0fnu
+    spec = reference.E4M3 if side.codes.dtype is torch.float8_e4m3fn else reference.E5M2
+    granularity = side.granularity
+    rule = reference.Rule(spec, (granularity.rows or None, granularity.cols or None), mx=mx)
+    codes = side.codes.contiguous().view(torch.uint8).numpy()
+    inverse = side.scale_inv.contiguous().view(torch.uint8 if mx else torch.float32).numpy()
+    return torch.from_numpy(
+        reference.dequantize(codes, inverse.reshape(1, 1) if inverse.ndim == 0 else inverse, rule)
+    )
+
+
+def assert_close_to_exact(
+    actual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+):
+    """|error| <= what a plain float32 GEMM of these values shows (x 4), and one rounding of the result."""
+    size = a.abs() @ b.abs().t()
+    exact = a @ b.t()
+    plain = ((a.float() @ b.float().t()).double() - exact).abs()
+    accumulation = 4 * max(2.0**-23, (plain / size.clamp(min=1e-300)).max().item() if size.numel() else 0.0)
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    allowed = accumulation * size + UNIT[actual.dtype] * exact.abs() * 1.01
+    allowed += torch.finfo(actual.dtype).smallest_normal * UNIT[actual.dtype]  # a subnormal result
+    error = (actual.double() - exact).abs()
+    assert actual.shape == exact.shape
+    for row, col in (error > allowed).nonzero().tolist()[:1]:
+        raise AssertionError(f"at ({row}, {col}): {actual[row, col]}, expected {exact[row, col]}")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("which", GEMMS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_all_gemms_and_odd_shapes(name, which, shape):
+    m, n, k = shape
+    a, b = operands(which, RECIPES[name], m, n, k)
+    assert a.codes.shape[1] == b.codes.shape[1] == {"fprop": k, "dgrad": n, "wgrad": m}[which]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        result = gemm(a, b, out_dtype=dtype)
+        assert result.dtype is dtype and result.is_contiguous()
+        assert_close_to_exact(result, values(a), values(b))
+
+
+@pytest.mark.parametrize("which", GEMMS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_bfloat16_result_is_rounded_once(name, which):
+    """A BF16 product scaled afterwards equals the exact result on 3 outputs in 4; here it is 99.9 %."""
+    a, b = operands(which, RECIPES[name], 160, 192, 256)
+    expected = (values(a) @ values(b).t()).bfloat16()
+    assert (gemm(a, b, out_dtype=torch.bfloat16) == expected).float().mean() >= 0.999
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("which", GEMMS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_exact_mode_is_the_float64_product(name, which, shape):
+    a, b = operands(which, RECIPES[name], *shape)
+    exact = values(a) @ values(b).t()
+    result = gemm(a, b, out_dtype=torch.float64, exact=True)
+    if name == "tensorwise-pow2":  # one scale: every partial sum fits float64, in any order
+        assert_same_bytes(result + 0.0, exact + 0.0)
+    assert bool(((result - exact).abs() <= 1e-14 * (values(a).abs() @ values(b).abs().t())).all())
+    assert_same_bytes(gemm(a, b, exact=True), result.float())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_bias_is_added_before_the_rounding(name):
+    a, b = operands("fprop", RECIPES[name], 40, 50, 60)
+    bias = (torch.randn(50, generator=torch.Generator().manual_seed(4)) * 30).bfloat16()
+    assert_close_to_exact(gemm(a, b, bias=bias), values(a), values(b), bias)
+    in_bf16 = gemm(a, b, out_dtype=torch.bfloat16, bias=bias)
+    expected = (values(a) @ values(b).t() + bias.double()).bfloat16()
+    assert (in_bf16 == expected).float().mean() >= 0.999
+    exact = gemm(a, b, out_dtype=torch.float64, bias=bias, exact=True)
+    torch.testing.assert_close(exact, values(a) @ values(b).t() + bias.double(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0)])
+@pytest.mark.parametrize("which", GEMMS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_empty_operands(name, which, m, n, k):
+    """No tokens (an idle expert), or nothing to contract: empty, or zeros plus the bias."""
+    a, b = operands(which, RECIPES[name], m, n, k)
+    for dtype in (torch.float32, torch.bfloat16):
+        for exact in (False, True):
+            result = gemm(a, b, out_dtype=dtype, exact=exact)
+            assert result.shape == (a.codes.shape[0], b.codes.shape[0]) and result.dtype is dtype
+            assert bool((result == 0).all())
+            bias = torch.ones(b.codes.shape[0])
+            assert bool((gemm(a, b, out_dtype=dtype, exact=exact, bias=bias) == 1).all())
+
+
+@pytest.mark.parametrize(
+    "size_a, size_b",
+    [
+        (2.0**-130, 2.0**100),  # scale_inv is subnormal
+        (2.0**-126, 2.0**126),
+        (2.0**-70, 2.0**-50),  # the product is a subnormal float32
+        (2.0**-140, 1.0),
+        (2.0**90, 2.0**20),
+        (2.0**120, 2.0**-120),
+        (0.0, 2.0**-130),
+    ],
+)
+@pytest.mark.parametrize("name", RECIPES)
+def test_scales_at_the_ends_of_float32(name, size_a, size_b):
+    """BF16 GEMMs flush subnormals: tiny and huge scales must take another way, and lose nothing."""
+    g = torch.Generator().manual_seed(5)
+    x = (torch.randn(33, 140, generator=g).double() * size_a).float()
+    w = (torch.randn(20, 140, generator=g).double() * size_b).float()
+    a, b = operands("fprop", RECIPES[name], 33, 20, 140, x=x, w=w)
+    exact, size = values(a) @ values(b).t(), values(a).abs() @ values(b).abs().t()
+    for dtype in (torch.float32, torch.bfloat16):
+        result = gemm(a, b, out_dtype=dtype)
+        assert bool(result.isfinite().all())
+        allowed = (2.0**-20 * size) + UNIT[dtype] * exact.abs() * 1.01 + 2.0**-134
+        assert bool(((result.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_blocks_of_every_size_in_one_operand(name):
+    """One block of zeros, one tiny and one huge beside ordinary ones: each contributes at its own size."""
+    x = randn(256, 384, seed=6).float()
+    x[:, :128] *= 2.0**-90
+    x[:, 128:160] = 0.0
+    x[128:] *= 2.0**30
+    w = randn(70, 384, seed=7).float()
+    w[:, :128] *= 2.0**90
+    a, b = operands("fprop", RECIPES[name], 256, 70, 384, x=x, w=w)
+    assert_close_to_exact(gemm(a, b), values(a), values(b))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nan_codes_stay_visible(name):
+    x = randn(6, 64, seed=8)
+    x[2, 40] = math.nan
+    a, b = operands("fprop", RECIPES[name], 6, 5, 64, x=x)
+    for exact in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
+            result = gemm(a, b, out_dtype=dtype, exact=exact)
+            assert result.isnan().all(1).tolist() == [False, False, True, False, False, False]
+            assert not result[[0, 1, 3, 4, 5]].isnan().any()
+
+
+@pytest.mark.parametrize("which", GEMMS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_code_counts(name, which):
+    """Changing one code changes exactly its row of the result: nothing is skipped, nothing is read twice."""
+    a, b = operands(which, RECIPES[name], 40, 48, 56)
+    before = gemm(a, b)
+    codes = a.codes.contiguous().clone()
+    codes.view(torch.uint8)[11, 13] ^= 0x88
+    after = gemm(replace(a, codes=codes), b)
+    changed = (before != after).any(1)
+    assert changed[11] and changed.sum() == 1
+
+
+def test_e5m2_times_e5m2_is_refused():
+    grad = quantize(randn(8, 16, seed=9), Float8CurrentScaling(), "grad_output").rowwise
+    with pytest.raises(ValueError, match="E5M2"):
+        gemm(grad, grad)
+
+
+def test_contractions_must_agree():
+    a, _ = operands("fprop", MXFP8BlockScaling(), 4, 5, 6)
+    with pytest.raises(ValueError, match=r"\(4, 6\).*\(3, 7\)"):
+        gemm(a, quantize(torch.ones(3, 7), MXFP8BlockScaling(), "weight").rowwise)
+
+
+def test_no_global_setting_is_left_changed():
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    for which in GEMMS:
+        gemm(*operands(which, Float8CurrentScaling(), 16, 16, 16))
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_precision_of_float32_products_is_the_users_own(name, monkeypatch):
+    """Torch may round float32 operands to TF32 or bfloat16: those of FP8 products do not need more bits, or keep them."""
+
+    def product(a, b):
+        """What torch may do then, on processors with matrix units for BF16."""
+        return a.bfloat16().float() @ b.bfloat16().float().t()
+
+    monkeypatch.setattr(
+        gemms, "multiplies", lambda a, b: False
+    )  # as without compiled kernels, or for small matrices
+    monkeypatch.setattr(emulated, "_matmul_fp32", product)
+    a, b = operands("fprop", RECIPES[name], 64, 96, 512)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    for setting in ("tf32", "bf16"):
+        try:
+            torch.backends.mkldnn.matmul.fp32_precision = setting
+            actual = gemm(a, b)
+        finally:
+            torch.backends.mkldnn.matmul.fp32_precision = before
+        assert_close_to_exact(actual, values(a), values(b))
+    seen = []
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    for setting in ("tf32", "ieee", "none"):
+        torch.backends.cuda.matmul.fp32_precision = setting
+        seen.append(emulated._keeps_float32(torch.device("cuda")))
+    assert seen == [False, True, True]
+
+
+class _Operations(TorchDispatchMode):
+    """Which operations ran, with the dtypes of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.found.append((str(function), out.dtype))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_in_high_precision_on_a_gpu_run_on_tensor_cores(dtype):
+    """16-bit operands and a float32 result: in float32 they would be multiplied outside the tensor cores."""
+    with FakeTensorMode(), _Operations() as operations:
+        a, b = (torch.empty(n, 64, dtype=dtype, device="cuda") for n in (48, 32))
+        result = matmul_high_precision(a, b, torch.float32)
+        matmul_high_precision(a, b, dtype, bias=torch.empty(32, dtype=torch.float32, device="cuda"))
+    assert result.dtype == torch.float32 and result.shape == (48, 32)
+    assert [found for found in operations.found if "mm" in found[0]] == [("aten.mm.dtype", torch.float32)] * 2
+    assert ("aten._to_copy.default", torch.float32) not in operations.found, "operands stay as they are"

@@ -1,0 +1,153 @@
+"""`megatron-fp8 bench` on tiny shapes: nothing wrong is timed, and --tune writes a table that the filter takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fp8.backends import emulated
+from megatron_fp8.commands import bench as bench_command
+from megatron_fp8.commands.main import COMMANDS, USAGE, main
+from megatron_fp8.plan.size_table import Gemm, load_table
+from megatron_fp8.plan.timing import processor_name
+
+ROOT = Path(__file__).parents[3]
+SMALL = ["--shape=48x40x36", "--repetitions=4"]
+RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+CONFIG = f"--config={ROOT / 'examples/configs/tiny_gpt_cpu.yaml'}"
+
+
+def bench(*arguments: str) -> int:
+    return main(["bench", *arguments])
+
+
+@pytest.mark.parametrize("fp8", ["hybrid", "e4m3"])
+def test_every_recipe_is_right_and_timed(tmp_path, capsys, fp8):
+    out = tmp_path / "bench.json"
+    assert bench(*SMALL, f"--fp8={fp8}", f"--out={out}") == 0
+    record = json.loads(out.read_text())
+    assert record["device"] == processor_name() and record["versions"]["torch"] == torch.__version__
+    assert record["threads"] == torch.get_num_threads() and record["date"]
+    rows = {(row["section"], row["contender"]): row for row in record["rows"]}
+    assert set(rows) == {
+        (section, recipe) for section in ("quantise", "gemm", "linear") for recipe in RECIPES
+    }
+    for row in rows.values():
+        assert (row["k"], row["n"], row["tokens"]) == (48, 40, 36)
+        assert row["fp8_ms"] > 0 and row["bf16_ms"] > 0 and row["ratio"] > 0 and row["spread"] >= 0
+    assert "| linear " in (said := capsys.readouterr().out) and processor_name() in said
+
+
+WRONG = {
+    "gemm": lambda a, b, **options: RIGHT["gemm"](a, b, **options) * 1.02,
+    "quantize": lambda x, *args, **options: RIGHT["quantize"](x * 1.2, *args, **options),
+}
+RIGHT = {name: getattr(emulated, name) for name in WRONG}
+
+
+@pytest.mark.parametrize("name, sections", [("gemm", {"gemm"}), ("quantize", {"quantise", "linear"})])
+def test_what_is_wrong_is_not_timed_and_fails(tmp_path, monkeypatch, capsys, name, sections):
+    """A product 2 % off is caught with its codes at hand; codes 20 % off are caught as such and in a linear."""
+    monkeypatch.setattr(emulated, name, WRONG[name])
+    out = tmp_path / "bench.json"
+    assert bench(*SMALL, "--recipe=mxfp8", f"--out={out}") == 1
+    printed = capsys.readouterr()
+    for section in ("quantise", "gemm", "linear"):
+        assert (f"WRONG, not timed: {section} K 48 x N 40" in printed.err) == (section in sections)
+        assert (f"| {section} " in printed.out) == (section not in sections)
+    assert "nothing is written" in printed.err and not out.exists()
+
+
+def test_wrong_gradients_are_no_table(tmp_path, monkeypatch, capsys):
+    from megatron_fp8.linear.site import GemmSite
+
+    multiply = GemmSite.multiply
+
+    def wrong_wgrad(self, gemm, *args, **options):
+        return multiply(self, gemm, *args, **options) * (-1 if gemm == "wgrad" else 1)
+
+    monkeypatch.setattr(GemmSite, "multiply", wrong_wgrad)
+    out = tmp_path / "table.json"
+    assert bench(*SMALL, "--tune", f"--out={out}") == 1
+    assert "WRONG, not timed: linear" in capsys.readouterr().err and not out.exists()
+
+
+def test_tune_writes_a_table_of_the_shapes_asked_for(tmp_path, capsys):
+    out = tmp_path / "table.json"
+    assert bench("--tune", f"--out={out}", *SMALL, "--shape=16x16x8", "--recipe=rowwise") == 0
+    table = load_table(str(out))
+    assert (table.device, table.backend, table.recipe) == (processor_name(), "emulated", "rowwise")
+    assert list(table.ratios) == [Gemm(48, 40, 36), Gemm(16, 16, 8)]
+    assert table.roles["grad_output"] == "e5m2 row pow2"
+    assert "FP8 pays for " in capsys.readouterr().out
+
+
+def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
+    """One layer's GEMMs on one of the two tensor-parallel ranks, in the run's recipe: what the run's filter asks for."""
+    from megatron_fp8.fp8_utils import get_fp8_recipe
+    from megatron_fp8.train.config import run_config
+    from megatron_fp8.train.config.model_section import transformer_config
+
+    out = tmp_path / "table.json"
+    smaller = ["--train.micro_batch_size=1", "--train.seq_length=64", "--model.fp8_format=blockwise"]
+    asked = f"--model.fp8_size_filter={out}"  # the run asks for the table already
+    assert bench(CONFIG, *smaller, asked, "--tune", f"--out={out}", "--repetitions=4") == 0
+    table = load_table(str(out))
+    assert list(table.ratios) == [
+        Gemm(256, 256, 64),
+        Gemm(128, 256, 64),
+        Gemm(256, 768, 64),
+        Gemm(384, 256, 64),
+    ]
+    config = transformer_config(run_config.load(CONFIG.removeprefix("--config="), *smaller, asked).model)
+    assert table.roles == load_table(str(out)).roles and config.fp8_size_filter == str(out)
+    content = json.loads(out.read_text())
+    content["rows"][0] |= {"ratio": 0.5, "spread": 0.0}
+    out.write_text(json.dumps(content))
+    load_table(str(out)).check(processor_name(), "emulated", get_fp8_recipe(config))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--shape=1x2"], "--shape=1x2 must be three positive integers, KxNxTOKENS"),
+        (["--shape=1x0x2"], "--shape=1x0x2 must be"),
+        (["--tune"], "add --out FILE"),
+        (["--tune", "--out=t.json", "--repetitions=3"], "at least 4"),
+        (["--tune", "--out=t.json", "--recipe=mxfp8,rowwise"], "a table is of one recipe"),
+        (["--out=no/such/folder/t.json"], "there is no such folder"),
+        (["--recipe=tensorwize"], "'tensorwize' is unknown"),
+        (["--recipe=custom"], "give --config FILE"),
+        (["--fp8=fp4"], "fp4"),
+        (["--only=gem"], "'gem': sections are quantise, gemm, linear"),
+        (["--repetitions=0"], "--repetitions=0 must be at least 1"),
+        (["--threads=100000"], "--threads=100000 must be at most 1024"),
+        (["--backend=native"], "cannot run on cpu"),
+        (["--model.fp8=hybrid"], "a run's options need --config FILE"),
+        ([CONFIG, "--recipe=mxfp8"], "drop --recipe"),
+        ([CONFIG, "--model.fp8=null"], "trains in BF16: add --model.fp8=hybrid"),
+        ([CONFIG, "--model.fp8_recepi=mxfp8"], "Did you mean model.fp8_recipe"),
+        (["--config=nope.yaml"], "there is no such file"),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(bench_command, "Bench", None)
+    assert bench(*arguments) == 2
+    assert words in (said := capsys.readouterr().err) and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as left:
+        bench("--help")
+    said = capsys.readouterr().out
+    assert left.value.code == 0 and "bench" in COMMANDS and "  bench " in USAGE
+    for words in (
+        "--model.fp8_size_filter=table.json",
+        "less than 1 is faster",
+        "KxNxTOKENS",
+        "weight cache",
+    ):
+        assert words in said

@@ -1,0 +1,112 @@
+"""How generated ids become text while they come, and what a command line's recipe does to a run's config."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_fp8.commands.generate import _texts
+from megatron_fp8.train import restore
+from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer, tokenizer_file
+from megatron_fp8.train.restore import choose_recipe
+
+
+def streamed(prompt: list[int], ids: list[int], tokenizer) -> list[str]:
+    made: list[int] = []
+    parts = list(_texts((torch.tensor([i]) for i in ids), prompt, made, tokenizer))
+    assert made == ids
+    return parts
+
+
+def test_characters_of_several_bytes_wait_for_all_of_them():
+    prompt, rest = list("naïv".encode()), list("é €!".encode())
+    parts = streamed(prompt, rest, ByteTokenizer())
+    assert "".join(parts) == "naïvé €!"
+    assert parts == ["naïv", "é", " ", "", "", "€", "!", ""]
+
+
+def test_bytes_that_are_no_text_show_as_such_and_the_end_of_document_does_not():
+    tokenizer = ByteTokenizer()
+    assert "".join(streamed([65], [0xC3, 66, 0xFF, 67], tokenizer)) == "A\ufffdB\ufffdC"
+    assert "".join(streamed([65], [66, 0xE2, 0x82], tokenizer)) == "AB\ufffd"
+    assert "".join(streamed([65], [66, tokenizer.eod], tokenizer)) == "AB"
+
+
+@pytest.fixture(scope="module")
+def json_tokenizer(tmp_path_factory):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        ["the cat and the hat"] * 9,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet),
+    )
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return JsonTokenizer(path)
+
+
+def test_a_tokenizers_file_gives_its_text_back(json_tokenizer):
+    text = "the cat 猫 and the café"
+    ids = json_tokenizer.encode(text.encode()).tolist()
+    assert json_tokenizer.decode(ids) == text
+    parts = streamed(ids[:2], [*ids[2:], json_tokenizer.eod], json_tokenizer)
+    assert "".join(parts) == text and not any("\ufffd" in part for part in parts)
+
+
+def test_a_runs_own_tokenizer_is_taken_where_the_named_one_is_not(tmp_path):
+    checkpoint, named = (
+        tmp_path / "run" / "checkpoints" / "iter_0000001",
+        tmp_path / "named" / "tokenizer.json",
+    )
+    assert tokenizer_file(None, checkpoint) is None
+    assert tokenizer_file(str(named), checkpoint) == str(
+        named
+    )  # in neither place: the error names what was asked for
+    own = tmp_path / "run" / "tokenizer.json"
+    for path, found in ((own, own), (named, named)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        assert tokenizer_file(str(named), checkpoint) == str(found)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fp8", "trained", "expected"),
+    [
+        (None, None, ("hybrid", "delayed"), ("hybrid", "delayed")),
+        ("bf16", None, ("hybrid", "delayed"), (None, None)),
+        ("mxfp8", None, ("e4m3", "delayed"), ("e4m3", "mxfp8")),
+        ("mxfp8", None, (None, None), ("hybrid", "mxfp8")),
+        (None, "e4m3", ("hybrid", "delayed"), ("e4m3", "delayed")),
+    ],
+)
+def test_the_recipe_is_the_runs_unless_another_is_asked_for(recipe, fp8, trained, expected):
+    section = SimpleNamespace(fp8=trained[0], fp8_format=trained[1], fp8_recipe=None)
+    choose_recipe(section, recipe, fp8)
+    assert (section.fp8, section.fp8_format, section.fp8_recipe) == (*expected, None)
+
+
+def test_recipes_that_cannot_be_meant():
+    section = SimpleNamespace(fp8="hybrid", fp8_format=None, fp8_recipe="delayed")
+    with pytest.raises(ValueError, match="contradict"):
+        choose_recipe(section, "bf16", "hybrid")
+    with pytest.raises(ValueError, match="fp8 recipe 'int8' is unknown"):
+        choose_recipe(section, "int8", None)
+
+
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "write_text", mock.Mock(side_effect=OSError(27, "File too large")))
+    words = (
+        rf"'{tmp_path}/\w+/config.yaml' cannot be written \(File too large\): make room there, or set TMPDIR"
+    )
+    with pytest.raises(ValueError, match=words), restore._as_file({"model": {}}):
+        pass
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,70 @@
+"""The command line's own part: which command, and readers that leave."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron_fp8.commands.main import COMMANDS, USAGE, main
+
+
+def test_a_reader_that_leaves_is_no_failure():
+    """`megatron-fp8 ... | head` closes the pipe before all is written."""
+    command = [sys.executable, "-m", "megatron_fp8", "--help"]
+    root = Path(__file__).parents[3]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        complaint = process.stderr.read()
+    assert (process.returncode, complaint) == (0, "")
+
+
+def test_a_reader_that_leaves_a_list_of_keys_is_no_bad_input():
+    from megatron_fp8.commands import train as app
+
+    with mock.patch("builtins.print", side_effect=BrokenPipeError), pytest.raises(BrokenPipeError):
+        app.main(["--keys"])  # megatron_fp8.cli ends it with 0
+
+
+@pytest.mark.parametrize("when", ["prepare", "_train"])
+def test_a_reader_that_leaves_a_training_ends_it_as_failed_and_says_so(when, capsys):
+    from megatron_fp8.commands import train as app
+
+    launch = mock.Mock(rank=0)
+    launch.meeting.tell = lambda code, line, say: say()
+    with mock.patch.object(app, "prepare"), mock.patch.object(app, when, side_effect=BrokenPipeError):
+        assert app._run([], launch, None, False) == 1
+    assert capsys.readouterr().err.startswith("error: training failed: whoever read its output has left")
+
+
+def test_ctrl_c_ends_with_a_word(capsys):
+    with mock.patch("megatron_fp8.commands.doctor.main", side_effect=KeyboardInterrupt):
+        assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_unknown_command_is_named_with_the_nearest_one(capsys):
+    assert main(["trian"]) == 2
+    assert "'trian' is not a command" in (said := capsys.readouterr().err) and "Did you mean 'train'?" in said
+
+
+def test_every_command_is_in_the_help(capsys):
+    assert main([]) == 2 and main(["--help"]) == 0
+    assert capsys.readouterr().out.count(USAGE) == 2
+    for command in COMMANDS:
+        assert f"\n  {command} " in USAGE
+
+
+def test_the_version_names_what_decides_results(capsys, monkeypatch):
+    assert main(["--version"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["megatron_fp8", "torch", "megatron-core"]
+    monkeypatch.setattr(metadata, "version", mock.Mock(side_effect=metadata.PackageNotFoundError))
+    assert main(["--version"]) == 0 and "megatron-core is not installed" in capsys.readouterr().out

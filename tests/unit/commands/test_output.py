@@ -1,0 +1,71 @@
+"""Output that cannot be written: said once, never a traceback, and in the exit code."""
+
+import errno
+import io
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron_fp8.commands.main import main
+from megatron_fp8.commands.output import Output
+
+
+class Full(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+@pytest.mark.parametrize("also", [None, "stderr"])
+def test_a_command_whose_output_is_lost_says_so_in_one_line_and_fails(also):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_fp8", "--help"],
+            stdout=full,
+            stderr=full if also else subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
+        )
+    line = "error: output cannot be written (No space left on device): send it where there is room.\n"
+    assert (done.returncode, done.stderr) == (1, None if also else line)
+
+
+def test_work_goes_on_when_its_output_is_lost_and_it_is_said_once(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    output, done = Output(), []
+    with output.guarded():
+        for number in range(3):
+            print(number, flush=True)
+            done.append(number)
+        print("words", file=sys.stderr)
+    assert done == [0, 1, 2] and output.lost
+    said = sys.stderr.getvalue().splitlines()
+    assert len(said) == 2 and "No space left" in said[0] and said[1] == "words"
+
+
+def test_an_exit_of_a_command_that_lost_its_output_is_a_failure(monkeypatch):
+    def leave(arguments):
+        print("help")
+        raise SystemExit(0)
+
+    with mock.patch("megatron_fp8.commands.doctor.main", leave), pytest.raises(SystemExit):
+        main(["doctor"])
+    monkeypatch.setattr(sys, "stdout", Full())
+    with mock.patch("megatron_fp8.commands.doctor.main", leave):
+        assert main(["doctor"]) == 1
+
+
+def test_a_reader_that_has_left_is_not_a_full_disk(monkeypatch):
+    stream = mock.Mock()
+    stream.write.side_effect = BrokenPipeError
+    monkeypatch.setattr(sys, "stdout", stream)
+    output = Output()
+    with pytest.raises(BrokenPipeError), output.guarded():
+        print("words")
+    assert not output.lost

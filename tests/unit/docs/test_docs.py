@@ -1,0 +1,32 @@
+"""What the documentation shows is run."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_examples_of_numerics_print_what_they_say():
+    failures, tried = doctest.testfile(str(ROOT / "docs" / "numerics.md"), module_relative=False)
+    assert tried and not failures
+
+
+def test_the_numbers_of_the_readme_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (numbers,) = (block for block in blocks if block.startswith("import torch"))
+    names: dict = {}
+    exec(numbers, names)
+    assert names["y"].shape == (100, 50)
+    assert (names["y"] - names["x"] @ names["w"].T).norm() < 0.06 * names["y"].norm()
+    assert names["qx"].rowwise.scale_inv.dtype == torch.float8_e8m0fnu
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+def test_links_between_pages_lead_somewhere(page):
+    path = ROOT / page
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
+        assert (path.parent / link).exists(), f"{page} links to {link}"

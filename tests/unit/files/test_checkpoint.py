@@ -1,0 +1,324 @@
+"""Checkpoint folders: which one is meant, what is refused, and that nothing in them is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+from megatron_fp8.files import checkpoint as files
+from megatron_fp8.files.disk import replace_file
+from megatron_fp8.files.manifest import FORMAT
+
+
+class Writer(dcp.FileSystemWriter):
+    """torch's, without the path that it would put into .metadata as an object."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A checkpoint of two tensors in a run's folder, made without ranks."""
+    folder = tmp_path / "run" / "checkpoints" / "iter_0000002"
+    state = {"w": torch.arange(12.0).view(3, 4).bfloat16(), "n": torch.tensor([3], dtype=torch.int64)}
+    dcp.save(state, storage_writer=Writer(folder), no_dist=True)
+    manifest = files.Manifest(2, {"optimizer_step": 2}, {"layout": {"tensor": 1}})
+    manifest.files = {path.name: files.file_record(path) for path in folder.iterdir()}
+    manifest.write(folder)
+    replace_file(folder.parent / "latest", folder.name + "\n")
+    return folder
+
+
+def test_every_path_to_it_means_it(saved):
+    for path in (saved, saved.parent, saved.parent.parent):
+        assert files.find_checkpoint(path) == saved
+    assert files.latest_checkpoint(saved.parent) == saved
+    assert files.latest_checkpoint(saved / "nothing") is None
+    manifest = files.read_manifest(saved)
+    assert (manifest.iteration, manifest.facts) == (2, {"layout": {"tensor": 1}})
+    files.check_files(saved, manifest)
+
+
+def test_latest_is_followed_while_it_names_something(saved):
+    newer = saved.with_name("iter_0000009")
+    newer.mkdir()
+    saved.with_name(".saving-iter_0000010-x").mkdir()
+    assert files.latest_checkpoint(saved.parent) == saved
+    assert files.complete_checkpoints(saved.parent) == [saved, newer]
+    for pointer in ("iter_0000777", "", "../../etc"):
+        (saved.parent / "latest").write_text(pointer)
+        assert files.latest_checkpoint(saved.parent) == newer
+    (saved.parent / "latest").unlink()
+    assert files.latest_checkpoint(saved.parent) == newer
+
+
+def damage(name: str, saved: Path) -> None:
+    shard = next(saved.glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    if name == "cut off":
+        shard.write_bytes(data[:-1])
+    elif name == "altered":
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    elif name == "missing":
+        shard.unlink()
+    elif name == "loop":
+        shard.unlink()
+        shard.symlink_to(shard.name)
+    else:
+        (saved / ".metadata").write_bytes(b"junk")
+
+
+DAMAGE = {
+    "cut off": "bytes and was written with",
+    "altered": "SHA-256 differs",
+    "missing": "is missing",
+    "loop": "cannot be read (Too many levels of symbolic links)",
+    "metadata": "bytes and was written with",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_and_another_checkpoint_named(saved, name):
+    good = saved.with_name("iter_0000001")
+    good.mkdir()
+    damage(name, saved)
+    with pytest.raises(ValueError) as error:
+        files.check_files(saved, files.read_manifest(saved))
+    assert DAMAGE[name] in str(error.value) and f"--resume={good}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "it has no manifest.json"),
+        ("{", "is damaged"),
+        ("[]", "is not the manifest of a megatron_fp8 checkpoint"),
+        ('{"format": "other"}', "is not the manifest of a megatron_fp8 checkpoint"),
+        (json.dumps({"format": FORMAT, "version": 99}), "has version 99"),
+        (json.dumps({"format": FORMAT, "version": 1, "iteration": 1}), "'facts' is missing"),
+    ],
+)
+def test_a_foreign_folder_is_refused(saved, content, words):
+    manifest = saved / "manifest.json"
+    manifest.unlink() if content is None else manifest.write_text(content)
+    with pytest.raises(ValueError, match=words):
+        files.read_manifest(saved)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "long"])
+def test_a_pointer_that_is_no_ordinary_file_is_not_read(saved, kind):
+    """A device would be read without end, a pipe waited for."""
+    pointer = saved.parent / "latest"
+    pointer.unlink()
+    if kind == "device":
+        pointer.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(pointer)
+    else:
+        pointer.write_text(" " * 5000 + saved.name)
+    with pytest.raises(ValueError, match=r"latest.* cannot be read .*(ordinary file|5,012 bytes)"):
+        files.find_checkpoint(saved.parent)
+
+
+def test_an_unreadable_pointer_or_path_is_named(saved):
+    (saved.parent / "latest").unlink()
+    (saved.parent / "latest").mkdir()
+    with pytest.raises(ValueError, match=r"latest' cannot be read \(Is a directory\)"):
+        files.latest_checkpoint(saved.parent)
+    (saved.parent / "latest").rmdir()
+    (saved.parent / "latest").symlink_to("latest")
+    with pytest.raises(ValueError, match="latest' cannot be read"):
+        files.latest_checkpoint(saved.parent)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        files.find_checkpoint(saved / "nowhere")
+
+
+def test_tensors_are_read_whole(saved):
+    metadata = files.read_metadata(saved)
+    assert torch.equal(files.read_tensor(saved, metadata, "w"), torch.arange(12.0).view(3, 4).bfloat16())
+    assert files.read_tensor(saved, metadata, "n").tolist() == [3]
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_no_pickle_runs(saved, tmp_path):
+    mark = tmp_path / "ran"
+    metadata = files.read_metadata(saved)
+    for payload in (Bomb(mark), {"a": Bomb(mark)}, files.Manifest(1), torch.nn.Linear, getattr, print):
+        (saved / ".metadata").write_bytes(pickle.dumps(payload))
+        with pytest.raises(ValueError, match="not the metadata of a checkpoint"):
+            files.read_metadata(saved)
+    (saved / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(ValueError, match="it holds dict"):
+        files.read_metadata(saved)
+    place = next(iter(metadata.storage_data.values()))
+    bomb = io.BytesIO()
+    torch.save(Bomb(mark), bomb)
+    (saved / place.relative_path).write_bytes(bomb.getvalue())
+    for entry in metadata.storage_data.values():
+        entry.offset, entry.length = 0, len(bomb.getvalue())
+    with pytest.raises(ValueError, match="cannot be read"):
+        files.read_tensor(saved, metadata, "w")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("written", ["99.0.0", torch.__version__])
+def test_metadata_of_another_torch_is_said_to_be_that(saved, written):
+    """torch 2.15 keeps more of a tensor than 2.13 can take."""
+    manifest = files.read_manifest(saved)
+    manifest.facts["versions"] = {"torch": written}
+    manifest.write(saved)
+    (saved / ".metadata").write_bytes(b"newer")
+    with pytest.raises(ValueError, match="not the metadata of a checkpoint") as error:
+        files.read_metadata(saved)
+    assert ("written with torch 99.0.0" in str(error.value)) == (written == "99.0.0")
+
+
+def test_a_pickle_cannot_change_the_classes_that_it_may_make(saved):
+    """BUILD on a class sets the class's attributes: a later save would write what they say."""
+    name = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n"
+    (saved / ".metadata").write_bytes(b"\x80\x02" + name + b"N}X\x06\x00\x00\x00chunksK\x01s\x86b.")
+    with pytest.raises(ValueError, match="it changes the class TensorStorageMetadata"):
+        files.read_metadata(saved)
+    assert not hasattr(TensorStorageMetadata, "chunks")
+
+
+def to_another_file(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).relative_path = "../../secret"
+
+
+def to_a_packed_file(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+
+
+def larger(metadata: Any) -> None:
+    for name, entry in list(metadata.state_dict_metadata.items()):
+        size = torch.Size([1 << 50, *entry.size[1:]])
+        entry.chunks[0].sizes = size
+        metadata.state_dict_metadata[name] = dataclasses.replace(entry, size=size)
+
+
+def with_a_hole(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].chunks.clear()
+
+
+def outside(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([2, 6])
+
+
+def of_no_tensor(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"] = 3
+
+
+def without_a_place(metadata: Any) -> None:
+    metadata.storage_data.clear()
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (to_another_file, "lies outside, in '../../secret'"),
+        (to_a_packed_file, "is not stored as it should be"),
+        (larger, "is not stored as it should be"),
+        (with_a_hole, "w has 0 values"),
+        (outside, "w has a part outside its shape"),
+        (of_no_tensor, "is damaged"),
+        (without_a_place, "is damaged"),
+    ],
+)
+def test_metadata_describes_what_its_folder_can_hold(saved, edit, words):
+    metadata = files.read_metadata(saved)
+    edit(metadata)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError) as error:
+        files.read_metadata(saved)
+    assert words in str(error.value)
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_believed(saved):
+    for name in (".metadata", next(saved.glob("*.distcp")).name):
+        manifest = files.read_manifest(saved)
+        del manifest.files[name]
+        with pytest.raises(ValueError, match=f"its manifest does not list {name}"):
+            files.check_files(saved, manifest)
+
+
+def test_the_folders_name_is_the_iteration(saved):
+    for name in ("iter_0000003", "not_finite_0000003"):
+        other = saved.rename(saved.with_name(name))
+        with pytest.raises(ValueError, match=f"is of iteration 2, and its folder is named {name}"):
+            files.read_manifest(other)
+        other.rename(saved)
+    copy = saved.rename(saved.with_name("best"))
+    assert files.read_manifest(copy).iteration == 2
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("gone")
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("change", [empty, folder, pipe, loop, nowhere, device])
+def test_whatever_stands_for_a_file_is_a_line(saved, name, change):
+    change(saved / name)
+    with pytest.raises(ValueError) as error:
+        files.check_files(saved, files.read_manifest(saved))
+    assert len(str(error.value).splitlines()) == 1
+    if name == ".metadata":
+        with pytest.raises(ValueError):
+            files.read_metadata(saved)
+
+
+def test_a_manifest_without_a_checksum_is_read_and_said(saved):
+    path = saved / "manifest.json"
+    assert files.without_checksum(files.read_manifest(saved)) == []
+    content = {**json.loads(path.read_text()), "version": 1}
+    del content["sha256"]
+    path.write_text(json.dumps(content))
+    (line,) = files.without_checksum(files.read_manifest(saved))
+    assert "no checksum" in line

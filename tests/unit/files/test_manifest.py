@@ -1,0 +1,145 @@
+"""Manifests: what is written is read, what is not what was written is refused in one line, whatever it is."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_fp8.files.manifest import FORMAT, Manifest, NotAManifest, is_plain_name, parse
+
+FILE = {"bytes": 3, "sha256": "0" * 64}
+STATE = {
+    "optimizer_step": 2,
+    "fp8_iteration": 2,
+    "scheduler_steps": 3,
+    "consumed_samples": 4,
+    "loss_scaler": None,
+}
+FACTS = {
+    "layout": {"tensor": 1, "virtual_pipeline": None, "sequence_parallel": False},
+    "precision": {"fp8": "hybrid"},
+    "versions": {"torch": "2.13.0"},
+    "run": {"model": {"num_layers": 2, "layernorm_epsilon": 1e-05}, "run_dir": "runs/ü"},
+}
+MADE = Manifest(2, STATE, FACTS, {".metadata": FILE, "__0_0.distcp": FILE})
+DATA = MADE.text().encode()
+
+
+def earlier(**changes: Any) -> bytes:
+    """The manifest as the first version wrote it, without a checksum, with some of its keys changed."""
+    content = {**json.loads(DATA), "version": 1, **changes}
+    del content["sha256"]
+    return json.dumps(content, indent=1).encode()
+
+
+def test_what_is_written_is_read():
+    assert parse(DATA) == MADE and parse(DATA).checked
+    assert parse(json.dumps(json.loads(DATA)).encode()) == MADE  # not indented
+    assert parse(earlier()) == MADE and not parse(earlier()).checked
+    with pytest.raises(ValueError):
+        Manifest(2, {"lr": float("nan")}).text()
+
+
+def test_every_changed_byte_is_found():
+    """A flipped bit anywhere, unless it is in what JSON does not mean: white space."""
+    rng = random.Random(0)
+    for place in range(len(DATA)):
+        damaged = bytearray(DATA)
+        damaged[place] ^= 1 << rng.randrange(8)
+        with pytest.raises(ValueError) as error:
+            parse(bytes(damaged))
+            assert bytes(damaged).split() == DATA.split(), damaged[place - 20 : place + 20]
+            raise ValueError("only white space")
+        assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_every_cut_is_found(share):
+    with pytest.raises(ValueError):
+        parse(DATA[: int(share * (len(DATA) - 1))])
+
+
+def edited(**changes: Any) -> bytes:
+    return json.dumps({**json.loads(DATA), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (edited(iteration=3), "its checksum differs"),
+        (edited(files={}), "its checksum differs"),
+        (edited(state={**STATE, "consumed_samples": 5}), "its checksum differs"),
+        (edited(version=1), "'sha256' does not belong there"),
+        (DATA.replace(b'"sha256": "0', b'"sha256": 0, "sha256": "0', 1), "'sha256' is there twice"),
+        (DATA.replace(b"1e-05", b"NaN"), "NaN is no number"),
+        (DATA.replace(b"1e-05", b"-Infinity"), "-Infinity is no number"),
+        (DATA.replace(b"1e-05", b"1" * 5000), "limit"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"", "Expecting value"),
+        (b"\xff\xfe", "codec can't decode"),
+        (earlier(iteration=True), "iteration is True, and must be a whole number from 0"),
+        (earlier(iteration=-1), "iteration is -1"),
+        (earlier(iteration=2**70), "iteration is 1180591620717411303424"),
+        (earlier(iteration=2.0), "iteration is 2.0"),
+        (earlier(state=[]), "state is [], and must be a group of named values"),
+        (earlier(state={"scheduler_steps": "3"}), "state.scheduler_steps is '3'"),
+        (earlier(state={"loss_scaler": {"scale": 1e999}}), "Infinity is no number"),
+        (earlier(state={"loss_scaler": [1]}), "state.loss_scaler is [1]"),
+        (earlier(facts={"run": {"model": "/etc/model.yaml"}}), "facts.run.model is '/etc/model.yaml'"),
+        (earlier(facts={"run": {"data": {"tokenizer": 3}}}), "facts.run.data.tokenizer is 3, and must be text or null"),
+        (earlier(facts={"run": {"train": {"seq_length": "x"}}}), "facts.run.train.seq_length is 'x'"),
+        (earlier(facts={"run": "x"}), "facts.run is 'x'"),
+        (earlier(facts={"layout": {"tensor": []}}), "facts.layout.tensor is []"),
+        (earlier(facts={"accepted": [{}]}), "facts.accepted must hold"),
+        (earlier(facts={"tokenizer": 3}), "facts.tokenizer is 3"),
+        (earlier(facts={"run": {"run_dir": "\ud800"}}), "no text"),
+        (earlier(files={}), "'files' is empty"),
+        (earlier(files={"../../secret": FILE}), "'../../secret' in 'files' is not the name of a file beside it"),
+        (earlier(files={"/etc/passwd": FILE}), "is not the name of a file beside it"),
+        (earlier(files={"a": {"bytes": 1}}), "files['a'] must have bytes and sha256"),
+        (earlier(files={"a": {**FILE, "bytes": -1}}), "files['a'].bytes is -1"),
+        (earlier(files={"a": {**FILE, "sha256": "x"}}), "files['a'].sha256 is 'x', and must be 64 hexadecimal digits"),
+        (earlier(more=1), "'more' does not belong there"),
+    ],
+)  # fmt: skip
+def test_damage_is_named(data, words):
+    with pytest.raises(ValueError) as error:
+        parse(data)
+    assert words in str(error.value) and not isinstance(error.value, NotAManifest)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("content", [[], 3, None, {"format": "other"}, {"format": FORMAT, "version": True}])
+def test_something_else_is_no_manifest(content):
+    with pytest.raises(NotAManifest):
+        parse(json.dumps(content).encode())
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = ("iteration", "state", "facts", "files")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4) | st.binary(max_size=200))
+def test_any_bytes_are_a_manifest_or_a_line(changes):
+    data = changes if isinstance(changes, bytes) else earlier(**changes)
+    try:
+        found = parse(data)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert parse(found.text().encode()) == found
+
+
+def test_names_that_lead_out_are_no_plain_names():
+    assert all(map(is_plain_name, (".metadata", "__12_0.distcp", "common.pt")))
+    assert not any(map(is_plain_name, ("", ".", "..", "a/b", "/a", "..\\a", "a\0", "a\n", "~", 3, None)))

@@ -1,0 +1,332 @@
+"""A save is whole or not there: on all ranks together, whatever fails, on whichever rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fp8.files.checkpoint import (
+    Manifest,
+    check_files,
+    complete_checkpoints,
+    latest_checkpoint,
+    read_manifest,
+    read_metadata,
+    read_tensor,
+)
+
+
+def state(value: float) -> dict[str, Any]:
+    """A vector of which every rank holds 1000 values."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    part = torch.arange(1000.0) + 1000 * dist.get_rank() + value
+    return {"a": ShardedTensor.from_rank_offsets("a", part, (0, dist.get_rank(), dist.get_world_size()))}
+
+
+def saves(folder: str, asynchronous: bool) -> list[str]:
+    """A rank case: five saves, two of one iteration, over what a killed save left; what is in the folder."""
+    from megatron_fp8.mcore.checkpoint.saver import Saver
+
+    leftover = Path(folder, ".saving-iter_0000001-killed")
+    leftover.mkdir(parents=True, exist_ok=True)
+    saver = Saver(Path(folder), keep_last=2, asynchronous=asynchronous)
+    for iteration in (1, 2, 10, 3, 3):
+        live = state(iteration)
+        parameter = live["a"].data
+        saver.save(live, Manifest(iteration))
+        parameter.fill_(-1)  # what training does meanwhile
+    saver.close()
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_complete_ones_are_kept_and_latest_names_the_newest(ranks, tmp_path, asynchronous):
+    """Going back behind iteration 10 leaves it alone: what is removed is older."""
+    listed = ranks(2).run(saves, str(tmp_path), asynchronous)[0]
+    assert listed == ["iter_0000002", "iter_0000003", "iter_0000010", "latest"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000003"
+    for folder in complete_checkpoints(tmp_path):
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        assert set(manifest.files) == {p.name for p in folder.iterdir()} - {"manifest.json"}
+        assert sum(name.endswith(".distcp") for name in manifest.files) == 2
+        whole = read_tensor(folder, read_metadata(folder), "a")
+        assert torch.equal(whole, torch.arange(2000.0) + manifest.iteration)
+
+
+FAULTS = {
+    "a shard": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 1),
+    "the metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 0),
+    "the companions": ("megatron_fp8.mcore.checkpoint.saver.write_companions", 0),
+    "a checksum": ("megatron_fp8.mcore.checkpoint.saver.file_record", 1),
+    "the manifest": ("megatron_fp8.files.manifest.Manifest.write", 0),
+    "the folder": ("pathlib.Path.mkdir", 0),
+    "the rename": ("pathlib.Path.rename", 0),
+    "another kind of error": ("megatron_fp8.files.manifest.json.dumps", 0),
+}
+
+
+def failing_save(folder: str, target: str, rank: int, asynchronous: bool) -> str:
+    """A rank case: a good save, then one in which ``target`` finds the disk full on one rank; what is said."""
+    from megatron_fp8.mcore.checkpoint.saver import SaveError, Saver
+
+    saver = Saver(Path(folder), asynchronous=asynchronous)
+    saver.save(state(1), Manifest(1))
+    saver.finish()
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    if target.endswith("dumps"):
+        full.side_effect = ValueError("Out of range float values are not JSON compliant")
+    here = dist.get_rank() == rank
+    try:
+        if here:
+            patch = mock.patch(target, full)
+            patch.start()
+        saver.save(state(2), Manifest(2))
+        saver.close()
+    except SaveError as error:
+        return str(error)
+    finally:
+        if here:
+            patch.stop()
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_failure_on_one_rank_is_an_error_on_all(ranks, tmp_path, name):
+    target, rank = FAULTS[name]
+    said = ranks(2).run(failing_save, str(tmp_path), target, rank, False, timeout=60)
+    assert said[0] == said[1] and f"{str(tmp_path)!r} (rank {rank}: " in said[0]
+    wanted = (
+        ["Out of range float"] if target.endswith("dumps") else ["No space left on device", "make room there"]
+    )
+    assert all(words in said[0] for words in [*wanted, f"--checkpoint.folder=FOLDER --resume={tmp_path}"])
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest"]
+    check_files(tmp_path / "iter_0000001", read_manifest(tmp_path / "iter_0000001"))
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
+
+
+def test_an_asynchronous_failure_is_raised_where_all_ranks_meet(ranks, tmp_path):
+    said = ranks(2).run(failing_save, str(tmp_path), FAULTS["a shard"][0], 1, True, timeout=60)
+    assert said[0] == said[1] and "rank 1" in said[0]
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
+
+
+def order_of_events(folder: str) -> list[str]:
+    """A rank case: what the commit of a save does, in order."""
+    from megatron_fp8.files import disk
+    from megatron_fp8.mcore.checkpoint import saver as checkpoint_saver
+
+    events: list[str] = []
+    sync, rename, replace = disk.sync, Path.rename, Path.replace
+
+    def seen(verb: str, original: Any) -> Any:
+        def call(path: Path, *args: Any) -> Any:
+            name = "the folder" if path == Path(folder) else path.name.split("-iter")[0]
+            events.append(f"{verb} {name}")
+            return original(path, *args)
+
+        return call
+
+    with (
+        mock.patch.object(disk, "sync", seen("sync", sync)),
+        mock.patch.object(checkpoint_saver, "sync", seen("sync", sync)),
+        mock.patch.object(Path, "rename", seen("rename", rename)),
+        mock.patch.object(Path, "replace", seen("replace", replace)),
+    ):
+        saver = checkpoint_saver.Saver(Path(folder))
+        saver.save(state(1), Manifest(1))
+        saver.close()
+    return events
+
+
+def test_everything_is_on_the_disk_before_the_name_and_the_name_before_latest(ranks, tmp_path):
+    events = ranks(1).run(order_of_events, str(tmp_path))[0]
+    files = {"sync __0_0.distcp", "sync .metadata", "sync common.pt", "sync metadata.json"}
+    commit = ["sync .saving", "rename .saving", "sync the folder", "replace .latest.new", "sync the folder"]
+    assert events[-5:] == commit
+    assert set(events[:-5]) - {"rename .metadata.tmp"} == files
+
+
+def in_its_own_folder(folder: str, asynchronous: bool) -> tuple[str, list[str]]:
+    """A rank case: a save, then one in which rank 1's folder is another one; what is said, what each has."""
+    from megatron_fp8.mcore.checkpoint.saver import SaveError, Saver
+
+    saver = Saver(Path(folder), keep_last=1, asynchronous=asynchronous, patience=0.3)
+    saver.save(state(1), Manifest(1))
+    saver.finish()
+    if dist.get_rank():
+        saver.folder = Path(folder, "of rank 1")
+    try:
+        saver.save(state(2), Manifest(2))
+        saver.close()
+        said = "nothing"
+    except SaveError as error:
+        said = str(error)
+    return said, sorted(os.listdir(saver.folder))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_that_is_not_shared_keeps_what_was_there(ranks, tmp_path, asynchronous):
+    first, second = ranks(2).run(in_its_own_folder, str(tmp_path), asynchronous, timeout=60)
+    assert "The folder is not shared" in first[0] and "such as __1_0.distcp of rank 1" in first[0]
+    assert "The folder is not shared" in second[0]
+    assert first[1] == ["iter_0000001", "latest", "of rank 1"] and second[1] == []
+    check_files(tmp_path / "iter_0000001", read_manifest(tmp_path / "iter_0000001"))
+
+
+def late_files(folder: str) -> list[str]:
+    """A rank case: rank 0 sees what rank 1 has written half a second late."""
+    from megatron_fp8.files import disk
+    from megatron_fp8.mcore.checkpoint.saver import Saver
+
+    size, asked = disk._size, []
+
+    def late(path: Path) -> int | None:
+        asked.append(path)
+        return None if path.name.startswith("__1") and len(asked) < 20 else size(path)
+
+    with mock.patch.object(disk, "_size", late):
+        saver = Saver(Path(folder))
+        saver.save(state(1), Manifest(1))
+        saver.close()
+    return sorted(os.listdir(folder))
+
+
+def test_files_that_are_seen_late_are_waited_for(ranks, tmp_path):
+    assert ranks(2).run(late_files, str(tmp_path))[0] == ["iter_0000001", "latest"]
+
+
+def over_obstacles(folder: str) -> list[str]:
+    """A rank case: saves over links and files that have the names of checkpoints and unfinished saves."""
+    from megatron_fp8.mcore.checkpoint.saver import Saver
+
+    saver = Saver(Path(folder), keep_last=2)
+    for iteration in (3, 4, 5):
+        saver.save(state(iteration), Manifest(iteration))
+    saver.close()
+    return sorted(os.listdir(folder))
+
+
+def test_links_and_files_in_the_way_are_removed_and_what_they_point_to_is_left(ranks, tmp_path):
+    folder, other = tmp_path / "checkpoints", tmp_path / "other"
+    for made in (folder, other / "in it"):
+        made.mkdir(parents=True)
+    links = [
+        "iter_0000001",
+        "iter_0000003",
+        ".saving-iter_0000001-a",
+        ".saving-iter_0000001-old",
+        ".latest.new",
+    ]
+    for name in links:
+        (folder / name).symlink_to(other)
+    (folder / "iter_0000004").symlink_to("nowhere")
+    (folder / ".saving-iter_0000001-b").symlink_to("nowhere")
+    for name in ("iter_0000005", ".saving-iter_0000001-c", "iter_0000002"):
+        (folder / name).write_text("a file")
+    (folder / "latest").symlink_to(other / "in it")
+    listed = ranks(1).run(over_obstacles, str(folder))[0]
+    assert listed == ["iter_0000002", "iter_0000004", "iter_0000005", "latest"]  # the file is no checkpoint
+    assert latest_checkpoint(folder) == folder / "iter_0000005"
+    for iteration in (4, 5):
+        saved = folder / f"iter_000000{iteration}"
+        check_files(saved, read_manifest(saved))
+    assert os.listdir(other) == ["in it"] and not os.listdir(other / "in it")
+
+
+def ruined_saves(folder: str, asynchronous: bool) -> tuple[list[str], list[str]]:
+    """A rank case: two good saves, then three in which rank 1's part holds a NaN, an Inf, and what sums to infinity."""
+    from megatron_fp8.mcore.checkpoint.saver import Saver
+
+    saver = Saver(Path(folder), keep_last=2, asynchronous=asynchronous)
+    found = []
+    for iteration, bad in enumerate([0.0, 0.0, float("nan"), float("-inf"), 3e38], start=1):
+        live = state(iteration)
+        if dist.get_rank() and bad:
+            live["a"].data[1:3] = bad
+        saver.save(live, Manifest(iteration))
+        found.append(saver.not_finite)
+    saver.close()
+    return found, sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_not_finite_has_another_name_and_takes_no_ones_place(ranks, tmp_path, asynchronous):
+    for found, listed in ranks(2).run(ruined_saves, str(tmp_path), asynchronous):
+        assert found == ["", "", "a on rank 1", "a on rank 1", ""]
+        assert listed == ["iter_0000002", "iter_0000005", "latest", "not_finite_0000004"]
+    ruined = tmp_path / "not_finite_0000004"
+    manifest = read_manifest(ruined)
+    check_files(ruined, manifest)
+    assert (manifest.iteration, manifest.facts["not_finite"]) == (4, "a on rank 1")
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000005"
+
+
+def taken_over(folder: str) -> str:
+    """A rank case: before the second save another run has taken the folder."""
+    from megatron_fp8.mcore.checkpoint.saver import SaveError, Saver
+
+    asked: list[int] = []
+
+    def still_ours() -> None:
+        asked.append(1)
+        if len(asked) > 2:
+            raise OSError("another run has taken over")
+
+    saver = Saver(Path(folder), keep_last=1, still_ours=still_ours)
+    saver.save(state(1), Manifest(1))
+    try:
+        saver.save(state(2), Manifest(2))
+    except SaveError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_who_lost_the_folder_changes_nothing_in_it(ranks, tmp_path):
+    (said,) = ranks(1).run(taken_over, str(tmp_path))
+    assert f"in {str(tmp_path)!r} (rank 0: another run has taken over)" in said
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest"]
+
+
+def first_save_fails(folder: str) -> str:
+    """A rank case: there is no room for the first save."""
+    from megatron_fp8.mcore.checkpoint.saver import SaveError, Saver
+
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    try:
+        Saver(Path(folder), still_ours=full).save(state(1), Manifest(1))
+    except SaveError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_who_has_no_checkpoint_is_not_told_to_go_on_from_one(ranks, tmp_path):
+    (said,) = ranks(1).run(first_save_fails, str(tmp_path))
+    assert "There is no earlier checkpoint: make room there and start again" in said
+    assert "--resume" not in said and "--checkpoint.folder=FOLDER" in said
+
+
+def test_tensors_of_an_offloaded_optimizer_are_checked_where_they_are(monkeypatch):
+    """Its masters are on the CPU, the weights on the GPU, and one stack holds tensors of one device."""
+    from megatron_fp8.mcore.checkpoint import store as checkpoint_store
+
+    def shard(key: str, device: str, value: float) -> Any:
+        data = mock.Mock(wraps=torch.full((4,), value), device=torch.device(device))
+        data.detach.return_value.sum.side_effect = lambda dtype: (device, torch.tensor(value, dtype=dtype))
+        return mock.Mock(key=key, data=data)
+
+    def stack(sums: list[Any]) -> torch.Tensor:
+        assert len({device for device, _ in sums}) == 1
+        return torch.tensor([value for _, value in sums])
+
+    monkeypatch.setattr(torch, "stack", stack)
+    shards = [shard("weight", "cuda:0", 1.0), shard("master", "cpu", 2.0), shard("bias", "cuda:0", 3.0)]
+    assert checkpoint_store._first_not_finite(shards) == ""
+    assert checkpoint_store._first_not_finite([*shards, shard("moment", "cpu", float("nan"))]) == "moment"

@@ -1,0 +1,366 @@
+"""TransformerConfig: what is accepted, what is refused and how, and what survives copying."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.transformer import transformer_config as megatron_config
+
+from megatron_fp8.mcore.config.checks import RECIPES, import_factory
+from megatron_fp8.mcore.config.transformer_config import IterationEnd, TransformerConfig
+
+SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+
+
+def make(**settings):
+    return TransformerConfig(**SIZES, **settings)
+
+
+FACTORY = {"fp8_quantizer_factory": "os.path.join"}  # any importable callable
+
+
+def test_it_is_a_megatron_config_with_megatrons_defaults():
+    ours, theirs = make(), megatron_config.TransformerConfig(**SIZES)
+    assert isinstance(ours, megatron_config.TransformerConfig)
+    for f in dataclasses.fields(theirs):
+        if f.name not in (
+            "init_method",
+            "output_layer_init_method",
+            "embedding_init_method",
+        ):  # fresh closures
+            assert getattr(ours, f.name) == getattr(theirs, f.name), f.name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("door", ["fp8_format", "fp8_recipe"])
+def test_a_recipe_name_is_accepted_at_both_doors(door, recipe):
+    config = make(fp8="hybrid", **{door: recipe}, **(FACTORY if recipe == "custom" else {}))
+    assert (config.fp8, config.fp8_recipe, config.fp8_format) == ("hybrid", recipe, recipe)
+
+
+def test_the_default_recipe_is_megatrons():
+    assert make(fp8="e4m3").fp8_recipe == "delayed" == Fp8Recipe.delayed
+    assert make(fp8="e4m3", fp8_recipe=None).fp8_format == "delayed"
+
+
+def test_an_enum_is_accepted_and_stored_as_its_name():
+    config = make(fp8="hybrid", fp8_recipe=Fp8Recipe.mxfp8)
+    assert type(config.fp8_recipe) is str and config.fp8_recipe == Fp8Recipe.mxfp8
+
+
+@pytest.mark.parametrize("name", ["hybrid", "e4m3"])
+def test_an_element_format_given_as_fp8_format_means_fp8(name):
+    config = make(fp8_format=name)
+    assert (config.fp8, config.fp8_recipe) == (name, "delayed")
+    assert make(fp8=name, fp8_format=name).fp8 == name
+
+
+@pytest.mark.parametrize(
+    ("settings", "both"),
+    [
+        ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_recipe": "delayed"}, ("'mxfp8'", "'delayed'")),
+        ({"fp8": "hybrid", "fp8_format": "e4m3"}, ("'e4m3'", "'hybrid'")),
+    ],
+)
+def test_conflicting_values_are_an_error_that_names_both(settings, both):
+    with pytest.raises(ValueError, match="conflicts") as error:
+        make(**settings)
+    assert all(value in str(error.value) for value in both)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"fp8": "hybird"}, ["'hybird'", "'hybrid'"]),
+        ({"fp8": "e5m2"}, ["'e5m2'", "'e4m3', 'hybrid'"]),
+        ({"fp8": "hybrid", "fp8_format": "mxfp9"}, ["'mxfp9'", "Did you mean 'mxfp8'"]),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwize"}, ["'blockwize'", "Did you mean 'blockwise'"]),
+        ({"fp8": "hybrid", "fp8_backend": "cuda"}, ["fp8_backend='cuda'", "'emulated'"]),
+        ({"fp8": "hybrid", "fp8_fallback": "silent"}, ["fp8_fallback='silent'"]),
+        ({"fp8": "hybrid", "fp8_interval": 0}, ["fp8_interval=0", "at least 1"]),
+        ({"fp8": "hybrid", "fp8_interval": 1.5}, ["fp8_interval=1.5"]),
+        ({"fp8": "hybrid", "fp8_margin": -1}, ["fp8_margin=-1"]),
+        ({"fp8": "hybrid", "fp8_amax_history_len": 0}, ["fp8_amax_history_len=0"]),
+        ({"fp8": "hybrid", "fp8_amax_compute_algo": "mean"}, ["fp8_amax_compute_algo='mean'", "'max'"]),
+        ({"fp8": "hybrid", "fp8_wgrad": "no"}, ["fp8_wgrad='no'"]),
+        ({"fp8": "hybrid", "fp8_amax_epsilon": float("nan")}, ["fp8_amax_epsilon=nan"]),
+        ({"fp8": "hybrid", "fp8_amax_epsilon": -1e-6}, ["fp8_amax_epsilon"]),
+        (
+            {"fp8": "hybrid", "fp8_overrides": {"*.linear_fc2": "bf17"}},
+            ["'*.linear_fc2'", "'bf17'", "'bf16'"],
+        ),
+        ({"fp8": "hybrid", "fp8_overrides": ["bf16"]}, ["fp8_overrides"]),
+        ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_pow2_scales": False}, ["fp8_pow2_scales=False"]),
+        ({"fp8": "hybrid", "fp8_format": "delayed", "fp8_pow2_scales": True}, ["fp8_pow2_scales=True"]),
+        ({"fp8": "hybrid", "fp8_format": "custom"}, ["fp8_quantizer_factory is None"]),
+        ({"fp8": "hybrid", "fp8_format": "mxfp8", **FACTORY}, ["'os.path.join'", "'mxfp8'"]),
+        ({"fp8_param": True}, ["fp8_param=True", "fp8 is None"]),
+        (
+            {"fp8": "hybrid", "fp8_param": True},
+            ["fp8_param=True", "bf16=False", "bf16=True", "fp8_param=False"],
+        ),
+        (
+            {
+                "fp8": "hybrid",
+                "fp16": True,
+                "pipeline_model_parallel_size": 2,
+                "pipeline_dtype": torch.bfloat16,
+            },
+            ["pipeline_dtype=torch.bfloat16", "fp16=True", "the activations' dtype"],
+        ),
+        ({"fp8": "hybrid", "fp8_high_precision_warmup": -0.1}, ["fp8_high_precision_warmup=-0.1", "0 to 1"]),
+        ({"fp8": "hybrid", "fp8_high_precision_warmup": True}, ["fp8_high_precision_warmup=True"]),
+        ({"fp8": "hybrid", "fp8_high_precision_healing": 1.5}, ["fp8_high_precision_healing=1.5"]),
+        ({"fp8": "hybrid", "fp8_high_precision_healing": float("nan")}, ["fp8_high_precision_healing=nan"]),
+        ({"fp8": "hybrid", "fp8_high_precision_warmup": 1.0}, ["fp8_high_precision_warmup=1.0", "fp8=None"]),
+        (
+            {"fp8": "hybrid", "fp8_high_precision_warmup": 0.5, "fp8_high_precision_healing": 0.5},
+            ["warmup=0.5", "healing=0.5", "sum"],
+        ),
+        (
+            {"fp8": "hybrid", "fp8_param": True, "fp8_high_precision_warmup": 0.1},
+            ["fp8_param=True", "warmup=0.1", "BF16 weights", "fp8_param=False"],
+        ),
+        (
+            {"fp8": "hybrid", "fp8_param": True, "fp8_high_precision_healing": 0.1},
+            ["fp8_param=True", "healing=0.1"],
+        ),
+        ({"fp8": "hybrid", "fp8_guard": True}, ["fp8_guard=True"]),
+        ({"fp8": "hybrid", "fp8_dot_product_attention": True}, ["fp8_dot_product_attention=True"]),
+        ({"fp8": "hybrid", "fp8_multi_head_attention": True}, ["fp8_multi_head_attention=True"]),
+        (
+            {"fp8": "hybrid", "cuda_graph_impl": "local"},
+            ["cuda_graph_impl='local'", "'none'", "CapturedStep"],
+        ),
+        (
+            {"fp8": "hybrid", "cpu_offloading": True, "cpu_offloading_num_layers": 1},
+            ["cpu_offloading=True", "Transformer Engine, which is not installed", "save_on_cpu"],
+        ),
+        (
+            {"fp8": "hybrid", "fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+            ["fine_grained_activation_offloading=True", "save_on_cpu"],
+        ),
+        ({"fp8": "hybrid", "gradient_accumulation_fusion": True}, ["gradient_accumulation_fusion=True"]),
+        ({"fp8_format": "mxfp8"}, ["fp8_format='mxfp8' without fp8", "'hybrid'"]),
+        (
+            {"fp8": "hybrid", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3},
+            ["num_layers_at_end_in_bf16=3", "none of num_layers=4 in FP8"],
+        ),
+        (
+            {"fp8": "hybrid", "experimental_attention_variant": "dsa"},
+            ["experimental_attention_variant='dsa'"],
+        ),
+        ({"fp8": "hybrid", "kv_channels": 0}, ["kv_channels=0", "at least 1"]),
+        ({"fp8": "hybrid", "layernorm_epsilon": float("nan")}, ["layernorm_epsilon=nan", "finite number"]),
+        ({"fp8": "hybrid", "num_query_groups": 3}, ["num_attention_heads=4, num_query_groups=3", "multiple"]),
+        (
+            {"fp8": "hybrid", "num_moe_experts": 2, "moe_router_topk": 3},
+            ["moe_router_topk=3, num_moe_experts=2"],
+        ),
+    ],
+)
+def test_bad_values_are_named(settings, words):
+    with pytest.raises(ValueError) as error:
+        make(**settings)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 1), (1, -1), (5, 0), (0, 5), (3, 2), (True, 1)])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_bf16_layers_out_of_range(recipe, start, end):
+    with pytest.raises(ValueError, match="num_layers"):
+        make(
+            fp8="hybrid",
+            fp8_format=recipe,
+            first_last_layers_bf16=True,
+            num_layers_at_start_in_bf16=start,
+            num_layers_at_end_in_bf16=end,
+        )
+
+
+def test_delayed_scaling_composes_with_bf16_layers():
+    config = make(
+        fp8="hybrid", fp8_format="delayed", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2
+    )
+    assert (config.fp8_recipe, config.first_last_layers_bf16) == ("delayed", True)
+
+
+def test_megatrons_version_check_is_put_back_even_after_an_error():
+    before = megatron_config.is_te_min_version
+    with pytest.raises(ValueError, match="sequence parallelism"):
+        make(fp8="hybrid", sequence_parallel=True)
+    assert megatron_config.is_te_min_version is before
+
+
+def test_selective_recompute_of_the_norm_needs_no_transformer_engine():
+    make(fp8="hybrid", recompute_granularity="selective", recompute_modules=["layernorm"])
+
+
+# ------------------------------------------------------------------------------------- custom factories
+
+
+def test_a_factory_is_imported():
+    assert import_factory("os.path.join") is __import__("os").path.join
+
+
+def test_a_factory_that_is_not_there_says_why(monkeypatch):
+    broken = types.ModuleType("a_module_with_a_number")
+    broken.factory = 3
+    monkeypatch.setitem(sys.modules, "a_module_with_a_number", broken)
+    for path, reason in [
+        ("no_such_module_at_all.factory", "ModuleNotFoundError"),
+        ("os.path.no_such_function", "no such attribute"),
+        ("a_module_with_a_number.factory", "int"),
+        ("factory", "names no module"),
+    ]:
+        with pytest.raises(ValueError, match=reason) as error:
+            make(fp8="hybrid", fp8_format="custom", fp8_quantizer_factory=path)
+        assert repr(path) in str(error.value)
+
+
+# -------------------------------------------------------------------------------- after construction
+
+
+def test_fp8_format_is_assignable_until_the_model_is_built():
+    config = make(fp8="hybrid", fp8_format="tensorwise")
+    config.fp8_format = "mxfp8"
+    assert config.fp8_recipe == "mxfp8"
+    config.fp8_format = "e4m3"
+    assert (config.fp8, config.fp8_recipe) == ("e4m3", "mxfp8")
+    with pytest.raises(ValueError, match="mxfp9"):
+        config.fp8_format = "mxfp9"
+    config.freeze()
+    config.freeze()
+    for name, value in [("fp8_format", "delayed"), ("fp8", None), ("first_last_layers_bf16", True)]:
+        with pytest.raises(ValueError, match="after the model was built"):
+            setattr(config, name, value)
+    config.num_query_groups = 2  # Megatron-Core changes other fields while it builds
+
+
+def test_freeze_checks_what_was_assigned():
+    config = make(fp8="hybrid")
+    config.fp8_interval = 0
+    with pytest.raises(ValueError, match="fp8_interval=0"):
+        config.freeze()
+
+
+def fp8_settings(config):
+    return {name: value for name, value in vars(config).items() if name.startswith("fp8")}
+
+
+def test_copies():
+    config = make(fp8="hybrid", fp8_format="mxfp8", fp8_overrides={"*.linear_fc1": "bf16"})
+    assert dataclasses.replace(config, fp8_recipe="delayed").fp8_format == "delayed"
+    assert dataclasses.replace(config, num_layers=8).fp8_recipe == "mxfp8"
+    with pytest.raises(ValueError, match=r"dataclasses\.replace"):
+        dataclasses.replace(config, fp8_format="delayed")
+    config.freeze()
+    for twin in (copy.deepcopy(config), copy.copy(config)):
+        assert twin.is_frozen
+        assert fp8_settings(twin) == fp8_settings(config)
+    assert not dataclasses.replace(config).is_frozen
+    deep = copy.deepcopy(config)
+    deep.fp8_overrides["x"] = "bf16"
+    assert "x" not in config.fp8_overrides
+
+
+def test_pickle():
+    config = make(fp8="hybrid", fp8_format="mxfp8", finalize_model_grads_func=print)
+    # Megatron's default init functions are closures, which pickle cannot store.
+    config.init_method = config.output_layer_init_method = config.embedding_init_method = None
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config and again.fp8_format == "mxfp8"
+    assert again.finalize_model_grads_func.function is print
+
+
+# ---------------------------------------------------------------------------------- end of iteration
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The order of what runs at the end of an iteration, with a stand-in for the iteration module."""
+    calls = []
+    module = types.ModuleType("megatron_fp8.mcore.iteration")
+    module.finish_iteration = lambda model: calls.append(("finish", model))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
+
+
+def test_the_users_finalize_function_is_followed_by_the_end_of_the_iteration(calls):
+    def finalize(model, num_tokens, *, pg_collection):
+        calls.append(("user", model, num_tokens, pg_collection))
+        return "result"
+
+    config = make(fp8="hybrid")
+    config.finalize_model_grads_func = finalize
+    assert config.finalize_model_grads_func(["chunk"], None, pg_collection="groups") == "result"
+    assert calls == [("user", ["chunk"], None, "groups"), ("finish", ["chunk"])]
+
+
+def test_it_is_wrapped_once_however_often_it_is_copied(calls):
+    config = make(fp8="hybrid", finalize_model_grads_func=functools.partial(print, end=""))
+    config.finalize_model_grads_func = config.finalize_model_grads_func
+    again = copy.deepcopy(dataclasses.replace(config))
+    again.finalize_model_grads_func([])
+    assert calls == [("finish", [])]
+
+
+def test_without_a_function_fp8_still_ends_its_iteration(calls):
+    assert make().finalize_model_grads_func is None
+    make(fp8="hybrid").finalize_model_grads_func([])
+    assert calls == [("finish", [])]
+    assert isinstance(make(finalize_model_grads_func=print).finalize_model_grads_func, IterationEnd)
+
+
+# ------------------------------------------------------------------------------- what has no effect
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"fp8": None, "fp8_format": "mxfp8"}, "fp8_recipe='mxfp8'"),
+        ({"fp8_recipe": "nonsense"}, "fp8_recipe='nonsense'"),
+        ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_interval": 4}, "fp8_interval=4"),
+        ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_amax_epsilon": 1e-6}, "fp8_amax_epsilon"),
+        ({"fp8": "hybrid", "num_layers_at_end_in_bf16": 2}, "num_layers_at_end_in_bf16=2"),
+        ({"fp8": "hybrid", "tp_comm_atomic_ag": True}, "tp_comm_atomic_ag=True has no effect"),
+        ({"fp8": "hybrid", "moe_router_topk": 3}, "moe_router_topk=3 has no effect without num_moe_experts"),
+        ({"fp8": "hybrid", "recompute_num_layers": 2}, "without recompute_granularity='full'"),
+        ({"fp4": "e2m1"}, "fp4='e2m1' cannot work here"),
+    ],
+)
+def test_a_setting_without_effect_is_said(settings, name):
+    with pytest.warns(UserWarning, match=name):
+        make(**settings)
+
+
+def test_a_plain_config_warns_of_nothing_of_ours():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        make(fp8="hybrid", fp8_format="mxfp8")
+        make()
+    assert not [w for w in seen if "no effect" in str(w.message) or "BF16" in str(w.message)]
+
+
+def test_two_interleaved_stages_need_overlapped_messages() -> None:
+    interleaved = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "pipeline_dtype": torch.bfloat16,
+    }
+    right = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    fp8 = {"fp8": "hybrid", "bf16": True}
+    with pytest.raises(ValueError, match="overlap_p2p_comm=True and batch_p2p_comm=False"):
+        make(**interleaved, **fp8)
+    make(**interleaved, **fp8, **right)
+    with pytest.warns(UserWarning, match="overlap_p2p_comm=True and batch_p2p_comm=False"):
+        make(**interleaved)
+    make(**interleaved, **right)

@@ -1,0 +1,269 @@
+"""The FP8 column- and row-parallel linears on their own, and how a model's linears become sites."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fp8_gpt import fp8_config
+from tests.support.ranks import Layout, RankPool, model_parallel
+
+ONE = Layout()
+
+
+def make_linear(config: Any, kind: str = "column", *, plain: bool = False, **options: Any) -> Any:
+    """A linear of 64 inputs and 96 outputs with the same weights each time; plain: Megatron-Core's own."""
+    from megatron.core.tensor_parallel import layers as megatron
+
+    from megatron_fp8.mcore.layers import linear as layers
+
+    name = "ColumnParallelLinear" if kind == "column" else "RowParallelLinear"
+    cls = getattr(megatron, name) if plain else getattr(layers, f"Fp8{name}")
+    specific = {"gather_output": False} if kind == "column" else {"input_is_parallel": True}
+    linear = cls(
+        64,
+        96,
+        config=config,
+        init_method=functools.partial(torch.nn.init.normal_, std=0.02),
+        bias=options.pop("bias", True),
+        skip_bias_add=options.pop("skip_bias_add", False),
+        **specific,
+        **options,
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return linear
+
+
+def random_input(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(6)).bfloat16().requires_grad_()
+
+
+def outcome(linear: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    x.grad = None
+    y, _ = linear(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in linear.parameters())]
+
+
+def as_megatrons() -> list[bool]:
+    equal = []
+    with model_parallel():
+        for kind in ("column", "row"):
+            x = random_input(8, 2, 64)
+            theirs = outcome(make_linear(fp8_config(ONE, None), kind, plain=True), x)
+            ours = outcome(make_linear(fp8_config(ONE, None), kind), x)
+            fp8 = outcome(make_linear(fp8_config(ONE, "mxfp8"), kind), x)
+            equal += [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+            assert not any(torch.equal(a, b) for a, b in zip(fp8[:3], theirs[:3], strict=True))
+            assert all(
+                torch.allclose(a, b, rtol=0.1, atol=0.1 * float(b.abs().max()))
+                for a, b in zip(fp8, theirs, strict=True)
+            )
+    return equal
+
+
+def test_planned_in_bf16_is_megatrons_to_the_bit(ranks: RankPool) -> None:
+    """Output, input gradient, weight and bias gradient."""
+    assert ranks(1).run(as_megatrons)[0] == [True] * 8
+
+
+def called_twice(recipe: str) -> dict[str, Any]:
+    from megatron_fp8.mcore.sites import keeping_weights, state_of
+
+    with model_parallel():
+        config = fp8_config(ONE, recipe)
+        linear = make_linear(config, bias=False)
+        first, second = random_input(4, 2, 64), (3 * random_input(4, 2, 64)).detach().requires_grad_()
+        grads = [outcome(make_linear(fp8_config(ONE, recipe), bias=False), x)[2] for x in (first, second)]
+        with keeping_weights([SimpleNamespace(config=config)]):
+            (linear(first)[0].float().square().sum() + linear(second)[0].float().square().sum()).backward()
+        state = state_of(config)
+        amax = float(state.arenas[0].rows[0, 0])
+        counts = state.finish_iteration()
+        return {
+            "gradient": linear.weight.grad,
+            "apart": grads,
+            "amax": (amax, float(second.detach().abs().max())),
+            "counts": (counts.fp8_gemms, counts.casts),
+            "updates": [slot.warm for slot in state.slots()],
+        }
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_a_module_called_twice(ranks: RankPool, recipe: str) -> None:
+    """Gradients add up, the amax is that of both calls, the weight is cast once where a schedule runs them."""
+    seen = ranks(1).run(called_twice, recipe)[0]
+    first, second = seen["apart"]
+    assert torch.allclose(seen["gradient"].float(), (first + second).float(), rtol=2**-7, atol=1e-3)
+    assert seen["amax"][0] == seen["amax"][1]
+    assert seen["counts"] == (6, 5)
+    assert seen["updates"] == [recipe == "delayed"] * 3
+
+
+def written_unseen() -> list[float]:
+    """Largest outputs of a loop of one's own, after the weight was written through .data."""
+    with model_parallel():
+        linear = make_linear(fp8_config(ONE, "tensorwise"), bias=False)
+        found = []
+        for value in (1.0, 0.5, 0.0):
+            linear.weight.data.fill_(value)
+            found.append(float(linear(torch.ones(2, 64, dtype=torch.bfloat16))[0].max()))
+        return found
+
+
+def test_a_loop_of_ones_own_sees_every_write(ranks: RankPool) -> None:
+    assert ranks(1).run(written_unseen)[0] == [64.0, 32.0, 0.0]
+
+
+def odd_calls() -> None:
+    with model_parallel():
+        config = fp8_config(ONE, "mxfp8")
+        linear = make_linear(config, skip_bias_add=True)
+        y, bias = linear(random_input(3, 1, 64))
+        assert bias is linear.bias and y.is_contiguous() and y.shape == (3, 1, 96)
+        y, _ = linear(torch.zeros(0, 64, dtype=torch.bfloat16, requires_grad=True))
+        y.sum().backward()
+        assert y.shape == (0, 96) and not linear.weight.grad.any()
+        linear.weight.requires_grad_(False)
+        x = random_input(5, 64)
+        linear(x)[0].sum().backward()
+        assert x.grad is not None
+        with pytest.raises(ValueError, match="last dimension must be 64"):
+            linear(random_input(3, 32))
+
+
+def test_empty_input_frozen_weight_separate_bias(ranks: RankPool) -> None:
+    ranks(1).run(odd_calls)
+
+
+# ------------------------------------------------------------------------------------------------------------------ sites
+
+
+def naming() -> None:
+    from megatron_fp8.mcore.sites import global_name, resolve, state_of
+    from megatron_fp8.plan.switch import LayerBeingBuilt
+
+    at = LayerBeingBuilt(7, None)
+    assert global_name("decoder.layers.1.mlp.linear_fc1", at) == "decoder.layers.7.mlp.linear_fc1"
+    assert global_name("layers.0.x.layers.3.y", at) == "layers.7.x.layers.3.y"
+    assert global_name("output_layer", None) == "output_layer"
+    assert global_name("decoder.layers.1.mlp", LayerBeingBuilt(-1, None)) == "decoder.layers.1.mlp"
+
+    with model_parallel():
+        cpu, ends = torch.device("cpu"), LayerBeingBuilt(0, "first of all")
+        config = fp8_config(ONE, "mxfp8", fp8_overrides={"*.proj": "bf16", "*.layers.0.back": "blockwise"})
+        assert resolve(config, "decoder.layers.0.qkv", ends, cpu).reason == "first of all"
+        assert resolve(config, "decoder.layers.0.back", ends, cpu).as_dict()["recipe"] == "blockwise"
+        assert resolve(config, "decoder.layers.1.proj", at, cpu).reason == "fp8_overrides '*.proj'"
+        plan = resolve(config, "decoder.layers.1.qkv", at, cpu)
+        assert plan.layer == 7 and plan.reason.startswith("fp8 recipe of the config; backend ")
+        assert resolve(fp8_config(ONE, None), "any", at, cpu).reason == "fp8 is off"
+        no_wgrad = resolve(fp8_config(ONE, "mxfp8", fp8_wgrad=False), "any", at, cpu)
+        assert no_wgrad.gemms == {"fprop": "fp8", "dgrad": "fp8", "wgrad": "bf16"}
+        assert state_of(config) is state_of(copy.deepcopy(config)) and state_of(config) is not state_of(
+            fp8_config(ONE, None)
+        )
+
+
+def test_names_and_plans(ranks: RankPool) -> None:
+    ranks(1).run(naming)
+
+
+def high_precision_counts() -> list[int]:
+    from megatron_fp8.mcore.sites import count_high_precision
+    from megatron_fp8.state.arena import Fp8State
+
+    found = []
+    for x_grad, w_grad in ((True, True), (False, True), (True, False), (False, False)):
+        state = Fp8State()
+        x, w = torch.randn(4, 8, requires_grad=x_grad), torch.randn(3, 8, requires_grad=w_grad)
+        y = x @ w.t()
+        count_high_precision(state, x, w, y)
+        assert state.counts.hp_gemms == 1
+        if y.requires_grad:
+            y.sum().backward()
+        found.append(state.counts.hp_gemms)
+    return found
+
+
+def test_high_precision_gemms_are_counted_as_they_run(ranks: RankPool) -> None:
+    assert ranks(1).run(high_precision_counts)[0] == [3, 2, 2, 1]
+
+
+# ------------------------------------------------------------------------------------------------------------------ hooks
+
+
+def hooks() -> None:
+    from megatron.core import fp8_utils as theirs
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer import transformer_block
+
+    from megatron_fp8 import fp8_utils, mcore
+    from megatron_fp8.mcore.config.transformer_config import IterationEnd
+    from megatron_fp8.mcore.te import context as te_context
+    from tests.support.gpt import gpt_config
+
+    mcore.uninstall()
+    before = (
+        theirs.get_fp8_context,
+        transformer_block.get_fp8_context,
+        MixedPrecisionOptimizer.prepare_grads,
+    )
+    assert theirs.get_fp8_context is not fp8_utils.get_fp8_context
+    mcore.install()
+    mcore.install()
+    assert theirs.get_fp8_context is transformer_block.get_fp8_context is te_context.get_fp8_context
+    assert theirs.get_fp8_recipe is fp8_utils.get_fp8_recipe
+    with model_parallel():
+        for fp8 in ({"fp8": "hybrid", "fp8_recipe": "delayed"}, {}):
+            config = gpt_config(ONE, **fp8)
+            config.finalize_model_grads_func = print
+            model = torch.nn.Module()
+            model.config = config
+            for _ in range(2):
+                assert schedules.get_model_config(model) is config
+            function = config.finalize_model_grads_func
+            assert function == (IterationEnd(print) if fp8 else print), (
+                "wrapped once, and only where FP8 is on"
+            )
+    mcore.uninstall()
+    after = (theirs.get_fp8_context, transformer_block.get_fp8_context, MixedPrecisionOptimizer.prepare_grads)
+    assert after == before
+    mcore.install()
+
+
+def test_hooks_are_set_once_and_undone(ranks: RankPool) -> None:
+    ranks(1).run(hooks)
+
+
+def checkpointed() -> None:
+    from megatron_fp8.mcore.patches.fp8_hooks import fp8_checkpoint
+    from megatron_fp8.plan.switch import disabled_reason, fp8_disabled
+
+    reasons, scales = [], []
+
+    def region(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        reasons.append(disabled_reason())
+        scales.append(scale)
+        return (x * scale).sin()
+
+    with model_parallel():
+        x = torch.randn(4, requires_grad=True)
+        with fp8_disabled("here"):
+            y = fp8_checkpoint(region, False, None, None, x, scale=2.0)
+        y.sum().backward()
+    assert reasons == ["here", "here"] and scales == [2.0, 2.0]
+    assert torch.allclose(x.grad, 2 * (2 * x.detach()).cos())
+
+
+def test_checkpoint_takes_its_surroundings_along(ranks: RankPool) -> None:
+    ranks(1).run(checkpointed)

@@ -1,0 +1,257 @@
+"""fp8_step: once an iteration whatever happened in it; an optimizer that steps without it is found out."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fp8.nn import (
+    Fp8Linear,
+    convert_from_fp8,
+    convert_to_fp8,
+    fp8_state_dict,
+    fp8_step,
+    load_fp8_state_dict,
+    register_fp8_step,
+)
+from megatron_fp8.quantizer import Quantizer
+from megatron_fp8.recipe import DelayedScaling
+from tests.support.compare import assert_same_bytes
+from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
+
+
+def test_hook_before_and_after_are_the_same():
+    models = [convert_to_fp8(Tower(), DELAYED) for _ in range(3)]
+    first, second, third = models
+    train(first, sgd(first), range(4))
+    optimizer = sgd(second)
+    register_fp8_step(optimizer, second)
+    train(second, optimizer, range(4), hook=True)
+    optimizer = sgd(third)
+    for step in range(4):
+        third(batch(step)).square().mean().backward()
+        optimizer.step()
+        fp8_step(third)
+        optimizer.zero_grad()
+    for other in (second, third):
+        assert_same_state(first, other)
+    slot = first.up.fp8_site.quantizers["input"].slot
+    history = slot.arena.saved_slot(slot)["amax_history"]
+    assert history.tolist() == [0.0, batch(2).abs().max().item(), batch(3).abs().max().item()]
+    assert slot.scale == torch.full([], 448.0) / max(batch(i).abs().max() for i in (1, 2, 3))
+
+
+def test_counts_of_an_iteration():
+    model = convert_to_fp8(Tower())
+    model(batch(0)).sum().backward()
+    counts = fp8_step(model)
+    assert (counts.fp8_gemms, counts.hp_gemms, counts.casts, counts.amax_collectives) == (6, 0, 6, 0)
+    assert fp8_step(model).fp8_gemms == 0
+
+
+def test_accumulation_is_one_iteration():
+    """Weights are cast in each forward: nobody knows whether they were written since the last."""
+    model, whole = convert_to_fp8(Tower(), DELAYED), convert_to_fp8(Tower(), DELAYED)
+    for i in range(3):
+        model(batch(i)).sum().backward()
+    counts = fp8_step(model)
+    assert (counts.fp8_gemms, counts.casts) == (18, 3 * 6)
+    whole(torch.cat([batch(i) for i in range(3)])).sum().backward()
+    fp8_step(whole)
+    for part in ("scale", "amax_history"):
+        name = f"up.input.{part}"
+        assert_same_bytes(fp8_state_dict(model)[name], fp8_state_dict(whole)[name], name)
+
+
+def test_a_module_called_twice_has_one_history():
+    model = convert_to_fp8(Tower(), DELAYED)
+    (model(batch(0)) + model(batch(1) * 3)).sum().backward()
+    fp8_step(model)
+    slot = model.up.fp8_site.quantizers["input"].slot
+    assert slot.scale == torch.full([], 448.0) / max(batch(0).abs().max(), (batch(1) * 3).abs().max())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_no_bit(reentrant):
+    model, plain = convert_to_fp8(Tower(0, reentrant), DELAYED), convert_to_fp8(Tower(), DELAYED)
+    assert train(model, sgd(model), range(3)) == train(plain, sgd(plain), range(3))
+    assert_same_state(model, plain)
+
+
+def test_weights_are_cast_anew_after_every_step_even_without_a_version():
+    """An optimizer that writes through .data leaves no version; between fp8_step and it an evaluation may have cast."""
+
+    class Quiet(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(2.0)
+
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32, bias=False)))
+    optimizer = Quiet(model.parameters(), lr=1.0)
+    before = model(batch(0))
+    before.sum().backward()
+    fp8_step(model)
+    model.eval()(batch(0))
+    optimizer.step()
+    assert_same_bytes(model(batch(0)), 2 * before, "evaluation")
+    assert_same_bytes(model.train()(batch(0)), 2 * before, "training")
+
+
+def test_several_models_keep_apart():
+    generator, critic = convert_to_fp8(Tower(0), DELAYED), convert_to_fp8(Tower(1), DELAYED)
+    g, c = sgd(generator), sgd(critic)
+    for i in range(2):
+        for _ in range(2):
+            critic(generator(batch(i)).detach()).sum().backward()
+            fp8_step(critic)
+            c.step()
+        critic(generator(batch(i))).sum().backward()
+        fp8_step(generator)
+        g.step()
+        fp8_step(critic)
+    assert (generator.up.fp8_family.iteration, critic.up.fp8_family.iteration) == (2, 6)
+    both = nn.ModuleList([generator, critic])
+    fp8_step(both)
+    assert (generator.up.fp8_family.iteration, critic.up.fp8_family.iteration) == (3, 7)
+
+
+def test_linears_made_one_by_one_become_one_family():
+    class Own(Tower):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = Fp8Linear(32, 64, recipe=DELAYED), Fp8Linear(64, 32, recipe=DELAYED)
+
+    model, converted = Own(), convert_to_fp8(Tower(), DELAYED)
+    assert train(model, sgd(model), range(3)) == train(converted, sgd(converted), range(3))
+    assert model.up.fp8_family is model.down.fp8_family
+    assert_same_state(model, converted)
+    model(batch(0)).sum().backward()
+    sgd(model).step()
+    with pytest.raises(RuntimeError, match="fp8_step was not called"):
+        model(batch(0))
+
+
+def test_state_saved_and_resumed_bit_for_bit():
+    recipe = DelayedScaling(amax_history_len=3, interval=2, stochastic_rounding=True)  # both count iterations
+    straight = convert_to_fp8(Tower(), recipe)
+    optimizer = sgd(straight, momentum=0.9)
+    train(straight, optimizer, range(3))
+    saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict(), fp8_state_dict(straight)))
+    losses = train(straight, optimizer, range(3, 6))
+    for fp8_first in (True, False):
+        resumed = convert_to_fp8(Tower(seed=9), recipe)
+        again = sgd(resumed, momentum=0.9)
+        if fp8_first:
+            load_fp8_state_dict(resumed, saved[2])
+        resumed.load_state_dict(saved[0], strict=True)
+        again.load_state_dict(copy.deepcopy(saved[1]))
+        if not fp8_first:
+            load_fp8_state_dict(resumed, saved[2])
+        assert train(resumed, again, range(3, 6)) == losses
+        assert_same_state(resumed, straight)
+    cold = convert_to_fp8(Tower(), recipe)
+    cold.load_state_dict(saved[0])
+    assert train(cold, sgd(cold), range(3, 6)) != losses  # the state matters
+
+
+def test_codes_of_a_weight_live_only_as_long_as_backward_needs_them():
+    """One or two bytes a value of every weight, which no later call would use."""
+    model = convert_to_fp8(Tower(), "mxfp8")
+    quantized, quantize = [], Quantizer.__call__
+
+    def watched(self, *args, **kwargs):
+        quantized.append(quantize(self, *args, **kwargs))
+        return quantized[-1]
+
+    with mock.patch.object(Quantizer, "__call__", watched):
+        y = model(batch(0))
+    rowwise, columnwise = (
+        [weakref.ref(getattr(tensor, side).codes) for tensor in quantized]
+        for side in ("rowwise", "columnwise")
+    )
+    quantized.clear()
+    assert [code() for code in rowwise] == [None] * 4 and all(code() is not None for code in columnwise)
+    y.sum().backward()
+    del y
+    assert [code() for code in columnwise] == [None] * 4
+
+
+@pytest.mark.parametrize("moved", ["all", "up"])
+def test_a_model_that_leaves_its_device_keeps_histories_and_no_codes(moved):
+    """Through the meta device: nothing of it may stay on the old one, and slots may not pile up with each move."""
+    model, twin = (convert_to_fp8(Tower(), DELAYED) for _ in range(2))
+    optimizers = sgd(model), sgd(twin)
+    train(model, optimizers[0], range(2)), train(twin, optimizers[1], range(2))
+    for i in range(2, 5):
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model(batch(i))
+        twin(batch(i))
+        before = model.up.fp8_family.states[torch.device("cpu")]
+        model.get_submodule("" if moved == "all" else moved).to("meta")
+        assert model.up.fp8_site._weight is None and model.up.fp8_site.state.device.type == "meta"
+        assert (torch.device("cpu") in model.up.fp8_family.states) == (moved == "up")
+        model.to_empty(device="cpu").load_state_dict(weights)
+        train(model, sgd(model), range(i, i + 1)), train(twin, optimizers[1], range(i, i + 1))
+        assert_same_state(model, twin)
+        assert len(model.up.fp8_site.state.slots()) == 6
+        assert (model.up.fp8_site.state is before) == (moved == "up")
+
+
+def test_what_the_saved_state_holds():
+    model = convert_to_fp8(Tower(), DELAYED)
+    saved = fp8_state_dict(model)
+    roles = ("input", "weight", "grad_output")
+    parts = ("scale", "amax_history", "warm")
+    names = {f"{n}.{r}.{p}" for n in ("up", "down") for r in roles for p in parts}
+    assert saved.keys() == names | {"up.iteration", "down.iteration"}
+    assert all(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in saved.values())
+    assert fp8_state_dict(convert_to_fp8(Tower())).keys() == {"up.iteration", "down.iteration"}
+    with pytest.raises(ValueError, match=r"18 entries are missing \(down.grad_output.amax_history"):
+        load_fp8_state_dict(model, {"up.iteration": torch.tensor(3), "down.iteration": torch.tensor(3)})
+    with pytest.raises(ValueError, match=r"18 are unknown"):
+        load_fp8_state_dict(convert_to_fp8(Tower()), saved)
+
+
+def test_a_child_called_module_is_no_wrapper():
+    """Its linear and that of the same name beside it must not share an entry; a wrapper adds nothing to names."""
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.up = Tower(), nn.Linear(32, 32)
+
+    model = convert_to_fp8(Holder(), DELAYED)
+    names = {key.removesuffix(".iteration") for key in fp8_state_dict(model) if key.endswith(".iteration")}
+    assert names == {"module.up", "module.down", "up"}
+    assert fp8_state_dict(nn.DataParallel(model)).keys() == fp8_state_dict(model).keys()
+    both = nn.ModuleDict({"a": nn.DataParallel(model), "b": model.up})
+    assert "a.module.up.iteration" in fp8_state_dict(both)
+
+
+def test_a_damaged_state_changes_nothing():
+    model, fresh = (convert_to_fp8(Tower(), DELAYED) for _ in range(2))
+    train(model, sgd(model), range(2))
+    before = fp8_state_dict(fresh)
+    for key, wrong in [("down.input.amax_history", torch.zeros(0)), ("down.weight.scale", torch.ones(2))]:
+        with pytest.raises(ValueError, match=f"damaged: {key}"):
+            load_fp8_state_dict(fresh, {**fp8_state_dict(model), key: wrong})
+        for name, tensor in fp8_state_dict(fresh).items():
+            assert_same_bytes(tensor, before[name], name)
+
+
+def test_models_without_fp8_linears():
+    for call in (fp8_step, fp8_state_dict, lambda m: register_fp8_step(sgd(m), m)):
+        with pytest.raises(ValueError, match=r"Tower has no FP8 linear: call convert_to_fp8\(model\) first"):
+            call(Tower())
+    model = convert_to_fp8(Tower())
+    convert_from_fp8(model)
+    with pytest.raises(ValueError, match="has no FP8 linear"):
+        fp8_step(model)

@@ -1,0 +1,271 @@
+"""The arena: delayed scaling against plain Python written from docs/numerics.md, health, collectives."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fp8.backends import emulated
+from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
+from megatron_fp8.quantizer import Quantizer
+from megatron_fp8.recipe import DelayedScaling
+from megatron_fp8.state.arena import Arena, Fp8State, Slot
+from tests.support.compare import assert_same_bytes
+from tests.support.delayed import PlainSlot
+
+INF = math.inf
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def observe(slot: Slot, amax: float, nonfinite: int = 0) -> None:
+    slot.record(torch.tensor(amax), torch.tensor(nonfinite) if nonfinite else None)
+
+
+def make_slots(arena: Arena, recipe: DelayedScaling, formats: list[FloatFormat]) -> list[Slot]:
+    return [arena.add(recipe, fmt) for fmt in formats]
+
+
+def assert_equals_plain(arena: Arena, slots: list[Slot], plain: list[PlainSlot], recipe: DelayedScaling):
+    for slot, expected in zip(slots, plain, strict=True):
+        what = f"slot {slot.index}"
+        assert_same_bytes(slot.scale, np.float32(expected.scale), f"{what} scale")
+        assert slot.warm == expected.warm, what
+        index, rows = arena.history(recipe, slot.fmt)
+        column = index.tolist().index(slot.index)
+        assert_same_bytes(rows[:, column], np.array(expected.rows, dtype=np.float32), f"{what} history")
+
+
+OBSERVATION = st.one_of(
+    st.sampled_from([0.0, 0.0, INF, 1e-45, 2.0**-126, 1.0, 448.0, 57344.0, 3.4e38]),
+    st.floats(0.0, 1e6, width=32),
+    st.floats(0.0, width=32, allow_infinity=False, allow_nan=False),
+)
+RECIPE = st.builds(
+    DelayedScaling,
+    amax_history_len=st.sampled_from([1, 4, 1024]),
+    amax_compute_algo=st.sampled_from(["max", "most_recent"]),
+    margin=st.sampled_from([0, 0, 3]),
+    interval=st.sampled_from([1, 1, 3]),
+    amax_epsilon=st.sampled_from([0.0, 0.0, 0.5]),
+)
+ITERATIONS = st.lists(st.lists(st.lists(OBSERVATION, max_size=3), min_size=3, max_size=3), max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(recipe=RECIPE, iterations=ITERATIONS)
+def test_update_equals_the_written_rule(recipe, iterations):
+    """Three slots in two formats, each seen any number of times an iteration."""
+    formats = [E4M3, E5M2, E4M3]
+    state = Fp8State()
+    arena = state.arena(None)
+    slots = make_slots(arena, recipe, formats)
+    plain = [PlainSlot(recipe, LARGEST[fmt.name]) for fmt in formats]
+    for iteration, seen in enumerate(iterations):
+        for slot, expected, values in zip(slots, plain, seen, strict=True):
+            for value in values:
+                observe(slot, value)
+            expected.update(float(np.float32(max(values, default=0.0))), iteration)
+        state.finish_iteration()
+        assert_equals_plain(arena, slots, plain, recipe)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 4, 1024])
+def test_a_long_run(length, algo):
+    """Long enough for the oldest rows to fall out (histories 1 and 4); not every slot is seen every time."""
+    recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algo)
+    formats = [E4M3, E5M2] * 3
+    state = Fp8State()
+    arena = state.arena(None)
+    slots = make_slots(arena, recipe, formats)
+    plain = [PlainSlot(recipe, LARGEST[fmt.name]) for fmt in formats]
+    numbers = np.random.default_rng(0)
+    for iteration in range(30):
+        for slot, expected in zip(slots, plain, strict=True):
+            value = float(np.float32(numbers.lognormal(0, 3))) if numbers.random() < 0.8 else 0.0
+            observe(slot, value)
+            expected.update(value, iteration)
+        state.finish_iteration()
+    assert_equals_plain(arena, slots, plain, recipe)
+
+
+def one_slot(**options: Any) -> tuple[Fp8State, Slot, DelayedScaling]:
+    recipe = DelayedScaling(**{"amax_history_len": 4, **options})
+    state = Fp8State()
+    return state, state.arena(None).add(recipe, E4M3), recipe
+
+
+def test_infinite_amax_changes_nothing_but_is_counted():
+    state, slot, recipe = one_slot()
+    for amax in (2.0, 3.0):
+        observe(slot, amax)
+        state.finish_iteration()
+    scale, rows = slot.scale, slot.arena.history(recipe, E4M3)[1].clone()
+    observe(slot, INF, nonfinite=5)
+    observe(slot, 100.0)
+    assert state.finish_iteration().nonfinite == 5
+    assert_same_bytes(slot.scale, scale)
+    assert_same_bytes(slot.arena.history(recipe, E4M3)[1], rows)
+    observe(slot, 7.0)
+    assert state.finish_iteration().nonfinite == 0
+    assert slot.scale == 448 / torch.tensor(7.0)
+
+
+def test_tensor_that_was_not_cast_keeps_scale_and_history():
+    state, slot, recipe = one_slot()
+    idle = slot.arena.add(recipe, E4M3)
+    observe(slot, 2.0)
+    observe(idle, 4.0)
+    state.finish_iteration()
+    before = slot.arena.history(recipe, E4M3)[1].clone()
+    observe(slot, 8.0)
+    state.finish_iteration()
+    after = slot.arena.history(recipe, E4M3)[1]
+    assert_same_bytes(after[:, 1], before[:, 1])
+    assert after[:, 0].tolist() == [0, 0, 2, 8]
+    assert idle.scale == 112 and slot.scale == 56
+
+
+def test_interval_recomputes_at_its_multiples_and_always_rolls():
+    state, slot, recipe = one_slot(interval=3, amax_compute_algo="most_recent")
+    scales = []
+    for iteration in range(7):
+        observe(slot, float(iteration + 1))
+        state.finish_iteration()
+        scales.append(slot.scale.item())
+    assert scales == [448, 448, 448, 112, 112, 112, 64]
+    assert slot.arena.history(recipe, E4M3)[1][:, 0].tolist() == [0, 5, 6, 7]
+
+
+def test_margin_epsilon_and_zero():
+    state, slot, _ = one_slot(margin=2, amax_epsilon=0.5, amax_history_len=1)
+    observe(slot, 0.0)
+    state.finish_iteration()
+    assert slot.scale == 1 and not slot.warm, "amax 0 leaves the scale as it was, epsilon or not"
+    observe(slot, 0.25)
+    state.finish_iteration()
+    assert slot.scale == 448 / 0.5 / 4
+
+
+def test_slots_added_later_join_with_an_empty_history():
+    state, first, recipe = one_slot()
+    arena = first.arena
+    observe(first, 2.0)
+    state.finish_iteration()
+    late = [arena.add(recipe, E4M3 if i % 2 else E5M2) for i in range(200)]
+    assert first.scale == 224 and first.warm and not any(slot.warm for slot in late)
+    observe(first, 4.0)
+    for i, slot in enumerate(late):
+        observe(slot, float(i + 1))
+    state.finish_iteration()
+    assert first.scale == 112
+    assert all(slot.warm for slot in late)
+    assert [slot.scale.item() for slot in late] == [
+        np.float32(LARGEST[slot.fmt.name]) / np.float32(i + 1) for i, slot in enumerate(late)
+    ]
+    index, rows = arena.history(recipe, E4M3)
+    assert rows[:, 0].tolist() == [0, 0, 2, 4] and rows[:, 1].tolist() == [0, 0, 0, 2]
+    assert index.tolist()[:3] == [0, 2, 4]
+
+
+def test_recipes_of_one_arena_keep_apart():
+    state = Fp8State()
+    arena = state.arena(None)
+    most_recent = arena.add(DelayedScaling(amax_compute_algo="most_recent"), E4M3)
+    largest = arena.add(DelayedScaling(), E4M3)
+    other = arena.add(None, E4M3)
+    for amax in (8.0, 2.0):
+        for slot in (most_recent, largest, other):
+            observe(slot, amax)
+        state.finish_iteration()
+    assert most_recent.scale == 224 and largest.scale == 56
+    assert other.scale == 1 and not other.warm
+    assert arena.last_amax.tolist() == [2, 2, 2]
+
+
+def test_saved_scale_is_a_copy():
+    state, slot, _ = one_slot()
+    observe(slot, 2.0)
+    state.finish_iteration()
+    kept = slot.scale
+    observe(slot, 200.0)
+    state.finish_iteration()
+    assert kept == 224 and slot.scale != 224
+
+
+def test_cold_slot_quantises_as_tensorwise_then_by_its_history():
+    state, slot, recipe = one_slot()
+    quantizer = Quantizer(recipe.rule("input"), slot, emulated)
+    x, y = torch.full((2, 3), 4.0), torch.full((2, 3), 0.5)
+    first = quantizer(x, "rowwise", record=True).rowwise
+    assert first is not None and first.scale_inv == 1 / torch.tensor(112.0)
+    again = quantizer(y, "rowwise", record=True).rowwise
+    assert again is not None and again.scale_inv == 1 / torch.tensor(896.0), "cold: its own amax"
+    state.finish_iteration()
+    warm = quantizer(y, "rowwise", record=True).rowwise
+    assert warm is not None and warm.scale_inv == 1 / torch.tensor(112.0), "warm: the last update's scale"
+    assert first.scale_inv == 1 / torch.tensor(112.0)
+
+
+def test_nothing_is_recorded_in_evaluation():
+    state, slot, recipe = one_slot()
+    quantizer = Quantizer(recipe.rule("input"), slot, emulated)
+    quantizer(torch.full((2, 3), INF), "rowwise", record=False)
+    counts = state.finish_iteration()
+    assert counts.nonfinite == 0 and counts.casts == 1 and not slot.warm
+    assert slot.arena.last_amax.tolist() == [0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_nonfinite_values_are_counted_and_never_reach_a_scale(bad):
+    state, slot, recipe = one_slot()
+    quantizer = Quantizer(recipe.rule("input"), slot, emulated)
+    clean = torch.full((4, 4), 2.0)
+    dirty = clean.clone()
+    dirty[1, 2] = dirty[3, 3] = bad
+    for matrix, nonfinite in [(dirty, 2), (clean, 0), (dirty, 2), (clean, 0)]:
+        quantizer(matrix, "both", record=True)
+        quantizer(clean, "both", record=True)
+        assert state.finish_iteration().nonfinite == nonfinite
+        assert slot.scale.isfinite()
+    assert slot.scale == 224
+
+
+def test_finish_iteration_counts_once_and_starts_anew():
+    state = Fp8State()
+    arena, other = state.arena(None), state.arena(None)
+    assert arena is other, "one arena a group"
+    slots = make_slots(arena, DelayedScaling(), [E4M3, E5M2])
+    assert state.slots() == slots
+    state.counts.fp8_gemms += 3
+    arena.counts.casts += 2
+    observe(slots[0], 1.0, nonfinite=2)
+    observe(slots[0], 1.0, nonfinite=2)
+    observe(slots[1], 1.0, nonfinite=1)
+    counts = state.finish_iteration()
+    assert (counts.fp8_gemms, counts.casts, counts.nonfinite, counts.amax_collectives) == (3, 2, 5, 0)
+    assert state.last is counts and (state.iteration, state.epoch) == (1, 1)
+    arena.counts.casts += 1
+    counts = state.finish_iteration()
+    assert (counts.fp8_gemms, counts.casts, counts.nonfinite) == (0, 1, 0)
+    assert (state.iteration, state.epoch) == (2, 2)
+
+
+def test_deep_copies_of_a_config_share_the_state():
+    state, _, _ = one_slot()
+    assert copy.deepcopy({"config": [state]})["config"][0] is state

@@ -1,0 +1,156 @@
+"""Rules of a run's options: each has one, its default keeps it, and no value passes as a traceback."""
+
+import dataclasses
+import warnings
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_fp8.train.config.field_rules import MODEL, RELATIONS, RULES, check_rules
+from megatron_fp8.train.config.model_section import GPTOptions, transformer_config
+from megatron_fp8.train.config.run_config import _SECTIONS, RunConfig, known_keys, parse, rule_of
+from megatron_fp8.train.launch.parallel import Launch, check_layout, find_launch
+from tests.support.nonsense import NONSENSE, WRITTEN, edges
+
+SMALL = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_attention_heads=4"]
+
+
+def test_every_option_has_a_rule_and_every_rule_an_option():
+    for name, kind in {**_SECTIONS, "model": GPTOptions}.items():
+        assert set(RULES[name]) == {field.name for field in dataclasses.fields(kind)}, name
+    assert set(RULES[""]) == {field.name for field in dataclasses.fields(RunConfig)} - set(_SECTIONS)
+    for section, relations in RELATIONS.items():
+        assert all(set(relation.names) <= set(RULES[section]) for relation in relations)
+
+
+def test_every_default_keeps_its_rule():
+    run = RunConfig()
+    for name in RULES:
+        check_rules(name, getattr(run, name) if name else run)
+
+
+@given(st.data())
+def test_any_value_of_any_option_keeps_its_rule_or_is_named(data):
+    section = data.draw(st.sampled_from(sorted(RULES)))
+    name = data.draw(st.sampled_from(sorted(RULES[section])))
+    value = data.draw(st.sampled_from([*edges(RULES[section][name]), *NONSENSE]))
+    settings = (
+        GPTOptions() if section == "model" else getattr(RunConfig(), section) if section else RunConfig()
+    )
+    setattr(settings, name, value)
+    try:
+        check_rules(section, settings)
+    except ValueError as error:
+        assert f"{section}.{name}=".removeprefix(".") in str(error) and len(str(error).splitlines()) == 1
+    else:
+        assert RULES[section][name].holds(value)
+
+
+def taken(arguments):
+    """What `train` does before ranks meet; None, or the line that refuses it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run = parse(arguments)
+            transformer_config(run.model)
+            check_layout(run.model, run.train, 1)
+        except ValueError as error:
+            return str(error)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(known_keys()), st.sampled_from(WRITTEN), st.sampled_from(["", "null", "hybrid"]))
+@example("model.rotary_percent", "0.01", "")
+@example("model.kv_channels", "1", "")
+@example("train.seed", "9223372036854775808", "hybrid")
+def test_any_text_on_the_command_line_is_taken_or_refused_in_one_line(key, written, fp8):
+    said = taken([*SMALL, *([f"--model.fp8={fp8}"] if fp8 else []), f"--{key}={written}"])
+    if said is not None:
+        assert key.rpartition(".")[2] in said and len(said.splitlines()) == 1, said
+
+
+@pytest.mark.parametrize("key", known_keys())
+def test_every_key_has_words_for_its_rule(key):
+    rule = rule_of(key)
+    assert (
+        key in {"model.fp8_overrides", "model.fp8_backend", "model.fp8_fallback"}
+        or rule is not None
+        or ("high_precision" in key)
+    )
+    assert key.removeprefix("model.") not in MODEL or rule is MODEL[key.removeprefix("model.")]
+
+
+@pytest.fixture(scope="module")
+def small():
+    return parse(SMALL)
+
+
+@pytest.mark.parametrize("fp8", [None, "hybrid"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_channels": 0}, "model.kv_channels=0"),
+        ({"activation_func_clamp_value": 1e39}, "model.activation_func_clamp_value=1e+39"),
+        ({"gated_linear_unit": True, "glu_linear_offset": -1e39}, "model.glu_linear_offset=-1e+39"),
+        ({"num_query_groups": 3}, "model.num_attention_heads=4, model.num_query_groups=3"),
+        ({"ffn_hidden_size": 0}, "model.ffn_hidden_size=0"),
+        ({"tensor_model_parallel_size": 0}, "model.tensor_model_parallel_size=0"),
+        ({"layernorm_epsilon": float("nan")}, "model.layernorm_epsilon=nan"),
+        ({"num_moe_experts": 2, "moe_router_topk": 3}, "model.moe_router_topk=3, model.num_moe_experts=2"),
+        ({"fp32_residual_connection": True}, "model.fp32_residual_connection=True"),
+        ({"fp4": "e2m1"}, "model.fp4="),
+        ({"experimental_attention_variant": "dsa"}, "model.experimental_attention_variant='dsa'"),
+        (
+            {"apply_residual_connection_post_layernorm": True},
+            "model.apply_residual_connection_post_layernorm",
+        ),
+        ({"rotary_percent": 0.1}, "makes 1, and rotary positions turn pairs"),
+        ({"hidden_size": 66}, "model.hidden_size=66"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "model.virtual_pipeline_model_parallel_size=2"),
+        ({"params_dtype": "float16"}, "model.params_dtype="),
+        ({"pipeline_model_parallel_size": 2, "pipeline_dtype": "float32"}, "model.pipeline_dtype="),
+    ],
+)
+def test_a_model_that_cannot_be_is_one_line_with_fp8_on_or_off(small, options, words, fp8):
+    section = dataclasses.replace(small.model, fp8=fp8, **options)
+    with pytest.raises(ValueError) as error:
+        transformer_config(section)
+    assert words in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+def test_a_recipe_is_only_without_effect_where_fp8_was_switched_off_by_name():
+    assert taken([*SMALL, "--model.fp8=null", "--model.fp8_format=mxfp8"]) is None
+    assert "fp8_format='mxfp8' without model.fp8" in taken([*SMALL, "--model.fp8_format=mxfp8"])
+    assert "fp8_recipe='mxfp8' without model.fp8" in taken([*SMALL, "--model.fp8_recipe=mxfp8"])
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' and no RANK"),
+        ({"RANK": "0"}, "RANK='0' and no WORLD_SIZE"),
+        ({"LOCAL_RANK": "0"}, "no RANK and no WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"}, "local rank 0 of 0"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, "local rank -1"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"RANK": "", "WORLD_SIZE": "1"}, "RANK=''"),
+    ],
+)
+def test_an_environment_that_is_half_set_is_refused(environ, words):
+    with pytest.raises(ValueError, match=words):
+        find_launch(environ)
+    assert find_launch({}) == Launch("one process")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--optimizer.lr=1e38"], "optimizer.lr=1e+38, optimizer.adam_beta1=0.9"),
+        (["--optimizer.lr=1e30", "--optimizer.adam_beta1=0.9999999999"], "optimizer.adam_beta1=0.9999999999"),
+        (["--optimizer.lr=1e20", "--optimizer.weight_decay=1e30"], "optimizer.weight_decay=1e+30"),
+    ],
+)
+def test_steps_beyond_float32_are_refused(options, names):
+    """torch's Adam raises "value cannot be converted to type float without overflow" in the first step."""
+    assert names in (taken([*SMALL, *options]) or "")

@@ -1,0 +1,225 @@
+"""The typed run config: files and dotted options, unknown keys, wrong values, what is written back."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron_fp8.train.config import run_config
+from megatron_fp8.train.config.model_section import padded_vocab_size, transformer_config
+from megatron_fp8.train.config.run_config import known_keys, load, parse
+from megatron_fp8.train.launch.parallel import check_layout
+
+CONFIGS = Path(__file__).parents[4] / "examples" / "configs"
+SMALL = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_attention_heads=4"]
+
+
+def small(*options):
+    return parse([*SMALL, *options])
+
+
+def test_options_win_over_files_and_later_ones_over_earlier(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {train_iters: 7, seq_length: 32}\noptimizer: {lr: 1e-4}\n")
+    run = parse([f"--config={file}", "--train.train_iters=8", "--train.train_iters=9"])
+    assert (run.train.train_iters, run.train.seq_length, run.optimizer.lr) == (9, 32, 1e-4)
+    assert run.run_dir == "runs/mine"
+
+
+def test_names_may_be_written_with_hyphens_and_flags_without_values():
+    run = parse(["--train.train-iters", "5", "--run-dir=there", "--dry-run"])
+    assert (run.train.train_iters, run.run_dir, run.dry_run, run.debug) == (5, "there", True, False)
+
+
+def test_data_is_short_for_its_paths():
+    assert parse(["--data", "a.txt", "b.txt", "--train.seed=1"]).data.paths == ["a.txt", "b.txt"]
+    assert parse(["--data=c.txt", "--data.paths+=d.txt"]).data.paths == ["c.txt", "d.txt"]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--model.fp8_recepi=mxfp8", ["model.fp8_recepi", "Did you mean model.fp8_recipe"]),
+        ("--fp8=hybrid", ["--fp8", "Did you mean model.fp8?"]),
+        ("--trian.train_iters=3", ["Did you mean train.train_iters"]),
+        ("--nonsense=3", ["nonsense", "Sections are model, train"]),
+        ("--train.train_iters=many", ["train.train_iters", "many"]),
+        ("--train.train_iters=0", ["train.train_iters=0", "at least 1"]),
+        ("--model.bf16=perhaps", ["model.bf16", "perhaps"]),
+        ("--model.activation_func=tanh", ["model.activation_func", "tanh", "gelu"]),
+        ("--train.threads=100000", ["train.threads=100000", "at most 1,024"]),
+        ("--optimizer.lr=0", ["optimizer.lr=0", "above 0"]),
+        ("--optimizer.min_lr=1", ["optimizer.min_lr=1"]),
+        ("--optimizer.lr_warmup_iters=100", ["optimizer.lr_warmup_iters=100", "less than the 100"]),
+        ("--optimizer.lr=.inf", ["optimizer.lr=inf", "finite"]),
+        ("--optimizer.adam_beta1=1", ["optimizer.adam_beta1=1", "below 1"]),
+        ("--optimizer.adam_beta2=2", ["optimizer.adam_beta2=2", "below 1"]),
+        ("--optimizer.weight_decay=nan", ["optimizer.weight_decay", "finite"]),
+        ("--model.rotary_percent=3", ["model.rotary_percent=3", "at most 1"]),
+        ("--model.vocab_size=?", ["model.vocab_size='?'", "whole number"]),
+        ("--train.seed=9223372036854775808", ["train.seed=9223372036854775808", "at most"]),
+        ("--train={}", ["train is a section", "--train.KEY"]),
+        ("--config=", ["--config"]),
+        ("--optimizer.overlap_param_gather=true", ["use_distributed_optimizer"]),
+        ("--checkpoint.save_interval=-1", ["checkpoint.save_interval=-1", "at least 0"]),
+        ("--checkpoint.keep_last=-1", ["checkpoint.keep_last=-1", "at least 0"]),
+        ("--resume=", ["resume=''", "'never'"]),
+        ("--config=no/such.yaml", ["no/such.yaml", "no such file"]),
+        ("--train.seed", ["--train.seed has no value"]),
+        ("stray", ["'stray' is not an option"]),
+    ],
+)
+def test_bad_options_are_one_line_that_names_them(option, words):
+    with pytest.raises(ValueError) as error:
+        parse([option])
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("model: {fp8_fromat: mxfp8}", ["model.fp8_fromat", "Did you mean model.fp8_format"]),
+        ("[1, 2]", ["holds no sections"]),
+        ("model: {fp8: [", ["is not YAML"]),
+        ("", ["is empty: it needs keys"]),
+        ("train: [1]", ["train=[1] must be a section"]),
+        ("train:", ["train=None must be a section"]),
+        ("train: {seed: 1}\nmodel: {}\ntrain: {}", ["'train' stands twice, again in line 3"]),
+        ("train: {seed: 1, seed: 2}", ["'seed' stands twice"]),
+        ("1: 2", ["1 is not a known key"]),
+        ("train: {? [1, 2] : 3}", ["the key in line 1 must be a name"]),
+        ("? {a: 1}\n: 3", ["the key in line 1 must be a name"]),
+        ("run_dir: 2026-99-99", ["is not YAML: month must be in 1..12"]),
+        ("train: {seed: ['a']}", ["train.seed=['a'] must be a whole number"]),
+    ],
+)
+def test_bad_files_are_named(tmp_path, content, words):
+    file = tmp_path / "bad.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError) as error:
+        load(file)
+    assert str(file) in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_config_that_is_no_ordinary_file_is_not_read(tmp_path, kind):
+    """A device has no end, and a pipe is waited for."""
+    file = tmp_path / "odd.yaml"
+    file.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(file)
+    with pytest.raises(ValueError, match=r"odd\.yaml': it is no ordinary file"):
+        load(file)
+
+
+def test_text_that_config_yaml_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match=r"run_dir='a\\udc80b' holds bytes that are no UTF-8"):
+        small("--run_dir=a\udc80b")
+
+
+def test_what_is_saved_holds_every_key_and_runs_the_same(tmp_path):
+    run = small(
+        "--model.fp8=hybrid", "--model.fp8_format=mxfp8", "--model.fp8_overrides={'*.linear_fc2': bf16}"
+    )
+    path = tmp_path / "config.yaml"
+    run.save(path)
+    saved = yaml.safe_load(path.read_text())
+    flat = {f"{name}.{key}" for name, part in saved.items() if isinstance(part, dict) for key in part}
+    flat |= {name for name, part in saved.items() if not isinstance(part, dict)}
+    assert flat == set(known_keys())
+    assert load(path).to_dict() == run.to_dict()
+    assert load(path).model.fp8_overrides == {"*.linear_fc2": "bf16"}
+
+
+# ---------------------------------------------------------------------------------------- the model
+
+
+def test_the_model_section_becomes_a_transformer_config():
+    options = ("--model.fp8=hybrid", "--model.fp8_format=mxfp8", "--model.activation_func=silu")
+    config = transformer_config(small(*options, "--model.num_query_groups=2").model)
+    assert (config.fp8, config.fp8_recipe, config.num_query_groups) == ("hybrid", "mxfp8", 2)
+    assert config.activation_func is torch.nn.functional.silu
+    assert (config.bf16, config.params_dtype, config.pipeline_dtype) == (True, torch.bfloat16, torch.bfloat16)
+
+
+def test_conflicts_of_two_names_are_seen_through_the_config():
+    run = small("--model.fp8=hybrid", "--model.fp8_format=mxfp8", "--model.fp8_recipe=delayed")
+    with pytest.raises(ValueError, match="'mxfp8' conflicts with fp8_recipe='delayed'"):
+        transformer_config(run.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model.fp8=int8"], "fp8='int8'"),
+        (["--model.fp8=hybrid", "--model.fp8_format=mxfp9"], "Did you mean 'mxfp8'"),
+        (["--model.num_layers=0"], "model.num_layers=0"),
+        (["--model.sequence_parallel=true"], "sequence parallelism"),
+        (["--model.num_query_groups=3", "--model.tensor_model_parallel_size=2"], "num_query_groups"),
+        # An assertion of Megatron-Core's that says nothing: what failed is shown.
+        (["--model.transformer_impl=inference_optimized"], '`assert self.normalization == "RMSNorm"`'),
+    ],
+)
+def test_models_that_cannot_be(options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        transformer_config(small(*options).model)
+
+
+def test_the_vocabulary_is_padded_for_tensor_parallelism():
+    run = small("--model.tensor_model_parallel_size=2")
+    assert padded_vocab_size(run.model, 257) == 512
+    run = small("--model.vocab_size=32000", "--model.make_vocab_size_divisible_by=1")
+    assert padded_vocab_size(run.model, 257) == 32000
+    with pytest.raises(ValueError, match=r"model\.vocab_size=100 is less than the tokenizer's 257"):
+        padded_vocab_size(small("--model.vocab_size=100").model, 257)
+
+
+# ----------------------------------------------------------------------------------- shipped configs
+
+LAYOUTS = {
+    "tiny_gpt_cpu": 2,
+    "tiny_gelu_cpu": 2,
+    "dense_182m": 8,
+    "llama3_8b": 64,
+    "llama3_70b": 256,
+}
+
+
+def test_every_shipped_config_is_listed_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize(("name", "world_size"), LAYOUTS.items())
+def test_shipped_configs_are_valid(name, world_size):
+    run = load(CONFIGS / f"{name}.yaml")
+    config = transformer_config(run.model)
+    assert config.fp8 == "hybrid" and config.first_last_layers_bf16
+    check_layout(run.model, run.train, world_size)
+    assert config.num_layers % config.pipeline_model_parallel_size == 0
+    for recipe in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
+        again = load(CONFIGS / f"{name}.yaml", f"--model.fp8_format={recipe}")
+        assert transformer_config(again.model).fp8_recipe == recipe
+
+
+def test_the_tiny_configs_have_gemm_sizes_that_are_multiples_of_128_on_each_rank():
+    for name in ("tiny_gpt_cpu", "tiny_gelu_cpu"):
+        run = load(CONFIGS / f"{name}.yaml")
+        config, ranks = transformer_config(run.model), run.model.tensor_model_parallel_size
+        heads = config.num_attention_heads + 2 * config.num_query_groups
+        ffn = config.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
+        attention = config.num_attention_heads * config.kv_channels
+        tokens = run.train.micro_batch_size * run.train.seq_length
+        for size in (heads * config.kv_channels, ffn, attention, config.ffn_hidden_size, tokens):
+            assert size % (128 * ranks) == 0, (name, size)
+        assert config.hidden_size % 128 == 0
+
+
+def test_an_unknown_section_key_is_unknown_whatever_its_neighbours():
+    assert len(set(known_keys())) == len(known_keys())
+    with pytest.raises(ValueError):
+        run_config.parse(["--model.=3"])

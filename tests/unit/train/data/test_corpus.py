@@ -1,0 +1,251 @@
+"""Data preparation: what is written, once and whole, and every way in which what is there can be wrong."""
+
+import itertools
+import json
+import math
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_fp8.train.data import corpus
+from megatron_fp8.train.data.bigram import bigram_entropy
+from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer
+
+
+@pytest.fixture
+def texts(tmp_path):
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    a.write_bytes(b"hello\nworld\n")
+    b.write_bytes(bytes(range(256)))
+    return [a, b]
+
+
+@pytest.fixture
+def prefix(texts, tmp_path):
+    return corpus.prepare(texts, ByteTokenizer(), tmp_path / "cache")
+
+
+def test_documents_are_the_files_bytes_each_ended_by_eod(prefix):
+    found = IndexedDataset(prefix)
+    assert [list(document) for document in found] == [[*b"hello\nworld\n", 256], [*range(256), 256]]
+    assert list(found.document_indices) == [0, 1, 2]
+    assert corpus.check_indexed(prefix) == corpus.IndexedInfo(np.dtype(np.uint16), 270, 2)
+    assert list(corpus.sequence_lengths(prefix)) == [13, 257]
+
+
+def test_long_files_are_cut_at_line_ends_and_nothing_is_lost(tmp_path):
+    lines = [f"{number} {'x' * (number % 97)}\n" for number in range(5000)]
+    text = "".join(lines).encode()
+    (tmp_path / "long.txt").write_bytes(text)
+    found = IndexedDataset(corpus.prepare([tmp_path / "long.txt"], ByteTokenizer(), tmp_path / "cache"))
+    pieces = [bytes(document[:-1].astype(np.uint8)) for document in found]
+    assert len(pieces) > 3 and b"".join(pieces) == text
+    assert all(piece.endswith(b"\n") and len(piece) <= corpus.PIECE_BYTES for piece in pieces)
+
+
+def test_a_long_line_is_cut_where_it_must_be(tmp_path):
+    (tmp_path / "line.txt").write_bytes(b"y" * (corpus.PIECE_BYTES + 1))
+    found = IndexedDataset(corpus.prepare([tmp_path / "line.txt"], ByteTokenizer(), tmp_path / "cache"))
+    assert [len(document) - 1 for document in found] == [corpus.PIECE_BYTES, 1]
+
+
+def test_the_cache_goes_by_content(texts, prefix, tmp_path, monkeypatch):
+    assert corpus.prepare([*texts], ByteTokenizer(), tmp_path / "cache") == prefix
+    with monkeypatch.context() as patched:  # a second run does not write again
+        patched.setattr(corpus, "_write", lambda *_: pytest.fail("written twice"))
+        corpus.prepare(texts, ByteTokenizer(), tmp_path / "cache")
+    texts[0].write_bytes(b"hello\nworld!")  # the same size
+    assert corpus.prepare(texts, ByteTokenizer(), tmp_path / "cache") != prefix
+
+
+def test_an_interrupted_preparation_leaves_nothing_behind(texts, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(corpus.IndexedDatasetBuilder, "finalize", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        corpus.prepare(texts, ByteTokenizer(), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_files_that_are_not_there_or_empty(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing\.txt.*no such file"):
+        corpus.prepare([tmp_path / "nothing.txt"], ByteTokenizer(), tmp_path / "cache")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    with pytest.raises(ValueError, match="all empty"):
+        corpus.prepare([tmp_path / "empty.txt"], ByteTokenizer(), tmp_path / "cache")
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "one.txt").write_bytes(b"1")
+    with pytest.raises(ValueError, match=r"data\.cache_dir"):
+        corpus.prepare([tmp_path / "one.txt"], ByteTokenizer(), tmp_path / "file")
+
+
+def test_the_default_corpus_is_the_standard_library_in_a_fixed_order():
+    files = corpus.standard_library_files()
+    assert files == corpus.standard_library_files() and len(files) > 300
+    assert any(path.name == "dataclasses.py" for path in files)
+    assert not any("test" in path.parts or "site-packages" in path.parts for path in files)
+    assert files != sorted(files)  # shuffled by name, so that a split is like the whole
+
+
+# ------------------------------------------------------------------------------------- what is corrupt
+
+
+def _patch(path, offset, data):
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(data)] = data
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("bin short", "its index says 270 tokens of 2 bytes, 540 bytes in all, and it has 530"),
+        ("bin long", "has 541"),
+        ("bin gone", "is not there"),
+        ("idx gone", "is not there"),
+        ("idx short", "which take"),
+        ("idx empty", "does not start like a Megatron index"),
+        ("idx foreign", "does not start like a Megatron index"),
+        ("idx version", "version 7"),
+        ("idx dtype", "dtype code 99"),
+        ("idx count", "which take"),
+        ("idx lengths", "disagree"),
+        ("idx pointers", "disagree"),
+    ],
+)
+def test_a_pair_that_is_not_what_its_index_says(prefix, tmp_path, what, reason):
+    folder = (tmp_path / "cache").glob("*")
+    data, index = sorted(next(folder).glob("corpus.[bi]*"))
+    changes = {
+        "bin short": lambda: data.write_bytes(data.read_bytes()[:-10]),
+        "bin long": lambda: data.write_bytes(data.read_bytes() + b"x"),
+        "bin gone": data.unlink,
+        "idx gone": index.unlink,
+        "idx short": lambda: index.write_bytes(index.read_bytes()[:-1]),
+        "idx empty": lambda: index.write_bytes(b""),
+        "idx foreign": lambda: index.write_bytes(b"\x00" * 200),
+        "idx version": lambda: _patch(index, 9, struct.pack("<Q", 7)),
+        "idx dtype": lambda: _patch(index, 17, b"\x63"),
+        "idx count": lambda: _patch(index, 18, struct.pack("<Q", 1 << 60)),
+        "idx lengths": lambda: _patch(index, 34, struct.pack("<ii", 14, 256)),
+        "idx pointers": lambda: _patch(index, 34 + 8, struct.pack("<q", 2)),
+    }
+    changes[what]()
+    with pytest.raises(ValueError, match=reason) as error:
+        corpus.check_indexed(prefix)
+    assert str(data if what.startswith("bin") else index) in str(error.value)
+
+
+def test_ids_outside_the_vocabulary_are_another_tokenizers(prefix, tmp_path):
+    info = corpus.check_indexed(prefix)
+    corpus.check_ids(prefix, info, 257, tmp_path / "ids")
+    with pytest.raises(ValueError, match="token id 256, and the vocabulary has 256"):
+        corpus.check_ids(prefix, info, 256, tmp_path / "ids")
+
+
+def test_ids_are_read_once_for_each_content(tmp_path, monkeypatch):
+    """What was seen of a data set is kept; any write to it, and any damage to the note, has it read again."""
+    prefix, kept = str(tmp_path / "large"), tmp_path / "ids"
+    ids = np.arange(200_000, dtype=np.int32) % 1000
+    builder = corpus.IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
+    builder.add_document(ids, [len(ids)])
+    builder.finalize(prefix + ".idx")
+    info, reads, read = corpus.check_indexed(prefix), [], corpus._read_extremes
+    monkeypatch.setattr(corpus, "_read_extremes", lambda *args: reads.append(1) or read(*args))
+
+    def check(vocab_size=1000):
+        reads.clear()
+        corpus.check_ids(prefix, info, vocab_size, kept)
+        return len(reads)
+
+    assert check() == 1 and check() == 1, (
+        "the file is too new: another write might leave its times as they are"
+    )
+    monkeypatch.setattr(corpus, "_TICK_NS", -1)
+    assert check() == 1 and check() == 0 and check(2000) == 0
+    with pytest.raises(ValueError, match="token id 999, and the vocabulary has 999"):
+        check(999)
+    assert reads == []
+    (record,) = kept.iterdir()
+    for damage in ("", "[1, 2]", '{"ids from and to": "no"}'):
+        record.write_text(damage)
+        assert check() == 1 and check() == 0
+    before = corpus.fingerprint(prefix)
+    _patch(Path(prefix + ".bin"), 4 * 100_001, struct.pack("<i", 5000))
+    assert corpus.fingerprint(prefix) == before, "no sample of the ids shows it"
+    with pytest.raises(ValueError, match="token id 5000"):
+        check()
+    kept = tmp_path / "file" / "ids"
+    kept.parent.write_text("nothing can be written below a file")
+    assert check(6000) == check(6000) == 1
+
+
+def test_a_prefix_may_be_given_with_either_ending(prefix):
+    for path in (prefix, prefix + ".bin", prefix + ".idx"):
+        assert corpus.is_prefix(path) and corpus.prefix_of(path) == prefix
+    assert not corpus.is_prefix(prefix + "x")
+
+
+# -------------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.WordLevel({"hello": 0, "world": 1, "[UNK]": 2, "</s>": 3}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizers_file(tokenizer_file, texts, tmp_path):
+    tokenizer = load_tokenizer(str(tokenizer_file))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (4, 3)
+    found = IndexedDataset(corpus.prepare(texts[:1], tokenizer, tmp_path / "cache"))
+    assert [list(document) for document in found] == [[0, 1, 3]]
+
+
+def test_a_tokenizers_file_without_an_end_gets_one(tokenizer_file):
+    content = json.loads(tokenizer_file.read_text())
+    del content["model"]["vocab"]["</s>"]
+    tokenizer_file.write_text(json.dumps(content))
+    tokenizer = JsonTokenizer(tokenizer_file)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (4, 3)
+
+
+def test_what_is_no_tokenizers_file(tmp_path):
+    with pytest.raises(ValueError, match="is not a file"):
+        load_tokenizer(str(tmp_path / "none.json"))
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"bad\.json.*is not a Hugging Face tokenizers file"):
+        load_tokenizer(str(tmp_path / "bad.json"))
+
+
+# ------------------------------------------------------------------------------------------ bigram entropy
+
+
+def test_bigram_entropy_of_sequences_whose_entropy_is_known():
+    assert bigram_entropy(np.array([], dtype=np.uint16)) == 0.0
+    assert bigram_entropy(np.tile(np.arange(7, dtype=np.uint16), 50)) == pytest.approx(0.0, abs=1e-12)
+    uniform = np.random.default_rng(0).integers(0, 8, 200_000)
+    assert bigram_entropy(uniform) == pytest.approx(math.log(8), abs=1e-3)
+
+
+def test_bigram_entropy_against_its_definition():
+    rng = random.Random(1)
+    tokens = [rng.choice([0, 1, 1, 2]) for _ in range(500)]
+    pairs = list(itertools.pairwise(tokens))
+    total = 0.0
+    for a, b in set(pairs):
+        with_a = sum(1 for first, _ in pairs if first == a)
+        total -= pairs.count((a, b)) / len(pairs) * math.log(pairs.count((a, b)) / with_a)
+    assert bigram_entropy(np.array(tokens, dtype=np.uint8)) == pytest.approx(total, abs=1e-12)

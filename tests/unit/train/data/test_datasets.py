@@ -1,0 +1,250 @@
+"""Batches: the order of samples in any layout, resuming at a position, splits that have documents."""
+
+import json
+import os
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron_fp8.files.checkpoint import digest
+from megatron_fp8.train.config.run_config import parse
+from megatron_fp8.train.config.sections import DataSection, TrainSection
+from megatron_fp8.train.data import datasets as data
+from megatron_fp8.train.data.corpus import prepare
+from megatron_fp8.train.data.datasets import batches
+from megatron_fp8.train.data.index_cache import damage
+from megatron_fp8.train.data.indexed import CorpusChanged, _Files
+from megatron_fp8.train.data.tokenizers import ByteTokenizer
+
+
+class Numbered:
+    """A data set whose sample n holds n."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        sample = torch.full((4,), index)
+        return dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), sample)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Be data-parallel rank `rank` of `size`, without a process group."""
+
+    def be(rank, size):
+        monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: rank)
+        monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: size)
+        monkeypatch.setattr(data, "get_batch_on_this_cp_rank", lambda batch: batch)
+
+    return be
+
+
+def taken(train, count, consumed=0):
+    iterator = batches(Numbered(), train, consumed)
+    return [next(iterator)["tokens"][:, 0].tolist() for _ in range(count)]
+
+
+def test_any_layout_gives_a_step_the_same_samples(ranks):
+    ranks(0, 1)
+    alone = taken(TrainSection(micro_batch_size=2, global_batch_size=4), 2)
+    assert alone == [[0, 1], [2, 3]]
+    for rank in range(2):
+        ranks(rank, 2)
+        assert taken(TrainSection(micro_batch_size=2, global_batch_size=4), 1) == [alone[rank]]
+
+
+def test_a_position_continues_where_it_was(ranks):
+    ranks(1, 2)
+    train = TrainSection(micro_batch_size=1, global_batch_size=2)
+    assert taken(train, 4) == [[1], [3], [5], [7]]
+    assert taken(train, 2, consumed=4) == [[5], [7]]
+
+
+def test_all_samples_used_start_again(ranks):
+    ranks(0, 1)
+    assert taken(TrainSection(micro_batch_size=4), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+@pytest.mark.parametrize("split", ["", "1", "1,2", "0,1,1", "-1,1,1", "a,b,c", "1,1,1,1", "1e-300,1,0"])
+def test_splits_that_are_none(split):
+    with pytest.raises(ValueError, match=r"data\.split"):
+        parse([f"--data.split={split}"])
+
+
+def test_a_split_must_leave_documents_for_what_is_used(tmp_path):
+    files = []
+    for number in range(4):
+        files.append(tmp_path / f"{number}.txt")
+        files[-1].write_bytes(b"x" * 20)
+    prefix = prepare(files, ByteTokenizer(), tmp_path / "cache")
+    data._check_split([prefix], "75,25,0", [8, 8, 0], 16)
+    data._check_split([prefix], "100,0,0", [8, 0, 0], 16)
+    with pytest.raises(ValueError, match=r"leaves 0 tokens in 0 of 4 documents of .* for validation"):
+        data._check_split([prefix], "100,0,0", [8, 8, 0], 16)
+    with pytest.raises(ValueError, match=r"leaves 0 tokens in 0 of 4 documents of .* for validation"):
+        data._check_split(
+            [prefix], "99,1,0", [8, 0, 0], 16
+        )  # not even asked for: Megatron-Core would not return
+    with pytest.raises(ValueError, match="a sequence takes 65"):
+        data._check_split([prefix], "75,25,0", [8, 8, 0], 64)
+
+
+def test_rank_0_prepares_and_every_rank_gets_its_error(monkeypatch, tmp_path):
+    sent = []
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr(
+        "torch.distributed.broadcast_object_list", lambda outcome, src: sent.append(list(outcome))
+    )
+    section = DataSection(paths=[str(tmp_path / "gone.txt")], cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"gone\.txt"):
+        data.find_data(section, ByteTokenizer(), 257)
+    assert sent[0][0] is None and "gone.txt" in sent[0][1]  # what the other ranks raise
+
+
+def test_the_default_cache_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(data.cache_dir(DataSection())) == "/somewhere/megatron_fp8/data"
+    assert str(data.cache_dir(SimpleNamespace(cache_dir="/mine"))) == "/mine"
+
+
+def write(prefix, documents):
+    """A pair under `prefix`: documents of 20 tokens each, which are the document's number."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for number in range(documents):
+        builder.add_document(np.full(20, number), [20])
+    builder.finalize(f"{prefix}.idx")
+
+
+def tokens_of(dataset):
+    return {int(token) for index in range(len(dataset)) for token in dataset[index]["tokens"]}
+
+
+@pytest.fixture
+def build(monkeypatch, tmp_path):
+    """build(prefixes): the training data, of one epoch or more, with a cache of its own."""
+    monkeypatch.setattr(data, "on_first_rank", lambda work: work())
+    monkeypatch.setattr(data, "wait_for_all", lambda: None)
+
+    def build(*prefixes, seed=1):
+        section = DataSection(split="100,0,0", cache_dir=str(tmp_path / "cache"))
+        train = TrainSection(
+            train_iters=8, micro_batch_size=1, global_batch_size=8, seq_length=16, eval_iters=0, seed=seed
+        )
+        return data.build_datasets(list(map(str, prefixes)), section, train, ByteTokenizer())[0]
+
+    return build
+
+
+@pytest.mark.parametrize(("before", "after"), [(6, 40), (40, 6)])
+def test_data_written_anew_under_the_same_prefix_are_read_whole(build, tmp_path, before, after):
+    """Megatron-Core's own cache would give the first documents only, or an index that is out of bounds."""
+    for documents in (before, after):
+        write(tmp_path / "same", documents)
+        assert tokens_of(build(tmp_path / "same")) == set(range(documents))
+
+
+def test_an_index_is_built_once_and_kept_whole(build, tmp_path):
+    write(tmp_path / "same", 6)
+    build(tmp_path / "same")
+    kept = tmp_path / "cache" / "indices"
+    (folder,) = kept.iterdir()
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    build(tmp_path / "same")
+    assert [*kept.iterdir()] == [folder] and times == {path: path.stat().st_mtime_ns for path in times}
+    build(tmp_path / "same", seed=2)
+    assert len([*kept.iterdir()]) == 2
+    # A run that was killed while it built another one left a part, under another name.
+    (kept / ".half").mkdir()
+    assert tokens_of(build(tmp_path / "same", seed=3)) == set(range(6))
+
+
+class _Touches:
+    """Pickled, it makes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def _pickle_in(path, folder):
+    path.write_bytes(pickle.dumps(_Touches(folder.parent / "touched")))
+    digests = folder / "digests.json"  # whoever can write the file can write what vouches for it
+    digests.write_text(json.dumps({**json.loads(digests.read_text()), path.name: digest(path)}))
+
+
+def _objects_in(path, folder):
+    np.save(path, np.array([_Touches(folder.parent / "touched")], dtype=object), allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("ruin", "words"),
+    [
+        (lambda path, folder: os.truncate(path, 100), "is not|no file of plain numbers"),
+        (lambda path, folder: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"), "is not what was built"),
+        (_pickle_in, "no file of plain numbers"),
+        (_objects_in, r"no file of plain numbers \(it holds object\)"),
+        (lambda path, folder: (path.unlink(), os.mkfifo(path)), "no ordinary file"),
+        (lambda path, folder: np.save(folder / "more.npy", np.zeros(2)), "not those that were built"),
+        (lambda path, folder: (folder / "digests.json").write_text("["), "cannot be read"),
+        (lambda path, folder: (folder / "digests.json").unlink(), "cannot be read"),
+    ],
+    ids=["cut", "edited", "a pickle", "objects", "a pipe", "a file more", "no json", "no digests"],
+)
+def test_kept_indices_that_are_not_what_was_built_are_built_again(build, tmp_path, ruin, words):
+    """Megatron-Core would unpickle them, or take what is in them for places in the data."""
+    write(tmp_path / "same", 6)
+    build(tmp_path / "same")
+    (folder,) = (tmp_path / "cache" / "indices").iterdir()
+    ruin(next(folder.glob("*train-sample_index.npy")), folder)
+    with pytest.warns(UserWarning, match=words):
+        assert tokens_of(build(tmp_path / "same")) == set(range(6))
+    assert [*folder.parent.iterdir()] == [folder] and damage(folder) == ""
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(build, tmp_path, ending):
+    write(tmp_path / "cut", 500)
+    dataset = build(tmp_path / "cut")
+    dataset[0]
+    os.truncate(tmp_path / f"cut{ending}", 100)
+    with pytest.raises(CorpusChanged, match=rf"cut{ending}' had \d+ bytes .* has 100 now"):
+        dataset[1]
+
+
+def test_a_read_past_the_end_never_gives_what_was_not_there(tmp_path):
+    write(tmp_path / "few", 2)
+    files = _Files(str(tmp_path / "few"))
+    assert files.read(np.uint16, 3, 34).tolist() == [0, 0, 0][:3] and files.read(np.uint16, 0, 0).size == 0
+    with pytest.raises(CorpusChanged, match="ends before byte 82"):
+        files.read(np.uint16, 2, 78)
+
+
+def test_the_bigram_entropy_reads_no_more_than_it_is_told(tmp_path):
+    """A corpus of billions of tokens does not fit into memory."""
+    (tmp_path / "a.txt").write_bytes(b"ab" * 50)
+    (tmp_path / "b.txt").write_bytes(bytes(range(97, 117)) * 5)
+    prefixes = [
+        prepare([tmp_path / name], ByteTokenizer(), tmp_path / "cache") for name in ("a.txt", "b.txt")
+    ]
+    assert data.corpus_bigram_entropy(prefixes, most=100) == pytest.approx(0.0)
+    assert data.corpus_bigram_entropy(prefixes) == data.corpus_bigram_entropy(prefixes, most=202) > 0
+
+
+def test_a_batch_goes_to_a_gpu_without_waiting_for_it(monkeypatch):
+    calls = []
+    tokens = torch.arange(3)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, **options: calls.append((device.type, options))
+    )
+    data._moved(tokens, torch.device("cuda"))
+    data._moved(tokens, torch.device("cpu"))
+    assert calls == ["pinned", ("cuda", {"non_blocking": True}), ("cpu", {})]

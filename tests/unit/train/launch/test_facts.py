@@ -1,0 +1,97 @@
+"""What ranks compare: everything that decides a run, and no path, host or device."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8.train.config.run_config import load
+from megatron_fp8.train.data.tokenizers import ByteTokenizer
+from megatron_fp8.train.launch import facts
+
+TINY = "examples/configs/tiny_gpt_cpu.yaml"
+
+
+def of(*options, environ=None, world_size=2):
+    return facts.run_facts(load(TINY, *options), ByteTokenizer(), world_size, environ or {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--run_dir=/elsewhere"],
+        ["--checkpoint.folder=/elsewhere"],
+        ["--data.cache_dir=/elsewhere"],
+        ["--debug"],
+    ],
+)
+def test_local_paths_may_differ(options):
+    assert of(*options) == of()
+
+
+def test_data_under_another_mount_may_and_other_data_may_not():
+    here, there, other = (of(f"--data.paths=['{path}']") for path in ("/a/x", "/b/x", "/a/y"))
+    assert here == there != other
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "optimizer.lr=0.5",
+        "train.seed=7",
+        "model.fp8_format=mxfp8",
+        "checkpoint.save_interval=3",
+        "resume=some/path",
+        "dry_run=true",
+        "model.fp8_overrides={'*.linear_proj': bf16}",
+    ],
+)
+def test_every_other_option_counts(option):
+    before, after = of(), of(f"--{option}")
+    name = option.partition("=")[0]
+    assert {key for key in {**before, **after} if before.get(key) != after.get(key)} >= {name}
+
+
+def test_where_files_go_and_what_is_printed_may_differ():
+    """A cache for each rank, on its node's own disk; one rank that is told to talk."""
+    local = {"TORCHINDUCTOR_CACHE_DIR": "/scratch/3", "ONEDNN_VERBOSE": "1", "NVTE_DEBUG_LEVEL": "2"}
+    assert of(environ=local) == of()
+    assert of(environ={"MKL_DEBUG_CPU_TYPE": "5"}) == {**of(), "MKL_DEBUG_CPU_TYPE": "5"}
+
+
+def test_launch_packages_and_environment_count():
+    assert of(world_size=4) != of()
+    assert of(environ={"NVTE_FLASH_ATTN": "0", "HOSTNAME": "a"}) == {**of(), "NVTE_FLASH_ATTN": "0"}
+    found = of()
+    names = ("python", "torch", "megatron-core", "megatron_fp8")
+    assert all(found[f"the version of {name}"] for name in names) and found["the source of megatron_fp8"]
+
+
+def test_one_changed_byte_of_the_package_is_another_source(monkeypatch, tmp_path):
+    copy = tmp_path / "megatron_fp8"
+    shutil.copytree(Path(facts.__file__).parents[1], copy, ignore=shutil.ignore_patterns("__pycache__"))
+    same = facts._source_digest()
+    monkeypatch.setattr(facts, "__file__", str(copy / "train" / "facts.py"))
+    assert facts._source_digest() == same
+    with (copy / "cast.py").open("a") as file:
+        file.write("#")
+    assert facts._source_digest() != same
+
+
+def test_inputs_count_by_content(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.bin").write_bytes(bytes(10_000))
+        (tmp_path / name / "x.idx").write_bytes(b"index")
+    here, there = (facts.input_facts([str(tmp_path / name / "x")], None) for name in ("a", "b"))
+    assert here == there
+    (tmp_path / "b" / "x.bin").write_bytes(bytes(9_999) + b"1")
+    there = facts.input_facts([str(tmp_path / "b" / "x")], None)
+    assert [key for key in here if here[key] != there[key]] == [
+        "the sampled SHA-256 of the .bin of the data set x"
+    ]
+    (tmp_path / "b" / "x.idx").unlink()
+    assert (
+        facts.input_facts([str(tmp_path / "b" / "x")], None)["the SHA-256 of the .idx of the data set x"]
+        is None
+    )

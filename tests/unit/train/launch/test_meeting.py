@@ -1,0 +1,258 @@
+"""Ranks before their process group: who is missing, what differs, and ending together. Threads play the ranks."""
+
+import contextlib
+import io
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fp8.train.launch import meeting as meeting_file
+from megatron_fp8.train.launch.meeting import Meeting, NotMet, _describe
+from megatron_fp8.train.launch.parallel import exit_code
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    """The test process keeps its own."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """meetings(ranks, world_size) of a launch whose store torchrun keeps; each has what it was ended with in `ends`."""
+    monkeypatch.setattr(meeting_file, "_LOOK_S", 0.05)
+    monkeypatch.setattr(meeting_file, "_GRACE_S", 0.1)
+    agent = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
+    made = []
+
+    def meetings(ranks, world_size, environ=None, port=agent.port):
+        environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if environ is None else environ
+        for rank in ranks:
+            ends = []
+            place = SimpleNamespace(
+                rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=port
+            )
+            made.append(Meeting(place, environ, end=ends.append))
+            made[-1].ends = ends
+        return made[-len(ranks) :]
+
+    yield meetings
+    for one in made:
+        one.close()
+
+
+def everywhere(work, *per_rank):
+    """Results, or exceptions, of `work(*arguments)` for each rank's arguments at the same time."""
+    with ThreadPoolExecutor(len(per_rank)) as pool:
+        futures = [pool.submit(work, *arguments) for arguments in per_rank]
+        return [future.exception() or future.result() for future in futures]
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_equal_facts_are_agreed_on_and_the_process_group_gets_a_store(launch):
+    ranks = launch([0, 1, 2], 3)
+    facts = {"optimizer.lr": 0.1, "data.paths": ["a"], "not a number": float("nan")}
+    assert everywhere(lambda one: one.agree("settings", facts), *((one,) for one in ranks)) == [None] * 3
+    stores = [one.group_store() for one in ranks]
+    stores[0].set("from", "rank 0")
+    assert stores[2].get("from") == b"rank 0"
+
+
+def test_a_rank_that_looked_at_nothing_takes_rank_0s_word(launch):
+    """Of a node's ranks one looks at the files; one that has seen others is told apart all the same."""
+    ranks = launch([0, 1, 2], 3)
+    same = {"bytes": 7}
+    assert (
+        everywhere(
+            lambda one, facts: one.agree("files", facts, 20.0), *zip(ranks, (same, None, same), strict=True)
+        )
+        == [None] * 3
+    )
+    first, *_ = everywhere(
+        lambda one, facts: one.agree("more files", facts, 3.0),
+        *zip(ranks, (same, None, {"bytes": 8}), strict=True),
+    )
+    assert str(first).startswith("the ranks differ: bytes is 7 on rank 0 and 8 on rank 2.")
+
+
+def test_the_groups_store_waits_as_long_as_the_group(launch):
+    """NCCL's communicators are made late, and ranks wait there for each other's first use."""
+    ranks = launch([0, 1], 2)
+    assert everywhere(lambda one: one.agree("settings", {}), *((one,) for one in ranks)) == [None] * 2
+    assert [one.group_store(3600.0).timeout for one in ranks] == [timedelta(hours=1)] * 2
+
+
+def test_a_connection_that_is_lost_on_the_way_is_made_again(launch, monkeypatch):
+    """Of a thousand ranks that connect at once, the store may turn some away."""
+    ranks = launch([0, 1], 2)
+    assert everywhere(lambda one: one.agree("settings", {}), *((one,) for one in ranks)) == [None] * 2
+    connect, refusals = dist.TCPStore, [dist.DistNetworkError("reset by peer"), None]
+
+    def unreliable(*args, **kwargs):
+        if refusal := refusals.pop(0):
+            raise refusal
+        return connect(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "TCPStore", unreliable)
+    assert ranks[1].group_store() is not None and refusals == []
+
+
+def test_what_differs_is_one_line_on_rank_0_and_ends_the_others(launch):
+    ranks = launch([0, 1, 2], 3)
+
+    def agree(one, facts):
+        try:
+            one.agree("settings", facts, timeout_s=1.5)
+        except ValueError as error:
+            if one.rank == 0:
+                one.tell(2, str(error))
+            raise
+
+    same = {"optimizer.lr": 0.1, "train.seed": 1}
+    outcomes = everywhere(
+        agree,
+        (ranks[0], same),
+        (ranks[1], {"optimizer.lr": 0.2, "NVTE_X": "1", "train.seed": 1}),
+        (ranks[2], same),
+    )
+    said = str(outcomes[0])
+    assert "optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1" in said
+    assert 'NVTE_X is not set on rank 0 and "1" on rank 1' in said
+    assert "train.seed" not in said and "rank 2" not in said
+    assert until(lambda: ranks[1].ends == ranks[2].ends == [2])
+
+
+def test_another_world_size_is_told_before_anybody_waits_for_ranks_that_never_come(launch):
+    (first,), (second,) = launch([0], 4), launch([1], 2)
+    outcomes = everywhere(
+        lambda one: one.agree("settings", {"the world size": one.world_size}, timeout_s=1.5),
+        (first,),
+        (second,),
+    )
+    assert "the world size is 4 on rank 0 and 2 on rank 1" in str(outcomes[0])
+
+
+def test_long_lists_are_cut():
+    different = [(rank, {f"key{k}": [0, "x" * 500] for k in range(11)}) for rank in range(1, 12)]
+    said = _describe(different)
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8, ... (11)" in said and "; and 3 more" in said
+    assert len(said) < 2500
+
+
+def test_one_rank_refuses_wherever_the_others_are_and_one_of_several_prints(launch):
+    ranks = launch([0, 1, 2], 3)
+    assert until(lambda: all(one._connected.is_set() for one in ranks))
+    start = time.monotonic()
+    said = []
+    everywhere(lambda one: one.tell(2, "bad input", lambda: said.append(one.rank)), (ranks[0],), (ranks[1],))
+    assert len(said) == 1
+    assert until(lambda: ranks[2].ends == [2]) and time.monotonic() - start < 5
+    assert ranks[0].ends == ranks[1].ends == []
+
+
+def test_an_exception_that_nobody_expected_ends_all_ranks_as_failed(launch):
+    ranks = launch([0, 1], 2)
+    assert until(lambda: all(one._connected.is_set() for one in ranks))
+    with pytest.raises(AssertionError), ranks[1]:
+        raise AssertionError("broken")
+    assert until(lambda: ranks[0].ends == [1])
+
+
+def test_two_processes_with_one_rank_are_refused(launch):
+    ranks = launch([0, 0], 2)
+    outcomes = everywhere(lambda one: one.agree("settings", {}, timeout_s=2), *((one,) for one in ranks))
+    assert any("two processes of this launch are rank 0" in str(outcome) for outcome in outcomes)
+
+
+def test_one_rank_looks_who_is_missing_and_asks_by_halves(launch, monkeypatch):
+    """A thousand ranks that each ask about a thousand would keep the store busy for minutes."""
+    monkeypatch.setattr(meeting_file, "FIRST_LINE_S", 0.4)
+    looked, asked = [], []
+    look = Meeting._missing
+    monkeypatch.setattr(Meeting, "_missing", lambda one: looked.append(one.rank) or look(one))
+    absent = Meeting._absent
+    monkeypatch.setattr(
+        Meeting, "_absent", lambda one, what, ranks: asked.append(what) or absent(one, what, ranks)
+    )
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        ranks = launch(range(7), 8)
+        assert until(lambda: "1 of 8 ranks have not started: 7" in said.getvalue())
+        assert len(looked) == 1 and len(asked) == 7  # 8, then twice 4, 2 and 1
+        for one in ranks:
+            one.close()
+
+
+def test_missing_ranks_are_named_at_doubling_intervals_by_one_rank(launch, monkeypatch):
+    monkeypatch.setattr(meeting_file, "FIRST_LINE_S", 0.4)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        ranks = launch([0, 2], 12)
+        assert until(lambda: said.getvalue().count("\n") >= 2)
+    first, second = said.getvalue().splitlines()[:2]
+    assert first == "waiting     0 s so far: 10 of 12 ranks have not started: 1, 3, 4, 5, 6, 7, 8, 9, ..."
+    assert second.startswith("waiting     1 s so far: 10 of 12")
+    # One that has come and is stopped: it is at no later stage, and one that was there does not answer.
+    for one in ranks:
+        one.close()
+
+
+def test_a_rank_that_is_stopped_after_it_came_is_named(launch, monkeypatch):
+    ranks = launch([0, 1], 2)
+    everywhere(lambda one: one.agree("settings", {}, timeout_s=10), *((one,) for one in ranks))
+    for one in ranks:
+        one.arrive("the process group")
+    assert ranks[0]._missing() == ""
+    ranks[1].close()  # as SIGSTOP does: its thread is still
+    assert ranks[0]._missing() == "1 of 2 ranks do not answer: 1"
+
+
+def test_a_rank_that_never_comes_is_a_failure_and_no_bad_input(launch):
+    """Batch scripts retry what ends with 1."""
+    (alone,) = launch([0], 2)
+    with pytest.raises(
+        NotMet, match=r"1 of 2 ranks have not come: 1 after 0.00\d+ minutes: look at their logs"
+    ) as found:
+        alone.agree("settings", {}, timeout_s=0.3)
+    assert exit_code(found.value) == 1
+    assert exit_code(ValueError("lr=-1")) == exit_code(OSError("no such file")) == 2
+
+
+def test_without_torchrun_rank_0_keeps_the_store(launch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (late,) = launch([1], 2, environ={}, port=port)
+    assert late._missing() == f"rank 0 has not come: nobody listens at 127.0.0.1:{port}"
+    (first,) = launch([0], 2, environ={}, port=port)
+    agreed = everywhere(lambda one: one.agree("settings", {"a": 1}, timeout_s=10), (first,), (late,))
+    assert agreed == [None, None]
+    (other,) = launch([0], 2, environ={}, port=port)
+    with pytest.raises(ValueError, match=f"cannot listen on MASTER_PORT={port}.*a second rank 0"):
+        other.agree("settings", {}, timeout_s=10)
+
+
+def test_one_rank_waits_for_nobody():
+    alone = SimpleNamespace(rank=0, world_size=1, local_rank=0, master_addr="", master_port=0)
+    with Meeting(alone, {}) as one:
+        one.agree("settings", {"a": 1})
+        one.arrive("the process group")
+        said = []
+        one.tell(2, "bad", lambda: said.append("bad"))
+        assert said == ["bad"] and isinstance(one.group_store(), dist.HashStore)

@@ -1,0 +1,228 @@
+"""Who a process is: torchrun's and SLURM's variables, the layouts that fit, and what a layout must divide."""
+
+import os
+import re
+import stat
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fp8 import kernels
+from megatron_fp8.commands import train as app
+from megatron_fp8.train.config.run_config import parse
+from megatron_fp8.train.launch import parallel
+from megatron_fp8.train.launch.parallel import Launch, check_layout, find_launch, gpu_of
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node7", "MASTER_PORT": "1234",
+}  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_TASKS_PER_NODE": "2(x3)", "SLURM_NODELIST": "one", "SLURM_JOB_ID": "20007",
+}  # fmt: skip
+
+
+def test_torchrun():
+    assert find_launch(TORCHRUN) == Launch("torchrun", 3, 4, 1, 2, "node7", 1234)
+
+
+def test_torchrun_inside_a_slurm_job_is_torchrun():
+    assert find_launch({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_slurm():
+    assert find_launch(SLURM) == Launch("SLURM", 5, 6, 1, 2, "one", 10007)
+    given = find_launch({**SLURM, "MASTER_ADDR": "here", "MASTER_PORT": "77"})
+    assert (given.master_addr, given.master_port) == ("here", 77)
+
+
+def test_slurm_step_counts_go_before_the_jobs():
+    assert find_launch({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}).world_size == 8
+    mixed = {**SLURM, "SLURM_TASKS_PER_NODE": "4(x2),1", "SLURM_LOCALID": "0"}
+    assert [find_launch({**mixed, "SLURM_NODEID": str(n)}).local_world_size for n in range(3)] == [4, 4, 1]
+
+
+def test_a_local_rank_counts_where_nobody_says_how_many_there_are():
+    """mpirun's wrappers and Kubernetes operators set no LOCAL_WORLD_SIZE; a step's list may be another part's."""
+    without = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
+    assert find_launch(without).local_world_size == 2
+    assert find_launch({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}).local_world_size == 2
+
+
+def test_each_process_has_a_gpu():
+    assert [gpu_of(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert gpu_of(3, 1) == 0  # srun --gpus-per-task=1 shows each process its own
+    with pytest.raises(ValueError, match="local rank 4 has no GPU: this node shows 4"):
+        gpu_of(4, 4)
+
+
+def test_the_first_host_of_a_node_list_comes_from_scontrol(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames gpu[3-5,9]" ] && printf "gpu3\\ngpu4\\ngpu5\\ngpu9\\n"\n'
+    )
+    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert find_launch({**SLURM, "SLURM_JOB_NODELIST": "gpu[3-5,9]"}).master_addr == "gpu3"
+    scontrol.unlink()
+    with pytest.raises(ValueError, match=r"gpu\[3-5,9\].*Set MASTER_ADDR"):
+        find_launch({**SLURM, "SLURM_JOB_NODELIST": "gpu[3-5,9]"})
+    assert find_launch({**SLURM, "SLURM_JOB_NODELIST": "a1,a2"}).master_addr == "a1"
+
+
+def test_alone():
+    assert find_launch({"PATH": "/bin"}) == Launch("one process")
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not a number"),
+        ({**TORCHRUN, "RANK": "4"}, "rank 4 of 4"),
+        ({"SLURM_PROCID": "0"}, "SLURM_NTASKS is missing"),
+    ],
+)
+def test_environments_that_cannot_be(environ, words):
+    with pytest.raises(ValueError, match=words):
+        find_launch(environ)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("a typo"), 2),
+        (RuntimeError("an old package"), 2),
+        (dist.DistBackendError("NCCL error: remote process exited"), 1),
+        (dist.DistNetworkError("the store is gone"), 1),
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), 1),
+    ],
+)
+def test_what_another_attempt_may_not_meet_is_no_bad_input(error, code, monkeypatch, capsys):
+    """The batch scripts do not start again after bad input, which stays bad."""
+
+    def prepare(arguments, launch):
+        raise error
+
+    monkeypatch.setattr(app, "prepare", prepare)
+    told = []
+    meeting = SimpleNamespace(tell=lambda code, line, say: (told.append(code), say()))
+    assert app._run([], SimpleNamespace(meeting=meeting), None, False) == code
+    assert told == [code] and capsys.readouterr().err == f"error: {error}\n"
+
+
+def layout(world_size, *options):
+    run = parse([f"--{option}" for option in options])
+    return check_layout(run.model, run.train, world_size)
+
+
+def test_the_data_parallel_size_is_what_is_left():
+    tp2_pp2 = ("model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2")
+    assert layout(1) == 1
+    assert layout(8, *tp2_pp2) == 2
+    assert layout(8, *tp2_pp2, "model.context_parallel_size=2") == 1
+
+
+INTERLEAVED = [
+    "model.pipeline_model_parallel_size=2",
+    "model.virtual_pipeline_model_parallel_size=2",
+    "model.num_layers=4",
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "words"),
+    [
+        (3, ["model.tensor_model_parallel_size=2"], "world size 3 does not divide by tensor 2"),
+        (4, ["model.pipeline_model_parallel_size=3"], "launch a multiple of 3"),
+        (2, ["model.tensor_model_parallel_size=0"], "tensor parallel size is 0"),
+        (4, ["train.global_batch_size=6", "train.micro_batch_size=2"], "give a multiple of 8"),
+        (2, ["model.context_parallel_size=2", "train.seq_length=6"], "train.seq_length=6"),
+        (
+            4,
+            ["model.tensor_model_parallel_size=4", "model.sequence_parallel=true", "train.seq_length=30"],
+            "give a multiple of 4",
+        ),
+        (
+            4,
+            (
+                "model.tensor_model_parallel_size=2",
+                "model.expert_model_parallel_size=2",
+                "model.num_moe_experts=4",
+                "model.moe_token_dispatcher_type=alltoall",
+            ),
+            "expert_tensor_parallel_size=1, or model.moe_token_dispatcher_type=allgather",
+        ),
+        (2, [*INTERLEAVED, "train.global_batch_size=2", "train.micro_batch_size=2"], "gives 1 micro-batches"),
+        (
+            2,
+            [*INTERLEAVED, "train.global_batch_size=6", "train.micro_batch_size=2"],
+            "a multiple of 2 micro-batches",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit(world_size, options, words):
+    with pytest.raises(ValueError, match=words):
+        layout(world_size, *options)
+
+
+# -------------------------------------------------------------------------------------------- on a GPU machine
+
+
+@pytest.mark.parametrize(
+    ("refused", "cores", "words"),
+    [
+        (None, 8, []),
+        (
+            "Triton cannot run a kernel here: no C compiler",
+            8,
+            ["no C compiler. Without kernels training is slow"],
+        ),
+        (None, 1, ["8 processes of this node may use 1 CPU core, .* --cpus-per-task"]),
+    ],
+)
+def test_what_makes_a_gpu_machine_slow_is_said_at_the_start(monkeypatch, refused, cores, words):
+    stances: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        kernels, "refusal", lambda device: refused if device == torch.device("cuda", 3) else "?"
+    )
+    monkeypatch.setattr(torch.compiler, "set_stance", stances.append)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: cores)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        parallel.look_at_gpu_machine(8)
+    assert [bool(re.search(word, str(w.message))) for w, word in zip(said, words, strict=True)] == [
+        True
+    ] * len(words)
+    assert stances == (["force_eager"] if refused else []), (
+        "what Triton cannot compile runs as it was written"
+    )
+
+
+def test_a_barrier_names_its_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "barrier", lambda device_ids=None: asked.append(device_ids))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for backend in ("gloo", "nccl"):
+        monkeypatch.setattr(dist, "get_backend", lambda name=backend: name)
+        parallel.wait_for_all()
+    assert asked == [None, [3]]
+
+
+def test_collectives_start_in_the_order_of_their_calls(monkeypatch):
+    """CUDA reads the variable when it starts: it is there before anything of torch is."""
+    seen = []
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
+    def stop(self):
+        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("megatron_fp8.train.stop.StopRequest.__init__", stop)
+    assert app.main([]) == 2 and seen == ["1"]
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert app.main([]) == 2 and seen == ["1", "8"]
