@@ -1,17 +1,18 @@
 # make train   install into .venv and train a small GPT in FP8 (tensor parallel over two CPU processes)
-# make test    install everything the tests need, lint, run the suite
+# make test    install everything the tests need, lint, run the suite (WORKERS=2 processes)
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 CONFIG ?= examples/configs/tiny_gpt_cpu.yaml
 RANKS  ?= 2
+WORKERS ?= 2
 ARGS   ?=
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help train test unit test-slurm test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
+.PHONY: help train test test-quick unit test-slurm test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -23,8 +24,12 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 
 test: lint unit test-slurm ## install everything the tests need, lint, run the suite
 
+# Whole files go to one of several processes; each keeps ranks of its own warm. Idle OpenMP threads do not spin meanwhile.
 unit: $(VENV)/.test
-	$(PY) -m pytest $(ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-quick: $(VENV)/.test ## the unit tests alone, for daily work
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit $(ARGS)
 
 test-slurm: $(VENV)/.test ## the SLURM scripts on a real two-node cluster on this machine (as root, on Debian)
 	@if test "$$(id -u)" != 0; then \
@@ -83,7 +88,7 @@ gpu-wheels: ## with network: download into wheels/ what a GPU machine without ne
 	$(GPU_PYTHON) -m benchmarks.gpu_site $@ $^
 
 TE_VERSIONS ?= 2.9.0 2.13.0 2.20.2
-te-signatures: $(VENV)/.test ## with network: is what tests/te records of Transformer Engine what its wheels have?
+te-signatures: $(VENV)/.test ## with network: is what tests/support/te records of Transformer Engine what its wheels have?
 	$(PIP) pydantic
 	rm -rf build/te && mkdir -p build/te
 	for v in $(TE_VERSIONS); do $(PY) -m pip download --quiet --no-deps -d build/te transformer-engine==$$v || exit 1; done

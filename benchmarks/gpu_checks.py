@@ -130,7 +130,7 @@ def gemms(machine: Machine, name: str) -> str:
 
 def product64(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(float64 product of the codes and scales, the product of their magnitudes)."""
-    values = [emulated._values64(side) for side in (a, b)]
+    values = [emulated.values64(side) for side in (a, b)]
     return values[0] @ values[1].t(), values[0].abs() @ values[1].abs().t()
 
 

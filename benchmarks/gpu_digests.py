@@ -24,11 +24,13 @@ from typing import Any
 import torch
 
 from megatron_fp8.backends import emulated
+from megatron_fp8.backends.base import Quantized
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.numerics.cast import RandomKey, philox_bits
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, DelayedScaling, Rule
 from megatron_fp8.state.arena import Arena
+from megatron_fp8.tensor import Float8Tensor, QuantizedSide
 
 KEPT = Path(__file__).parent / "data" / "gpu_digests.json"
 Outputs = dict[str, torch.Tensor]
@@ -44,9 +46,9 @@ class Functions:
     update of the case's slots after its iterations.
     """
 
-    quantize: Callable[..., emulated.Quantized]
+    quantize: Callable[..., Quantized]
     transpose: Callable[[torch.Tensor], torch.Tensor]
-    normed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rule], emulated.Quantized]
+    normed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rule], Quantized]
     updated: Callable[[list[torch.Tensor], DelayedScaling], Outputs]
 
 
@@ -174,7 +176,7 @@ def _updated(recipe: DelayedScaling) -> Callable[[Functions, torch.device], Outp
     return outputs
 
 
-def named(quantized: emulated.Quantized) -> Outputs:
+def named(quantized: Quantized) -> Outputs:
     """Codes and scales of the sides that are there, amax and count."""
     out = {
         "amax": quantized.amax,
@@ -195,7 +197,7 @@ def named(quantized: emulated.Quantized) -> Outputs:
 def emulated_functions() -> Functions:
     """torch operations, on the CPU or any other device."""
 
-    def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> emulated.Quantized:
+    def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> Quantized:
         y = (x * rstd[:, None]).mul_(weight.to(torch.float32)).to(x.dtype)
         return emulated.quantize(y, rule, "both")
 
@@ -215,17 +217,17 @@ def kernel_functions() -> Functions:
     """The Triton kernels, compiled (or interpreted, if Triton was told so before it was imported)."""
     from megatron_fp8.kernels import fp8_transpose, multi_amax, quantize, tiles
 
-    def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> emulated.Quantized:
+    def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> Quantized:
         source = tiles.Source("norm", x.shape[0], x.shape[1], x, rstd, weight)
         record = quantize.Record.new(x.device)
         sides = quantize.quantize_blocks(source, rule.fmt, block=rule.granularity.cols, record=record)
         rowwise, columnwise = (
-            emulated.QuantizedSide(side.codes, side.scale_inv, rule.granularity, True)
+            QuantizedSide(side.codes, side.scale_inv, rule.granularity, True)
             for side in (sides.rowwise, sides.columnwise)
             if side is not None
         )
-        tensor = emulated.Float8Tensor(rowwise, columnwise, x.dtype)
-        return emulated.Quantized(tensor, record.amax, record.nonfinite)
+        tensor = Float8Tensor(rowwise, columnwise, x.dtype)
+        return Quantized(tensor, record.amax, record.nonfinite)
 
     def updated(running: list[torch.Tensor], recipe: DelayedScaling) -> Outputs:
         slots, device = running[0].numel(), running[0].device

@@ -6,6 +6,7 @@ Importing this package loads torch only; Megatron-Core comes with ``TransformerC
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import moved
 from .numerics.formats import Format
 from .quantizer import quantize
 from .tensor import Float8Tensor
@@ -59,6 +60,8 @@ __all__ = [
     "quantize",
     "register_fp8_step",
 ]
+
+moved.install()
 
 
 def __getattr__(name: str) -> Any:

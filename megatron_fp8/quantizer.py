@@ -6,8 +6,8 @@ from types import ModuleType
 
 import torch
 
-from .backends import emulated
-from .backends.emulated import AmaxReduction, Direction, Quantized, Region
+from .backends import specified
+from .backends.base import AmaxReduction, Direction, Quantized, Region
 from .backends.native import backend as native
 from .numerics.cast import RandomKey
 from .recipe import Recipe, Rule
@@ -45,7 +45,7 @@ def quantize(
             f"{recipe!r} rounds {role!r} stochastically: pass key=RandomKey(seed) to name the random bits"
         )
     region = None if key is None else Region(key)
-    return emulated.quantize(x, rule, direction, region=region).tensor
+    return specified.quantize(x, rule, direction, region=region).tensor
 
 
 class Quantizer:
@@ -80,7 +80,7 @@ class Quantizer:
         """Quantise x [rows, cols] with the current scale (delayed, once warm) or x's own.
 
         Args:
-            reduce_amax, region: as in backends.emulated.quantize; a delayed scale that is warm is shared already and
+            reduce_amax, region: as in backends.specified.quantize; a delayed scale that is warm is shared already and
                 needs no reduction.
         """
         quantized: Quantized = self.backend.quantize(

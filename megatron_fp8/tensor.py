@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import kernels
-from .kernels.cpu import loops as cpu
-from .numerics.cast import decode, known_finite, one_nan_
+from .kernels.codes import decode, decode_blocks, e8m0_to_scale_inv
+from .numerics import waiting
+from .numerics.cast import known_finite, one_nan_
 from .numerics.formats import FloatFormat, format_of
-from .numerics.scaling import e8m0_to_scale_inv
 from .numerics.subnormals import keeping_subnormals
 from .recipe import Granularity
 
@@ -67,15 +66,15 @@ class QuantizedSide:
         """codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give dtype's canonical quiet NaN."""
         turned = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
         codes = self.codes.t() if turned else self.codes
-        if cpu.usable(codes) and dtype in (torch.bfloat16, torch.float32):
-            block = (self.granularity.rows, self.granularity.cols)
-            if turned:
-                return cpu.decode(codes, _float_scale(self.scale_inv.t()), block[::-1], dtype).t()
-            return cpu.decode(codes, _float_scale(self.scale_inv), block, dtype)
+        block = (self.granularity.rows, self.granularity.cols)
+        scale_inv, block = (self.scale_inv.t(), block[::-1]) if turned else (self.scale_inv, block)
+        done = decode_blocks(codes, scale_inv, block, dtype)
+        if done is not None:
+            return done.t() if turned else done
         # A code times a power of two is a bfloat16 number, or is rounded to one once, as from float32.
         work = torch.bfloat16 if self.pow2 and dtype == torch.bfloat16 else torch.float32
         scale = self.float_scale_inv()
-        if kernels.looking_waits(codes.device):  # nobody looks: NaN gets its bits once, at the end
+        if waiting.looking_waits(codes.device):  # nobody looks: NaN gets its bits once, at the end
             values = scale_blocks_(self.codes.to(work), scale.to(work), self.granularity).to(dtype)
             return values if self.finite else one_nan_(values)
         finite = self.finite or known_finite(codes, self.fmt)

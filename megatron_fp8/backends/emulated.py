@@ -13,65 +13,25 @@ GEMM up to the order of summation:
   contraction where torch may round float32 operands (``torch.set_float32_matmul_precision``): float64, rare and slow.
 * ``exact=True``: float64 throughout, the oracle.
 
-Quantisation keeps a columnwise side as the transposed view of codes in the original layout: nothing is copied to
-transpose, and shards gathered along the rows need no permutation.
+Quantisation is specified.py's; this file is the product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
-
 import torch
 
-from ..kernels import in_memory
+from ..kernels.codes import decode
 from ..kernels.cpu import gemms
-from ..kernels.cpu import loops as cpu
-from ..numerics.cast import RandomKey, cast, cast_stochastic, check_float, decode
-from ..numerics.formats import E4M3
-from ..numerics.scaling import (
-    block_amaxes,
-    blocked,
-    compute_e8m0,
-    compute_scale,
-    compute_scale_inv,
-    e8m0_to_scale,
-)
 from ..numerics.subnormals import keeping_subnormals
-from ..recipe import Granularity, Recipe, Rule
-from ..tensor import Float8Tensor, QuantizedSide, expand_scale
+from ..recipe import Recipe, Rule
+from ..tensor import QuantizedSide, expand_scale
+from .base import check_operands
+from .high_precision import finish, keeps_float32, matmul_fp32
+from .specified import quantize
 
-Direction = Literal["rowwise", "columnwise", "both"]
-AmaxReduction = Callable[[torch.Tensor], None]
-"""Maxes a float32 tensor over ranks, in place."""
+__all__ = ["gemm", "name", "notes", "quantize", "supports", "turns_codes"]
 
 name = "emulated"
-
-
-@dataclass(frozen=True)
-class Region:
-    """Where a matrix lies in the logical one that all ranks share; names the random bits of stochastic rounding."""
-
-    key: RandomKey
-    row_offset: int = 0
-    col_offset: int = 0
-    total_cols: int = 0
-
-    def index(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
-        """int64 [rows, cols]: row-major indices in the logical matrix."""
-        row = torch.arange(self.row_offset, self.row_offset + rows, device=device, dtype=torch.int64)
-        col = torch.arange(self.col_offset, self.col_offset + cols, device=device, dtype=torch.int64)
-        return row[:, None] * (self.total_cols or cols) + col
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """What a quantisation gives: the tensor, and the local amax (float32 []) and non-finite count for the health."""
-
-    tensor: Float8Tensor
-    amax: torch.Tensor
-    nonfinite: torch.Tensor | None
 
 
 def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
@@ -87,126 +47,6 @@ def notes(device: torch.device, recipe: Recipe) -> list[str]:
 def turns_codes(rule: Rule) -> bool:
     """Whether the columnwise side of an input is a transposed view of codes in row order: always."""
     return True
-
-
-@keeping_subnormals
-def quantize(
-    x: torch.Tensor,
-    rule: Rule,
-    direction: Direction,
-    *,
-    scale: torch.Tensor | None = None,
-    reduce_amax: AmaxReduction | None = None,
-    region: Region | None = None,
-) -> Quantized:
-    """Quantise a matrix in one or both directions.
-
-    Args:
-        x: [rows, cols], float32, bfloat16 or float16; any strides; may be empty. NaN becomes 0x7F, Inf saturates; both
-            are counted, and neither makes a scale non-finite.
-        rule: format, granularity, scale kind.
-        direction: 'rowwise', 'columnwise' or 'both'.
-        scale: float32 [], given from outside (delayed scaling); None computes it from x.
-        reduce_amax: shares over ranks those amaxes that a shard's rows are cut through: the tensor's, and the
-            columnwise side's of per-row scales.
-        region: place and random stream for stochastic rounding, needed if rule.stochastic.
-
-    Raises:
-        ValueError: x is not a matrix of a floating dtype, or direction is unknown.
-    """
-    check_matrix(x, direction)
-    x = in_memory(x).contiguous()
-    wants_row, wants_column = direction != "columnwise", direction != "rowwise"
-    granularity = rule.granularity
-    along_cols = [granularity] if wants_row or granularity.symmetric else []
-    along_rows = (
-        [Granularity(granularity.cols, granularity.rows)]
-        if wants_column and not granularity.symmetric
-        else []
-    )
-    amaxes, nonfinite = block_amaxes(x, [(g.rows, g.cols) for g in along_cols + along_rows])
-    amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device, dtype=torch.float32)
-
-    def side(granularity: Granularity, block_amax: torch.Tensor, by_column: bool) -> QuantizedSide:
-        if granularity.is_tensor:
-            block_amax = amax
-            if scale is None and reduce_amax is not None:
-                block_amax = amax.clone()
-                reduce_amax(block_amax)
-        elif by_column and granularity.rows == 0 and reduce_amax is not None:
-            reduce_amax(block_amax)
-        block_scale, scale_inv = (
-            block_scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
-        )
-        # A scale made from x's own amax, or from a greater one, lets nothing saturate but an Inf.
-        bounded = scale is None and nonfinite is None
-        codes = cast_blocks(x, block_scale, granularity, rule, bounded, region)
-        return QuantizedSide(codes, scale_inv, granularity, rule.scale != "fp32", finite=nonfinite is None)
-
-    rowwise = side(along_cols[0], amaxes[0], False) if along_cols else None
-    columnwise = None
-    if wants_column and granularity.symmetric:
-        assert rowwise is not None
-        columnwise = rowwise.transposed()
-    elif wants_column:
-        turned = side(along_rows[0], amaxes[-1], True)
-        columnwise = replace(
-            turned, codes=turned.codes.t(), scale_inv=turned.scale_inv.t(), granularity=granularity
-        )
-    return Quantized(Float8Tensor(rowwise if wants_row else None, columnwise, x.dtype), amax, nonfinite)
-
-
-def check_matrix(x: torch.Tensor, direction: str) -> None:
-    """ValueError unless x is a matrix of a floating dtype that can be quantised, and the direction is known."""
-    check_float(x)
-    if x.ndim != 2:
-        raise ValueError(
-            f"quantize needs a matrix [rows, cols], got shape {tuple(x.shape)}: flatten it first"
-        )
-    if direction not in ("rowwise", "columnwise", "both"):
-        raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
-
-
-def block_scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float32 scale, stored scale_inv) of the rule's kind."""
-    if rule.scale == "e8m0":
-        exponent = compute_e8m0(amax, rule.fmt)
-        return e8m0_to_scale(exponent), exponent.view(torch.float8_e8m0fnu)
-    scale = compute_scale(amax, rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.scale == "pow2")
-    return scale, compute_scale_inv(scale)
-
-
-def cast_blocks(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    granularity: Granularity,
-    rule: Rule,
-    bounded: bool,
-    region: Region | None,
-) -> torch.Tensor:
-    """Codes [rows, cols] of x under one scale per block."""
-    rows, cols = x.shape
-    if rule.stochastic:
-        assert region is not None, "stochastic rounding needs a region to draw its bits from"
-        per_element = scale if granularity.is_tensor else _expand_any(scale, granularity, x.shape)
-        return cast_stochastic(x, per_element, rule.fmt, region.key, index=region.index(rows, cols, x.device))
-    if granularity.is_tensor:
-        return cast(x, scale, rule.fmt, bounded=bounded)
-    if cpu.usable(x):
-        return cpu.cast(x, scale, (granularity.rows, granularity.cols), rule.fmt.dtype)
-    blocks = blocked(x, granularity.rows, granularity.cols)
-    codes = cast(blocks, scale[:, None, :, None], rule.fmt, bounded=bounded)
-    padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
-    codes = codes.view(padded)[:rows, :cols]
-    # A copy even of whole rows: a view of them would keep the padding alive for as long as the codes.
-    return codes if padded == (rows, cols) else codes.clone(memory_format=torch.contiguous_format)
-
-
-def _expand_any(scale: torch.Tensor, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
-    """expand_scale for either orientation of blocks (whole rows or whole columns too)."""
-    if granularity.rows == 0:
-        return expand_scale(scale.t(), Granularity(granularity.cols, 0), (shape[1], shape[0])).t()
-    return expand_scale(scale, granularity, shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMM
@@ -243,8 +83,8 @@ def gemm(
     """
     check_operands(a, b)
     short = _is_short(a) and _is_short(b)
-    if exact or not _foldable(a, b) or not (short or _keeps_float32(a.codes.device)):
-        return _finish(_values64(a) @ _values64(b).t(), None, bias, out_dtype)
+    if exact or not _foldable(a, b) or not (short or keeps_float32(a.codes.device)):
+        return finish(values64(a) @ values64(b).t(), None, bias, out_dtype)
     if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16 and not a.codes.is_cuda:
         return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
     dtype = torch.bfloat16 if short and gemms.multiplies(a.codes, b.codes) else torch.float32
@@ -252,30 +92,10 @@ def gemm(
     if scale_b is not None:
         scale_b = scale_b.t() if scale_b.ndim else scale_b
     scale = scale_b if scale_a is None else scale_a if scale_b is None else scale_a * scale_b
-    return _finish(_matmul_fp32(values_a, values_b), scale, bias, out_dtype)
+    return finish(matmul_fp32(values_a, values_b), scale, bias, out_dtype)
 
 
-def check_operands(a: QuantizedSide, b: QuantizedSide) -> None:
-    """ValueError unless a [M, K] and b [N, K] contract, and at most one of them is E5M2."""
-    if a.codes.shape[1] != b.codes.shape[1]:
-        raise ValueError(
-            f"gemm contracts the last dimensions, {tuple(a.codes.shape)} and {tuple(b.codes.shape)}: they must be equal"
-        )
-    if a.fmt is not E4M3 and b.fmt is not E4M3:
-        raise ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")
-
-
-def _finish(
-    acc: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    if scale is not None:
-        acc = acc.mul_(scale)
-    if bias is not None:
-        acc = acc.add_(bias.to(acc.dtype))
-    return acc.to(out_dtype)
-
-
-def _values64(side: QuantizedSide) -> torch.Tensor:
+def values64(side: QuantizedSide) -> torch.Tensor:
     return decode(side.codes, torch.float64, finite=side.finite) * side.expanded_scale_inv().to(torch.float64)
 
 
@@ -309,18 +129,6 @@ def _is_short(side: QuantizedSide) -> bool:
     return side.pow2 or side.granularity.cols == 0
 
 
-def _keeps_float32(device: torch.device) -> bool:
-    """Whether float32 products keep all bits of their operands: users may let torch round them, to TF32 or bfloat16.
-
-    Short operands lose nothing by that.
-    """
-    matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
-    setting = getattr(matmul, "fp32_precision", None)
-    if setting is None:  # before torch 2.9
-        return torch.get_float32_matmul_precision() == "highest"
-    return setting in ("none", "ieee")
-
-
 def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(values, scale to multiply the result by): float32, or bfloat16 of a short side, which is exact.
 
@@ -329,19 +137,3 @@ def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     if side.granularity.cols == 0 and not side.pow2:
         return decode(side.codes, dtype, finite=side.finite), side.float_scale_inv()
     return side.dequantize(dtype), None
-
-
-def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """float32 a @ b^T. Nothing that is the process's is set for it: other threads multiply meanwhile."""
-    if a.dtype == b.dtype and gemms.takes(a.dtype, a.device) and gemms.multiplies(a, b):
-        return gemms.matmul(a, b)
-    return a.to(torch.float32) @ b.to(torch.float32).t()
-
-
-def matmul_high_precision(
-    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """a [M, K] @ b [N, K]^T (+ bias [N]) of unquantised matrices, for GEMMs that a plan keeps out of FP8."""
-    if bias is None and out_dtype == a.dtype == b.dtype:
-        return a @ b.t()
-    return _finish(_matmul_fp32(a, b), None, bias, out_dtype)

@@ -1,14 +1,16 @@
-"""What all commands share: exit codes, a parser, and bad input as one line on stderr."""
+"""What all commands share: a parser, and bad input as one line on stderr."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import traceback
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn, TypeVar
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_DONE
+
+T = TypeVar("T")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -48,3 +50,23 @@ def refuse(
 
     tell(code, line, say)
     return code
+
+
+def run(parser: CommandParser, arguments: list[str], work: Callable[[argparse.Namespace], None]) -> int:
+    """Parse and ``work(options)``; the exit code. ValueError is bad input."""
+    try:
+        work(parser.parse_args(arguments))
+    except ValueError as error:
+        return refuse(error, debug="--debug" in arguments)
+    return EXIT_DONE
+
+
+def tensors_shown(items: Iterable[T], count: int) -> Iterator[T]:
+    """The items, with a bar on a terminal while they pass."""
+    from rich.progress import track
+
+    if not sys.stderr.isatty():
+        return iter(items)
+    from rich.console import Console
+
+    return iter(track(items, total=count, console=Console(stderr=True), description="tensors"))

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from .line import EXIT_DONE, EXIT_FAILED, CommandParser, refuse
+from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
+from .line import CommandParser, refuse
 
 
 class Parser(CommandParser):

@@ -14,7 +14,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .line import EXIT_DONE, EXIT_FAILED, refuse
+from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
+from .line import refuse
 
 USAGE = """\
 usage: megatron-fp8 train --config FILE [--section.key=value ...] [--data FILE ...] [--dry-run] [--debug]

@@ -60,7 +60,9 @@ class RunLock:
         beat: float = BEAT_S,
         stale: float = STALE_S,
     ) -> None:
-        self.folder, self.path, self.option = folder, folder / LOCK, option
+        self.folder, self.option = folder, option
+        # Absolute: the thread that keeps it alive must not write elsewhere when the program changes its directory.
+        self.path = folder.absolute() / LOCK
         self._beat, self._stale = beat, stale
         self._record: dict[str, Any] = {
             "owner": uuid.uuid4().hex,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..backends.emulated import Direction, Quantized
+from ..backends.base import Direction, Quantized
 from ..linear.site import GemmSite
 from ..quantizer import Quantizer
 from ..recipe import ROW, TENSOR, Rule

@@ -23,11 +23,6 @@ def run_on(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.compiler.is_compiling() and refusal(device) is None
 
 
-def looking_waits(device: torch.device) -> bool:
-    """Whether to look at a value there is to wait for all work before it, so that nobody looks inside a step: a GPU."""
-    return device.type == "cuda"
-
-
 def in_memory(x: torch.Tensor) -> torch.Tensor:
     """x outside autograd, with its numbers in its memory, which is what kernels read.
 
@@ -50,3 +45,12 @@ def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:
             return launches(*args, **kwargs)
 
     return launched
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What torch raises of a product that it has not, and Triton of a kernel that it cannot compile or fit the device."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return RuntimeError, ValueError
+    return RuntimeError, ValueError, TritonError

@@ -13,7 +13,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends import BACKENDS
-from ..backends.emulated import Region, matmul_high_precision
+from ..backends.base import Region
+from ..backends.high_precision import matmul_high_precision
 from ..numerics.cast import RandomKey
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.site_plan import SitePlan

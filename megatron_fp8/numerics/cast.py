@@ -13,7 +13,7 @@ one exact multiplication, since torch's own float8 -> bfloat16 conversion is not
 On a GPU no value is looked at, since that would wait for it: NaN is mended whether there is one or not, and torch's own
 conversion, vectorised there, decodes.
 
-Large CPU tensors go through compiled loops (kernels/cpu.c) where a C compiler is at hand: same bits, a third of the time.
+This is what a reader holds against docs/numerics.md. Kernels give the same bytes, faster; kernels/codes.py chooses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import kernels
-from ..kernels.cpu import loops as cpu
+from . import waiting
 from .formats import E4M3, E5M2, FloatFormat, format_of
 from .subnormals import keeping_subnormals
 
@@ -85,8 +84,6 @@ def cast(
         ValueError: x is not a floating dtype that can be quantised.
     """
     check_float(x)
-    if (scale is None or scale.numel() == 1) and cpu.usable(x):
-        return cpu.cast(x, scale, (0, 0), fmt.dtype)
     if x.ndim == 0:
         return cast(x[None], scale, fmt, bounded=bounded)[0]
     if x.ndim > 1 and x.shape[0] == 1:  # the first dimension is the one that is cut into chunks
@@ -114,7 +111,7 @@ def cast(
 def _one_nan(codes: torch.Tensor) -> torch.Tensor:
     """Gives NaN its one code, in place: conversion keeps the sign, so the other one is 0xFF."""
     byte = codes.view(torch.uint8)
-    if codes.numel() and (kernels.looking_waits(codes.device) or bool(byte.max() == 0xFF)):
+    if codes.numel() and (waiting.looking_waits(codes.device) or bool(byte.max() == 0xFF)):
         byte.masked_fill_(byte == 0xFF, NAN_CODE)
     return codes
 
@@ -136,10 +133,7 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
         return decode(codes[None], dtype, finite=finite)[0]
     if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
         return decode(codes.t(), dtype, finite=finite).t()
-    if cpu.usable(codes):
-        kernel_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        return cpu.decode(codes, None, (0, 0), kernel_dtype).to(dtype)
-    if kernels.looking_waits(codes.device):
+    if waiting.looking_waits(codes.device):
         return codes.to(dtype) if finite else one_nan_(codes.to(dtype))
     if not (finite or known_finite(codes, fmt)):
         return one_nan_(codes.to(torch.float32).to(dtype))
@@ -165,7 +159,7 @@ def one_nan_(values: torch.Tensor) -> torch.Tensor:
 def known_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
     """Whether no code is NaN or Inf: every magnitude byte is below the first special's. False on a GPU: nobody looks."""
     first = 0x7C if fmt.has_inf else 0x7F
-    if kernels.looking_waits(codes.device):
+    if waiting.looking_waits(codes.device):
         return False
     if codes.numel() == 0:
         return True

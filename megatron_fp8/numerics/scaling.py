@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import kernels
-from ..kernels.cpu import loops as cpu
+from . import waiting
 from .cast import chunks, magnitude_bits
 from .formats import FloatFormat
 from .subnormals import keeping_subnormals
@@ -62,15 +61,12 @@ def block_amaxes(
     if x.numel() == 0:
         shapes = [(_cover(rows, r)[0], _cover(cols, c)[0]) for r, c in blocks]
         return [torch.zeros(shape, device=x.device, dtype=torch.float32) for shape in shapes], None
-    if cpu.usable(x):
-        amaxes, total = cpu.block_amaxes(x, blocks)
-        return amaxes, torch.tensor(total, dtype=torch.int64, device="cpu") if total else None
     found: list[list[torch.Tensor]] = [[] for _ in blocks]
     nonfinite = None
     unit = math.lcm(*(r for r, _ in blocks if r))  # chunks hold whole blocks
     for part in chunks(-(-rows // unit), x.numel(), x.device):
         bits, inf = magnitude_bits(x[unit * part.start : unit * part.stop])
-        if kernels.looking_waits(x.device) or bool(bits.max() >= inf):
+        if waiting.looking_waits(x.device) or bool(bits.max() >= inf):
             count = (bits >= inf).sum()
             nonfinite = count if nonfinite is None else nonfinite + count
             bits.masked_fill_(bits > inf, 0)
@@ -162,8 +158,6 @@ def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     Returns:
         uint8, amax's shape: ceil(log2(amax / fmt.max)) + 127, clamped to [0, 254]; 0 for amax 0.
     """
-    if cpu.usable(amax):
-        return cpu.e8m0_of_amax(amax, fmt.max_exponent)
     # Mantissas above fmt.max's own, 1.75 in both formats, carry into the exponent.
     bits = amax.view(torch.int32)
     exponent = ((bits + 0x1FFFFF) >> 23).sub_(fmt.max_exponent)
@@ -172,12 +166,12 @@ def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
 
 def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(e8m0 - 127) of uint8 exponents, exactly (2^-127 is subnormal); 0xFF gives NaN."""
-    return cpu.power_of_e8m0(e8m0, False) if cpu.usable(e8m0) else _power_of_two(e8m0, False)
+    return _power_of_two(e8m0, False)
 
 
 def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(127 - e8m0) of uint8 exponents, exactly (2^-127 is subnormal); 0xFF gives NaN."""
-    return cpu.power_of_e8m0(e8m0, True) if cpu.usable(e8m0) else _power_of_two(e8m0, True)
+    return _power_of_two(e8m0, True)
 
 
 def _power_of_two(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:

@@ -33,8 +33,9 @@ import torch
 import torch.distributed as dist
 
 from .. import kernels
-from ..backends.emulated import Quantized, block_scales
+from ..backends.base import Quantized
 from ..backends.native import backend as native
+from ..backends.specified import block_scales
 from ..numerics.scaling import compute_scale_inv
 from ..quantizer import Quantizer
 from ..recipe import BLOCK_128X128, TENSOR, Granularity, Rule

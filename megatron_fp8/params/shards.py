@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import kernels
-from ..backends.emulated import block_scales, cast_blocks
-from ..numerics.scaling import block_amaxes, compute_scale_inv
+from ..backends.specified import block_scales, cast_blocks
+from ..kernels.codes import block_amaxes
+from ..numerics import waiting
+from ..numerics.scaling import compute_scale_inv
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Granularity, Rule
 from .fp8_parameter import Fp8Parameter, cast_by_kernel, granularities
@@ -160,7 +161,7 @@ class _Piece:
         first = self.amaxes[0]
         amax = first.amax() if first.numel() else torch.zeros((), device=param.device, dtype=torch.float32)
         # A count stays on a GPU, 0 or not: to ask it would be to wait.
-        kept = self.by_kernel or kernels.looking_waits(param.device)
+        kept = self.by_kernel or waiting.looking_waits(param.device)
         count = self.nonfinite if kept or self.nonfinite else None
         param.set_scales([inverse for _, inverse in self.scales], amax, count)
 

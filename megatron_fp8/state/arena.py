@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from .. import kernels
+from ..kernels.codes import block_amaxes
 from ..numerics.formats import FloatFormat
-from ..numerics.scaling import block_amaxes, compute_scale
+from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import DelayedScaling
 from .history import History

@@ -8,7 +8,7 @@ import sys
 
 import transformers
 
-from megatron_fp8.commands.exchange import export_main
+from megatron_fp8.commands.export import main as export_main
 from tests.functional.test_train_app import ROOT, environment, lines
 
 

@@ -205,7 +205,7 @@ def breaks_of_a_model() -> dict[str, Any]:
     return {
         "where": {reason.user_stack[-1].filename for reason in found.break_reasons},
         "operators": sum(
-            str(node.target).startswith("megatron_fp8.linear.function")
+            str(node.target).startswith("megatron_fp8.linear")
             for graph in found.graphs
             for node in graph.graph.nodes
         ),

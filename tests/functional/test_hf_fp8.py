@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 
 from megatron_fp8 import quantize
-from megatron_fp8.commands.exchange import export_main, import_main
+from megatron_fp8.commands.export import main as export_main
+from megatron_fp8.commands.import_ import main as import_main
 from megatron_fp8.files.checkpoint import Manifest, find_checkpoint, read_manifest, read_metadata, read_tensor
 from megatron_fp8.huggingface.architectures import gemms
 from megatron_fp8.huggingface.formats import FORMATS

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp8.commands.exchange import export_main, import_main
+from megatron_fp8.commands.export import main as export_main
+from megatron_fp8.commands.import_ import main as import_main
 from megatron_fp8.files.checkpoint import Manifest
 from tests.support.hf import (
     KINDS,

@@ -39,7 +39,7 @@ def test_behaviour(ranks: RankPool, name: str) -> None:
     assert "error" not in fp8, fp8
     assert fp8.get("fp8_gemms", 1) > 0 and fp8.get("same", True)
     assert fp8.get("keys") == installed.get("keys")
-    assert "digest" not in fp8 or fp8["digest"] != installed["digest"]
+    assert "digest" not in fp8 or fp8["digest"] != installed.get("digest")
     if "losses" in installed:
         assert fp8["losses"] == pytest.approx(installed["losses"], rel=5e-3)
 

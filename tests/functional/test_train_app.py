@@ -16,7 +16,7 @@ from megatron_fp8.train.config.run_config import known_keys
 from tests.support.size_table import make_table
 
 ROOT = Path(__file__).parents[2]
-APP = str(Path(__file__).with_name("app.py"))
+APP = str(ROOT / "tests" / "support" / "app.py")
 FIELDS = [
     "iteration", "lm_loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "mfu", "skipped",
     "loss_scale", "nonfinite", "fp8_gemms", "hp_gemms", "amax_collectives", "peak_memory",

@@ -50,6 +50,7 @@ def main() -> None:
                 "names": sorted({v.kernel.__name__ for v in found}),
                 "count": len(found),
                 "real": len(real),
+                "kernels": len({v.kernel.__name__ for v in real}),
                 "told": told,
                 "late": late,
                 "problem": problem,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FOLDER = Path(__file__).parent / "fixtures" / "checkpoints"
+FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 SAVED, LAST = 2, 4
 WORDS = ["spam", "eggs", "ham", "toast", "tea", "bacon", "beans", "sausage", "lobster", "crumpet"]
 
@@ -110,6 +110,7 @@ def machine() -> dict[str, str]:
 def train(folder: Path, arguments: list[str]) -> None:
     """A rank case: `megatron-fp8 train` with these options, in ``folder``, on the ranks of the case."""
     from megatron_fp8.commands import train as app
+    from megatron_fp8.train.launch import parallel
     from megatron_fp8.train.launch.parallel import Launch
     from tests.support.ranks import reset_megatron
 
@@ -123,6 +124,7 @@ def train(folder: Path, arguments: list[str]) -> None:
             trainer = app.prepare(arguments, launch)
             app._train(trainer)
         finally:
+            parallel._held.close()  # the run's locks; the groups are the case's
             reset_megatron()
             torch.use_deterministic_algorithms(False)
             torch.set_num_threads(threads)

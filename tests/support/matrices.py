@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_fp8.backends import emulated
+from megatron_fp8.backends.base import Quantized
 from megatron_fp8.kernels.quantize import Record, Sides
 from tests.support.compare import assert_same_bytes
 
@@ -47,7 +47,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return wide[:, 3:-2]
 
 
-def assert_quantized(sides: Sides, expected: emulated.Quantized, what: str) -> None:
+def assert_quantized(sides: Sides, expected: Quantized, what: str) -> None:
     """Codes and scales of the same directions, in all bytes; columnwise codes contiguous."""
     for name in ("rowwise", "columnwise"):
         mine, theirs = getattr(sides, name), getattr(expected.tensor, name)
@@ -64,7 +64,7 @@ def _packed(scale: torch.Tensor) -> torch.Tensor:
     return torch.empty(scale.shape, dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
-def assert_recorded(record: Record, expected: emulated.Quantized, what: str) -> None:
+def assert_recorded(record: Record, expected: Quantized, what: str) -> None:
     """The same amax, in all bits, and count."""
     assert_same_bytes(record.amax, expected.amax, f"{what} amax")
     assert int(record.nonfinite) == int(expected.nonfinite or 0), f"{what} count"

@@ -1,4 +1,4 @@
-"""The small GPT of tests/support/gpt.py on the native backend without a GPU: kernels interpreted, products computed in float64.
+"""The small GPT on the native backend without a GPU: kernels interpreted, products computed in float64.
 
 What a GPU would launch is counted; what it would multiply is checked by tests/support/scaled_mm.py.
 """

@@ -1,6 +1,6 @@
 """Checks of the native backend that run Triton kernels in its interpreter, which must be chosen before Triton is loaded.
 
-`python -m tests.support.native_interpreted` prints a JSON object, check -> traceback or "", for tests/unit/backends/native/test_backend.py.
+`python -m tests.support.native_interpreted` prints a JSON object, check -> traceback or "", for a test.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from unittest import mock
 
 import torch
 
-from megatron_fp8.backends import emulated
+from megatron_fp8.backends import emulated, specified
+from megatron_fp8.backends.base import Region
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import layout as native_layout
 from megatron_fp8.kernels import block_matmul, fp8_transpose
 from megatron_fp8.kernels import quantize as kernels
 from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
 from megatron_fp8.state.arena import Fp8State
@@ -56,7 +58,7 @@ def counted():
     forbidden = AssertionError("quantised without a kernel")
     with (
         mock.patch.multiple(kernels, **wrapped),
-        mock.patch.object(emulated, "quantize", side_effect=forbidden),
+        mock.patch.object(specified, "quantize", side_effect=forbidden),
     ):
         yield calls
 
@@ -134,7 +136,7 @@ def kernels_dispatched() -> None:
 def rules_without_a_kernel() -> None:
     """The emulated quantisation on the same device, and the plan says so."""
     recipe = MXFP8BlockScaling(stochastic_rounding=True)
-    x, region = randn(64, 64, seed=1), emulated.Region(emulated.RandomKey(3))
+    x, region = randn(64, 64, seed=1), Region(RandomKey(3))
     found, expected = (
         b.quantize(x, recipe.rule("grad_output"), "both", region=region) for b in (native, emulated)
     )

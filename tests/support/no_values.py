@@ -9,6 +9,7 @@ from unittest import mock
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8.backends.native import backend as native
+from megatron_fp8.numerics import waiting
 from megatron_fp8.state.arena import Fp8State
 
 
@@ -59,7 +60,7 @@ def gpu_without_values() -> Iterator[Launches]:
     patches = [mock.patch.object(module, name, launches) for module, name in kernels]
     patches.append(mock.patch.object(native, "refusals", lambda *_: lambda request: None))
     patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
-    patches.append(mock.patch.object(dispatch, "looking_waits", lambda _: True))
+    patches.append(mock.patch.object(waiting, "looking_waits", lambda _: True))
     patches.append(mock.patch.object(native_layout, "_has_kernels", lambda _: True))
     with FakeTensorMode():
         for patch in patches:

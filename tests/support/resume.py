@@ -1,4 +1,4 @@
-"""Rank cases that train the small GPT of tests/support/gpt.py, save, and go on from the checkpoint in a model built anew."""
+"""Rank cases that train the small GPT of tests/support/gpt.py, save, and go on from it in a model built anew."""
 
 from __future__ import annotations
 

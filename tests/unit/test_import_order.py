@@ -10,67 +10,20 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
+from tests.support.architecture import PACKAGE, STREAM
 
-STREAM: list[tuple[str, ...]] = [
-    ("disk", "subnormals"),
-    ("timing", "manifest", "model_fields", "command_line", "output", "derivative", "run_lock", "rules"),
-    ("checkpoint_files",),
-    ("formats",),
-    ("kernels",),
-    ("cast",),
-    ("scaling",),
-    ("recipe",),
-    ("tensor",),
-    ("unwritten",),
-    ("backends.emulated", "backends"),
-    ("phases", "loss_scaler"),
-    ("history",),
-    ("state",),
-    ("graph",),
-    ("quantizer",),
-    ("coded",),
-    ("param",),
-    ("param_shard",),
-    ("plan",),
-    ("size_filter",),
-    ("context",),
-    ("side_layout",),
-    ("tp", "site"),
-    ("linear_passes",),
-    ("linear_op",),
-    ("linear",),
-    ("nn",),
-    ("trainer",),
-    ("calibration",),
-    ("inference",),
-    ("fp8_utils",),
-    ("bench",),
-    ("mcore",),
-    ("train",),
-    ("huggingface",),
-    ("doctor", "inspector"),
-    ("bench_command",),
-    ("cli",),
-    ("__main__",),
-]
-"""From left to right. Names in one group do not import each other; the files inside a package may."""
-
-PACKAGES = {"kernels", "backends", "backends.emulated", "nn", "inference", "mcore", "train", "huggingface"}
 POSITION = {name: i for i, group in enumerate(STREAM) for name in group}
 
 
 def part_of(module: str) -> str | None:
     """The name in STREAM that a module, relative to the package, belongs to; None for the package itself."""
-    for name in (module, module.partition(".")[0]):
-        if name in POSITION:
-            return name
-    assert module == "", f"{module} has no place in the stream: give it one"
-    return None
+    name = module.partition(".")[0]
+    assert name == "" or name in POSITION, f"{module} has no place in the stream: give it one"
+    return name or None
 
 
 def module_name(path: Path) -> str:
-    """'mcore.config' for mcore/config.py, 'mcore' for mcore/__init__.py, '' for the package's own."""
+    """'mcore.config' for mcore/config/__init__.py, '' for the package's own."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -112,26 +65,47 @@ def test_imports_point_left(path):
         theirs = part_of(target)
         if theirs is None:
             continue  # the package's public names, which mcore and train may use; they are to the left of both
-        inside = theirs in PACKAGES and mine in PACKAGES and POSITION[theirs] == POSITION[mine]
-        assert POSITION[theirs] < POSITION[mine] or inside, f"{path.name}:{line}: {mine} imports {theirs}"
+        assert POSITION[theirs] < POSITION[mine] or theirs == mine, f"{path}:{line}: {mine} imports {theirs}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_inside_the_package_are_relative(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        assert not any(name.partition(".")[0] == "megatron_fp8" for name in names), f"{path}:{node.lineno}"
+
+
+def test_the_root_holds_what_users_name():
+    """At most ten modules: everything else has a room."""
+    modules = sorted(path.stem for path in PACKAGE.glob("*.py"))
+    assert len(modules) <= 10, modules
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms | set(modules) - {"__init__"} == set(POSITION)
 
 
 def test_public_names_are_used_only_from_the_right():
     """`from megatron_fp8 import ...` inside the package loads __init__, so it must stand right of all it holds."""
     for path in SOURCES:
         if any(target == "" for _, target in imports(path)):
-            assert part_of(module_name(path)) in {"mcore", "train", "doctor", "cli", "__main__"}, path.name
+            assert part_of(module_name(path)) in {"mcore", "train", "commands", "__main__"}, path.name
 
 
 def test_no_cycles_at_import():
-    """Inside mcore, train and backends too: modules whose top-level imports lead back to themselves."""
+    """Inside rooms too: modules whose top-level imports lead back to themselves. A module loads its packages first."""
     graph = {}
     for path in SOURCES:
         top = {
             n.lineno for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))
         }
         name = module_name(path)
-        graph[name] = {target for line, target in imports(path) if line in top and target not in ("", name)}
+        loaded = {target for line, target in imports(path) if line in top}
+        rooms = {
+            ".".join(target.split(".")[:n]) for target in loaded for n in range(1, target.count(".") + 1)
+        }
+        mine = {".".join(name.split(".")[:n]) for n in range(1, name.count(".") + 1)}
+        graph[name] = (loaded | rooms - mine) - {"", name}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:

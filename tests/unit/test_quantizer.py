@@ -10,7 +10,7 @@ import torch
 
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
-from megatron_fp8.backends.emulated import Region
+from megatron_fp8.backends.base import Region
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, Float8RowwiseScaling, MXFP8BlockScaling

@@ -47,7 +47,7 @@ for _ in range(2):
     model(torch.ones(32, 64)).sum().backward()
     optimizer.step()
 fp8_matmul(torch.ones(32, 32), torch.ones(32, 32), "mxfp8")
-import megatron_fp8.trainer, megatron_fp8.inference, megatron_fp8.calibration, megatron_fp8.bench
+import megatron_fp8.nn.trainer, megatron_fp8.inference.calibration, megatron_fp8.commands.bench
 assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
 try:
     from megatron_fp8 import TransformerConfig

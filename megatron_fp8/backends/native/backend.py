@@ -22,8 +22,8 @@ from ...kernels.deferred import source_of, written
 from ...numerics.formats import E4M3, ROLES
 from ...recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, GEMM_OPERANDS, ROW, TENSOR, Recipe, Rule
 from ...tensor import Float8Tensor, QuantizedSide
-from .. import emulated
-from ..emulated import AmaxReduction, Direction, Quantized, Region, check_matrix, check_operands
+from .. import specified
+from ..base import AmaxReduction, Direction, Quantized, Region, check_matrix, check_operands
 from .layout import Operand, Plan, arguments, block_scales, place_codes, plan, row_scales
 from .probe import device_reason, refusals
 
@@ -134,7 +134,7 @@ def quantize(
     reduce_amax: AmaxReduction | None = None,
     region: Region | None = None,
 ) -> Quantized:
-    """Quantise a matrix in one or both directions; arguments and errors are emulated.quantize's, and so are all bits.
+    """Quantise a matrix in one or both directions; arguments and errors are specified.quantize's, and so are all bits.
 
     x is read once for both directions where the rule allows (delayed, blocks), else twice. An Unwritten one is computed
     as it is read and stays unwritten: to compute it twice moves fewer bytes than to write it and read it. The columnwise
@@ -144,7 +144,7 @@ def quantize(
     check_matrix(x, direction)
     if kernel_reason(rule) is not None:
         x = written(x)
-        return emulated.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
+        return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
 
     record = kernels.Record.new(x.device)

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from ... import kernels
-from ...numerics.cast import decode
+from ...kernels.codes import decode
 from ...recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from ...tensor import QuantizedSide
 from .layout import Mode, Operand, Plan, Request, plan
@@ -85,7 +85,7 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
     assert wanted.request == request, "what alone is not refused is planned"
     try:
         found = run(wanted, a, b, bias)[:_M, :_N].double()
-    except _refused() as error:
+    except kernels.refusals() as error:
         return str(error).strip().partition("\n")[0]
     values_a, values_b = (
         decode(s.codes, torch.float64) * s.expanded_scale_inv().to(torch.float64) for s in (a, b)
@@ -98,15 +98,6 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
     if error_found > _TOLERANCE:
         return f"it is computed wrongly (off by {error_found:.1e} of the terms' sum)"
     return None
-
-
-def _refused() -> tuple[type[Exception], ...]:
-    """What torch raises of a product that it has not, and Triton of a kernel that it cannot compile or fit the device."""
-    try:
-        from triton.errors import TritonError
-    except ImportError:
-        return RuntimeError, ValueError
-    return RuntimeError, ValueError, TritonError
 
 
 def sample(

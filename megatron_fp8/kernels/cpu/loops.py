@@ -72,7 +72,7 @@ def reason() -> str | None:
 def cast(
     x: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Codes of x times the scale of its block, as ``megatron_fp8.numerics.cast.cast`` gives them.
+    """Codes of x times the scale of its block, as ``numerics.cast.cast`` gives them.
 
     Args:
         x: contiguous; float32, bfloat16 or float16; [rows, cols], or any shape under one scale.
@@ -119,7 +119,7 @@ def _elementwise(
 
 
 def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[list[torch.Tensor], int]:
-    """As ``megatron_fp8.numerics.scaling.block_amaxes`` of a contiguous matrix; (amaxes, how many elements are NaN or Inf)."""
+    """As ``numerics.scaling.block_amaxes`` of a contiguous matrix; (amaxes, how many elements are NaN or Inf)."""
     rows, cols = x.shape
     integer, inf = _BITS[x.dtype]
     unit = math.lcm(*(r for r, _ in blocks if r))  # no block of rows is shared by two threads
@@ -195,7 +195,7 @@ def _strided(x: torch.Tensor) -> list[ctypes.c_void_p | ctypes.c_int64]:
 
 
 def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
-    """As ``megatron_fp8.numerics.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
+    """As ``numerics.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
     n = amax.numel()
     e8m0 = torch.empty(amax.shape, dtype=torch.uint8, device="cpu")
     _library().e8m0_of_amax(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...backends import emulated
+from ...backends import specified
 from ...backends.native import backend as native
 from ...kernels.deferred import Unwritten, written
 from ...linear.derivative import first_derivative_only
@@ -34,7 +34,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        side = emulated.quantize(x, _STORE, "rowwise").tensor.rowwise
+        side = specified.quantize(x, _STORE, "rowwise").tensor.rowwise
         assert side is not None
         ctx.save_for_backward(side.codes, side.scale_inv, weights)
         gate, up = x.chunk(2, -1)

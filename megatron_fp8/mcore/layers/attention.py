@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from ... import kernels
 from ...linear.derivative import first_derivative_only
+from ...numerics import waiting
 
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -125,7 +125,7 @@ def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor:
     On a GPU one that is not written out: torch hands its meaning to flash attention. A mask in memory is long times long,
     takes the slower kernels, and in cuDNN makes NaN gradients (pytorch#196678).
     """
-    if kernels.looking_waits(device):
+    if waiting.looking_waits(device):
         # Not by torch's function for it, which allocates as many numbers as the mask has.
         mask = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(CausalBias)
         mask.variant, mask.seq_len_q, mask.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
@@ -139,7 +139,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
     Grouped queries share their key and value head inside the kernel; nothing is repeated.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    masked = "attn_mask" in mask and kernels.looking_waits(q.device)
+    masked = "attn_mask" in mask and waiting.looking_waits(q.device)
     with sdpa_kernel(_NOT_CUDNN) if masked else nullcontext():
         context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
     return context.permute(2, 0, 1, 3).contiguous()

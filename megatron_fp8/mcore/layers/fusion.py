@@ -6,7 +6,7 @@ In Megatron-Core's layer
     pre_mlp_layernorm -> mlp.linear_fc1 -> SwiGLU -> mlp.linear_fc2
 
 each arrow is a tensor with one reader. Where the reader makes codes of it by kernels (native backend, input in FP8 in
-fprop and wgrad), an Unwritten goes along the arrow (kernels/deferred.py), and in backward, from SwiGLU to linear_fc1, another.
+fprop and wgrad), an Unwritten goes along the arrow (kernels/deferred.py); in backward, SwiGLU to linear_fc1, another.
 Who reads whom is settled when a layer is built; whether the reader takes codes is asked at every call, since warm-up,
 overrides and disabled regions change it.
 

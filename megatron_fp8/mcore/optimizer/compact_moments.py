@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from ...backends.emulated import quantize
+from ...backends.specified import quantize
+from ...kernels.codes import block_amaxes
 from ...numerics.formats import E4M3
-from ...numerics.scaling import FLT_MIN, block_amaxes, round_down_to_power_of_two
+from ...numerics.scaling import FLT_MIN, round_down_to_power_of_two
 from ...params.coded import CodedTensor
 from ...recipe import Granularity, Rule
 from ...tensor import QuantizedSide, expand_scale

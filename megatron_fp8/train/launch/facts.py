@@ -16,8 +16,7 @@ from typing import Any
 import megatron.core
 import torch
 
-import megatron_fp8
-
+from ... import __version__
 from ...files.checkpoint import MANIFEST, digest
 from ..config.run_config import RunConfig
 from ..data import corpus
@@ -50,7 +49,7 @@ def run_facts(
         **{f"the version of {name}": version for name, version in versions().items()},
         "the version of torch": torch.__version__,
         "the version of megatron-core": megatron.core.__version__,
-        "the version of megatron_fp8": megatron_fp8.__version__,
+        "the version of megatron_fp8": __version__,
     }
     facts |= {name: value for name, value in environ.items() if _decides(name)}
     facts |= {key: value for key, value in _flat(run.to_dict()).items() if key not in _LOCAL}

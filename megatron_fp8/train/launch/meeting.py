@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...commands.line import EXIT_FAILED
+from ..exit_codes import EXIT_FAILED
 from .rendezvous import Rendezvous
 
 FIRST_LINE_S = 20.0

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from ... import kernels
-from ...commands.line import EXIT_BAD_INPUT, EXIT_FAILED
 from ...plan.timing import unused_gpu
 from ..config.sections import TrainSection
+from ..exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from .deterministic import be_deterministic
 from .meeting import Meeting
 from .rendezvous import check_restarts

@@ -1,8 +1,8 @@
 """What Transformer Engine's recipes, layers and contexts look like, by version: recorded from its wheels.
 
     pip download --no-deps -d FOLDER transformer-engine==2.20.2        # small: Python only, no CUDA
-    python -m tests.support.te.signatures FOLDER                               # writes signatures.json
-    python -m tests.support.te.signatures FOLDER --check                       # compares, and maps our recipes onto the classes
+    python -m tests.support.te.signatures FOLDER  # writes signatures.json
+    python -m tests.support.te.signatures FOLDER --check  # compares, and maps our recipes onto the classes
 
 The wheels import neither without their CUDA library nor beside Megatron-Core's tests (it changes its behaviour where
 Transformer Engine is), so the tests work on the record. The recipe module alone loads without CUDA (it needs pydantic).

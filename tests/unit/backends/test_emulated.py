@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp8 import Format, quantize
 from megatron_fp8.backends import emulated
-from megatron_fp8.backends.emulated import gemm, matmul_high_precision
+from megatron_fp8.backends.emulated import gemm
+from megatron_fp8.backends.high_precision import keeps_float32, matmul_high_precision
 from megatron_fp8.kernels.cpu import gemms
 from megatron_fp8.recipe import (
     DelayedScaling,
@@ -253,7 +254,7 @@ def test_the_precision_of_float32_products_is_the_users_own(name, monkeypatch):
     monkeypatch.setattr(
         gemms, "multiplies", lambda a, b: False
     )  # as without compiled kernels, or for small matrices
-    monkeypatch.setattr(emulated, "_matmul_fp32", product)
+    monkeypatch.setattr(emulated, "matmul_fp32", product)
     a, b = operands("fprop", RECIPES[name], 64, 96, 512)
     before = torch.backends.mkldnn.matmul.fp32_precision
     for setting in ("tf32", "bf16"):
@@ -267,7 +268,7 @@ def test_the_precision_of_float32_products_is_the_users_own(name, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
     for setting in ("tf32", "ieee", "none"):
         torch.backends.cuda.matmul.fp32_precision = setting
-        seen.append(emulated._keeps_float32(torch.device("cuda")))
+        seen.append(keeps_float32(torch.device("cuda")))
     assert seen == [False, True, True]
 
 

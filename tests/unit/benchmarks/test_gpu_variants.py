@@ -27,7 +27,7 @@ def test_variants_are_compiled_ahead(tmp_path: Path):
     assert found["late"] == "no end within 1 s"
     assert f"2 of {found['real'] + 2} variants do not compile" in found["problem"], "and the others do"
     assert found["compiled"] == found["after"] == found["real"], "in the cache, and found there"
-    assert found["said"].startswith(f"{found['real']} variants of 1 kernels in ")
+    assert found["said"].startswith(f"{found['real']} variants of {found['kernels']} kernels in ")
     assert found["dry"] == f"dry run: {found['count']} kernel variants are found, and none is compiled"
 
 

@@ -17,7 +17,7 @@ from megatron_fp8 import TransformerConfig
 from megatron_fp8.backends import LAYER_BACKENDS, emulated
 from megatron_fp8.backends import transformer_engine as engine
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.mcore.patches import apex
+from megatron_fp8.mcore import installed
 from megatron_fp8.recipe import RECIPES, CustomRecipe
 from tests.support.size_table import make_table
 
@@ -106,7 +106,9 @@ def test_blocks_need_no_product_of_torchs():
 
 
 def test_versions_and_names():
-    recorded = json.loads((Path(__file__).parents[2] / "te" / "signatures.json").read_text())["versions"]
+    recorded = json.loads((Path(__file__).parents[2] / "support" / "te" / "signatures.json").read_text())[
+        "versions"
+    ]
     for version in recorded:
         assert version in PAGE
     assert f"Transformer Engine {engine.MINIMUM} or newer" in PAGE and engine.INSTALL in PAGE
@@ -118,6 +120,4 @@ def test_versions_and_names():
         "fused_layer_norm_cuda",
         "fused_weight_gradient_mlp_cuda",
     }
-    assert all(
-        row[1].strip("`") in (Path(apex.__file__).parent / "compat.py").read_text() for row in rows("Apex")
-    )
+    assert all(row[1].strip("`") in (Path(installed.__file__)).read_text() for row in rows("Apex"))

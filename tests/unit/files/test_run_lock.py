@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -210,3 +211,16 @@ def test_jobs_have_names():
     assert job_name(SLURM) == "SLURM job 77 of c"
     assert job_name({"TORCHELASTIC_RUN_ID": "my_run"}) == "torchrun my_run"
     assert str(os.getppid()) in job_name({"TORCHELASTIC_RUN_ID": "none"})
+
+
+def test_it_stays_where_it_was_when_the_program_goes_elsewhere(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    lock = RunLock(Path("run"), "run_dir", beat=0.01)
+    lock.take(lambda _: None)
+    monkeypatch.chdir(tmp_path / "there")
+    lock.check()
+    assert not (tmp_path / "there" / "run" / LOCK).exists() and (tmp_path / "here" / "run" / LOCK).exists()
+    lock.release()
+    assert not (tmp_path / "here" / "run" / LOCK).exists()

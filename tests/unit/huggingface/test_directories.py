@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megatron_fp8.commands.exchange import size_in_bytes
+from megatron_fp8.commands.export import size_in_bytes
 from megatron_fp8.commands.main import main
 from megatron_fp8.files.checkpoint import (
     check_files,

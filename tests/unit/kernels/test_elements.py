@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from megatron_fp8.kernels import elements
-from megatron_fp8.numerics.cast import cast
+from megatron_fp8.kernels.codes import cast, compute_e8m0, e8m0_to_scale
 from megatron_fp8.numerics.formats import E4M3, E5M2
-from megatron_fp8.numerics.scaling import compute_e8m0, compute_scale, compute_scale_inv, e8m0_to_scale
+from megatron_fp8.numerics.scaling import compute_scale, compute_scale_inv
 from tests.support.compare import assert_same_bytes
 from tests.support.matrices import DEVICE
 

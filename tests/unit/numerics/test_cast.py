@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megatron_fp8.numerics.cast import cast, count_nonfinite
+from megatron_fp8.kernels.codes import cast
+from megatron_fp8.numerics.cast import count_nonfinite
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from tests.support import reference
 from tests.support.compare import assert_same_bytes

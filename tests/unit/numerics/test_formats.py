@@ -9,7 +9,7 @@ import pytest
 import torch
 from gfloat.formats import format_info_ocp_e4m3, format_info_ocp_e5m2, format_info_ocp_e8m0
 
-from megatron_fp8.numerics.cast import decode
+from megatron_fp8.kernels.codes import decode
 from megatron_fp8.numerics.formats import E4M3, E5M2, E8M0, Format
 from tests.support import reference
 from tests.support.compare import assert_same_bytes

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
+from megatron_fp8.kernels.codes import compute_e8m0
 from megatron_fp8.numerics.formats import E4M3, E5M2
-from megatron_fp8.numerics.scaling import compute_amax, compute_e8m0, compute_scale, compute_scale_inv
+from megatron_fp8.numerics.scaling import compute_amax, compute_scale, compute_scale_inv
 from tests.support import reference
 from tests.support.compare import assert_same_bytes
 

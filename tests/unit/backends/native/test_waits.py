@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from megatron_fp8.backends.emulated import Region
+from megatron_fp8.backends.base import Region
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite

@@ -11,6 +11,7 @@ import torch
 
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
+from megatron_fp8.backends.high_precision import matmul_high_precision
 from megatron_fp8.kernels.cpu import loops as cpu
 from megatron_fp8.kernels.cpu import mkl
 from megatron_fp8.recipe import MXFP8BlockScaling
@@ -47,7 +48,7 @@ def test_against_float64(monkeypatch, shape, layouts):
     exact = a.double() @ b.double().t()
     scale = a.double().abs() @ b.double().abs().t()
     of_float32 = ((a.float() @ b.float().t() - exact).abs() / scale).max()
-    found = [emulated.matmul_high_precision(a, b, torch.float32)]
+    found = [matmul_high_precision(a, b, torch.float32)]
     if mkl._function() is not None:  # right everywhere, used where it is fast
         found.append(mkl.matmul(a, b))
     for c in found:
@@ -67,9 +68,9 @@ def test_is_used_where_the_processor_has_it(monkeypatch):
     matmul = used.matmul
     monkeypatch.setattr(used, "matmul", lambda a, b: calls.append(a.shape) or matmul(a, b))
     a, b = matrix(128, 128, "rowwise", 1), matrix(64, 128, "rowwise", 2)
-    emulated.matmul_high_precision(a, b, torch.float32)
+    matmul_high_precision(a, b, torch.float32)
     assert calls == ([a.shape] if used.has_matmul() else [])
-    emulated.matmul_high_precision(a[:1], b[:1], torch.float32)
+    matmul_high_precision(a[:1], b[:1], torch.float32)
     assert len(calls) == int(used.has_matmul())  # small ones are not worth a packing
 
 
@@ -98,7 +99,7 @@ def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
     monkeypatch.setattr(cpu, "MIN_ELEMENTS", 1)
     a, b = matrix(40, 65, "rowwise", 5), matrix(50, 65, "rowwise", 6)
     a[17, 64], b[33, 0] = torch.nan, torch.inf
-    found = emulated.matmul_high_precision(a, b, torch.float32)
+    found = matmul_high_precision(a, b, torch.float32)
     exact = a.double() @ b.double().t()
     assert torch.equal(found.isnan(), exact.isnan())
     assert torch.equal(found.isinf(), exact.isinf()) and bool(exact.isinf().any())
@@ -108,7 +109,7 @@ def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
 def test_empty(monkeypatch, shape):
     monkeypatch.setattr(cpu, "MIN_ELEMENTS", 0)
     m, n, k = shape
-    found = emulated.matmul_high_precision(
+    found = matmul_high_precision(
         torch.ones(m, k, dtype=torch.bfloat16), torch.ones(n, k, dtype=torch.bfloat16), torch.float32
     )
     assert found.shape == (m, n) and not found.any()

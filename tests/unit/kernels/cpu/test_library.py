@@ -73,7 +73,7 @@ def test_a_damaged_library_is_compiled_again(source, cache, damage):
     made.unlink()  # this process has it mapped
     made.write_bytes(bad)
     code = (
-        "from pathlib import Path; from megatron_fp8.kernels import library;"
+        "from pathlib import Path; from megatron_fp8.kernels.cpu import library;"
         f"loaded, why = library.load([Path({str(source)!r})], {FLAGS!r}); print(loaded.answer(), why)"
     )
     run = subprocess.run(

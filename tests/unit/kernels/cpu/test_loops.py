@@ -14,10 +14,16 @@ import torch
 
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
+from megatron_fp8.kernels.codes import (
+    block_amaxes,
+    cast,
+    compute_e8m0,
+    decode,
+    e8m0_to_scale,
+    e8m0_to_scale_inv,
+)
 from megatron_fp8.kernels.cpu import loops as cpu
-from megatron_fp8.numerics.cast import cast, decode
 from megatron_fp8.numerics.formats import E4M3, E5M2
-from megatron_fp8.numerics.scaling import block_amaxes, compute_e8m0, e8m0_to_scale, e8m0_to_scale_inv
 from megatron_fp8.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -332,9 +338,9 @@ def test_no_more_threads_than_a_system_gives(monkeypatch):
 
 QUANTISE = """
 import torch
-from megatron_fp8.cast import cast
-from megatron_fp8.formats import E4M3
-from megatron_fp8.kernels import cpu
+from megatron_fp8.kernels.codes import cast
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.kernels.cpu import loops as cpu
 codes = cast(torch.linspace(-500, 500, 1 << 15), None, E4M3).view(torch.uint8)
 print(hash(codes.numpy().tobytes()))
 print(cpu.reason())
@@ -384,7 +390,7 @@ def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
 
 
 def test_importing_compiles_nothing():
-    code = "import megatron_fp8; from megatron_fp8.kernels import cpu; print(cpu._load.cache_info().currsize)"
+    code = "import megatron_fp8; from megatron_fp8.kernels.cpu import loops; print(loops._load.cache_info().currsize)"
     out = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

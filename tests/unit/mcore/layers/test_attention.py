@@ -243,8 +243,8 @@ def test_last_queries_on_a_gpu(groups: int, monkeypatch: pytest.MonkeyPatch) -> 
     """What a GPU is told: the same attention, by no mask in memory, and never by cuDNN, whose gradients may be NaN."""
     from torch.nn.attention.bias import CausalBias
 
-    from megatron_fp8 import kernels
     from megatron_fp8.mcore.layers import attention
+    from megatron_fp8.numerics import waiting
 
     q, k, v, _ = inputs(24, groups, torch.float32)
     written = attention._sdpa(q[16:], k, v, 0.25, **attention._causal_mask(q[16:], k, True))
@@ -255,7 +255,7 @@ def test_last_queries_on_a_gpu(groups: int, monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(torch.backends.cuda.cudnn_sdp_enabled())
         return dispatch(*args, **kwargs)
 
-    monkeypatch.setattr(kernels, "looking_waits", lambda device: True)
+    monkeypatch.setattr(waiting, "looking_waits", lambda device: True)
     monkeypatch.setattr(CausalBias, "_dispatch", staticmethod(asking))
     mask = attention._causal_mask(q[16:], k, True)
     told = attention._sdpa(q[16:], k, v, 0.25, **mask)

@@ -69,11 +69,11 @@ def test_launch_packages_and_environment_count():
 
 def test_one_changed_byte_of_the_package_is_another_source(monkeypatch, tmp_path):
     copy = tmp_path / "megatron_fp8"
-    shutil.copytree(Path(facts.__file__).parents[1], copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(facts.__file__).parents[2], copy, ignore=shutil.ignore_patterns("__pycache__"))
     same = facts._source_digest()
-    monkeypatch.setattr(facts, "__file__", str(copy / "train" / "facts.py"))
+    monkeypatch.setattr(facts, "__file__", str(copy / "train" / "launch" / "facts.py"))
     assert facts._source_digest() == same
-    with (copy / "cast.py").open("a") as file:
+    with (copy / "numerics" / "cast.py").open("a") as file:
         file.write("#")
     assert facts._source_digest() != same
 

@@ -1,18 +1,16 @@
-"""`megatron-fp8 export` and `megatron-fp8 import`: command lines around exporter and importer."""
+"""`megatron-fp8 export`: a checkpoint as a directory of Hugging Face's form."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..huggingface.formats import FORMATS
-from .line import EXIT_DONE, CommandParser, refuse
+from .line import CommandParser, run, tensors_shown
 
-EXPORT = """\
+HELP = """\
 Write a checkpoint as a directory that transformers, vLLM and compressed-tensors read.
 
   megatron-fp8 export runs/mine out/mine                                  in the model's own dtype, BF16
@@ -31,22 +29,10 @@ An imported model keeps its names: --like=DIR takes over the further fields of D
 tokens), its generation_config.json and its tokenizer.
 """
 
-IMPORT = """\
-Make a run of a directory of Hugging Face's form, to train on from: BF16, or FP8 as compressed-tensors (per tensor, per
-channel) or DeepSeek (128x128 blocks) write it.
 
-  megatron-fp8 import Llama-3.2-1B runs/llama
-  megatron-fp8 train --config=runs/llama/config.yaml --model.fp8=hybrid --data my_text.txt --optimizer.lr=1e-5
-  megatron-fp8 export runs/llama out/llama-fp8 --format=fp8-channel --like=Llama-3.2-1B
-
-RUN_DIR must be new. It gets config.yaml and a checkpoint of iteration 0, which any parallel layout reads. FP8 weights
-become codes times scales in float32: nothing is rounded before the optimizer's float32 masters are made.
-"""
-
-
-def export_main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """`megatron-fp8 export`; 0, or 2 for bad input."""
-    parser = CommandParser("export", EXPORT)
+    parser = CommandParser("export", HELP)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument(
@@ -64,24 +50,7 @@ def export_main(arguments: list[str]) -> int:
     parser.add_argument("--vocab-size", type=int, metavar="N", help="rows of the vocabulary without padding")
     parser.add_argument("--max-position-embeddings", type=int, metavar="N", help="default: train.seq_length")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
-    return _run(parser, arguments, _export)
-
-
-def import_main(arguments: list[str]) -> int:
-    """`megatron-fp8 import`; 0, or 2 for bad input."""
-    parser = CommandParser("import", IMPORT)
-    parser.add_argument("source", metavar="DIR")
-    parser.add_argument("run_dir", metavar="RUN_DIR")
-    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, if DIR has none")
-    return _run(parser, arguments, _import)
-
-
-def _run(parser: CommandParser, arguments: list[str], work: Callable[[argparse.Namespace], None]) -> int:
-    try:
-        work(parser.parse_args(arguments))
-    except ValueError as error:
-        return refuse(error, debug="--debug" in arguments)
-    return EXIT_DONE
+    return run(parser, arguments, _export)
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -107,9 +76,9 @@ def _export(options: argparse.Namespace) -> None:
         positions=options.max_position_embeddings,
         shard_bytes=size_in_bytes(options.max_shard_size),
     )
-    run = _read_config(Path(options.config)) if options.config else None
-    source = open_source(Path(options.checkpoint), run)
-    done = export(source, Path(options.out), wanted, _shown)
+    run_config = _read_config(Path(options.config)) if options.config else None
+    source = open_source(Path(options.checkpoint), run_config)
+    done = export(source, Path(options.out), wanted, tensors_shown)
     what = (
         f"{done.quantised} linears in FP8 ({options.format})" if form else f"in {done.config['torch_dtype']}"
     )
@@ -119,21 +88,6 @@ def _export(options: argparse.Namespace) -> None:
     )
     for note in source.notes:
         print(note)
-
-
-def _import(options: argparse.Namespace) -> None:
-    from ..huggingface.importer import import_directory
-
-    tokenizer = Path(options.tokenizer) if options.tokenizer else None
-    if tokenizer and not tokenizer.is_file():
-        raise ValueError(f"--tokenizer={str(tokenizer)!r} is not a file: give a tokenizer.json.")
-    done = import_directory(Path(options.source), Path(options.run_dir), _shown, tokenizer)
-    fp8 = f", {done.fp8_weights} FP8 weights decoded" if done.fp8_weights else ""
-    padding = f"; vocabulary padded by {done.padding} rows" if done.padding else ""
-    print(f"{done.architecture}, {done.parameters:,} parameters{fp8}{padding}: {options.run_dir}")
-    if not done.has_tokenizer:
-        print("no tokenizer: train and generate need --data.tokenizer=FILE, or data that is tokens already")
-    print(f"next: megatron-fp8 train --config={options.run_dir}/config.yaml --data FILE")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -155,14 +109,3 @@ def size_in_bytes(text: str) -> int:
     if match is None or match[2].upper() not in units or not int(match[1]):
         raise ValueError(f"--max-shard-size={text!r} must be a size such as 5GB or 500MB.")
     return int(match[1]) * units[match[2].upper()]
-
-
-def _shown(items: Iterable[Any], count: int) -> Iterator[Any]:
-    """The items, with a bar on a terminal while they pass."""
-    from rich.progress import track
-
-    if not sys.stderr.isatty():
-        return iter(items)
-    from rich.console import Console
-
-    return iter(track(items, total=count, console=Console(stderr=True), description="tensors"))

@@ -1,0 +1,63 @@
+"""What any backend is asked in, and answers in: directions, places of shards, quantised matrices, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..numerics.cast import RandomKey, check_float
+from ..numerics.formats import E4M3
+from ..tensor import Float8Tensor, QuantizedSide
+
+Direction = Literal["rowwise", "columnwise", "both"]
+AmaxReduction = Callable[[torch.Tensor], None]
+"""Maxes a float32 tensor over ranks, in place."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a matrix lies in the logical one that all ranks share; names the random bits of stochastic rounding."""
+
+    key: RandomKey
+    row_offset: int = 0
+    col_offset: int = 0
+    total_cols: int = 0
+
+    def index(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
+        """int64 [rows, cols]: row-major indices in the logical matrix."""
+        row = torch.arange(self.row_offset, self.row_offset + rows, device=device, dtype=torch.int64)
+        col = torch.arange(self.col_offset, self.col_offset + cols, device=device, dtype=torch.int64)
+        return row[:, None] * (self.total_cols or cols) + col
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What a quantisation gives: the tensor, and the local amax (float32 []) and non-finite count for the health."""
+
+    tensor: Float8Tensor
+    amax: torch.Tensor
+    nonfinite: torch.Tensor | None
+
+
+def check_matrix(x: torch.Tensor, direction: str) -> None:
+    """ValueError unless x is a matrix of a floating dtype that can be quantised, and the direction is known."""
+    check_float(x)
+    if x.ndim != 2:
+        raise ValueError(
+            f"quantize needs a matrix [rows, cols], got shape {tuple(x.shape)}: flatten it first"
+        )
+    if direction not in ("rowwise", "columnwise", "both"):
+        raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
+
+
+def check_operands(a: QuantizedSide, b: QuantizedSide) -> None:
+    """ValueError unless a [M, K] and b [N, K] contract, and at most one of them is E5M2."""
+    if a.codes.shape[1] != b.codes.shape[1]:
+        raise ValueError(
+            f"gemm contracts the last dimensions, {tuple(a.codes.shape)} and {tuple(b.codes.shape)}: they must be equal"
+        )
+    if a.fmt is not E4M3 and b.fmt is not E4M3:
+        raise ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")

@@ -1,0 +1,92 @@
+"""Codes, amaxes and scales on any device: compiled C for large CPU tensors (cpu/), else the specification in torch.
+
+This is the one place that chooses. Both ways give the same bytes (tested on every path), so nobody who calls these has to
+know which was taken; numerics/ is what they are held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..numerics import cast as reference
+from ..numerics import scaling
+from ..numerics.formats import FloatFormat
+from .cpu import loops
+
+
+def cast(
+    x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False
+) -> torch.Tensor:
+    """Codes of ``x * scale``: arguments, result and errors as of ``numerics.cast.cast``."""
+    reference.check_float(x)
+    if (scale is None or scale.numel() == 1) and loops.usable(x):
+        return loops.cast(x, scale, (0, 0), fmt.dtype)
+    return reference.cast(x, scale, fmt, bounded=bounded)
+
+
+def cast_blocks(
+    x: torch.Tensor, scale: torch.Tensor, rows: int, cols: int, fmt: FloatFormat, *, bounded: bool = False
+) -> torch.Tensor:
+    """Codes [M, N] of a matrix under one scale for every block of rows x cols (0: the whole extent of that dimension).
+
+    Args:
+        scale: float32 [ceil(M / rows), ceil(N / cols)], finite and positive.
+        bounded: as in ``cast``.
+    """
+    if loops.usable(x):
+        return loops.cast(x, scale, (rows, cols), fmt.dtype)
+    blocks = scaling.blocked(x, rows, cols)
+    codes = reference.cast(blocks, scale[:, None, :, None], fmt, bounded=bounded)
+    padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
+    codes = codes.view(padded)[: x.shape[0], : x.shape[1]]
+    # A copy even of whole rows: a view of them would keep the padding alive for as long as the codes.
+    return codes if padded == tuple(x.shape) else codes.clone(memory_format=torch.contiguous_format)
+
+
+def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: bool = False) -> torch.Tensor:
+    """The real numbers that codes stand for: as ``numerics.cast.decode``."""
+    if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
+        return decode(codes.t(), dtype, finite=finite).t()
+    if loops.usable(codes):
+        wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        return loops.decode(codes, None, (0, 0), wide).to(dtype)
+    return reference.decode(codes, dtype, finite=finite)
+
+
+def decode_blocks(
+    codes: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Codes times the scale (float32 or E8M0) of their block, rounded once to dtype; None where C does not do it."""
+    if dtype not in (torch.bfloat16, torch.float32) or not loops.usable(codes):
+        return None
+    scale = scale_inv if scale_inv.dtype == torch.float32 else e8m0_to_scale_inv(scale_inv.view(torch.uint8))
+    return loops.decode(codes, scale, block, dtype)
+
+
+def block_amaxes(
+    x: torch.Tensor, blocks: Sequence[tuple[int, int]]
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The amax of every block, and how many elements are NaN or Inf: as ``numerics.scaling.block_amaxes``."""
+    if x.numel() and loops.usable(x):
+        amaxes, total = loops.block_amaxes(x, blocks)
+        return amaxes, torch.tensor(total, dtype=torch.int64, device="cpu") if total else None
+    return scaling.block_amaxes(x, blocks)
+
+
+def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """MX block scales: as ``numerics.scaling.compute_e8m0``."""
+    return (
+        loops.e8m0_of_amax(amax, fmt.max_exponent) if loops.usable(amax) else scaling.compute_e8m0(amax, fmt)
+    )
+
+
+def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
+    """float32 2^(e8m0 - 127): as ``numerics.scaling.e8m0_to_scale_inv``."""
+    return loops.power_of_e8m0(e8m0, False) if loops.usable(e8m0) else scaling.e8m0_to_scale_inv(e8m0)
+
+
+def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
+    """float32 2^(127 - e8m0): as ``numerics.scaling.e8m0_to_scale``."""
+    return loops.power_of_e8m0(e8m0, True) if loops.usable(e8m0) else scaling.e8m0_to_scale(e8m0)

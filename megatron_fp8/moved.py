@@ -1,0 +1,56 @@
+"""Module paths that documentation once named, and where they lead today, so that code written by it still runs.
+
+Nothing in this package imports an old path. A path that was never documented is not here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+MOVED = {
+    "calibration": "inference.calibration",
+    "checkpoint_files": "files.checkpoint",
+    "context": "plan.switch",
+    "graph": "state.graph",
+    "linear_op": "linear.compiled",
+    "loss_scaler": "state.loss_scaler",
+    "mcore.checkpoint_saver": "mcore.checkpoint.saver",
+    "trainer": "nn.trainer",
+}
+"""Old module -> today's, both relative to the package."""
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        package, _, old = fullname.partition(".")
+        if package != _PACKAGE or old not in MOVED:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        now = f"{_PACKAGE}.{MOVED[module.__name__.partition('.')[2]]}"
+        warnings.warn(f"{module.__name__} is now {now}: import it from there.", FutureWarning, stacklevel=2)
+        real = importlib.import_module(now)
+
+        def look(name: str) -> Any:
+            return getattr(real, name)
+
+        vars(module)["__getattr__"] = look
+        module.__doc__ = f"See {now}."
+
+
+def install() -> None:
+    """Makes the old paths importable. Once a process; called when the package is imported."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,28 @@
+"""The package's import order, from left to right. What is in one group does not import each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
+
+STREAM: list[tuple[str, ...]] = [
+    ("files",),
+    ("numerics",),
+    ("recipe",),
+    ("kernels",),
+    ("tensor",),
+    ("backends",),
+    ("state",),
+    ("quantizer",),
+    ("plan", "params"),
+    ("linear",),
+    ("nn",),
+    ("inference",),
+    ("fp8_utils",),
+    ("mcore",),
+    ("train",),
+    ("huggingface",),
+    ("commands",),
+    ("__main__", "moved"),
+]

@@ -1,0 +1,42 @@
+"""docs/architecture.md: the paths and names of the map are those of the tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.support.architecture import PACKAGE, STREAM
+
+PAGE = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_every_room_has_its_line():
+    rows = re.findall(r"^\| `(\w+)/` \|", PAGE, re.M)
+    assert sorted(rows) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+
+
+def test_the_import_order_is_the_tested_one():
+    told = PAGE.split("## Import order")[1].split("Only `mcore`")[0]
+    order = [tuple(name.split(" | ")) for name in re.split(r"\s*->\s*", told.strip())]
+    assert [set(group) for group in order] == [
+        set(group) for group in STREAM if not {"__main__", "moved"} & set(group)
+    ]
+
+
+def test_every_stop_is_there():
+    stops = re.findall(r"`([\w/]+\.py)`(?: `(\w+)`)?", PAGE)
+    assert len(stops) > 25
+    for file, name in stops:
+        if file.startswith("tests/"):
+            continue
+        path = PACKAGE / file
+        assert path.is_file(), file
+        if name:
+            defined = {getattr(node, "name", None) for node in ast.walk(ast.parse(path.read_text()))}
+            assert name in defined, f"{file} has no {name}"
+
+
+def test_every_folder_is_there():
+    for folder in re.findall(r"`([\w/]+)/`", PAGE):
+        assert any((base / folder).is_dir() for base in (PACKAGE, *PACKAGE.glob("*"), PACKAGE.parent)), folder
