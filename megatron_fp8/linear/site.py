@@ -108,11 +108,6 @@ class GemmSite:
         return self.plan.precision == "fp8"
 
     @property
-    def runs_fp8(self) -> bool:
-        """Whether the plan's FP8 is in force in this iteration, outside warm-up and healing."""
-        return self.is_fp8 and self.state.phase == "fp8"
-
-    @property
     def has_histories(self) -> bool:
         """Whether scales of some operand are delayed."""
         return any(q is not None and q.slot.delayed is not None for q in self.quantizers.values())

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fp8.linear.function import fp8_linear, observe_high_precision
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
-from megatron_fp8.plan.switch import fp8_disabled
+from megatron_fp8.plan.switch import current_switch, fp8_disabled, runs_fp8
 from megatron_fp8.recipe import Float8CurrentScaling
 from megatron_fp8.state.arena import Fp8State
 from megatron_fp8.state.phases import Phases
@@ -279,10 +279,8 @@ def test_switches_and_phases_are_guarded():
     x, w, dy = data(40, 64, 48)
 
     def linear(x: torch.Tensor, w: torch.Tensor, site: GemmSite, inside: bool) -> torch.Tensor:
-        from megatron_fp8.plan.switch import disabled_reason
-
         with fp8_disabled("inside" if inside else None):
-            if disabled_reason() is None and site.runs_fp8:
+            if runs_fp8(site, current_switch()):
                 return fp8_linear(x, w, None, site)
             return observe_high_precision(x, w, torch.nn.functional.linear(x, w), site)
 

@@ -1,0 +1,55 @@
+"""How many files of the package a reader has to open to follow a hidden state through a linear, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import megatron_fp8
+from tests.support.fp8_gpt import fp8_config
+from tests.support.ranks import Layout, RankPool, model_parallel
+
+PACKAGE = Path(megatron_fp8.__file__).parent
+TOKENS, INPUTS, OUTPUTS = 256, 128, 256
+
+
+def visited(rows: int) -> dict[str, list[str]]:
+    """A rank case: files and functions of the second iteration, whose delayed scales have a history."""
+    from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear
+    from megatron_fp8.mcore.sites import state_of
+
+    layout = Layout(tp=2, sp=True)
+    seen: dict[str, set[str]] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            seen.setdefault(str(path.relative_to(PACKAGE)), set()).add(frame.f_code.co_name)
+
+    with model_parallel(layout):
+        config = fp8_config(layout, "delayed", gradient_accumulation_fusion=False)
+        init = functools.partial(torch.nn.init.normal_, std=0.02)
+        linear = Fp8ColumnParallelLinear(
+            INPUTS, OUTPUTS, config=config, init_method=init, bias=False, gather_output=False
+        )
+        for traced in (False, True):
+            x = torch.randn(rows // layout.tp, 1, INPUTS).bfloat16().requires_grad_()
+            if traced:
+                sys.setprofile(note)
+            try:
+                linear(x)[0].sum().backward()
+            finally:
+                sys.setprofile(None)
+            counts = state_of(config).finish_iteration()
+        assert counts.fp8_gemms == 3 and x.grad is not None and x.grad.isfinite().all()
+    return {file: sorted(names) for file, names in sorted(seen.items())}
+
+
+def test_a_hidden_state_visits_at_most_nine_files(ranks: RankPool) -> None:
+    for seen in ranks(2).run(visited, TOKENS):
+        assert len(seen) <= 9, "\n".join(f"{file}: {', '.join(names)}" for file, names in seen.items())
