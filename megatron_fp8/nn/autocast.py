@@ -35,6 +35,6 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | str | None = None) -> It
     here = current_switch()
     if recipe is not None:
         here = here.with_recipe(Fp8Config(recipe=recipe).resolved_recipe)
-    off, reason = ("none", "") if enabled else ("all", "fp8_autocast(enabled=False)")
-    with switched(here._replace(off=off, reason=reason)):
+    on = here._replace(off="none", reason="")
+    with switched(on if enabled else here._replace(off="all", reason="fp8_autocast(enabled=False)")):
         yield

@@ -130,7 +130,7 @@ class Fp8Layer(torch.nn.Module):
         if self.weight.device != before:
             for (device, _), site in self._sites.items():
                 if device == before:
-                    site.forget_weight()
+                    site.weights.forget()
             ran = None if before.type == "meta" else self._sites.get((before, ""))
             self.__dict__.update(_left=ran or self._left, _ready_on=None)
             self._family.leave_device(before)

@@ -13,7 +13,6 @@ from megatron_fp8.linear.function import fp8_linear, observe_high_precision
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.switch import current_switch, fp8_disabled, runs_fp8
-from megatron_fp8.recipe import Float8CurrentScaling
 from megatron_fp8.state.arena import Fp8State
 from megatron_fp8.state.phases import Phases
 from tests.support.compare import assert_same_bytes
@@ -335,7 +334,7 @@ def test_operators_are_what_their_descriptions_say(name):
     x, w, dy = leaves(*data(40, 64, 48))
     site = make_site(name)[0]
     keeps = name != "no-input"
-    arguments = (x, w, None, site.handle, site.saved_layout, "", keeps, True, 0)
+    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", keeps, True, 0)
     torch.library.opcheck(linear_op.linear, arguments)
     with torch.no_grad():
         _, *kept, stamp, scale = linear_op.linear(*arguments)
@@ -346,8 +345,8 @@ def test_operators_are_what_their_descriptions_say(name):
             w.detach(),
             stamp,
             scale,
-            site.handle,
-            site.saved_layout,
+            site.traced.handle,
+            site.traced.saved_layout,
             "",
             0,
             True,
@@ -355,19 +354,7 @@ def test_operators_are_what_their_descriptions_say(name):
             dy.dtype,
         )
         torch.library.opcheck(linear_op.linear_backward, arguments)
-    torch.library.opcheck(linear_op.observe, (x, w, dy, site.handle, 0))
-
-
-def test_sites_are_known_as_long_as_they_live():
-    from megatron_fp8.linear.site import site_by_handle
-    from megatron_fp8.plan.site_plan import fp8_site
-
-    site = GemmSite(fp8_site("a", 0, Float8CurrentScaling(), "emulated", "test"), Fp8State(), None)
-    handle = site.handle
-    assert site_by_handle(handle) is site
-    del site
-    with pytest.raises(RuntimeError, match="gone"):
-        site_by_handle(handle)
+    torch.library.opcheck(linear_op.observe, (x, w, dy, site.traced.handle, 0))
 
 
 def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch):
@@ -375,7 +362,7 @@ def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch)
 
     x, w, _ = data(40, 64, 48)
     site = make_site("rowwise")[0]
-    arguments = (x, w, None, site.handle, site.saved_layout, "", False, True, 0)
+    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", False, True, 0)
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     linear_op.linear(*arguments)
