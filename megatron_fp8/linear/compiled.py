@@ -145,6 +145,12 @@ def linear(
         number: tells this call from others; not used.
     """
     found = _site(site)
+    if in_recompute() and not found.has_run:
+        raise RuntimeError(
+            f"{found.plan.name}: FP8 was switched off, or to another recipe, around a compiled forward, and its"
+            " recomputation, which finds what is said in the backward, would not run so: checkpoint"
+            " megatron_fp8.plan.switch.remember_fp8(function) in place of the compiled function"
+        )
     call = Call(found, _parallel(tp), training and not in_recompute(), not training, not keeps)
     if not in_recompute():
         found.traced.gradient_owner = weakref.ref(weight) if hasattr(weight, "main_grad") else None

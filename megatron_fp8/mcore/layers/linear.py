@@ -19,7 +19,7 @@ from ...linear.site import GemmSite
 from ...linear.tensor_parallel import TensorParallel
 from ...plan.switch import Forwards, Switch, in_recompute, layer_being_built, runs_fp8
 from ..checkpoint.fp8_state import sharded_slots, take_slots
-from ..owed import require_settled
+from ..owed import refuse_unsettled
 from ..sites import count_high_precision, make_site, prepare
 
 
@@ -51,9 +51,8 @@ class _Fp8Site:
     @property
     def fp8_site(self) -> GemmSite:
         """This layer's site; a layer outside any prepared model resolves its own."""
-        if (
-            not self._sited
-        ):  # not asked of _site: a tracer that has looked at it would not see what is put there now
+        # Not asked of _site: a tracer that has looked at it would not see what is put there now.
+        if not self._sited:
             if torch.compiler.is_compiling():
                 from ...linear.compiled import prepare_layer  # loads torch's compiler
 
@@ -95,16 +94,12 @@ class _Fp8Site:
     def _fp8_forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
     ) -> torch.Tensor:
-        site, options = (
-            self.fp8_site,
-            {"training": self.training, "save_original_input": self.save_original_input},
-        )
-        if (
-            torch.compiler.is_compiling()
-        ):  # a flag that changes would be another graph; the operator sees to the rest
+        site = self.fp8_site
+        options = {"training": self.training, "save_original_input": self.save_original_input}
+        if torch.compiler.is_compiling():  # would guard on is_first_microbatch; operators see to the rest
             return fp8_linear(x, weight, bias, site, tp, **options)
-        if self.training and not in_recompute():
-            require_settled(site.state)
+        if site.state.owed and self.training and not in_recompute():
+            refuse_unsettled()
         fresh, self.is_first_microbatch = self.is_first_microbatch, False
         with nullcontext() if self.training else site.state.uncounted():
             return fp8_linear(x, weight, bias, site, tp, fresh_weight=fresh, **options)

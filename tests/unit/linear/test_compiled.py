@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fp8.linear.function import fp8_linear, observe_high_precision
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
-from megatron_fp8.plan.switch import current_switch, fp8_disabled, runs_fp8
+from megatron_fp8.plan.switch import current_switch, fp8_disabled, remember_fp8, runs_fp8
 from megatron_fp8.state.arena import Fp8State
 from megatron_fp8.state.phases import Phases
 from tests.support.compare import assert_same_bytes
@@ -300,6 +300,23 @@ def test_switches_and_phases_are_guarded():
         assert sites[1].state.arenas[0].rows[0, :3].all()
         alike(*sites)
     assert graphs() <= 4
+
+
+def test_a_compiled_function_that_is_checkpointed_needs_to_be_told():
+    """Its recomputation looks at the switch of the backward: in FP8 what had run without is an error, not a gradient."""
+    x, w, dy = data(40, 64, 48)
+
+    def linear(x: torch.Tensor, w: torch.Tensor, site: GemmSite) -> torch.Tensor:
+        return fp8_linear(x, w, None, site) if runs_fp8(site, current_switch()) else x @ w.t()
+
+    function, (x, w) = compiled(linear), leaves(x, w)
+    with fp8_disabled("around the forward"):
+        guessed = checkpoint(function, x, w, make_site("rowwise")[0], use_reentrant=True)
+        told = checkpoint(remember_fp8(function), x, w, make_site("rowwise")[0], use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"switched off, or .* around a compiled forward.*remember_fp8"):
+        guessed.backward(dy)
+    told.backward(dy)
+    assert_same_bytes(x.grad, dy @ w.detach())
 
 
 def test_weights_that_live_as_fp8_break_the_graph_and_keep_their_bits():
