@@ -19,7 +19,7 @@ from megatron_fp8.fp8_utils import (
     is_first_last_bf16_layer,
     is_float8tensor,
 )
-from megatron_fp8.nn import convert_to_fp8, fp8_step
+from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_step
 from megatron_fp8.plan.switch import LayerBeingBuilt, Switch, current_switch, layer_being_built
 from megatron_fp8.recipe import (
     CustomRecipe,
@@ -223,6 +223,23 @@ def test_layers_of_ones_own_stay_in_bf16_where_the_context_says_so(recompute):
     assert fp8_step(layers).fp8_gemms == 3 * (4 if recompute else 3)
     warm = [layer.fp8_site.quantizers["input"].slot.warm for layer in layers]
     assert warm == [False, False, True, True, True, False], "scales come from what ran in FP8"
+
+
+def test_compiled_code_enters_contexts_of_layers():
+    asked = config(fp8_recipe="rowwise", **BF16_LAYERS)
+    layer, x = Fp8Linear(32, 32, recipe="rowwise"), torch.ones(8, 32)
+
+    def block(x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for number in (0, 3):
+            with get_fp8_context(asked, number):
+                found.append(layer(x))
+        return found
+
+    torch._dynamo.reset()
+    first, middle = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(first, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert torch.equal(middle, layer(x)) and not torch.equal(middle, first)
 
 
 def test_context_without_fp8_does_nothing():
