@@ -219,6 +219,13 @@ class Meeting:
         assert self._store is not None
         self._store.set(f"at {stage} {self.rank}", "1")
 
+    def first_to_say(self, what: str) -> int:
+        """The rank that said `what` first: this one, if nobody had. After `arrive`."""
+        if self.world_size == 1:
+            return self.rank
+        assert self._store is not None
+        return int(self._store.compare_set(what, "", str(self.rank)))
+
     # ------------------------------------------------------------------------------------------ waiting
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:

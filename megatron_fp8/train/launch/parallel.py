@@ -233,16 +233,38 @@ def _check_experts(model: Any) -> None:
         )
 
 
-def gpu_of(local_rank: int, visible: int) -> int:
+def gpu_of(launch: Launch, visible: int) -> int:
     """The number of this process's GPU among those that it sees; a launcher may show each process its own alone.
 
     Raises ValueError if there are more processes than GPUs.
     """
-    if visible > 1 and local_rank >= visible:
+    if visible > 1 and launch.local_rank >= visible:
         raise ValueError(
-            f"local rank {local_rank} has no GPU: this node shows {visible}. Launch one process for each GPU."
+            f"local rank {launch.local_rank} has no GPU: this node has {launch.local_world_size} processes and shows"
+            f" {visible} GPUs. {_ONE_EACH}."
         )
-    return local_rank if visible > 1 else 0
+    return launch.local_rank if visible > 1 else 0
+
+
+_ONE_EACH = "Launch one process for each GPU (torchrun --nproc-per-node, srun --ntasks-per-node)"
+
+
+def check_own_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ValueError if a rank that came earlier has the current GPU, which NCCL would call a duplicate.
+
+    Not where NCCL was told to put several ranks on a GPU.
+    """
+    if environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
+        return
+    assert launch.meeting is not None
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    first, visible = launch.meeting.first_to_say(f"GPU {gpu}"), torch.cuda.device_count()
+    if first != launch.rank:
+        raise ValueError(
+            f"ranks {first} and {launch.rank} have the same GPU, {gpu}: this node has {launch.local_world_size}"
+            f" processes, and this one sees {visible} GPU{'s' * (visible > 1)}. {_ONE_EACH}, or have each shown its own"
+            " (srun --gpus-per-task=1)."
+        )
 
 
 def backend() -> str:
@@ -253,14 +275,15 @@ def backend() -> str:
 def join(launch: Launch, model: Any, train: TrainSection) -> None:
     """Threads, device, process group (gloo without CUDA, nccl with), Megatron's groups and random streams.
 
-    Raises ValueError if the layout does not fit the world size, or train.deterministic the environment.
+    Raises ValueError if the layout does not fit the world size, train.deterministic the environment, or the processes the
+    GPUs.
     """
     check_layout(model, train, launch.world_size)
     if train.deterministic:
         be_deterministic()
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(gpu_of(launch.local_rank, torch.cuda.device_count()))
+        torch.cuda.set_device(gpu_of(launch, torch.cuda.device_count()))
         look_at_gpu_machine(launch.local_world_size)
     else:
         say_unused_gpu()
@@ -268,6 +291,8 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     if not dist.is_initialized():
         assert launch.meeting is not None
         launch.meeting.arrive("the process group")
+        if cuda:
+            check_own_gpu(launch)
         timeout = timedelta(minutes=train.distributed_timeout_minutes)
         dist.init_process_group(
             backend(),

@@ -74,6 +74,13 @@ def test_equal_facts_are_agreed_on_and_the_process_group_gets_a_store(launch):
     assert stores[2].get("from") == b"rank 0"
 
 
+def test_of_what_only_one_may_have_each_hears_who_has_it(launch):
+    ranks = launch([0, 1, 2], 3)
+    everywhere(lambda one: one.arrive("here", 20.0), *((one,) for one in ranks))
+    said = ((ranks[2], "a"), (ranks[0], "a"), (ranks[1], "b"), (ranks[2], "a"))
+    assert [one.first_to_say(what) for one, what in said] == [2, 2, 1, 2]
+
+
 def test_a_rank_that_looked_at_nothing_takes_rank_0s_word(launch):
     """Of a node's ranks one looks at the files; one that has seen others is told apart all the same."""
     ranks = launch([0, 1, 2], 3)

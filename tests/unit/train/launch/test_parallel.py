@@ -4,6 +4,7 @@ import os
 import re
 import stat
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_fp8 import kernels
 from megatron_fp8.commands import train as app
 from megatron_fp8.train.config.run_config import parse
 from megatron_fp8.train.launch import parallel
-from megatron_fp8.train.launch.parallel import Launch, check_layout, find_launch, gpu_of
+from megatron_fp8.train.launch.parallel import Launch, check_layout, check_own_gpu, find_launch, gpu_of
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -53,11 +54,42 @@ def test_a_local_rank_counts_where_nobody_says_how_many_there_are():
     assert find_launch({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}).local_world_size == 2
 
 
+def on_node(rank, processes):
+    return Launch("torchrun", rank, 64, rank, processes)
+
+
 def test_each_process_has_a_gpu():
-    assert [gpu_of(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
-    assert gpu_of(3, 1) == 0  # srun --gpus-per-task=1 shows each process its own
-    with pytest.raises(ValueError, match="local rank 4 has no GPU: this node shows 4"):
-        gpu_of(4, 4)
+    assert [gpu_of(on_node(rank, 4), 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert gpu_of(on_node(3, 4), 1) == 0  # srun --gpus-per-task=1 shows each process its own
+    with pytest.raises(
+        ValueError, match="local rank 4 has no GPU: this node has 8 processes and shows 4 GPUs"
+    ):
+        gpu_of(on_node(4, 8), 4)
+
+
+def test_a_gpu_that_another_rank_has_is_told_before_nccl_starts(monkeypatch):
+    """Processes that see one GPU each may see the same: the launcher's way to show each its own goes on working."""
+    said: dict[str, int] = {}
+
+    def ranks(gpus, **environ):
+        for rank, gpu in enumerate(gpus):
+            monkeypatch.setattr(
+                torch.cuda, "get_device_properties", lambda at, gpu=gpu: SimpleNamespace(uuid=gpu)
+            )
+            meeting = SimpleNamespace(first_to_say=lambda what, rank=rank: said.setdefault(what, rank))
+            check_own_gpu(replace(on_node(rank, 3), meeting=meeting), environ)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    ranks(["a", "b", "c"])
+    said.clear()
+    wanted = (
+        "ranks 0 and 2 have the same GPU, a: this node has 3 processes, and this one sees 1 GPU. Launch one"
+    )
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        ranks(["a", "b", "a"])
+    said.clear()
+    ranks(["a", "a"], NCCL_MULTI_RANK_GPU_ENABLE="1")
 
 
 def test_the_first_host_of_a_node_list_comes_from_scontrol(tmp_path, monkeypatch):
