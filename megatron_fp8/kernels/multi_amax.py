@@ -96,6 +96,7 @@ def _update(
                 amax = tl.maximum(amax, tl.max(tl.load(ring[:, None] + entry, mask=past, other=0.0), 1))
         largest = tl.load(fp8_max + slot, mask=held, other=1.0)
         tl.store(scale + at, scale_of(as_bits(amax), largest, epsilon, factor), mask=is_seen)
+    tl.debug_barrier()  # what is written from here on, other threads of the program have read above
     # A ring of one entry rolls onto itself, and its running entry is zero again.
     following = tl.where(first + 1 == length, 0, first + 1)
     rolls = is_seen & (following != first)

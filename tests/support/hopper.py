@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron_fp8.kernels import first
 from megatron_fp8.kernels.block_matmul import block_matmul
 from megatron_fp8.kernels.fp8_transpose import transpose
 from megatron_fp8.kernels.multi_amax import update_delayed
@@ -54,7 +55,8 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
 
 def compiled(function: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What the launches of function() became: kernel name, ptx, instructions, registers and spilled bytes a thread.
+    """What the launches of function() became: kernel name, instructions, registers and spilled bytes a thread, and which
+    of Triton's options were named.
 
     Tensors may be on any device, meta too; arguments are specialised as at a real launch (16-byte alignment,
     multiples of 16, ones and None).
@@ -82,7 +84,7 @@ def compiled(function: Callable[[], Any]) -> list[dict[str, Any]]:
         built = triton.compile(
             ASTSource(self, signature, constants, attributes), target=TARGET, options=options
         )
-        found.append(described(self.__name__, built))
+        found.append(described(self.__name__, built) | {"options": sorted(options)})
 
     triton.JITFunction.run = run
     try:
@@ -160,6 +162,15 @@ def launches() -> dict[str, Callable[[], Any]]:
             empty(900, 1024),
             empty(900),
         ),
+        "update-short": lambda: update_delayed(
+            empty(900),
+            empty(900),
+            empty(900, dtype=many),
+            empty(900, dtype=many),
+            empty(900, 2),
+            empty(900),
+        ),
+        "first": lambda: first.launch(empty(1, dtype=torch.int32)),
         "matmul": lambda: block_matmul(codes, by_row, weight, square, b_height=128),
         "matmul-wgrad": lambda: block_matmul(grads, by_row, codes, by_row, out_dtype=torch.float32),
     }

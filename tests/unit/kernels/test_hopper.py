@@ -54,6 +54,16 @@ def test_nothing_flushes_subnormals_or_approximates(launches):
             assert not [o for o in opcodes if o.startswith("fma.")], f"{launch['name']} contracts"
 
 
+def test_every_launch_says_whether_sums_are_contracted(launches):
+    """Triton's default changes between versions, and some warn where it is not named."""
+    assert [launch["name"] for launch in launches if "enable_fp_fusion" not in launch["options"]] == []
+
+
+def test_histories_are_read_before_they_are_written(launches):
+    """By other threads of a program, and for short histories nothing else makes them wait."""
+    assert all("bar.sync" in launch["opcodes"] for launch in named(launches, "update"))
+
+
 def test_codes_are_made_by_the_hardware(launches):
     for launch in launches:
         if launch["kernel"] in ("cast_tensor", "cast_rows", "quantize_tiles"):
