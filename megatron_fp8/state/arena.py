@@ -128,16 +128,19 @@ class Arena:
         return held.index, held.unrolled()
 
     def saved_slot(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of a delayed slot: float32 scale [1] and amax_history [length], uint8 warm [1].
+        """What a checkpoint keeps of a delayed slot: float32 scale [1] and amax_history [length], uint8 warm [1] (CPU).
 
         amax_history[0] is the running amax of an iteration that has begun, the last entry is the latest iteration's.
+        Nothing is read back.
         """
         assert slot.delayed is not None
         held = self._histories[slot.delayed, slot.fmt.name]
         held.grow()
-        history = held.rows[slot.column].roll(-int(held.head[slot.column]))
+        ring = held.rows[slot.column]
+        order = torch.arange(len(ring), device=ring.device, dtype=torch.int64) + held.head[slot.column]
+        history = ring[order % len(ring)]
         history[0] = self.rows[0, slot.index]
-        warm = torch.tensor([slot.warm], dtype=torch.uint8, device=self.device)
+        warm = torch.tensor([slot.warm], dtype=torch.uint8, device="cpu")
         return {
             "scale": self.scale[slot.index : slot.index + 1].clone(),
             "amax_history": history,
@@ -188,15 +191,17 @@ class Arena:
         self._agreed = len(self.slots)
 
     @keeping_subnormals
-    def reduce(self) -> int:
-        """Max both rows over the group; the number of collectives that took.
+    def reduce(self) -> torch.Tensor:
+        """Max both rows over the group, of the slots that all ranks share; nothing is read back.
 
-        None for a single rank, else one, plus one in an iteration that brought new slots.
+        Returns:
+            float32 [2]: whether slots are left for ``reduce_new``, and the sum of non-finite counts. One collective, or
+            none for a single rank.
         """
         self._trim()
         self.own_nonfinite = self.rows[1].clone()
         if self.world_size == 1:
-            return 0
+            return torch.stack([self.rows.new_zeros(()), self.rows[1].sum()])
         if self._agreed is None:
             self.check_names()
         agreed = self._agreed
@@ -206,13 +211,22 @@ class Arena:
         wire = torch.cat([self.rows[:, :agreed].reshape(-1), self.rows.new_full((1,), more)])
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
         self.rows[:, :agreed] = wire[:-1].view(2, agreed)
-        if not wire[-1]:
-            return 1
+        self.counts.amax_collectives += 1
+        return torch.stack([wire[-1], self.rows[1].sum()])
+
+    @keeping_subnormals
+    def reduce_new(self) -> float:
+        """The same of the slots that came since ranks last agreed; the sum of non-finite counts of all slots.
+
+        Collective: where ``reduce`` said that any rank has such.
+        """
+        agreed = self._agreed
         self.check_names()
         late = self.rows[:, agreed:].contiguous()
         dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.group)
         self.rows[:, agreed:] = late
-        return 2
+        self.counts.amax_collectives += 1
+        return float(self.rows[1].sum())
 
     @keeping_subnormals
     def update(self, iteration: int) -> None:
@@ -388,10 +402,11 @@ class Fp8State:
         Collective: every rank of every group must call it, each iteration. Not inside a CapturedStep, which does it.
         """
         assert not self.capturing, "CapturedStep finishes the iteration that it captures"
-        for arena in self.arenas:
-            self.counts.amax_collectives += arena.reduce()
-            arena.update(self.iteration)
-            self.counts.nonfinite += int(arena.last_nonfinite.sum())
+        if self.arenas:
+            told = torch.stack([arena.reduce() for arena in self.arenas]).tolist()  # all that is read back
+            for arena, (more, nonfinite) in zip(self.arenas, told, strict=True):
+                self.counts.nonfinite += int(arena.reduce_new() if more else nonfinite)
+                arena.update(self.iteration)
         self.last = self.counts
         self._count_in(IterationCounts())
         self.iteration += 1

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
@@ -108,16 +113,36 @@ def test_slots_added_on_all_ranks_are_reduced_from_then_on(ranks: RankPool):
     assert first == second == [([224], 1), ([112], 1), ([56] * 3, 2), ([28] * 3, 1)]
 
 
-def collectives_of_two_groups() -> tuple[int, list[list[float]]]:
-    """World and a group of one: each arena is reduced over its own ranks."""
+def collectives_of_two_groups() -> tuple[int, list[list[float]], int]:
+    """World and a group of one: each arena is reduced over its own ranks. And how often the host read a tensor after."""
     rank = dist.get_rank()
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     state = Fp8State()
     for group in (dist.group.WORLD, alone):
         observe(state.arena(group).add(None, E4M3), 1.0 + rank)
     counts = state.finish_iteration()
-    return counts.amax_collectives, [arena.last_amax.tolist() for arena in state.arenas]
+    amaxes = [arena.last_amax.tolist() for arena in state.arenas]
+    with reads() as read:
+        state.finish_iteration()
+    return counts.amax_collectives, amaxes, len(read)
 
 
-def test_each_group_has_its_own_arena(ranks: RankPool):
-    assert ranks(2).run(collectives_of_two_groups) == [(1, [[2], [1]]), (1, [[2], [2]])]
+@contextmanager
+def reads() -> Iterator[list[str]]:
+    """What inside makes the host wait for a GPU: numbers read, one by one or as a list."""
+    found: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+                found.append(str(func))
+            return func(*args, **kwargs or {})
+
+    as_list = torch.Tensor.tolist
+    with pytest.MonkeyPatch.context() as patch, Watch():
+        patch.setattr(torch.Tensor, "tolist", lambda x: found.append("tolist") or as_list(x))
+        yield found
+
+
+def test_each_group_has_its_own_arena_and_all_are_read_at_once(ranks: RankPool):
+    assert ranks(2).run(collectives_of_two_groups) == [(1, [[2], [1]], 1), (1, [[2], [2]], 1)]
