@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megatron_fp8.files.checkpoint import read_manifest
-from tests.functional.test_train_app import APP, environment
+from tests.support.command import APP, environment
 from tests.support.kept_checkpoints import options, unpacked
 from tests.support.manifests import edit
 

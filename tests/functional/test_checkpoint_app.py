@@ -18,7 +18,7 @@ import yaml
 
 from megatron_fp8.commands.inspect import main as inspect
 from megatron_fp8.files.checkpoint import check_files, complete_checkpoints, latest_checkpoint, read_manifest
-from tests.functional.test_train_app import APP, MEASURED, MODEL, environment, lines
+from tests.support.command import APP, MEASURED, MODEL, environment, lines
 from tests.support.manifests import edit
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.functional.test_train_app import ROOT, environment, lines
+from tests.support.command import ROOT, environment, lines
 
 SMALL = [
     "--model.num_layers=2", "--model.hidden_size=64", "--model.ffn_hidden_size=128", "--model.kv_channels=16",

@@ -9,7 +9,7 @@ import sys
 import transformers
 
 from megatron_fp8.commands.export import main as export_main
-from tests.functional.test_train_app import ROOT, environment, lines
+from tests.support.command import ROOT, environment, lines
 
 
 def test_the_example_imports_trains_exports_and_compares(tmp_path):

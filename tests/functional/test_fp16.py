@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.functional.test_fp8_health import OVERLAP, made_sick, masters
 from tests.support.fp8_gpt import fp8_config, record_steps
 from tests.support.gpt import build_chunks, build_optimizer, train_step
 from tests.support.ranks import Layout, RankPool, model_parallel
 from tests.support.resume import Training
+from tests.support.sick import OVERLAP, made_sick, masters
 
 FP16: dict[str, Any] = {
     "fp16": True,

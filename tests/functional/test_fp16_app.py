@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megatron_fp8.train.report import format_report
-from tests.functional.test_train_app import APP, MEASURED, MODEL, environment, lines
+from tests.support.command import APP, MEASURED, MODEL, environment, lines
 
 OPTIONS = [
     "--model.fp16=true", "--optimizer.use_distributed_optimizer=true", "--optimizer.initial_loss_scale=4194304",

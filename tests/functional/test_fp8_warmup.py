@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.test_train_app import APP, MODEL, lines, run
+from tests.support.command import APP, MODEL, lines, run
 from tests.support.delayed import PlainSlot
 from tests.support.fp8_gpt import MOE, SITES, Watched, digest, fp8_config, watched_gemms
 from tests.support.gpt import build_chunks, build_optimizer, train_step

@@ -14,7 +14,7 @@ import yaml
 
 from megatron_fp8.files.checkpoint import latest_checkpoint
 from megatron_fp8.inference.calibration import load_calibration
-from tests.functional.test_train_app import APP, MODEL, environment
+from tests.support.command import APP, MODEL, environment
 from tests.support.manifests import edit
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from tests.functional.test_train_app import APP, TWO_RANKS, config, folder, lines, run, torchrun  # noqa: F401
+from tests.support.command import APP, TWO_RANKS, lines, run, torchrun
 
 
 def errors(done):
     return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
 
 
-def test_ranks_that_differ_end_with_2_before_the_first_step_and_one_line_says_why(folder, config):  # noqa: F811
+def test_ranks_that_differ_end_with_2_before_the_first_step_and_one_line_says_why(folder, config):
     out, options = folder / "runs" / "differ", folder / "options.json"
     options.write_text(json.dumps({"1": ["--optimizer.lr=0.5", "--model.fp8_format=mxfp8"]}))
     start = time.monotonic()
@@ -26,7 +26,7 @@ def test_ranks_that_differ_end_with_2_before_the_first_step_and_one_line_says_wh
     assert not out.exists()
 
 
-def test_steps_that_are_skipped_for_ever_end_the_run_as_failed(folder, config):  # noqa: F811
+def test_steps_that_are_skipped_for_ever_end_the_run_as_failed(folder, config):
     out = folder / "runs" / "spoiled"
     more = ["--train.train_iters=20", "--train.max_skipped_steps=3", "--checkpoint.save_interval=1"]
     more += ["--train.log_interval=1", "--train.eval_iters=0"]
@@ -39,7 +39,7 @@ def test_steps_that_are_skipped_for_ever_end_the_run_as_failed(folder, config): 
     assert "gradient norm " in done.stdout and "  lr 0.01  " in done.stdout
 
 
-def test_a_corpus_that_is_cut_short_while_it_is_read_is_an_error_with_its_name(folder, config):  # noqa: F811
+def test_a_corpus_that_is_cut_short_while_it_is_read_is_an_error_with_its_name(folder, config):
     prefix = next((folder / "cache").glob("*/corpus.bin"), None)
     if prefix is None:
         pytest.fail("run this test after one that prepared the text")

@@ -1,96 +1,23 @@
 """The training app as people run it: subprocesses, torchrun, SLURM's variables, files, exit codes."""
 
 import json
-import os
-import random
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.train.config.run_config import known_keys
+from tests.support.command import APP, MEASURED, TWO_RANKS, environment, lines, run, torchrun
 from tests.support.size_table import make_table
 
-ROOT = Path(__file__).parents[2]
-APP = str(ROOT / "tests" / "support" / "app.py")
 FIELDS = [
     "iteration", "lm_loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "mfu", "skipped",
     "loss_scale", "nonfinite", "fp8_gemms", "hp_gemms", "amax_collectives", "peak_memory",
     "mtp_loss",
 ]  # fmt: skip
-MEASURED = {"tokens_per_s", "peak_memory"}  # not a function of config and seed
-
-MODEL = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 128,
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": "silu",
-    "add_bias_linear": False,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.0,
-    "fp8": "hybrid",
-    "fp8_format": "delayed",
-    "first_last_layers_bf16": True,
-    "num_layers_at_start_in_bf16": 2,
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("app")
-
-
-@pytest.fixture(scope="module")
-def config(folder):
-    """A run of four iterations with accumulation of two micro-batches, on text of a few words."""
-    words = random.Random(0).choices(["spam", "eggs", "ham", "toast", "tea", "\n"], k=60_000)
-    (folder / "text.txt").write_text(" ".join(words))
-    content = {
-        "model": MODEL,
-        "train": {
-            "train_iters": 4, "micro_batch_size": 2, "global_batch_size": 4, "seq_length": 64,
-            "eval_interval": 2, "eval_iters": 1, "log_interval": 2,
-        },
-        "optimizer": {"lr": 0.01, "lr_warmup_iters": 1},
-        "data": {"paths": [str(folder / "text.txt")], "split": "80,20,0", "cache_dir": str(folder / "cache")},
-    }  # fmt: skip
-    path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
-TWO_RANKS = ["--model.tensor_model_parallel_size=2", "--model.sequence_parallel=true"]
-
-
-def environment(**more):
-    """This environment without anything of a launcher; one thread."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        kept.pop(name, None)
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
-def run(*command, timeout=150, **variables):
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True, text=True, timeout=timeout, env=environment(**variables), check=False,
-    )  # fmt: skip
-
-
-def torchrun(*command):
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command)
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

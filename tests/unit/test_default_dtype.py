@@ -26,8 +26,8 @@ from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.loss_scaler import unscale_
 from tests.support.compare import assert_same_bytes
+from tests.support.fp8_weights import quantizer_of
 from tests.support.sites import RECIPES
-from tests.unit.params.test_fp8_parameter import quantizer_of
 
 PACKAGE = Path(__file__).parents[2] / "megatron_fp8"
 FACTORIES = {

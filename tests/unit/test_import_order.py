@@ -144,3 +144,14 @@ def test_importing_the_package_loads_torch_and_nothing_heavy():
     heavy = {"megatron", "triton", "transformer_engine", "torchao", "numpy", "jsonargparse", "tensorboard"}
     assert "megatron_fp8" in after
     assert not (after - before) & heavy and not after & {"megatron", "triton", "transformer_engine"}
+
+
+def test_no_test_imports_a_test():
+    """What several tests need is in tests/support."""
+    for path in sorted((PACKAGE.parent / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name for name in names if name.startswith(("tests.unit", "tests.functional"))]
+            assert not found, f"{path}:{node.lineno}: {found}"

@@ -11,8 +11,8 @@ from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.recipe import GEMM_OPERANDS
 from tests.support.compare import assert_same_bytes
+from tests.support.products import assert_close_to_exact, values
 from tests.support.sites import ALL_RECIPES, RECIPES, Outcome, data, make_site, randn, run
-from tests.unit.backends.test_emulated import assert_close_to_exact, values
 
 SHAPES = [  # every pair of sizes of every two of M, K, N once
     (m, k, (1, 7, 33, 129)[(i + j) % 4])

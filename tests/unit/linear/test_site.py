@@ -11,8 +11,8 @@ from megatron_fp8.plan.site_plan import bf16_site, fp8_site
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Fp8State
 from tests.support.compare import assert_same_bytes
+from tests.support.products import assert_close_to_exact, values
 from tests.support.sites import ALL_RECIPES, RECIPES, make_site, randn
-from tests.unit.backends.test_emulated import assert_close_to_exact, values
 
 ROLES = ("input", "weight", "grad_output")
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron_fp8.linear.function import fp8_linear
 from tests.support.collectives import Log, recorded
 from tests.support.ranks import RankPool
+from tests.support.shards import M, Shards, communication
 from tests.support.sites import RECIPES, make_site
-from tests.unit.linear.test_tensor_parallel import M, Shards, communication
 
 
 def traffic(layout: str, name: str, m: int, needs: tuple[int, int]) -> tuple[list[Any], list[Any], list[str]]:

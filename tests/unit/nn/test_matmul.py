@@ -9,8 +9,8 @@ from megatron_fp8 import fp8_matmul, quantize
 from megatron_fp8.linear.site import side_of
 from megatron_fp8.recipe import RECIPES as CLASSES
 from tests.support.compare import assert_same_bytes
+from tests.support.products import assert_close_to_exact
 from tests.support.sites import ALL_RECIPES, randn
-from tests.unit.backends.test_emulated import assert_close_to_exact
 
 NAMES = ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 SHAPES = [(32, 64, 48), (1, 16, 1), (7, 63, 129), (129, 1000, 7)]

@@ -25,7 +25,7 @@ from megatron_fp8.recipe import (
 )
 from megatron_fp8.state.arena import Fp8State
 from tests.support.compare import assert_same_bytes
-from tests.unit.params.test_fp8_parameter import quantizer_of
+from tests.support.fp8_weights import quantizer_of
 
 RECIPES = {
     "tensorwise": Float8CurrentScaling(),

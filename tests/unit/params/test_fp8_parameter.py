@@ -9,40 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp8.backends import BACKENDS
 from megatron_fp8.params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, fp8_parameter
-from megatron_fp8.quantizer import Quantizer, quantize
+from megatron_fp8.quantizer import quantize
 from megatron_fp8.recipe import (
     CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
     Rule,
 )
-from megatron_fp8.state.arena import Fp8State
+from tests.support.fp8_weights import RECIPES, bytes_of, quantizer_of, weight
 
-RECIPES: dict[str, Any] = {
-    "delayed": DelayedScaling(),
-    "tensorwise": Float8CurrentScaling(),
-    "rowwise": Float8RowwiseScaling(),
-    "blockwise": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-}
 SHAPES = [(256, 128), (130, 200), (7, 63), (1, 1)]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
-
-
-def quantizer_of(recipe: Any) -> Quantizer:
-    state = Fp8State()
-    rule = recipe.rule("weight")
-    slot = state.arena(None).add(recipe if isinstance(recipe, DelayedScaling) else None, rule.fmt)
-    return Quantizer(rule, slot, BACKENDS["emulated"])
-
-
-def weight(shape: tuple[int, int] = (256, 128), seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def made(recipe: str, shape: tuple[int, int] = (256, 128)) -> Any:
@@ -60,10 +36,6 @@ def assert_holds(parameter: Any, value: torch.Tensor, recipe: str) -> None:
         assert bytes_of(mine.codes) == bytes_of(theirs.codes)
         assert bytes_of(mine.scale_inv) == bytes_of(theirs.scale_inv)
     assert bytes_of(parameter.dequantize()) == bytes_of(expected.dequantize(torch.bfloat16))
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @each_recipe

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
+from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Arena, Fp8State, Slot
 from tests.support.compare import assert_same_bytes
 from tests.support.delayed import PlainSlot
+from tests.support.slots import make_slots, observe
 
 INF = math.inf
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -30,14 +31,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def observe(slot: Slot, amax: float, nonfinite: int = 0) -> None:
-    slot.record(torch.tensor(amax), torch.tensor(nonfinite) if nonfinite else None)
-
-
-def make_slots(arena: Arena, recipe: DelayedScaling, formats: list[FloatFormat]) -> list[Slot]:
-    return [arena.add(recipe, fmt) for fmt in formats]
 
 
 def assert_equals_plain(arena: Arena, slots: list[Slot], plain: list[PlainSlot], recipe: DelayedScaling):

@@ -16,7 +16,7 @@ from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Fp8State, Slot
 from tests.support.collectives import recorded
 from tests.support.ranks import RankPool
-from tests.unit.state.test_arena import make_slots, observe
+from tests.support.slots import make_slots, observe
 
 
 def collectives_of_an_iteration(

@@ -15,9 +15,9 @@ from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
 from tests.support.compare import assert_same_bytes
+from tests.support.products import operands
 from tests.support.scaled_mm import fake_torch, unswizzle
 from tests.support.sites import RECIPES, randn
-from tests.unit.backends.test_emulated import operands
 
 SIZES = (1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 199)
 SHAPES = [(m, SIZES[(3 * i + 5) % 14], SIZES[(5 * i + 2) % 14]) for i, m in enumerate(SIZES)]

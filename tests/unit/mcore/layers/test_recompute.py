@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fp8.plan.switch import disabled_reason, fp8_disabled, remember_fp8
 from tests.support.fp8_gpt import fp8_config
+from tests.support.mcore_linears import make_linear, random_input
 from tests.support.ranks import Layout, RankPool, model_parallel
-from tests.unit.mcore.layers.test_linear import make_linear, random_input
 
 OFF = "a test says so"
 

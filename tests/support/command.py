@@ -1,0 +1,56 @@
+"""The command line as people run it: subprocesses, torchrun, an environment without anything of a launcher."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+APP = str(ROOT / "tests" / "support" / "app.py")
+
+MEASURED = {"tokens_per_s", "peak_memory"}  # not a function of config and seed
+
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 128,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.0,
+    "fp8": "hybrid",
+    "fp8_format": "delayed",
+    "first_last_layers_bf16": True,
+    "num_layers_at_start_in_bf16": 2,
+}
+
+TWO_RANKS = ["--model.tensor_model_parallel_size=2", "--model.sequence_parallel=true"]
+
+
+def environment(**more):
+    """This environment without anything of a launcher; one thread."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def run(*command, timeout=150, **variables):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True, text=True, timeout=timeout, env=environment(**variables), check=False,
+    )  # fmt: skip
+
+
+def torchrun(*command):
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
