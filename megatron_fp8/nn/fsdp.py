@@ -189,7 +189,8 @@ class GatheredAsCodes(torch.Tensor):
         scale_inv = None if scales_travel else side.scale_inv
         known = _Cast(quantizer, outer_size, scale_inv, done.amax, nonfinite)
         codes = side.codes.view(torch.uint8)
-        return (codes, side.scale_inv) if scales_travel else (codes,), known
+        # A kernel's scales lie as the product wants them, with padding between rows; what travels is flat.
+        return (codes, side.scale_inv.contiguous()) if scales_travel else (codes,), known
 
     def fsdp_post_all_gather(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fp8.backends import emulated
 from megatron_fp8.nn import (
     Fp8Linear,
     convert_from_fp8,
@@ -136,6 +138,33 @@ def fsdp_case(recipe: Any, codes: bool) -> None:
     compare(("fsdp", recipe, codes), shard(model), recipe)
     weights = [m.weight for m in model.modules() if isinstance(m, Fp8Linear)]
     assert all(type(w).__name__ == "DTensor" for w in weights)
+
+
+def padded_scales_case() -> bool:
+    """Kernels leave room between the rows of a weight's scales, as the product wants; fully_shard sends flat ones."""
+
+    def with_room(x: torch.Tensor, rule: Any, direction: Any, **options: Any) -> Any:
+        done = quantize(x, rule, direction, **options)
+        side = done.tensor.rowwise
+        if side is None or rule.granularity.rows != 128:
+            return done
+        wide = torch.nn.functional.pad(side.scale_inv, (0, 2))[:, :2]
+        return replace(done, tensor=replace(done.tensor, rowwise=replace(side, scale_inv=wide)))
+
+    torch.manual_seed(0)
+    model = convert_to_fp8(nn.Sequential(nn.Linear(256, 512)), "blockwise")
+    x = torch.randn(16, 256)
+    expected = model(x)
+    enable_fp8_all_gather(model)
+    sharded = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    quantize = emulated.quantize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated, "quantize", with_room)
+        return torch.equal(sharded(x), expected)
+
+
+def test_scales_of_a_kernel_travel_without_their_padding(ranks):
+    assert ranks(2).run(padded_scales_case, timeout=60) == [True, True]
 
 
 @pytest.mark.parametrize(
