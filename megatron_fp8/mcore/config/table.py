@@ -7,7 +7,7 @@ against the dataclass, and fields.py refuses what is set and does not stand here
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,15 +71,30 @@ _COUNT = integer(1, 2**16)
 _RANKS = integer(1, 2**20, "ranks")
 _PROBABILITY = number(0, 1, without=[1])
 _HALF = 65504.0  # float16's largest number: torch raises for a larger one where it computes in float16
-_POSITIVE = number(0, without=[0])
-_ANY_NUMBER = number(-math.inf)
+_LEAST = 1e-37  # below it float32, in which all of these are multiplied, has only zero
+_FLOAT32 = 3.4e38  # and beyond it only infinity
+_POSITIVE = number(_LEAST, _FLOAT32)
+_NOT_NEGATIVE = number(0, _FLOAT32)
+_ANY_NUMBER = number(-_FLOAT32, _FLOAT32)
 _FUNCTION = Rule("a function", callable)
 _PATTERN = optional(either(_COUNT, list_of(integer(0, 1))))
+_MOST_TIMES = 1000
+
+
+def _is_layout_text(value: Any) -> bool:
+    """Megatron-Core leaves commas out and writes repetitions such as 't*1000' out, before it looks at anything."""
+    if not isinstance(value, str) or not value.strip(" ,|"):
+        return False
+    times = re.findall(r"\*(\d+)", value.replace(",", ""))
+    return all(len(number) <= 9 and int(number) <= _MOST_TIMES for number in times)
+
+
 _LAYOUT = Rule(
-    "text such as 'Et|tL', or a list of lists of layers' names",
+    f"text such as 'Et|tL' or 'E(tt|)*3tL', with nothing more than {_MOST_TIMES} times, or a list of lists of layers'"
+    " names",
     lambda v: (
         hasattr(v, "virtual_pipeline_model_parallel_size")
-        or (isinstance(v, str) and bool(v.strip(" ,|")))
+        or _is_layout_text(v)
         or (isinstance(v, list) and bool(v) and all(isinstance(row, list) and row for row in v))
     ),
 )
@@ -124,7 +139,7 @@ FIELDS: dict[str, Field] = {
     "ffn_hidden_size": works(optional(_SIZE), _MLP),
     # ---- layers
     "normalization": works(one_of("LayerNorm", "RMSNorm"), "models/gpt/gpt_layer_specs"),
-    "layernorm_epsilon": works(number(0, 1, without=[0]), _BLOCK),
+    "layernorm_epsilon": works(number(_LEAST, 1), _BLOCK),
     "layernorm_zero_centered_gamma": works(FLAG, "megatron_fp8/mcore/layers/norm"),
     "persist_layer_norm": ignored("the norms here have one implementation"),
     "memory_efficient_layer_norm": ignored("the norms here save no more than it would"),
@@ -134,7 +149,7 @@ FIELDS: dict[str, Field] = {
     "add_qkv_bias": works(FLAG, _ATTENTION),
     "gated_linear_unit": works(FLAG, _MLP),
     "activation_func": works(_FUNCTION, _MLP),
-    "activation_func_clamp_value": works(optional(number(0, _HALF, without=[0])), _MLP),
+    "activation_func_clamp_value": works(optional(number(_LEAST, _HALF)), _MLP),
     "glu_linear_offset": works(number(-_HALF, _HALF), _MLP, "gated_linear_unit"),
     "bias_activation_fusion": works(FLAG, _MLP),
     "bias_dropout_fusion": works(FLAG, _LAYER),
@@ -147,7 +162,7 @@ FIELDS: dict[str, Field] = {
         "attention runs as PyTorch's scaled_dot_product_attention, which chooses its own kernel",
         one_of("flash", "fused", "unfused", "local", "auto"),
     ),
-    "softmax_scale": works(optional(_POSITIVE), _ATTENTION),
+    "softmax_scale": works(optional(number(_LEAST, _HALF)), _ATTENTION),
     "softmax_type": works(one_of("vanilla", "off-by-one", "learnable"), _SDPA),
     "attention_dropout": works(_PROBABILITY, _SDPA),
     "attention_softmax_in_fp32": Field(FLAG, ignored="the softmax runs in float32 here"),
@@ -312,7 +327,7 @@ FIELDS: dict[str, Field] = {
     ),
     "calculate_per_token_loss": works(FLAG, _PP),
     "mtp_num_layers": works(optional(integer(1, 2**10)), "models/gpt/gpt_model"),
-    "mtp_loss_scaling_factor": works(optional(number(0)), "models/gpt/gpt_model", "mtp_num_layers"),
+    "mtp_loss_scaling_factor": works(optional(_NOT_NEGATIVE), "models/gpt/gpt_model", "mtp_num_layers"),
     # ---- mixture of experts
     "num_moe_experts": works(optional(_COUNT), _MOE),
     "moe_ffn_hidden_size": works(optional(_SIZE), _EXPERTS, *_FOR_MOE),
@@ -340,15 +355,15 @@ FIELDS: dict[str, Field] = {
     "moe_router_dtype": works(optional(one_of("fp32", "fp64")), _ROUTER, *_FOR_MOE),
     "moe_router_enable_expert_bias": works(FLAG, _ROUTER, *_FOR_MOE),
     "moe_router_bias_update_rate": works(
-        number(0), "distributed/finalize_model_grads", "moe_router_enable_expert_bias"
+        _NOT_NEGATIVE, "distributed/finalize_model_grads", "moe_router_enable_expert_bias"
     ),
     "moe_router_force_load_balancing": works(FLAG, _ROUTER, *_FOR_MOE),
     "moe_router_padding_for_quantization": works(FLAG, _DISPATCHER, *_FOR_MOE),
     "moe_router_padding_for_fp8": works(FLAG, "transformer/transformer_config", *_FOR_MOE),
     "moe_router_fusion": te_function("fused routing", _ROUTER),
     "moe_enable_routing_replay": works(FLAG, _ROUTER, *_FOR_MOE),
-    "moe_aux_loss_coeff": works(either(number(0), list_of(number(0))), _ROUTER, *_FOR_MOE),
-    "moe_z_loss_coeff": works(optional(number(0)), _ROUTER, *_FOR_MOE),
+    "moe_aux_loss_coeff": works(either(_NOT_NEGATIVE, list_of(_NOT_NEGATIVE)), _ROUTER, *_FOR_MOE),
+    "moe_z_loss_coeff": works(optional(_NOT_NEGATIVE), _ROUTER, *_FOR_MOE),
     "moe_input_jitter_eps": works(optional(number(0, 1, without=[1])), _ROUTER, *_FOR_MOE),
     "moe_token_dropping": refused("Megatron-Core does not have it; moe_expert_capacity_factor drops tokens"),
     "moe_token_dispatcher_type": works(one_of("allgather", "alltoall", "flex"), _MOE, *_FOR_MOE),
@@ -392,7 +407,7 @@ FIELDS: dict[str, Field] = {
         ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
         ignored("it is for DeepSeek's sparse attention", optional(_SIZE)),
     ),
-    "dsa_indexer_loss_coeff": ignored("it is for DeepSeek's sparse attention", optional(number(0))),
+    "dsa_indexer_loss_coeff": ignored("it is for DeepSeek's sparse attention", optional(_NOT_NEGATIVE)),
     "dsa_indexer_use_sparse_loss": ignored("it is for DeepSeek's sparse attention"),
     "heterogeneous_block_specs": refused("layers here are all of one shape"),
     "hetereogenous_dist_checkpoint": works(FLAG, _BLOCK),
@@ -428,7 +443,7 @@ FIELDS: dict[str, Field] = {
 }  # fmt: skip
 
 OWN_RULES: dict[str, Rule] = {
-    "fp8_amax_epsilon": number(0),
+    "fp8_amax_epsilon": _NOT_NEGATIVE,
     "fp8_pow2_scales": optional(FLAG),
     "fp8_stochastic_rounding": FLAG,
     "fp8_size_filter": optional(text("the path of a table that `megatron-fp8 bench --tune` wrote")),

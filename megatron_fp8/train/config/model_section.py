@@ -180,18 +180,33 @@ def transformer_config(section: Any) -> TransformerConfig:
         ) from error
 
 
+_CONFIGS = ("transformer_config.py", "model_parallel_config.py")
+
+
 def fields_asked(error: BaseException) -> list[str]:
-    """Fields that the conditions around a refusal of Megatron-Core's configs ask about: its words may name none."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    if Path(where.filename).name not in ("transformer_config.py", "model_parallel_config.py"):
+    """Fields that a refusal in Megatron-Core's configs is about, whose words may name none.
+
+    They are what the conditions around it ask for, and what is handed to a function that refuses.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    of_config = [frame for frame in frames if Path(frame.filename).name in _CONFIGS]
+    if not of_config:
         return []
+    where, called = of_config[-1], of_config[-1] is not frames[-1]
     line = where.lineno or 0
     found: dict[str, None] = {}
     for node in ast.walk(ast.parse(Path(where.filename).read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.If, ast.Assert)) and node.lineno <= line <= (node.end_lineno or 0):
-            for part in ast.walk(node.test):
-                if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
-                    found[part.attr] = None
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):
+            continue
+        if isinstance(node, ast.If | ast.Assert):
+            read: ast.AST = node.test
+        elif called and isinstance(node, ast.Assign | ast.Expr):
+            read = node.value
+        else:
+            continue
+        for part in ast.walk(read):
+            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
+                found[part.attr] = None
     return list(found)
 
 

@@ -156,3 +156,18 @@ def test_what_a_run_sets_of_the_optimizer_and_of_ddp_is_megatrons():
     read = inspect.getsource(model)
     for name in options:
         assert f"wanted.{name}" in read or f"run.optimizer.{name}" in read, name
+
+
+@pytest.mark.parametrize("field", [f for f in FIELDS if FIELDS[f].rule.edges])
+def test_numbers_are_such_as_float32_has(field):
+    """One that float32 takes for 0 or infinity ends a training after its start, or does nothing without a word."""
+    rule = FIELDS[field].rule
+    assert not rule.holds(1e39)
+    least = rule.edges[0]
+    assert not rule.holds(1e-320) or (least <= 0 and rule.holds(0))
+
+
+@pytest.mark.parametrize("layout", ["Et*999999999L", "E(tt)*1,000,000L", "Et*" + "9" * 5000 + "L"])
+def test_a_layout_is_not_written_out_before_it_is_looked_at(layout):
+    with pytest.raises(ValueError, match=r"pipeline_model_parallel_layout=.*1000 times"):
+        make(fp8="hybrid", pipeline_model_parallel_layout=layout)
