@@ -26,7 +26,7 @@ histories of delayed scaling. CHECKPOINT is a folder such as RUN_DIR/checkpoints
 or a run's folder (then: its latest checkpoint).
 
   --json     one JSON object
-  --check    read every file and compare it with the checksum it was written with
+  --check    read every file, compare it with the checksum it was written with, and look for NaN and Inf in tensors
 """
 
 _STATE = ".fp8_state."
@@ -49,6 +49,8 @@ def main(arguments: list[str]) -> int:
         if "--check" in arguments:
             check_files(folder, read_manifest(folder))
         found = describe(folder)
+        if "--check" in arguments:
+            found["not_finite"] = _not_finite(folder) or found["not_finite"]
     except ValueError as error:
         return refuse(error)
     print(json.dumps(found, indent=1) if "--json" in arguments else format_description(found))
@@ -58,8 +60,9 @@ def main(arguments: list[str]) -> int:
 def describe(folder: Path) -> dict[str, Any]:
     """A checkpoint as plain values.
 
-    'tensors' has name, kind, shape, dtype, bytes and shards of each; 'delayed_scaling' has scale, warm, and the latest,
-    largest and number of recorded amaxes of each quantised tensor (of several data-parallel ranks' a list of scales).
+    'tensors' has name, kind, shape, dtype, bytes and shards of each; 'not_finite' what the save found to hold NaN or Inf;
+    'delayed_scaling' scale, warm, and the latest, largest and number of recorded amaxes of each quantised tensor (of
+    several data-parallel ranks' a list of scales).
 
     Raises ValueError if it is damaged, or no checkpoint.
     """
@@ -88,6 +91,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "versions": manifest.facts.get("versions"),
         "tokenizer": manifest.facts.get("tokenizer"),
         "accepted": manifest.facts.get("accepted", []),
+        "not_finite": [manifest.facts["not_finite"]] if "not_finite" in manifest.facts else [],
         "notes": without_checksum(manifest),
         "files": {name: record["bytes"] for name, record in manifest.files.items()},
         "tensors": tensors,
@@ -99,6 +103,13 @@ def _kind(name: str) -> str:
     if _STATE in name:
         return "delayed scaling"
     return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "weights")
+
+
+def _not_finite(folder: Path) -> list[str]:
+    """Names of weights and optimizer tensors that hold NaN or Inf; every one is read."""
+    metadata = read_metadata(folder)
+    names = sorted(name for name in metadata.state_dict_metadata if _STATE not in name)
+    return [name for name in names if not bool(read_tensor(folder, metadata, name).isfinite().all())]
 
 
 def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
@@ -146,6 +157,7 @@ def format_description(found: dict[str, Any]) -> str:
             f"accepted    {change['name']}: {change['there']!r} -> {change['here']!r} at iteration {change['iteration']}"
             for change in found["accepted"]
         ),
+        *([f"not finite  {', '.join(found['not_finite'])}"] if found["not_finite"] else []),
         *(f"            {note}" for note in found["notes"]),
     ]
     for kind in ("weights", "delayed scaling", "optimizer", "random streams"):

@@ -68,12 +68,12 @@ def read_manifest(folder: Path) -> Manifest:
     except NotAManifest as error:
         raise ValueError(f"{str(path)!r} {error}.") from error
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is damaged ({error}): {_use_another(folder)}") from error
+        raise ValueError(f"{str(path)!r} is damaged ({error}): {use_another(folder)}") from error
     named = _NAMED.fullmatch(Path(os.path.abspath(folder)).name)
     if named and int(named[1]) != manifest.iteration:
         raise ValueError(
             f"{str(path)!r} is of iteration {manifest.iteration}, and its folder is named {named[0]}: one of them was"
-            f" changed. {_use_another(folder)}"
+            f" changed. {use_another(folder)}"
         )
     return manifest
 
@@ -102,7 +102,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
         except OSError as error:
             problem = f"cannot be read ({error.strerror})"
         raise ValueError(
-            f"the checkpoint {str(folder)!r} is damaged: {name} {problem}. {_use_another(folder)}"
+            f"the checkpoint {str(folder)!r} is damaged: {name} {problem}. {use_another(folder)}"
         )
     if names is None:
         check_listed(folder, manifest)
@@ -114,11 +114,11 @@ def check_listed(folder: Path, manifest: Manifest) -> None:
     used |= {_MEGATRONS} if (folder / _MEGATRONS).exists() else set()
     if unlisted := sorted(used - set(manifest.files)):
         raise ValueError(
-            f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {unlisted[0]}. {_use_another(folder)}"
+            f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {unlisted[0]}. {use_another(folder)}"
         )
 
 
-def _use_another(folder: Path) -> str:
+def use_another(folder: Path) -> str:
     """The remedy: the newest other complete checkpoint, if there is one."""
     others = [path for path in complete_checkpoints(folder.parent) if path != folder]
     if others:
@@ -281,7 +281,7 @@ def read_metadata(folder: Path) -> Any:
             metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except FileNotFoundError:
         raise ValueError(
-            f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {_use_another(folder)}"
+            f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {use_another(folder)}"
         ) from None
     except OSError as error:
         raise ValueError(
@@ -289,7 +289,7 @@ def read_metadata(folder: Path) -> Any:
         ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(
-            f"{str(path)!r} is not the metadata of a checkpoint ({error}). {_other_torch(folder)}{_use_another(folder)}"
+            f"{str(path)!r} is not the metadata of a checkpoint ({error}). {_other_torch(folder)}{use_another(folder)}"
         ) from error
     if not isinstance(metadata, Metadata):
         raise ValueError(
@@ -298,7 +298,7 @@ def read_metadata(folder: Path) -> Any:
     try:
         _check_metadata(metadata)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} is damaged ({error}). {_use_another(folder)}") from error
+        raise ValueError(f"{str(path)!r} is damaged ({error}). {use_another(folder)}") from error
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
 

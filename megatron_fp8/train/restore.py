@@ -128,9 +128,11 @@ def restore(
     parallel.join(launch, run.model, run.train)
     parallel.on_first_rank(lambda: check_files(folder, manifest))
     model = build_model(settings, run, vocab_size)
-    load_weights(folder, model)
+    bad = load_weights(folder, model)
     check_plan([model])
     lines = without_checksum(manifest)
+    if bad:
+        lines.append(f"{bad} holds NaN or Inf: what this model gives is of no use but to look for the cause")
     if accepted:
         lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
     return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -14,12 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from megatron_fp8.commands.inspect import main as inspect
-from megatron_fp8.files.checkpoint import check_files, complete_checkpoints, latest_checkpoint, read_manifest
+from megatron_fp8.files.checkpoint import (
+    check_files,
+    complete_checkpoints,
+    latest_checkpoint,
+    read_manifest,
+    read_metadata,
+)
 from tests.support.command import APP, MEASURED, MODEL, environment, lines
-from tests.support.manifests import edit
+from tests.support.manifests import edit, relist
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
 FIELDS |= {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
@@ -99,6 +107,28 @@ def damage(checkpoint: Path, kind: str) -> None:
         (checkpoint / {"metadata missing": ".metadata", "manifest missing": "manifest.json"}[kind]).unlink()
 
 
+NOT_FINITE = {
+    "a weight is NaN": "decoder.layers.1.mlp.linear_fc2.weight",
+    "a moment is NaN": "optimizer.state.exp_avg_sq.decoder.layers.1.mlp.linear_fc2.weight",
+}
+
+
+def put_nan(checkpoint: Path, name: str) -> None:
+    """One NaN into a tensor, under checksums that fit: as a save that did not look would have written it."""
+    metadata = read_metadata(checkpoint)
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == name)
+    shard = checkpoint / place.relative_path
+    with shard.open("r+b") as stream:
+        stream.seek(place.offset)
+        tensor = torch.load(io.BytesIO(stream.read(place.length)), weights_only=True)
+        tensor.view(-1)[0] = torch.nan
+        torch.save(tensor, changed := io.BytesIO())
+        assert len(changed.getvalue()) == place.length
+        stream.seek(place.offset)
+        stream.write(changed.getvalue())
+    relist(checkpoint, shard.name)
+
+
 @pytest.fixture(scope="module")
 def results(folder, config, trained) -> dict[str, tuple[int, str]]:
     """What each of the runs below ended with."""
@@ -121,6 +151,8 @@ def results(folder, config, trained) -> dict[str, tuple[int, str]]:
     command("starts anew", "--resume=never", "--train.train_iters=1")
     for kind in DAMAGE:
         damage(command(kind) / "iter_0000003", kind)
+    for kind, name in NOT_FINITE.items():
+        put_nan(command(kind) / "iter_0000003", name)
     foreign = f"--resume={trained}"
     command("wider", foreign, "--model.ffn_hidden_size=256", copy=False)
     command("deeper", foreign, "--model.num_layers=3", copy=False)
@@ -172,6 +204,18 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(folder, results, kind):
     if "not a checkpoint" not in said:
         assert f"--resume={good}" in said
     assert not list(checkpoints.parent.glob("previous-*"))
+
+
+@pytest.mark.parametrize("kind", NOT_FINITE)
+def test_nothing_is_trained_from_nan(folder, results, kind, capsys):
+    code, said = results[kind]
+    assert code == 2 and len(said.splitlines()) == 1, said
+    assert f"{NOT_FINITE[kind]} on rank 0 holds NaN or Inf" in said and "iter_0000002" in said
+    out = folder / "runs" / kind
+    assert inspect([str(out), "--check", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_finite"] == [NOT_FINITE[kind]]
+    assert inspect([str(out), "--check"]) == 0
+    assert f"not finite  {NOT_FINITE[kind]}" in capsys.readouterr().out
 
 
 def test_another_models_checkpoint_is_refused(folder, results):

@@ -66,31 +66,29 @@ def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
         if is_main_replica(shard.replica_id):
             tensors.setdefault(shard.key, []).append(shard)
     written = [shard for shards in tensors.values() for shard in shards]
-    bad = _first_not_finite(written)
+    bad = _first_not_finite([(shard.key, shard.data) for shard in written])
     for shard in written if copy else ():
         shard.data = shard.data.detach().to("cpu", copy=True)
     return Prepared(torch_dist.mcore_to_pyt_state_dict(tensors, False), bad)
 
 
-def _first_not_finite(shards: list[ShardedTensor]) -> str:
-    """The key of the first shard that holds NaN or Inf, of weights and optimizer; '' if none does.
+def _first_not_finite(named: list[tuple[str, torch.Tensor]]) -> str:
+    """The key of the first shard (key, data) that holds NaN or Inf, of weights and optimizer; '' if none does.
 
     A sum is finite only if all its terms are, and takes one pass without a copy; one that is not may have overflowed.
     Delayed scaling's histories are left out: an amax may be Inf, and is never made a scale.
     """
     checked = [
-        shard
-        for shard in shards
-        if shard.data.is_floating_point() and shard.data.numel() and not is_slot_key(shard.key)
+        (key, data)
+        for key, data in named
+        if data.is_floating_point() and data.numel() and not is_slot_key(key)
     ]
     doubtful = []
-    for device in dict.fromkeys(
-        shard.data.device for shard in checked
-    ):  # an offloaded optimizer is on the CPU
-        there = [shard for shard in checked if shard.data.device == device]
-        sums = torch.stack([shard.data.detach().sum(dtype=torch.float32) for shard in there])
-        doubtful += [shard for shard, good in zip(there, sums.isfinite().tolist(), strict=True) if not good]
-    return next((shard.key for shard in doubtful if not bool(shard.data.isfinite().all())), "")
+    for device in dict.fromkeys(data.device for _, data in checked):  # an offloaded optimizer is on the CPU
+        there = [(key, data) for key, data in checked if data.device == device]
+        sums = torch.stack([data.detach().sum(dtype=torch.float32) for _, data in there])
+        doubtful += [one for one, good in zip(there, sums.isfinite().tolist(), strict=True) if not good]
+    return next((key for key, data in doubtful if not bool(data.isfinite().all())), "")
 
 
 def write_shards(folder: Path, tensors: dict[str, Any], group: Any) -> None:
@@ -108,8 +106,21 @@ def write_companions(folder: Path) -> None:
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
-def load_shards(folder: Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """``sharded_state`` with each sharded tensor replaced by what the checkpoint has of it. Collective.
+@dataclass
+class Loaded:
+    """What one rank read.
+
+    Attributes:
+        state: the sharded state with each sharded tensor replaced by what the checkpoint has of it.
+        not_finite: as Prepared's.
+    """
+
+    state: dict[str, Any]
+    not_finite: str
+
+
+def load_shards(folder: Path, sharded_state: dict[str, Any]) -> Loaded:
+    """This rank's part of a checkpoint, in the places of the sharded tensors of ``sharded_state``. Collective.
 
     Values that are no sharded tensors stay as they are.
 
@@ -117,10 +128,12 @@ def load_shards(folder: Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
     """
     _, rest = extract_nonpersistent(sharded_state)
     _, common = extract_sharded_base(rest)
+    reading = _TensorsOnly()
     try:
-        return dist_checkpointing.load(
-            sharded_state, str(folder), sharded_strategy=_TensorsOnly(), common_strategy=_Current(common)
+        state = dist_checkpointing.load(
+            sharded_state, str(folder), sharded_strategy=reading, common_strategy=_Current(common)
         )
+        return Loaded(state, reading.not_finite)
     except CheckpointException as error:  # no Exception: it names the ranks that failed
         rank, (cause, _) = next(iter(error.failures.items()))
         raise ValueError(f"the checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause})") from error
@@ -169,6 +182,8 @@ class _Planner(torch_dist.MCoreLoadPlanner):
 class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
     """Megatron-Core's loading strategy with our reader and planner."""
 
+    not_finite = ""
+
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> dict[str, Any]:
         wanted = list(nested_values(sharded_state_dict))
         by_key, flat_mapping, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(
@@ -181,6 +196,7 @@ class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
             planner=_Planner(shapes_validation_sharded_tensors=wanted),
         )
         plain = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in loading.items()}
+        self.not_finite = _first_not_finite([(key, data) for key, parts in plain.items() for data in parts])
         loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(plain, flat_mapping, renamed)
         torch_dist._restore_dict_types(loaded, sharded_state_dict)
         return loaded

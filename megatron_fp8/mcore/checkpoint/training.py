@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from ...files.checkpoint import Manifest, read_metadata
+from ...files.checkpoint import Manifest, read_metadata, use_another
 from ...fp8_utils import is_float8tensor
 from ..optimizer.loss_scaler import scalers
 from ..report import parallel_layout
@@ -102,7 +102,8 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
 
     Any tensor, pipeline and data parallel layout, and any recipe, reads any other's checkpoint.
 
-    Raises ValueError, on every rank and before anything is changed: the checkpoint is of another model.
+    Raises ValueError, on every rank and before anything is changed: the checkpoint is of another model, or a weight,
+    master or moment in it holds NaN or Inf.
     """
     prepare(chunks)
     stored = read_metadata(folder).state_dict_metadata
@@ -133,7 +134,12 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
 
     # On its own: of weights alone both want the same tensors, in other dtypes.
     optimizing = load_shards(folder, {"optimizer": wanted.pop("optimizer")})
-    loaded = {**load_shards(folder, wanted), **optimizing}
+    rest = load_shards(folder, wanted)
+    if bad := _anywhere(rest.not_finite or optimizing.not_finite):
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} cannot be trained on from: {bad} holds NaN or Inf. {use_another(folder)}"
+        )
+    loaded = {**rest.state, **optimizing.state}
     for name, chunk in zip(model, chunks, strict=True):
         unwrap(chunk).load_state_dict(loaded[name])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -145,10 +151,18 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     return resumed
 
 
-def load_weights(folder: Path, model: Any) -> None:
+def _anywhere(key: str) -> str:
+    """'<key> on rank <rank>' of the first rank that has a key; '' if none has. Collective."""
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, key)
+    return next((f"{name} on rank {rank}" for rank, name in enumerate(found) if name), "")
+
+
+def load_weights(folder: Path, model: Any) -> str:
     """Put a checkpoint's weights, and its delayed-scaling state, into a model without an optimizer. Collective.
 
-    Delayed weights that the checkpoint has no scale of get one from their largest values.
+    Delayed weights that the checkpoint has no scale of get one from their largest values. Weights that hold NaN or Inf
+    are loaded too, for whoever looks for the cause: returns which one does first and on which rank, '' if none does.
 
     Raises ValueError, on every rank and before anything is changed: the checkpoint is of another model.
     """
@@ -157,9 +171,11 @@ def load_weights(folder: Path, model: Any) -> None:
     wanted = _model_state([model])
     missing, _ = fit_to_checkpoint(wanted["model0"], stored)
     _check_same_model(folder, wanted, stored, "")
-    unwrap(model).load_state_dict(load_shards(folder, wanted)["model0"])
+    loaded = load_shards(folder, wanted)
+    unwrap(model).load_state_dict(loaded.state["model0"])
     warm_from_weights(fp8_linears([model]), _slots(missing))
     state_of(unwrap(model).config).epoch += 1  # whatever was quantised before is of other weights
+    return _anywhere(loaded.not_finite)
 
 
 def _metadata() -> dict[str, Any]:

@@ -320,7 +320,7 @@ def test_tensors_of_an_offloaded_optimizer_are_checked_where_they_are(monkeypatc
     def shard(key: str, device: str, value: float) -> Any:
         data = mock.Mock(wraps=torch.full((4,), value), device=torch.device(device))
         data.detach.return_value.sum.side_effect = lambda dtype: (device, torch.tensor(value, dtype=dtype))
-        return mock.Mock(key=key, data=data)
+        return key, data
 
     def stack(sums: list[Any]) -> torch.Tensor:
         assert len({device for device, _ in sums}) == 1
