@@ -79,14 +79,16 @@ def _tokenizer_file(source: Source) -> str | None:
 def write_companions(folder: Path, source: Source, config: dict[str, Any], like: Path | None) -> None:
     """Write config.json, and generation config and tokenizer: those of the directory `like`, else the run's."""
     write_json(folder / CONFIG, config)
+    tokenizer = _tokenizer_file(source)
+    home = like or (Path(tokenizer).parent if tokenizer else None)
     if like and (given := find_file(like, GENERATION)):
         shutil.copyfile(given, folder / GENERATION)
     else:
         names = ["bos_token_id", "eos_token_id"]
         special = {name: config[name] for name in names if name in config}
-        write_json(folder / GENERATION, {"_from_model_config": True, **special})
-    tokenizer = _tokenizer_file(source)
-    home = like or (Path(tokenizer).parent if tokenizer else None)
+        has_own = home and find_file(home, GENERATION)  # of a chat model, whose turns end with other tokens
+        own = read_json(home / GENERATION) if home and has_own else {"_from_model_config": True}
+        write_json(folder / GENERATION, {**special, **own})
     if home is None:  # tokens are bytes, which no tokenizer file says
         return
     if tokenizer and not like:

@@ -138,6 +138,10 @@ def model_section(config: dict[str, Any]) -> dict[str, Any]:
 def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, from rope_theta and rope_scaling, or from the rope_parameters of newer files."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if nested := next((name for name, value in rope.items() if isinstance(value, dict)), None):
+        raise ValueError(
+            f"config.json has rope_parameters of its own for {nested!r}: only one set for all layers can be imported."
+        )
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     if theta != int(theta):
         raise ValueError(f"config.json has rope_theta={theta}: Megatron-Core takes whole numbers only.")

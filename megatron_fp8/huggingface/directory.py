@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from ..files.disk import sync, write_file
 
-CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -31,6 +32,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @contextlib.contextmanager
@@ -108,10 +111,11 @@ def find_file(folder: Path, name: str) -> Path | None:
     A symbolic link may lead to another file of the directory, or, as in Hugging Face's cache, from a snapshot to the
     blobs of the same model.
 
-    Raises ValueError: it leads elsewhere (a copy would give away any file of this machine), or what is there is no file.
+    Raises ValueError: it leads elsewhere (a copy would give away any file of this machine) or nowhere, or what is there
+    is no file, or only git's pointer to one.
     """
     path = folder / name
-    if not path.exists():
+    if not path.is_symlink() and not path.exists():
         return None
     home, target = folder.resolve(), path.resolve()
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
@@ -119,17 +123,27 @@ def find_file(folder: Path, name: str) -> Path | None:
         raise ValueError(
             f"{str(path)!r} is a link out of its folder, to {str(target)!r}: put a copy in its place if it is meant."
         )
+    if not target.exists():
+        raise ValueError(
+            f"{str(path)!r} is a link to {str(target)!r}, which is not there: complete the download, or remove the link."
+        )
     if not target.is_file():
         raise ValueError(f"{str(path)!r} is not a file.")
+    with target.open("rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise ValueError(
+                f"{str(path)!r} is a pointer of git LFS and not the file: run git lfs pull there."
+            )
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a file. Raises ValueError: it is missing, unreadable, or no JSON object."""
     if find_file(path.parent, path.name) is None:
-        raise ValueError(
-            f"{str(path.parent)!r} has no {path.name}: give a folder as transformers' save_pretrained writes it."
-        )
+        remedy = "give a folder as transformers' save_pretrained writes it"
+        if (path.parent / "adapter_config.json").exists():
+            remedy = "it is an adapter; merge it into its model (merge_and_unload) and save that"
+        raise ValueError(f"{str(path.parent)!r} has no {path.name}: {remedy}.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -147,6 +161,16 @@ def _places(folder: Path) -> dict[str, str]:
     return places
 
 
+def _what_instead(missing: Path) -> str:
+    """Why a file of weights is not there, as far as what is there says it."""
+    others = sorted(path.name for path in missing.parent.glob("*.safetensors"))
+    if missing.name != SINGLE:
+        return "its index names it; complete the download"
+    if others:
+        return f"it has {others[0]}, and no {INDEX} that says what is in which file"
+    return "weights are read from safetensors only"
+
+
 class Tensors:
     """The tensors of a directory, by name, read when asked for. A context manager.
 
@@ -156,15 +180,20 @@ class Tensors:
     def __init__(self, folder: Path) -> None:
         self._files = contextlib.ExitStack()
         self._handles: dict[str, Any] = {}
+        single = folder / SINGLE
         if (folder / INDEX).exists():
             places = _places(folder)
         else:
-            single = folder / "model.safetensors"
             handle = self._handles[single.name] = self._open(single)
             places = dict.fromkeys(handle.keys(), single.name)
-        for file in set(places.values()) - set(self._handles):
+        for file in set(places.values()):
             if Path(file).name != file:
                 raise ValueError(f"{str(folder / INDEX)!r} names a file outside of its folder: {file!r}.")
+        if single.exists() and single.name not in places.values():  # readers disagree about which one counts
+            raise ValueError(
+                f"{str(folder)!r} has {SINGLE} and an index of other files, {INDEX}: remove the one that is stale."
+            )
+        for file in set(places.values()) - set(self._handles):
             self._handles[file] = self._open(folder / file)
         self._places: dict[str, str] = places
         for name, file in places.items():
@@ -173,9 +202,7 @@ class Tensors:
 
     def _open(self, path: Path) -> Any:
         if find_file(path.parent, path.name) is None:
-            raise ValueError(
-                f"{str(path.parent)!r} has no {path.name}: weights are read from safetensors only."
-            )
+            raise ValueError(f"{str(path.parent)!r} has no {path.name}: {_what_instead(path)}.")
         try:
             return self._files.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:

@@ -180,12 +180,21 @@ def check_readable(config: dict[str, Any]) -> None:
         if block not in (None, [BLOCK, BLOCK], (BLOCK, BLOCK)):
             raise ValueError(f"config.json has weight_block_size={block}: only [128, 128] can be imported.")
         return
-    if method == "compressed-tensors" and form in ("float-quantized", "naive-quantized"):
-        for group in quantization.get("config_groups", {}).values():
+    groups = list((quantization.get("config_groups") or {}).values())
+    forms = {group.get("format") or form for group in groups} or {form}
+    if method == "compressed-tensors" and forms <= {"float-quantized", "naive-quantized"}:
+        for name in ("transform_config", "sparsity_config"):
+            if quantization.get(name):
+                raise ValueError(
+                    f"config.json has a {name} in quantization_config: weights that mean something only after a"
+                    " transform, or are stored sparsely, cannot be imported."
+                )
+        for group in groups:
             weights = group.get("weights") or {}
             kind = weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)
             strategy, block = weights.get("strategy"), weights.get("block_structure")
-            known = strategy in ("tensor", "channel") or (strategy, block) == ("block", [BLOCK, BLOCK])
+            blocks = block in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}")
+            known = strategy in ("tensor", "channel") or (strategy == "block" and blocks)
             if kind != ("float", 8, True) or not known:
                 raise ValueError(
                     f"config.json has weights of {weights} in quantization_config: symmetric 8-bit floats per tensor, "
@@ -205,8 +214,18 @@ def scale_name(weight: str, names: set[str]) -> str | None:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a tensor belongs to a quantised weight, or to its inputs."""
-    return name.rpartition(".")[2] in ("weight_scale", "weight_scale_inv", "input_scale")
+    """Whether a tensor belongs to a quantised linear: to its weight, its inputs, or its outputs in an FP8 cache."""
+    last = name.rpartition(".")[2]
+    return last in ("weight_scale", "weight_scale_inv", "input_scale", "output_scale", *_CACHE)
+
+
+def is_of_cache(name: str) -> bool:
+    """Whether a tensor scales what attention keeps of keys and values in FP8, which says nothing of the weights."""
+    module, _, last = name.rpartition(".")
+    return module.endswith(".self_attn") and last in _CACHE
+
+
+_CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale")
 
 
 def decode(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from .directory import (
     read_json,
     write_json,
 )
-from .formats import check_readable, decode, is_companion, scale_name
+from .formats import check_readable, decode, is_companion, is_of_cache, scale_name
 from .layout import join_qkv, pad_rows
 from .shapes import part_shapes
 
@@ -43,6 +43,9 @@ LONGEST_SEQUENCE = 4096
 """Imported models train on sequences of at most this, where they could be longer: a run may ask for more."""
 
 TOKENIZER = "tokenizer.json"
+
+# A tokenizer in another form.
+_OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
 
 # Some files hold what follows from the config.
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
@@ -100,7 +103,7 @@ def import_directory(
         if given is not None:
             shutil.copyfile(given, folder / TOKENIZER)
             write_json(folder / GENERATION, _special_ids(source, config))
-            load_tokenizer(str(folder / TOKENIZER))  # it can be read, and so can what stands beside it
+            _check_tokenizer(folder, source, section["vocab_size"])
         _save(folder, found, run)
         fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
     parameters = sum(tensor.numel() for tensor in found.values())
@@ -122,7 +125,7 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
             raise ValueError(
                 f"{str(source)!r} has a lm_head.weight of its own, and tie_word_embeddings=true in its config.json."
             )
-        if not (belongs or tied or name.endswith(_IGNORED)):
+        if not (belongs or tied or is_of_cache(name) or name.endswith(_IGNORED)):
             raise ValueError(f"{str(source)!r} has {name}, which its config.json does not ask for.")
     for name, shape in wanted.items():
         if tensors.shape(name) != shape:
@@ -156,6 +159,20 @@ def _high_precision(name: str, tensors: Tensors) -> torch.Tensor:
     return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
 
+def _check_tokenizer(folder: Path, source: Path, vocab_size: int) -> None:
+    """ValueError unless the copied tokenizer can be read, and what stands beside it, and the model has all its tokens."""
+    try:
+        tokenizer = load_tokenizer(str(folder / TOKENIZER))
+    except ValueError as error:  # whoever reads it knows the directory, and not the copy
+        raise ValueError(str(error).replace(str(folder), str(source))) from error
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"{str(source)!r} has a tokenizer of {tokenizer.vocab_size} tokens (its end of text is"
+            f" {tokenizer.eod}), and vocab_size={vocab_size} in its config.json: let transformers add rows,"
+            " model.resize_token_embeddings(len(tokenizer)), and save both; or take those tokens out of tokenizer.json."
+        )
+
+
 def find_tokenizer(source: Path) -> Path | None:
     """The directory's tokenizers file, None if it has no tokenizer at all.
 
@@ -163,7 +180,7 @@ def find_tokenizer(source: Path) -> Path | None:
     """
     if file := find_file(source, TOKENIZER):
         return file
-    others = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if find_file(source, name)]
+    others = sorted(path.name for pattern in _OTHER_TOKENIZERS for path in source.glob(pattern))
     if not others:
         return None
     raise ValueError(
@@ -177,8 +194,8 @@ def _special_ids(source: Path, config: dict[str, Any]) -> dict[str, Any]:
     """generation_config.json of the directory; of one that has none, the ids that its config.json names."""
     found = read_json(source / GENERATION) if find_file(source, GENERATION) else {}
     check_types(found, GENERATION)
-    named = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
-    return {**named, **found}
+    named = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+    return {name: value for name, value in (*named.items(), *found.items()) if value is not None}
 
 
 def _run_config(

@@ -57,10 +57,11 @@ class JsonTokenizer:
     """A Hugging Face `tokenizers` file (tokenizer.json). Text is decoded as UTF-8, wrong bytes as U+FFFD.
 
     What stands beside the file counts, as it does for Hugging Face's readers. The end of document is the eos_token of
-    tokenizer_config.json, else the first of the usual names that the file has ('<|endoftext|>', '<|end_of_text|>',
-    '</s>', '<eos>', '[SEP]'), else one id more than the file's vocabulary. A document starts with what the file's
-    post-processor puts before a text, or with tokenizer_config.json's bos_token where add_bos_token says so. A chat model
-    ends its turn with other tokens: eos_token_id of generation_config.json.
+    tokenizer_config.json (or special_tokens_map.json), else the first of the usual names that the file has
+    ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '[SEP]'), else the first eos_token_id of generation_config.json,
+    else one id more than the file's largest. A document starts with what the file's post-processor puts before a text, or
+    with tokenizer_config.json's bos_token where add_bos_token says so. A chat model ends its turn with other tokens:
+    eos_token_id of generation_config.json. The file's truncation and padding are left out.
 
     Raises ValueError: a file cannot be read, or names a token that the vocabulary lacks.
     """
@@ -88,11 +89,17 @@ class JsonTokenizer:
                 f"data.tokenizer={str(path)!r} is not a Hugging Face tokenizers file ({error}): give a "
                 f"tokenizer.json."
             ) from error
-        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # A file may say how one text was cut and filled up for another use; a document is whole.
+        cut = self._tokenizer.truncation is not None or self._tokenizer.padding is not None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        size = max(ids, default=-1) + 1  # ids may leave gaps
         ends = [self._tokenizer.token_to_id(name) for name in self._END_NAMES]
         usual = next((end for end in ends if end is not None), None)
         beside = _Beside(Path(path), self._tokenizer)
-        last = usual if beside.eos is None else beside.eos
+        named = [each for each in (beside.eos, usual, *beside.ends[:1]) if each is not None]
+        last = named[0] if named else None
         self.eod = size if last is None else last
         self.vocab_size = size + (last is None)
         self.ends = frozenset({self.eod, *beside.ends})
@@ -100,6 +107,10 @@ class JsonTokenizer:
         self.name = f"json-{hashlib.sha256(content).hexdigest()[:16]}"
         if self.start or last != usual:  # the same file, and other documents
             self.name += "-" + "-".join(map(str, (*self.start, self.eod)))
+        if cut or size != len(
+            ids
+        ):  # its name tells prepared data apart from that of versions which cut, or counted
+            self.name += "-whole"
         self.unique_identifiers = {"tokenizer": self.name}
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -116,7 +127,8 @@ class _Beside:
 
     def __init__(self, path: Path, tokenizer: Any) -> None:
         self._path, self._tokenizer = path, tokenizer
-        config = self._read("tokenizer_config.json")
+        files = [self._read(name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
+        config = {key: value for file in files for key, value in file.items() if value is not None}
         self.eos = self._id(config, "eos_token")
         self.start = self._start(config)
         ends = self._read("generation_config.json").get("eos_token_id")

@@ -81,6 +81,7 @@ def test_other_forms(fields, section):
         ({"rope_theta": 10000.5}, "rope_theta=10000.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type 'yarn'.*'llama3'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}}, "'full_attention'"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 8.0}}, "high_freq_factor=8.0.*fixed at 4.0"),
         ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor=None"),
         ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096}}, "=4096.*fixed at 8192"),

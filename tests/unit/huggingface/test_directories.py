@@ -194,6 +194,7 @@ def test_an_index_that_lies(tmp_path, capsys):
     assert "has no more, which its index says" in refused(capsys, "import", folder, tmp_path / "run")
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
     assert "outside of its folder" in refused(capsys, "import", folder, tmp_path / "run")
+    (folder / "model.safetensors").unlink()
     index.write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     assert "has no gone.safetensors" in refused(capsys, "import", folder, tmp_path / "run")
 

@@ -173,7 +173,9 @@ def test_an_import_brings_along_where_a_text_begins_and_ends(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["bos_token_id"] == 0
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "vocab.json", "spiece.model", "qwen.tiktoken", "tekken.json"]
+)
 def test_a_tokenizer_in_another_form_is_not_taken_for_none(tmp_path, capsys, name):
     source = write(tmp_path / "hf")
     (source / name).write_bytes(b"\x0a\x0d")
@@ -182,6 +184,75 @@ def test_a_tokenizer_in_another_form_is_not_taken_for_none(tmp_path, capsys, nam
     given = tokenizer_json(tmp_path / "converted")
     assert main(["import", str(source), str(tmp_path / "run"), f"--tokenizer={given}"]) == 0
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == given.read_bytes()
+
+
+def test_how_a_file_cut_and_filled_up_texts_is_left_out(tmp_path):
+    """As whoever trained on pieces of one length saves it: documents would end there."""
+    path = tokenizer_json(tmp_path)
+    plain = JsonTokenizer(path)
+    content = json.loads(path.read_text())
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    fill |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"}
+    for changed in ({"truncation": cut}, {"padding": fill}):
+        path.write_text(json.dumps({**content, **changed}))
+        tokenizer = JsonTokenizer(path)
+        assert tokenizer.encode(b"ham and eggs").tolist() == [3, 4, 5] and tokenizer.start == ()
+        assert tokenizer.name != plain.name and tokenizer.name.endswith("-whole")
+
+
+def test_ids_may_leave_gaps(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"ham": 0, "eggs": 70})).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.eod, tokenizer.vocab_size) == (71, 72)
+
+
+def test_an_end_that_only_other_files_name_is_taken(tmp_path):
+    path = tokenizer_json(tmp_path)
+    put(tmp_path, "special_tokens_map.json", {"eos_token": "<|im_end|>"})
+    put(tmp_path, "tokenizer_config.json", {"eos_token": None})
+    assert JsonTokenizer(path).eod == 2
+    from tokenizers import Tokenizer, models
+
+    unusual = tmp_path / "unusual"
+    unusual.mkdir()
+    Tokenizer(models.WordLevel({"ham": 0, "<done>": 1})).save(str(unusual / "tokenizer.json"))
+    put(unusual, "generation_config.json", {"eos_token_id": [1]})
+    tokenizer = JsonTokenizer(unusual / "tokenizer.json")
+    assert (tokenizer.eod, tokenizer.vocab_size, tokenizer.ends) == (1, 2, {1})
+
+
+def test_an_export_ends_where_the_imported_model_does(tmp_path):
+    source = write(tmp_path / "hf")
+    tokenizer_json(source)
+    put(source, "generation_config.json", {"eos_token_id": [1, 2], "temperature": 0.6})
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == [1, 2] and written["temperature"] == 0.6
+
+
+def test_a_null_says_nothing_of_the_end(tmp_path):
+    source = write(tmp_path / "hf", {"eos_token_id": 2})
+    tokenizer_json(source)
+    put(source, "generation_config.json", {"eos_token_id": None})
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    assert load_tokenizer(str(tmp_path / "run" / "tokenizer.json")).ends == {1, 2}
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_with_the_directorys_name(tmp_path, capsys):
+    source = write(tmp_path / "hf")
+    path = tokenizer_json(source)
+    put(source, "generation_config.json", {"eos_token_id": 77})
+    assert str(source / "generation_config.json") in refused(capsys, "import", source, tmp_path / "run")
+    (source / "generation_config.json").unlink()
+    content = json.loads(path.read_text())
+    content["model"]["vocab"] |= {f"word{number}": number for number in range(6, 201)}
+    path.write_text(json.dumps(content))
+    said = refused(capsys, "import", source, tmp_path / "run")
+    assert "201 tokens" in said and "vocab_size=200" in said and "resize_token_embeddings" in said
 
 
 def test_no_tokenizer_at_all_is_said(tmp_path, capsys):
@@ -225,26 +296,52 @@ def test_what_is_no_file_is_not_read(tmp_path, capsys):
     assert "not a file" in refused(capsys, "import", source, tmp_path / "run")
 
 
+def test_what_is_not_the_file_itself_says_so(tmp_path, capsys):
+    source = write(tmp_path / "hf")
+    (source / "tokenizer.json").symlink_to(source / "gone")
+    assert "complete the download" in refused(capsys, "import", source, tmp_path / "run")
+    (source / "tokenizer.json").unlink()
+    (source / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
+    assert "git lfs pull" in refused(capsys, "import", source, tmp_path / "run")
+
+
+def test_weights_under_another_name_or_twice(tmp_path, capsys):
+    source = write(tmp_path / "hf")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    put(source, "model.safetensors.index.json", index)
+    assert "stale" in refused(capsys, "import", source, tmp_path / "run")
+    (source / "model.safetensors.index.json").unlink()
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    said = refused(capsys, "import", source, tmp_path / "run")
+    assert "model-00001-of-00001.safetensors" in said and "index" in said
+    (source / "config.json").rename(source / "adapter_config.json")
+    assert "adapter" in refused(capsys, "import", source, tmp_path / "run")
+
+
 # ---------------------------------------------------------------------------------------------------------- blocks of FP8
 
 
-def test_blocks_that_compressed_tensors_writes_are_read(tmp_path):
-    """llm-compressor's FP8_BLOCK: 128x128, the scales named weight_scale."""
+@pytest.mark.parametrize("block", [[128, 128], "128x128"])
+def test_blocks_that_compressed_tensors_writes_are_read(tmp_path, block):
+    """llm-compressor's FP8_BLOCK: 128x128, the scales named weight_scale; beside them those of an FP8 cache."""
     from megatron_fp8.files.checkpoint import find_checkpoint, read_metadata, read_tensor
 
     config = {
         "quantization_config": {
             "quant_method": "compressed-tensors",
-            "format": "float-quantized",
+            "format": None,
             "config_groups": {
                 "group_0": {
                     "targets": ["Linear"],
+                    "format": "float-quantized",
                     "weights": {
                         "num_bits": 8,
                         "type": "float",
                         "symmetric": True,
                         "strategy": "block",
-                        "block_structure": [128, 128],
+                        "block_structure": block,
                     },
                 }
             },
@@ -254,6 +351,9 @@ def test_blocks_that_compressed_tensors_writes_are_read(tmp_path):
     codes = torch.randn(128, 256, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     scale = torch.tensor([[0.5, 2.0]])
     changed = {f"{name}.weight": codes, f"{name}.weight_scale": scale}
+    changed |= {
+        f"model.layers.1.self_attn.{last}": torch.ones(1) for last in ("k_scale", "v_proj.output_scale")
+    }
     source = write(tmp_path / "hf", config, **changed)
     assert main(["import", str(source), str(tmp_path / "run")]) == 0
     folder = find_checkpoint(tmp_path / "run")
@@ -266,3 +366,11 @@ def test_blocks_of_another_size_are_refused(tmp_path, capsys):
     quantization = {"quant_method": "compressed-tensors", "format": "float-quantized"}
     config = {"quantization_config": {**quantization, "config_groups": {"group_0": {"weights": weights}}}}
     assert "[128, 128]" in refused(capsys, "import", write(tmp_path / "hf", config), tmp_path / "run")
+
+
+def test_weights_that_a_transform_has_rotated_are_refused(tmp_path, capsys):
+    """They are read as any others, and mean something else."""
+    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}
+    quantization["transform_config"] = {"config_groups": {"R1": {"type": "hadamard"}}}
+    source = write(tmp_path / "hf", {"quantization_config": quantization})
+    assert "transform_config" in refused(capsys, "import", source, tmp_path / "run")
