@@ -93,7 +93,13 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
             f"config.json has architectures={names}: only {', '.join(ARCHITECTURES)} can be imported (dense models "
             "with rotary positions, RMSNorm and SwiGLU; no mixture of experts)."
         )
-    return ARCHITECTURES[names[0]]
+    found = ARCHITECTURES[names[0]]
+    if config.get("model_type") not in (None, found.model_type):  # by which some readers go
+        raise ValueError(
+            f"config.json has architectures={names} and model_type={config['model_type']!r}: of {found.name} it is"
+            f" {found.model_type!r}. Correct one of them."
+        )
+    return found
 
 
 def model_section(config: dict[str, Any]) -> dict[str, Any]:
@@ -135,8 +141,19 @@ def model_section(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _rope_kind(rope: dict[str, Any]) -> Any:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return kind if isinstance(kind, str) else repr(kind)
+
+
 def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, from rope_theta and rope_scaling, or from the rope_parameters of newer files."""
+    kinds = [_rope_kind(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)]
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"config.json has a rope_scaling of type {kinds[0]!r} and rope_parameters of type {kinds[1]!r}: remove the"
+            " one that is not meant."
+        )
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if nested := next((name for name, value in rope.items() if isinstance(value, dict)), None):
         raise ValueError(

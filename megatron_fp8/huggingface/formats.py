@@ -208,9 +208,12 @@ def check_readable(config: dict[str, Any]) -> None:
 
 
 def scale_name(weight: str, names: set[str]) -> str | None:
-    """The name of the scale beside a weight, if one is there."""
+    """The name of the scale beside a weight, if one is there. Raises ValueError if two are."""
     siblings = [_sibling(weight, last) for last in ("weight_scale", "weight_scale_inv")]
-    return next((name for name in siblings if name in names), None)
+    there = [name for name in siblings if name in names]
+    if len(there) > 1:
+        raise ValueError(f"{weight} has two scales, {' and '.join(there)}: remove the one that is not meant.")
+    return there[0] if there else None
 
 
 def is_companion(name: str) -> bool:
@@ -231,8 +234,12 @@ _CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale")
 def decode(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """code * scale in float32 [N, K].
 
-    Raises ValueError naming the tensor: the scale's shape fits no form.
+    Raises ValueError naming the tensor: the scale's shape fits no form, or it is whole numbers, as exponents are.
     """
+    if not scale.is_floating_point():
+        raise ValueError(
+            f"{name} has scales of {scale.dtype}: floats that multiply the codes can be imported."
+        )
     rows, cols = codes.shape
     granularity: Granularity
     if scale.numel() == 1:

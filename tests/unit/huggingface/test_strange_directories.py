@@ -374,3 +374,18 @@ def test_weights_that_a_transform_has_rotated_are_refused(tmp_path, capsys):
     quantization["transform_config"] = {"config_groups": {"R1": {"type": "hadamard"}}}
     source = write(tmp_path / "hf", {"quantization_config": quantization})
     assert "transform_config" in refused(capsys, "import", source, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "scales, words",
+    [
+        ({"weight_scale": torch.tensor([127], dtype=torch.uint8)}, "scales of torch.uint8"),
+        ({"weight_scale": torch.ones(1), "weight_scale_inv": torch.ones(1)}, "two scales"),
+    ],
+)
+def test_scales_that_may_mean_something_else_are_refused(tmp_path, capsys, scales, words):
+    """Whole numbers are exponents, and of two names the other may be the divisor."""
+    name = "model.layers.0.mlp.up_proj"
+    changed = {f"{name}.weight": torch.zeros(256, 128).to(torch.float8_e4m3fn)}
+    changed |= {f"{name}.{last}": scale for last, scale in scales.items()}
+    assert words in refused(capsys, "import", write(tmp_path / "hf", **changed), tmp_path / "run")
