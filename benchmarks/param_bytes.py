@@ -86,8 +86,8 @@ def held(linear: Any) -> list[torch.Tensor]:
 
     if isinstance(linear.weight, Fp8Parameter):
         return linear.weight.stored_tensors()
-    kept = linear.fp8_site._weight
-    sides = [] if kept is None else [kept.quantized.rowwise, kept.quantized.columnwise]
+    kept = linear.fp8_site.weights.kept
+    sides = [] if kept is None else [kept.rowwise, kept.columnwise]
     return [linear.weight.detach(), *(t for side in sides for t in (side.codes, side.scale_inv))]
 
 

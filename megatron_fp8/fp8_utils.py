@@ -16,7 +16,7 @@ from .inference import prepare_for_inference
 from .numerics.formats import parse_format
 from .params.fp8_parameter import Fp8Parameter
 from .params.shards import quantize_shards
-from .plan.switch import building_layer, disabled_reason, fp8_disabled
+from .plan.switch import building_layer, unplanned_disabled
 from .recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -136,9 +136,10 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
         config: a TransformerConfig.
         layer_no: global layer index from 0, the same on every pipeline stage; -1 for all layers at once, as Megatron
             does with delayed scaling.
-        is_init: building: linears made inside learn their layer, and whether it stays in BF16. Running: first and last
-            BF16 layers are switched off inside; other layers run as their plan says, which knows the BF16 layers too,
-            so delayed scaling composes with them. Leaving either context does nothing.
+        is_init: building: linears made inside learn their layer, and whether it stays in BF16, which their plan settles.
+            Running: of a first or last layer that stays in BF16 the other linears, whose plan knows no layer (Fp8Linear,
+            or one that was built outside such a context), run in high precision inside. Leaving either does nothing, so
+            delayed scaling composes with BF16 layers.
     """
     if not config.fp8:
         return nullcontext()
@@ -148,7 +149,7 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
         reason = f"first_last_layers_bf16: layer {layer_no} is one of the first {start} or last {end}"
     if is_init:
         return building_layer(layer_no, reason)
-    return fp8_disabled(disabled_reason() or reason)  # a user's own reason outside stays the reason
+    return nullcontext() if reason is None else unplanned_disabled(reason)
 
 
 def get_fp8_align_size(fp8_recipe: Any) -> int:

@@ -151,7 +151,7 @@ def _prepare(
     site = linear.fp8_site
     before = model_bytes(linear)
     linear._parameters["weight"] = weight  # its place among the parameters stays
-    site.forget_weight()
+    site.weights.forget()
     if static is not None:
         static(site)
         if hasattr(linear, "fp8_family"):  # a copy, and another device, has a site of its own

@@ -55,8 +55,9 @@ from ..plan.switch import in_recompute
 from ..recipe import DelayedScaling
 from ..tensor import QuantizedSide
 from .passes import Call, backward, forward, keeps_codes
+from .registry import site_by_handle
 from .saved_layout import SideLayout
-from .site import GemmSite, Operand, site_by_handle
+from .site import GemmSite, Operand
 from .tensor_parallel import TensorParallel
 
 _KEPT_OUT_OF_GRAPHS = hasattr(
@@ -95,7 +96,7 @@ def traced_linear(
         weight,
         bias,
         _handle_for(site, x, weight),
-        site.saved_layout,
+        site.traced.saved_layout,
         _describe(tp),
         keeps,
         training,
@@ -106,10 +107,11 @@ def traced_linear(
 
 def _handle_for(site: GemmSite, *given: Tensor) -> Tensor:
     """The site's handle, as a fake tensor where others are and real ones are refused: nobody will read it there."""
+    handle = site.traced.handle
     if torch.compiler.is_compiling():
-        return site.handle
+        return handle
     mode = detect_fake_mode(given)
-    return site.handle if mode is None or mode.allow_non_fake_inputs else mode.from_tensor(site.handle)
+    return handle if mode is None or mode.allow_non_fake_inputs else mode.from_tensor(handle)
 
 
 @torch.compiler.disable(
@@ -133,22 +135,28 @@ def linear(
     training: bool,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [..., N]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else empty; GemmSite.weight_stamp.
+    """y [..., N]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else empty; WeightCache.stamp.
 
     Args:
         site: int64 [] on the CPU, a GemmSite's handle.
-        layout: its saved_layout.
+        layout: its saved_layout (registry.Traced).
         tp: the communication, from ``_describe``.
         training: amaxes and health are recorded, unless this is a recomputation; counters count.
         number: tells this call from others; not used.
     """
     found = _site(site)
+    if in_recompute() and not found.has_run:
+        raise RuntimeError(
+            f"{found.plan.name}: FP8 was switched off, or to another recipe, around a compiled forward, and its"
+            " recomputation, which finds what is said in the backward, would not run so: checkpoint"
+            " megatron_fp8.plan.switch.remember_fp8(function) in place of the compiled function"
+        )
     call = Call(found, _parallel(tp), training and not in_recompute(), not training, not keeps)
     if not in_recompute():
-        found.gradient_owner = weakref.ref(weight) if hasattr(weight, "main_grad") else None
+        found.traced.gradient_owner = weakref.ref(weight) if hasattr(weight, "main_grad") else None
     with nullcontext() if training else found.state.uncounted():
         done = forward(x, weight, bias, call, keeps)
-    stamp = found.weight_stamp(x.device)
+    stamp = found.weights.stamp(x.device)
     if not keeps:
         return done.y, x.new_empty(0), x.new_empty(0), *stamp
     assert isinstance(done.x, QuantizedSide)
@@ -235,8 +243,8 @@ def linear_backward(
         saved_x = kept[0].reshape(-1, kept[0].shape[-1]).t()
     elif kept:
         saved_x = SideLayout.parse(layout).put_together(*kept)
-    saved_w = found.weight_in_backward(weight, stamp, weight_scale) if needs_dgrad else None
-    owner = None if found.gradient_owner is None else found.gradient_owner()
+    saved_w = found.weights.columnwise(weight, stamp, weight_scale) if needs_dgrad else None
+    owner = None if found.traced.gradient_owner is None else found.traced.gradient_owner()
     needs = (needs_dgrad, needs_wgrad)
     done = backward(dy, saved_x, saved_w, weight if owner is None else owner, call, needs, bias_dtype)
     empty = dy.new_empty(0)

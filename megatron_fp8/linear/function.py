@@ -166,7 +166,7 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad = (need and grad_enabled for need in ctx.needs_input_grad[:2])
         done = forward(x, weight, bias, call, needs_wgrad)
         if not call.site.state.keeps_weights:
-            call.site.forget_weight()  # the next call quantises again; backward has its own hold of what it needs
+            call.site.weights.forget()  # the next call quantises again; backward has its own hold of what it needs
         ctx.call, ctx.x_shape, ctx.weight = call, x.shape, weight
         ctx.bias_dtype = None if bias is None else bias.dtype
         kept_x = _Kept.of(done.x if needs_wgrad else None)

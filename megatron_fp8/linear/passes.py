@@ -72,7 +72,7 @@ def forward(
     site, tp = call.site, call.tp
     site.has_run = True
     operand, saved = quantize_input(x.reshape(-1, x.shape[-1]), call, needs_wgrad)
-    quantized_weight = site.quantized_weight(weight, fresh=call.fresh_weight, record=call.record)
+    quantized_weight = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
     y = site.multiply("fprop", operand, side_of(quantized_weight, "rowwise"), x.dtype, bias)
     sequence = x.shape[0] * (tp.size if call.gathers else 1)
     if tp.kind == "row" and tp.sequence_parallel:

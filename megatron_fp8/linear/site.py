@@ -1,65 +1,28 @@
-"""A GEMM site at run time: the plan entry made into quantizers, a weight cache and the three GEMMs by name."""
+"""A GEMM site at run time: the plan entry made into quantizers and the three GEMMs by name."""
 
 from __future__ import annotations
 
-import itertools
-import weakref
 import zlib
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends import BACKENDS
 from ..backends.base import Region
 from ..backends.high_precision import matmul_high_precision
 from ..numerics.cast import RandomKey
-from ..params.fp8_parameter import Fp8Parameter
 from ..plan.site_plan import SitePlan
 from ..plan.switch import in_recompute
 from ..quantizer import Quantizer
 from ..recipe import GEMM_OPERANDS, DelayedScaling
 from ..state.arena import Fp8State, Group
 from ..tensor import Float8Tensor, QuantizedSide
+from .registry import register
 from .saved_layout import SideLayout
+from .weight_cache import WeightCache
 
 Operand = QuantizedSide | torch.Tensor
 """One side of a GEMM: quantised, or the high-precision matrix in the same orientation (contraction last)."""
-
-
-_sites: weakref.WeakValueDictionary[int, GemmSite] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def _register(site: GemmSite) -> torch.Tensor:
-    """A number for the site, int64 [] on the CPU: what compiled code knows it by."""
-    number = next(_numbers)
-    _sites[number] = site
-    return torch.tensor(number, dtype=torch.int64, device="cpu")
-
-
-def site_by_handle(handle: torch.Tensor) -> GemmSite:
-    """The site that has this handle. RuntimeError if it is gone."""
-    site = _sites.get(int(handle))
-    if site is None:
-        raise RuntimeError("the FP8 layer whose compiled code runs is gone: compile the model that is there")
-    return site
-
-
-@dataclass(frozen=True)
-class _KeptWeight:
-    """A quantised weight, of what memory in which state it is, and the delayed scale that was used, if one was."""
-
-    version: tuple[Any, ...]
-    recorded: bool
-    scale: torch.Tensor | None
-    quantized: Float8Tensor
-
-    def serves(self, version: tuple[Any, ...], record: bool) -> bool:
-        """Whether it is this weight's, as it is. What evaluation quantised misses the slot, so training does it again."""
-        return self.version == version and (self.recorded or not record)
 
 
 class GemmSite:
@@ -72,8 +35,7 @@ class GemmSite:
         seed: of stochastic rounding.
         stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
 
-    ``gradient_owner`` is the parameter with a main_grad that compiled code last multiplied by: what it hands back in
-    backward may be a copy that offloading made.
+    ``weights`` quantises the weight and keeps it, ``traced`` is what compiled code knows the site by.
     """
 
     @torch.inference_mode(False)  # slots and handle must be writable and savable in training later
@@ -92,25 +54,18 @@ class GemmSite:
                     slot.name = f"{plan.name}.{role}"
                     self.quantizers[role] = Quantizer(rule, slot, self.backend)
         rule = plan.rules.get("input") if self.backend is not None else None
-        self.saved_layout = "" if rule is None else str(SideLayout.of(rule, self.backend.turns_codes(rule)))  # type: ignore[union-attr]
-        self.handle = _register(self)
+        layout = "" if rule is None else str(SideLayout.of(rule, self.backend.turns_codes(rule)))  # type: ignore[union-attr]
+        self.traced = register(self, layout)
+        self.weights = WeightCache(self.quantizers.get("weight"), state)
         self._seed, self._stream = seed, stream
         self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
-        self._weight: _KeptWeight | None = None
-        self.gradient_owner: weakref.ref[torch.Tensor] | None = None
         self.has_run = False  # a forward came here
         self._ways: tuple[int, set[bool]] = (-1, set())  # how the iteration's forwards were called
-        self._observed = -1  # the iteration in which the weight was observed
 
     @property
     def is_fp8(self) -> bool:
         """Whether any GEMM of this site runs in FP8, as planned."""
         return self.plan.precision == "fp8"
-
-    @property
-    def runs_fp8(self) -> bool:
-        """Whether the plan's FP8 is in force in this iteration, outside warm-up and healing."""
-        return self.is_fp8 and self.state.phase == "fp8"
 
     @property
     def has_histories(self) -> bool:
@@ -163,9 +118,7 @@ class GemmSite:
     def observe_forward(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         """Record the amaxes of x and, once an iteration, of the weight."""
         self._observe("input", x)
-        if self._observed != self.state.iteration:
-            self._observed = self.state.iteration
-            self._observe("weight", weight)
+        self.weights.observe(weight)
 
     def observe_backward(self, dy: torch.Tensor) -> None:
         """Record the amax of y's gradient."""
@@ -175,79 +128,6 @@ class GemmSite:
         quantizer = self.quantizers[role]
         if quantizer is not None:
             quantizer.slot.observe(x.reshape(-1, x.shape[-1]))
-
-    def quantized_weight(
-        self, weight: torch.Tensor, *, fresh: bool, record: bool
-    ) -> Float8Tensor | torch.Tensor:
-        """The weight [N, K] in both directions; the weight itself if it stays as it is. It is quantised once an iteration
-        if the state ``keeps_weights``, else at each call.
-
-        Args:
-            fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
-
-        A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast here.
-        """
-        quantizer = self.quantizers["weight"]
-        if isinstance(weight, Fp8Parameter):
-            assert quantizer is not None, "a weight that the plan keeps in high precision was made FP8"
-            if record and self._observed != self.state.iteration:
-                self._observed = self.state.iteration
-                weight.record()
-            return weight.quantized
-        if quantizer is None:
-            return weight
-        version, kept = self._version(weight, self.state.epoch), self._weight
-        fresh = fresh or not self.state.keeps_weights
-        fresh = fresh or weight.is_inference()  # has no version: nobody would notice that it was written
-        if fresh or kept is None or not kept.serves(version, record):
-            with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
-                scale = quantizer.delayed_scale()
-                quantized = quantizer(weight, "both", record=record)
-            kept = _KeptWeight(version, record, scale, quantized)
-            self._weight = kept
-        return kept.quantized
-
-    def weight_stamp(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """What backward needs to know of the weight that a forward has just quantised, as tensors that a graph can save.
-
-        (int64 [2] on the CPU: the epoch, and whether a delayed scale was used; float32 []: that scale, or 1.)
-        """
-        scale = None if self._weight is None else self._weight.scale
-        stamp = torch.tensor([self.state.epoch, int(scale is not None)], dtype=torch.int64, device="cpu")
-        used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
-        return stamp, used
-
-    def weight_in_backward(self, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor) -> Operand:
-        """The columnwise side of the weight that compiled code hands back: what forward made of it if that is here still,
-        else made again, the same bits (what offloading brought back is another tensor with the same values).
-
-        stamp and scale are the forward's: ``fp8_step`` may have been called since, and another forward.
-        """
-        quantizer, kept = self.quantizers["weight"], self._weight
-        if quantizer is None:
-            return weight.t()
-        epoch, used_delayed = stamp.tolist()
-        if kept is None or not kept.serves(self._version(weight, epoch), False):
-            return side_of(
-                quantizer.again(weight, "columnwise", scale if used_delayed else None), "columnwise"
-            )
-        return side_of(kept.quantized, "columnwise")
-
-    def _version(self, weight: torch.Tensor, epoch: int) -> tuple[Any, ...]:
-        """The weight's memory, how it lies there, and what is known of writes to it.
-
-        Optimizers that write through flat buffers leave no trace in _version; the epoch covers those. An address may be
-        that of memory which is gone; a weak reference to the storage keeps its identity from being given out again.
-        Codes that a CUDA graph will make are not those of what runs now.
-        """
-        captured = self.state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-        version = 0 if weight.is_inference() else weight._version
-        lies = (weight.dtype, weight.shape, weight.stride(), weight.storage_offset())
-        return epoch, StorageWeakRef(weight.untyped_storage()), lies, version, captured
-
-    def forget_weight(self) -> None:
-        """Drop the weight that was kept: another one took its place for good."""
-        self._weight = None
 
     def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
         """Place and random stream of this backward's grad_output; each backward of an iteration has its own stream."""

@@ -7,7 +7,7 @@ the last backward; if an optimizer steps and it was not called, the next forward
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -27,14 +27,13 @@ def watch(model: torch.nn.Module, state: Fp8State) -> None:
         _hook = register_optimizer_step_post_hook(_after_optimizer_step)
 
 
-def require_settled(state: Fp8State) -> None:
-    """RuntimeError if an optimizer stepped after FP8 GEMMs of an iteration that was not ended."""
-    if state.owed:
-        raise RuntimeError(
-            "the optimizer stepped and the FP8 iteration was not ended: scales and histories would never be updated. Call"
-            " megatron_fp8.mcore.iteration.finish_iteration([model]) once an iteration, after the last backward, or train"
-            " by Megatron-Core's schedules, which do"
-        )
+def refuse_unsettled() -> NoReturn:
+    """RuntimeError: an optimizer stepped after FP8 GEMMs of an iteration that was not ended (``Fp8State.owed``)."""
+    raise RuntimeError(
+        "the optimizer stepped and the FP8 iteration was not ended: scales and histories would never be updated. Call"
+        " megatron_fp8.mcore.iteration.finish_iteration([model]) once an iteration, after the last backward, or train"
+        " by Megatron-Core's schedules, which do"
+    )
 
 
 def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

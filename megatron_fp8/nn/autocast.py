@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..plan.switch import disabled_reason, fp8_switched, recipe_override
+from ..plan.switch import current_switch, switched
 from ..recipe import Recipe
 from .config import Fp8Config
 
@@ -32,7 +32,9 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | str | None = None) -> It
         raise ValueError(
             f"fp8_autocast(enabled={enabled!r}): use True or False; a recipe goes into recipe=..."
         )
-    taken = recipe_override() if recipe is None else Fp8Config(recipe=recipe).resolved_recipe
-    reason = None if enabled else (disabled_reason() or "fp8_autocast(enabled=False)")
-    with fp8_switched(reason, taken):
+    here = current_switch()
+    if recipe is not None:
+        here = here.with_recipe(Fp8Config(recipe=recipe).resolved_recipe)
+    on = here._replace(off="none", reason="")
+    with switched(on if enabled else here._replace(off="all", reason="fp8_autocast(enabled=False)")):
         yield

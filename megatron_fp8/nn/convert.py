@@ -115,7 +115,7 @@ def convert_from_fp8(model: M) -> M:
     disable_fp8_all_gather(model)
     for linear in linears:
         linear.fp8_family.leave(linear)
-        for key in ("_family", "fp8_name", "_sites", "_ready_on", "_left", "_reasons", "_labels"):
+        for key in ("_family", "fp8_name", "_sites", "_ready_on", "_left", "_forwards"):
             del linear.__dict__[key]
         linear.__class__ = linear.plain_class  # type: ignore[assignment]
     restore_fast_paths(model)

@@ -18,14 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..linear.function import fp8_linear, observe_high_precision
 from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import (
-    ForwardReasons,
-    Settled,
-    in_recompute,
-    recipe_label,
-    recipe_override,
-    without_autocast,
-)
+from ..plan.switch import Forwards, current_switch, in_recompute, runs_fp8, without_autocast
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
 from .family import Family, site_of, take_over
@@ -47,8 +40,7 @@ class Fp8Layer(torch.nn.Module):
     _sites: dict[tuple[torch.device, str], GemmSite]  # '' is its own recipe, others are recipe labels
     _ready_on: torch.device | None
     _left: GemmSite | None  # on the device that it was moved from, until it runs on another
-    _reasons: ForwardReasons
-    _labels: Settled[str]
+    _forwards: Forwards
     # What inference has changed of its own recipe, told to each site that is made of it; copies and pickles take it.
     fp8_prepared: Callable[[GemmSite], None] | None = None
 
@@ -62,8 +54,7 @@ class Fp8Layer(torch.nn.Module):
             _sites={},
             _ready_on=None,
             _left=None,
-            _reasons=ForwardReasons(),
-            _labels=Settled(recipe_label),
+            _forwards=Forwards(by_recipe=True),
         )
         family.join(self)
 
@@ -114,7 +105,7 @@ class Fp8Layer(torch.nn.Module):
 
     def make_sites(self) -> None:
         """The sites that a call here and now uses: the model's on the weight's device, one for fp8_autocast's recipe."""
-        device, recipe = self.weight.device, recipe_override()
+        device, recipe = self.weight.device, current_switch().recipe
         if (device, "") not in self._sites or self._left is not None:
             self._family.bind(device)
         if recipe is not None and self._sites[device, ""].is_fp8:
@@ -139,7 +130,7 @@ class Fp8Layer(torch.nn.Module):
         if self.weight.device != before:
             for (device, _), site in self._sites.items():
                 if device == before:
-                    site.forget_weight()
+                    site.weights.forget()
             ran = None if before.type == "meta" else self._sites.get((before, ""))
             self.__dict__.update(_left=ran or self._left, _ready_on=None)
             self._family.leave_device(before)
@@ -151,7 +142,7 @@ class Fp8Layer(torch.nn.Module):
 
     def _without_sites(self) -> dict[str, Any]:
         """What copies and pickles take: sites hold slots of this model's state, so a copy makes its own."""
-        drop = ("_sites", "_ready_on", "_left", "_reasons", "_labels")
+        drop = ("_sites", "_ready_on", "_left", "_forwards")
         return {key: value for key, value in self.__dict__.items() if key not in drop}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,19 +181,20 @@ class Fp8Layer(torch.nn.Module):
                 " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
                 " register_fp8_step(optimizer, model) once, and again for copies: those of optimizers have no hooks"
             )
-        self._require_sites(device, recipe_label())
+        self._require_sites(device, current_switch().label)
         site = self._sites[device, ""]
-        name, iteration = self.fp8_name, site.state.iteration
-        off = self._reasons.settle(name, iteration, self.training)
-        label = self._labels.settle(name, iteration, self.training)
-        if label and site.is_fp8:
-            if (device, label) not in self._sites:
-                raise RuntimeError(f"{name}: enter fp8_autocast(recipe=...) outside of compiled code")
-            site = self._sites[device, label]
+        switch = self._forwards.switch(site, self.training)
+        if switch.label and site.is_fp8:
+            if (device, switch.label) not in self._sites:
+                raise RuntimeError(
+                    f"{self.fp8_name}: enter fp8_autocast(recipe=...) outside of compiled code"
+                )
+            site = self._sites[device, switch.label]
+        fp8 = runs_fp8(site, switch)
         if type(self.weight) is not torch.nn.Parameter:
-            _check_weight(name, self.weight, off is None and not label and site.runs_fp8)
-        if off is not None or not site.runs_fp8:
-            return self._high_precision(input, site, off is None)
+            _check_weight(self.fp8_name, self.weight, fp8 and not switch.label)
+        if not fp8:
+            return self._high_precision(input, site, observe=not switch.turns_off(site.plan))
         if device.type != "meta" and torch.is_autocast_enabled(device.type):
             input = input.to(torch.get_autocast_dtype(device.type))
         with (
@@ -211,7 +203,7 @@ class Fp8Layer(torch.nn.Module):
         ):
             return fp8_linear(input, self.matrix, self.bias, site, training=self.training)
 
-    def _high_precision(self, x: torch.Tensor, site: GemmSite, observe: bool) -> torch.Tensor:
+    def _high_precision(self, x: torch.Tensor, site: GemmSite, *, observe: bool) -> torch.Tensor:
         """The unconverted layer's own forward; outside the FP8 phase delayed scaling learns from it."""
         y = self.plain_forward(x)
         if self.training:

@@ -1,11 +1,13 @@
-"""What is ambient, and little is: which layer is being built, and whether the user switched FP8 off around a call.
+"""What is ambient, and little is: which layer is being built, and what is said of FP8 around a call.
 
-While a model is built, ``building_layer`` tells the linears inside it their global layer number. At run time a context
-can only switch sites off (``fp8_disabled``); it cannot switch on what the plan does not have. Leaving one does nothing.
+While a model is built, ``building_layer`` tells the linears inside it their global layer number. At run time a ``Switch``
+is all that a context can say: FP8 is off, or another recipe runs. ``runs_fp8`` is the one answer to whether a call of a
+site is in FP8, in eager mode, in traced code, in a recomputation and in any thread. No switch gives FP8 to a site whose
+plan has none, and leaving a context does nothing.
 
 Activation recompute is where an ambient goes wrong: it happens in the backward, when the context around the forward was
 left, maybe in another thread. Megatron's recompute carries it along (``remember_fp8``). torch.utils.checkpoint knows
-nothing of it; there a site answers as in its forwards (``ForwardReasons``). Rejected: patching torch.utils.checkpoint, of
+nothing of it; there a layer answers as in its forwards (``Forwards``). Rejected: patching torch.utils.checkpoint, of
 which modules hold copies that were imported by name.
 
 torch.compile cannot guard on a context variable, nor on thread-local state (whose value while tracing it takes for ever,
@@ -19,11 +21,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from ..recipe import Recipe
+from ..state.arena import Fp8State
+from .site_plan import SitePlan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# ---------------------------------------------------------------------------------------------------------- building
 
 
 @dataclass(frozen=True)
@@ -35,25 +44,6 @@ class LayerBeingBuilt:
 
 
 _building: ContextVar[LayerBeingBuilt | None] = ContextVar("building", default=None)
-_disabled: ContextVar[str | None] = ContextVar("disabled", default=None)
-_recipe: ContextVar[Recipe | None] = ContextVar("recipe", default=None)
-_remembered: ContextVar[bool] = ContextVar("remembered", default=False)
-
-
-class _Traced:
-    """The innermost switch, for traced code."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self.recipe: Recipe | None = None
-        self.label = ""
-
-
-_traced = _Traced()
-
-P = ParamSpec("P")
-R = TypeVar("R")
-A = TypeVar("A")
 
 
 @contextmanager
@@ -71,115 +61,99 @@ def layer_being_built() -> LayerBeingBuilt | None:
     return _building.get()
 
 
-@contextmanager
-def fp8_disabled(reason: str | None) -> Iterator[None]:
-    """Sites called inside run in high precision; None leaves things as they are around it."""
-    with fp8_switched(disabled_reason() if reason is None else reason, recipe_override()):
-        yield
+# ----------------------------------------------------------------------------------------------------------- running
 
 
-def disabled_reason() -> str | None:
-    """Why FP8 is switched off here, None if it is not."""
-    return _traced.reason if torch.compiler.is_compiling() else _disabled.get()
+class Switch(NamedTuple):
+    """What is said of FP8 around a call. Immutable: a context replaces the whole of it.
 
-
-@contextmanager
-def fp8_switched(reason: str | None, recipe: Recipe | None) -> Iterator[None]:
-    """Sites called inside run as said here, whatever is said around it.
-
-    Args:
-        reason: why they run in high precision; None switches on again those that an outer context switched off.
+    Attributes:
+        off: the sites that run in high precision: those that are 'unplanned' are those whose plan knows no layer number.
+        reason: why, for people to read.
         recipe: what sites of a converted PyTorch model run in place of their own; None: their own.
+        label: tells ``recipe`` from others: traced code guards on texts, but on objects by their type.
+        remembered: this is what was said around a forward that now may run again (``remember_fp8``).
     """
-    outer = _traced.reason, _traced.recipe, _traced.label
-    tokens = None if torch.compiler.is_compiling() else (_disabled.set(reason), _recipe.set(recipe))
-    _traced.reason, _traced.recipe, _traced.label = reason, recipe, _label(recipe)
+
+    off: Literal["none", "unplanned", "all"] = "none"
+    reason: str = ""
+    recipe: Recipe | None = None
+    label: str = ""
+    remembered: bool = False
+
+    def turns_off(self, plan: SitePlan) -> bool:
+        """Whether sites of this plan run in high precision here. A plan that knows its layer has decided by itself
+        whether that is one of the first and last, which stay in BF16."""
+        return self.off == "all" or (self.off == "unplanned" and plan.layer is None)
+
+    def with_recipe(self, recipe: Recipe | None) -> Switch:
+        """Another recipe in place of this one's."""
+        return self._replace(recipe=recipe, label="" if recipe is None else repr(recipe))
+
+
+class Site(Protocol):
+    """What ``runs_fp8`` asks of a GEMM site."""
+
+    plan: SitePlan
+    state: Fp8State
+
+
+def runs_fp8(site: Site, switch: Switch) -> bool:
+    """Whether a call under this switch runs in FP8: planned so, in a phase that has FP8, and not switched off."""
+    planned = site.plan.precision == "fp8"
+    return planned and not switch.turns_off(site.plan) and site.state.phase == "fp8"
+
+
+_NOTHING = Switch()
+_here: ContextVar[Switch] = ContextVar("switch", default=_NOTHING)
+
+
+class _Traced:
+    """The innermost switch, for traced code."""
+
+    def __init__(self) -> None:
+        self.switch = _NOTHING
+
+
+_traced = _Traced()
+
+
+def current_switch() -> Switch:
+    """What is said here."""
+    return _traced.switch if torch.compiler.is_compiling() else _here.get()
+
+
+@contextmanager
+def switched(switch: Switch) -> Iterator[None]:
+    """Inside, this switch holds, whatever is said around it."""
+    outer = current_switch()  # not what _traced has: that may be another thread's, which will have left it
+    token = None if torch.compiler.is_compiling() else _here.set(switch)
+    _traced.switch = switch
     try:
         yield
     finally:
-        _traced.reason, _traced.recipe, _traced.label = outer
-        if tokens is not None:
-            _disabled.reset(tokens[0])
-            _recipe.reset(tokens[1])
+        _traced.switch = outer
+        if token is not None:
+            _here.reset(token)
 
 
-def recipe_override() -> Recipe | None:
-    """The recipe that sites of a converted PyTorch model run here in place of their own, None if theirs."""
-    return _traced.recipe if torch.compiler.is_compiling() else _recipe.get()
+@contextmanager
+def fp8_disabled(reason: str | None) -> Iterator[None]:
+    """Sites called inside run in high precision; None leaves things as they are around it."""
+    here = current_switch()
+    with switched(here if reason is None else here._replace(off="all", reason=reason)):
+        yield
 
 
-def recipe_label() -> str:
-    """What tells recipe_override() from others, or an empty text: traced code guards on texts, but on objects by type."""
-    return _traced.label if torch.compiler.is_compiling() else _label(_recipe.get())
+@contextmanager
+def unplanned_disabled(reason: str) -> Iterator[None]:
+    """Sites called inside run in high precision, but for those whose plan knows their layer."""
+    here = current_switch()
+    with switched(here if here.off == "all" else here._replace(off="unplanned", reason=reason)):
+        yield
 
 
-def _label(recipe: Recipe | None) -> str:
-    return "" if recipe is None else repr(recipe)
-
-
-def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, finding FP8 on or off as it is now, whenever and in whatever thread it is called.
-
-    torch.utils.checkpoint.checkpoint(remember_fp8(module), x) recomputes as it computed.
-    """
-    reason, recipe = disabled_reason(), recipe_override()
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _remembered.set(True)
-        try:
-            with fp8_switched(reason, recipe):
-                return function(*args, **kwargs)
-        finally:
-            _remembered.reset(token)
-
-    return call
-
-
-class Settled(Generic[A]):
-    """What ``ambient`` said around the forwards of one site in this iteration, for recomputations to answer alike."""
-
-    def __init__(self, ambient: Callable[[], A]) -> None:
-        self._ambient = ambient
-        self._iteration = -1
-        self._met: set[A] = set()
-
-    def settle(self, site: str, iteration: int, training: bool) -> A:
-        """What it says of this call. Traced code remembers nothing: what it said is in the graph, recomputed or not.
-
-        RuntimeError: a recomputation that nobody told, of one of several forwards that differed.
-        """
-        reason = self._ambient()
-        if torch.compiler.is_compiling():
-            return reason
-        if not in_recompute():
-            if training:
-                if iteration != self._iteration:
-                    self._iteration, self._met = iteration, set()
-                self._met.add(reason)
-            return reason
-        if _remembered.get() or iteration != self._iteration:
-            return reason
-        if len(self._met) > 1:
-            raise RuntimeError(
-                f"{site} ran with FP8 switched off and on (or in several ways) in one iteration, and"
-                " torch.utils.checkpoint does not say which call it recomputes: checkpoint"
-                " megatron_fp8.plan.switch.remember_fp8(function) in place of the function"
-            )
-        return next(iter(self._met))
-
-
-class ForwardReasons(Settled[str | None]):
-    """Why FP8 was switched off around the forwards of one site in this iteration."""
-
-    def __init__(self) -> None:
-        super().__init__(disabled_reason)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """torch.autocast is off inside: it would round the products of the emulated GEMM."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+# -------------------------------------------------------------------------------------------------------- recomputing
 
 
 def in_recompute() -> bool:
@@ -188,3 +162,62 @@ def in_recompute() -> bool:
     Not asked of traced code, which does not know when it will run: there operators ask.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, finding FP8 on or off as it is now, whenever and in whatever thread it is called.
+
+    torch.utils.checkpoint.checkpoint(remember_fp8(module), x) recomputes as it computed.
+    """
+    switch = current_switch()._replace(remembered=True)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with switched(switch):
+            return function(*args, **kwargs)
+
+    return call
+
+
+class Forwards:
+    """The switches around one layer's forwards of this iteration, for recomputations to answer alike.
+
+    Args:
+        by_recipe: whether the layer runs a switch's recipe, so that another one makes another forward.
+    """
+
+    def __init__(self, *, by_recipe: bool = False) -> None:
+        self._by_recipe = by_recipe
+        self._iteration = -1
+        self._met: dict[tuple[bool, str], Switch] = {}  # by what they mean to the layer's site
+
+    def switch(self, site: Site, training: bool) -> Switch:
+        """The switch of this call. Traced code remembers none: what it was is in the graph, recomputed or not.
+
+        RuntimeError: a recomputation that nobody told, of one of several forwards that differed.
+        """
+        here = current_switch()
+        if torch.compiler.is_compiling():
+            return here
+        iteration = site.state.iteration
+        if not in_recompute():
+            if training:
+                if iteration != self._iteration:
+                    self._iteration, self._met = iteration, {}
+                self._met[here.turns_off(site.plan), here.label if self._by_recipe else ""] = here
+            return here
+        if here.remembered or iteration != self._iteration:
+            return here
+        if len(self._met) > 1:
+            raise RuntimeError(
+                f"{site.plan.name} ran with FP8 switched off and on (or in several ways) in one iteration, and"
+                " torch.utils.checkpoint does not say which call it recomputes: checkpoint"
+                " megatron_fp8.plan.switch.remember_fp8(function) in place of the function"
+            )
+        return next(iter(self._met.values()))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """torch.autocast is off inside: it would round the products of the emulated GEMM."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -62,7 +62,7 @@ class Saved:
 @contextmanager
 def saved_for_backward(layer: Any) -> Iterator[Saved]:
     """What the body saves, by part: 'linear', 'weight' (quantised weights), 'attention' (the core) and 'rest'."""
-    from megatron_fp8.linear.site import GemmSite
+    from megatron_fp8.linear.weight_cache import WeightCache
 
     saved = Saved()
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
@@ -81,7 +81,7 @@ def saved_for_backward(layer: Any) -> Iterator[Saved]:
         return tensor
 
     weights: list[Any] = []
-    quantized_weight = GemmSite.quantized_weight
+    quantized_weight = WeightCache.quantized
 
     def keep(*args: Any, **kwargs: Any) -> Any:
         weights.append(quantized_weight(*args, **kwargs))
@@ -89,7 +89,7 @@ def saved_for_backward(layer: Any) -> Iterator[Saved]:
 
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        mock.patch.object(GemmSite, "quantized_weight", keep),
+        mock.patch.object(WeightCache, "quantized", keep),
     ):
         yield saved
     for hook in hooks:

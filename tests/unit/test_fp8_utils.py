@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fp8 import Format, fp8_utils, quantize
 from megatron_fp8.fp8_utils import (
@@ -18,7 +19,8 @@ from megatron_fp8.fp8_utils import (
     is_first_last_bf16_layer,
     is_float8tensor,
 )
-from megatron_fp8.plan.switch import LayerBeingBuilt, disabled_reason, layer_being_built
+from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_step
+from megatron_fp8.plan.switch import LayerBeingBuilt, Switch, current_switch, layer_being_built
 from megatron_fp8.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -179,7 +181,7 @@ def test_context_while_building(recipe):
             built = layer_being_built()
             assert built is not None and built.number == layer
             assert (built.bf16_reason is not None) == (layer in (0, 1, 5))
-        assert layer_being_built() is None and disabled_reason() is None
+        assert layer_being_built() is None and current_switch() == Switch()
     with get_fp8_context(asked, 5, is_init=True):
         assert layer_being_built() == LayerBeingBuilt(
             5, "first_last_layers_bf16: layer 5 is one of the first 2 or last 1"
@@ -194,12 +196,50 @@ def test_context_while_running(recipe):
     asked = config(fp8_recipe=recipe, **BF16_LAYERS)
     for _ in range(2):
         with get_fp8_context(asked):
-            assert disabled_reason() is None
+            assert current_switch() == Switch()
             for layer in range(6):
                 with get_fp8_context(asked, layer):
-                    assert (disabled_reason() is not None) == (layer in (0, 1, 5))
+                    assert (current_switch().off == "unplanned") == (layer in (0, 1, 5))
                     assert layer_being_built() is None
-            assert disabled_reason() is None
+            assert current_switch() == Switch()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_of_ones_own_stay_in_bf16_where_the_context_says_so(recompute):
+    """Fp8Linear knows no layer number: in a first or last layer's context it is the plain linear, to the bit."""
+    asked = config(fp8_recipe="delayed", **BF16_LAYERS)
+    layers = convert_to_fp8(
+        torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6))), "delayed", skip=[]
+    )
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    total = torch.zeros(())
+    for number, layer in enumerate(layers):
+        with get_fp8_context(asked), get_fp8_context(asked, number):
+            y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        plain = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        assert torch.equal(y, plain) == (number in (0, 1, 5)), number
+        total = total + y.sum()
+    total.backward()
+    assert fp8_step(layers).fp8_gemms == 3 * (4 if recompute else 3)
+    warm = [layer.fp8_site.quantizers["input"].slot.warm for layer in layers]
+    assert warm == [False, False, True, True, True, False], "scales come from what ran in FP8"
+
+
+def test_compiled_code_enters_contexts_of_layers():
+    asked = config(fp8_recipe="rowwise", **BF16_LAYERS)
+    layer, x = Fp8Linear(32, 32, recipe="rowwise"), torch.ones(8, 32)
+
+    def block(x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for number in (0, 3):
+            with get_fp8_context(asked, number):
+                found.append(layer(x))
+        return found
+
+    torch._dynamo.reset()
+    first, middle = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(first, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert torch.equal(middle, layer(x)) and not torch.equal(middle, first)
 
 
 def test_context_without_fp8_does_nothing():
@@ -207,7 +247,7 @@ def test_context_without_fp8_does_nothing():
         context = get_fp8_context(config(fp8=None, **BF16_LAYERS), 0, is_init)
         for _ in range(2):
             with context:
-                assert layer_being_built() is None and disabled_reason() is None
+                assert layer_being_built() is None and current_switch() == Switch()
 
 
 def test_align_size():

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...linear.function import fp8_linear, observe_high_precision
 from ...linear.site import GemmSite
 from ...linear.tensor_parallel import TensorParallel
-from ...plan.switch import ForwardReasons, in_recompute, layer_being_built
+from ...plan.switch import Forwards, Switch, in_recompute, layer_being_built, runs_fp8
 from ..checkpoint.fp8_state import sharded_slots, take_slots
-from ..owed import require_settled
+from ..owed import refuse_unsettled
 from ..sites import count_high_precision, make_site, prepare
 
 
@@ -37,7 +37,7 @@ class _Fp8Site:
         self.save_original_input = False  # Megatron sets it where the input is recomputed anyway
         self._site: GemmSite | None = None
         self._sited = False
-        self._reasons = ForwardReasons()
+        self._forwards = Forwards()
 
     @staticmethod
     def name_sites(model: Any) -> None:
@@ -51,9 +51,8 @@ class _Fp8Site:
     @property
     def fp8_site(self) -> GemmSite:
         """This layer's site; a layer outside any prepared model resolves its own."""
-        if (
-            not self._sited
-        ):  # not asked of _site: a tracer that has looked at it would not see what is put there now
+        # Not asked of _site: a tracer that has looked at it would not see what is put there now.
+        if not self._sited:
             if torch.compiler.is_compiling():
                 from ...linear.compiled import prepare_layer  # loads torch's compiler
 
@@ -69,21 +68,19 @@ class _Fp8Site:
             with _disable_current_modes():  # fake tensors and tracers go, the site stays
                 self.bind_fp8_site(make_site(self, type(self).__name__))
 
+    def _switch(self) -> Switch:
+        """What is said of FP8 around this call."""
+        return self._forwards.switch(self.fp8_site, self.training)
+
     def runs_fp8(self) -> bool:
-        """Whether the next forward uses FP8: planned so, in force this iteration, not switched off around this call."""
-        return self._switched_on() and self.fp8_site.runs_fp8
+        """Whether the next forward uses FP8."""
+        return runs_fp8(self.fp8_site, self._switch())
 
     def makes_codes_of(self, role: str) -> bool:
         """Whether the next call makes codes, by kernels, of all it reads of this operand, which may come Unwritten."""
         if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
             return False
         return self.runs_fp8() and self.fp8_site.computes(role)
-
-    def _switched_on(self) -> bool:
-        """A first or last layer's reason to be in BF16 was weighed when the plan was made: an override may have won."""
-        weighed = None if self.fp8_layer is None else self.fp8_layer.bf16_reason
-        site = self.fp8_site
-        return self._reasons.settle(site.plan.name, site.state.iteration, self.training) in (None, weighed)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Megatron's, and the state of delayed scaling once the model's sites are named."""
@@ -97,26 +94,24 @@ class _Fp8Site:
     def _fp8_forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
     ) -> torch.Tensor:
-        site, options = (
-            self.fp8_site,
-            {"training": self.training, "save_original_input": self.save_original_input},
-        )
-        if (
-            torch.compiler.is_compiling()
-        ):  # a flag that changes would be another graph; the operator sees to the rest
+        site = self.fp8_site
+        options = {"training": self.training, "save_original_input": self.save_original_input}
+        if torch.compiler.is_compiling():  # would guard on is_first_microbatch; operators see to the rest
             return fp8_linear(x, weight, bias, site, tp, **options)
-        if self.training and not in_recompute():
-            require_settled(site.state)
+        if site.state.owed and self.training and not in_recompute():
+            refuse_unsettled()
         fresh, self.is_first_microbatch = self.is_first_microbatch, False
         with nullcontext() if self.training else site.state.uncounted():
             return fp8_linear(x, weight, bias, site, tp, fresh_weight=fresh, **options)
 
-    def _after_high_precision(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            count_high_precision(self.fp8_site.state, x, weight, y)
-            if self._switched_on():
-                return observe_high_precision(x, weight, y, self.fp8_site)
-        return y
+    def _after_high_precision(
+        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, switch: Switch
+    ) -> torch.Tensor:
+        site = self.fp8_site
+        if not self.training:
+            return y
+        count_high_precision(site.state, x, weight, y)
+        return y if switch.turns_off(site.plan) else observe_high_precision(x, weight, y, site)
 
 
 class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
@@ -129,9 +124,10 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if not self.runs_fp8():
+        switch = self._switch()
+        if not runs_fp8(self.fp8_site, switch):
             y = super()._forward_impl(input, weight, *args, **kwargs)
-            return self._after_high_precision(input, weight, y)
+            return self._after_high_precision(input, weight, y, switch)
         assert not args, "Megatron-Core 0.16 passes everything but input and weight by keyword"
         assert kwargs.get("grad_output_buffer") is None, (
             "deferred wgrad is the output layer's, which is not FP8"
@@ -155,9 +151,10 @@ class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if not self.runs_fp8():
+        switch = self._switch()
+        if not runs_fp8(self.fp8_site, switch):
             y = super()._forward_impl(input, weight, *args, **kwargs)
-            return self._after_high_precision(input, weight, y)
+            return self._after_high_precision(input, weight, y, switch)
         return self._fp8_forward(input, weight, kwargs["bias"], TensorParallel())
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

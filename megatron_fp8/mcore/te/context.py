@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from ... import fp8_utils
 from ...backends import choose_backend
 from ...backends import transformer_engine as engine
-from ...plan.switch import disabled_reason
+from ...plan.switch import current_switch
 from .. import installed as compat
 from ..sites import model_device
 from .checks import wants_te
@@ -57,7 +57,7 @@ def _has_te_layers(config: Any) -> bool:
 @contextmanager
 def _both(ours: AbstractContextManager[None], config: Any) -> Iterator[None]:
     with ours:
-        if disabled_reason() is not None:
+        if current_switch().off != "none":
             yield
             return
         with engine.autocast(recipe_of(config), amax_group(config)):

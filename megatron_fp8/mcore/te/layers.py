@@ -26,7 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from ...backends import transformer_engine as engine
-from ...plan.switch import ForwardReasons, layer_being_built
+from ...plan.switch import Forwards, layer_being_built, runs_fp8
 from ...recipe import DelayedScaling
 from ..layers.attention import CoreAttention
 from ..patches.patching import Patch, PatchSet
@@ -50,7 +50,7 @@ class _TeSiteLinear:
     def _init_site(self) -> None:
         self.fp8_layer = layer_being_built()
         self._site: TeSite | None = None
-        self._reasons = ForwardReasons()
+        self._forwards = Forwards()
 
     def bind_fp8_site(self, site: TeSite) -> None:
         """Take the site that the model's plan has for this layer."""
@@ -67,11 +67,8 @@ class _TeSiteLinear:
         return self._site
 
     def runs_fp8(self) -> bool:
-        """Whether the next forward uses FP8: planned so, and not switched off around this call."""
-        weighed = None if self.fp8_layer is None else self.fp8_layer.bf16_reason
-        site = self.fp8_site
-        reason = self._reasons.settle(site.plan.name, site.state.iteration, self.training)
-        return site.is_fp8 and reason in (None, weighed)
+        """Whether the next forward uses FP8."""
+        return runs_fp8(self.fp8_site, self._forwards.switch(self.fp8_site, self.training))
 
     def forward(self, x: torch.Tensor) -> Any:
         """As Megatron-Core's wrapper, in the plan's precision.

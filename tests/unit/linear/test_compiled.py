@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fp8.linear.function import fp8_linear, observe_high_precision
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
-from megatron_fp8.plan.switch import fp8_disabled
-from megatron_fp8.recipe import Float8CurrentScaling
+from megatron_fp8.plan.switch import current_switch, fp8_disabled, remember_fp8, runs_fp8
 from megatron_fp8.state.arena import Fp8State
 from megatron_fp8.state.phases import Phases
 from tests.support.compare import assert_same_bytes
@@ -279,10 +278,8 @@ def test_switches_and_phases_are_guarded():
     x, w, dy = data(40, 64, 48)
 
     def linear(x: torch.Tensor, w: torch.Tensor, site: GemmSite, inside: bool) -> torch.Tensor:
-        from megatron_fp8.plan.switch import disabled_reason
-
         with fp8_disabled("inside" if inside else None):
-            if disabled_reason() is None and site.runs_fp8:
+            if runs_fp8(site, current_switch()):
                 return fp8_linear(x, w, None, site)
             return observe_high_precision(x, w, torch.nn.functional.linear(x, w), site)
 
@@ -303,6 +300,23 @@ def test_switches_and_phases_are_guarded():
         assert sites[1].state.arenas[0].rows[0, :3].all()
         alike(*sites)
     assert graphs() <= 4
+
+
+def test_a_compiled_function_that_is_checkpointed_needs_to_be_told():
+    """Its recomputation looks at the switch of the backward: in FP8 what had run without is an error, not a gradient."""
+    x, w, dy = data(40, 64, 48)
+
+    def linear(x: torch.Tensor, w: torch.Tensor, site: GemmSite) -> torch.Tensor:
+        return fp8_linear(x, w, None, site) if runs_fp8(site, current_switch()) else x @ w.t()
+
+    function, (x, w) = compiled(linear), leaves(x, w)
+    with fp8_disabled("around the forward"):
+        guessed = checkpoint(function, x, w, make_site("rowwise")[0], use_reentrant=True)
+        told = checkpoint(remember_fp8(function), x, w, make_site("rowwise")[0], use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"switched off, or .* around a compiled forward.*remember_fp8"):
+        guessed.backward(dy)
+    told.backward(dy)
+    assert_same_bytes(x.grad, dy @ w.detach())
 
 
 def test_weights_that_live_as_fp8_break_the_graph_and_keep_their_bits():
@@ -337,7 +351,7 @@ def test_operators_are_what_their_descriptions_say(name):
     x, w, dy = leaves(*data(40, 64, 48))
     site = make_site(name)[0]
     keeps = name != "no-input"
-    arguments = (x, w, None, site.handle, site.saved_layout, "", keeps, True, 0)
+    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", keeps, True, 0)
     torch.library.opcheck(linear_op.linear, arguments)
     with torch.no_grad():
         _, *kept, stamp, scale = linear_op.linear(*arguments)
@@ -348,8 +362,8 @@ def test_operators_are_what_their_descriptions_say(name):
             w.detach(),
             stamp,
             scale,
-            site.handle,
-            site.saved_layout,
+            site.traced.handle,
+            site.traced.saved_layout,
             "",
             0,
             True,
@@ -357,19 +371,7 @@ def test_operators_are_what_their_descriptions_say(name):
             dy.dtype,
         )
         torch.library.opcheck(linear_op.linear_backward, arguments)
-    torch.library.opcheck(linear_op.observe, (x, w, dy, site.handle, 0))
-
-
-def test_sites_are_known_as_long_as_they_live():
-    from megatron_fp8.linear.site import site_by_handle
-    from megatron_fp8.plan.site_plan import fp8_site
-
-    site = GemmSite(fp8_site("a", 0, Float8CurrentScaling(), "emulated", "test"), Fp8State(), None)
-    handle = site.handle
-    assert site_by_handle(handle) is site
-    del site
-    with pytest.raises(RuntimeError, match="gone"):
-        site_by_handle(handle)
+    torch.library.opcheck(linear_op.observe, (x, w, dy, site.traced.handle, 0))
 
 
 def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch):
@@ -377,7 +379,7 @@ def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch)
 
     x, w, _ = data(40, 64, 48)
     site = make_site("rowwise")[0]
-    arguments = (x, w, None, site.handle, site.saved_layout, "", False, True, 0)
+    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", False, True, 0)
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     linear_op.linear(*arguments)

@@ -39,7 +39,7 @@ def test_bf16_site_has_neither_slots_nor_quantizers():
     site = GemmSite(bf16_site("output_layer", None, "not a layer's linear"), state, None)
     assert not site.is_fp8 and state.slots() == [] and set(site.quantizers.values()) == {None}
     x, w = randn(5, 7, seed=1), randn(3, 7, seed=2)
-    assert site.quantized_weight(w, fresh=True, record=True) is w
+    assert site.weights.quantized(w, fresh=True, record=True) is w
     assert_close_to_exact(site.multiply("fprop", x, w, torch.bfloat16), x.double(), w.double())
     assert (state.counts.fp8_gemms, state.counts.hp_gemms, state.counts.casts) == (0, 1, 0)
 
@@ -110,7 +110,7 @@ def test_sites_of_one_state_share_its_counts():
     sites = [make_site(name, state=state, name=name)[0] for name in ("mxfp8", "delayed")]
     w = randn(8, 8, seed=1)
     for site in sites:
-        site.quantized_weight(w, fresh=False, record=True)
+        site.weights.quantized(w, fresh=False, record=True)
     assert state.finish_iteration().casts == 2
     assert len(state.arenas) == 1 and len(state.slots()) == 6
 

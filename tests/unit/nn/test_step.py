@@ -196,7 +196,7 @@ def test_a_model_that_leaves_its_device_keeps_histories_and_no_codes(moved):
         twin(batch(i))
         before = model.up.fp8_family.states[torch.device("cpu")]
         model.get_submodule("" if moved == "all" else moved).to("meta")
-        assert model.up.fp8_site._weight is None and model.up.fp8_site.state.device.type == "meta"
+        assert model.up.fp8_site.weights.kept is None and model.up.fp8_site.state.device.type == "meta"
         assert (torch.device("cpu") in model.up.fp8_family.states) == (moved == "up")
         model.to_empty(device="cpu").load_state_dict(weights)
         train(model, sgd(model), range(i, i + 1)), train(twin, optimizers[1], range(i, i + 1))

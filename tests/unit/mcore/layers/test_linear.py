@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,12 +218,12 @@ def test_hooks_are_set_once_and_undone(ranks: RankPool) -> None:
 
 def checkpointed() -> None:
     from megatron_fp8.mcore.patches.fp8_hooks import fp8_checkpoint
-    from megatron_fp8.plan.switch import disabled_reason, fp8_disabled
+    from megatron_fp8.plan.switch import current_switch, fp8_disabled
 
     reasons, scales = [], []
 
     def region(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        reasons.append(disabled_reason())
+        reasons.append(current_switch().reason)
         scales.append(scale)
         return (x * scale).sin()
 
@@ -237,3 +238,40 @@ def checkpointed() -> None:
 
 def test_checkpoint_takes_its_surroundings_along(ranks: RankPool) -> None:
     ranks(1).run(checkpointed)
+
+
+def layers_in_contexts() -> dict[str, list[bool]]:
+    """A rank case: whether linears run in FP8 outside of, and inside, the context of a first layer that stays in BF16."""
+    from megatron_fp8.fp8_utils import get_fp8_context
+    from megatron_fp8.plan.switch import fp8_disabled
+
+    ends = {"num_layers": 4, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
+    found = {}
+    with model_parallel():
+        for name, built_as, overrides in (
+            ("own", None, {}),
+            ("first", 0, {}),
+            ("put back", 0, {"Fp8ColumnParallelLinear": "mxfp8"}),
+            ("another", 2, {}),
+        ):
+            config = fp8_config(ONE, "mxfp8", fp8_overrides=overrides, **ends)
+            building = nullcontext() if built_as is None else get_fp8_context(config, built_as, is_init=True)
+            with building:
+                linear = make_linear(config)
+            found[name] = []
+            for context in (nullcontext(), get_fp8_context(config, 0), fp8_disabled("a test says so")):
+                before = linear.fp8_site.state.counts.fp8_gemms
+                with context:
+                    linear(random_input(8, 2, 64))
+                found[name].append(linear.fp8_site.state.counts.fp8_gemms > before)
+    return found
+
+
+def test_what_the_plan_has_settled_no_context_settles_again(ranks: RankPool) -> None:
+    """Only a linear that was built outside Megatron's contexts asks the one that it runs in."""
+    assert ranks(1).run(layers_in_contexts)[0] == {
+        "own": [True, False, False],
+        "first": [False, False, False],
+        "put back": [True, True, False],
+        "another": [True, True, False],
+    }

@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fp8.plan.switch import disabled_reason, fp8_disabled, remember_fp8
+from megatron_fp8.plan.switch import Switch, current_switch, fp8_disabled, remember_fp8
 from tests.support.fp8_gpt import fp8_config
 from tests.support.mcore_linears import make_linear, random_input
 from tests.support.ranks import Layout, RankPool, model_parallel
 
 OFF = "a test says so"
+
+
+def reason() -> str:
+    return current_switch().reason
 
 
 def off() -> AbstractContextManager[None]:
@@ -84,12 +88,12 @@ def test_a_guess_is_an_error(ranks: RankPool, way: str) -> None:
 
 def test_remembering_reaches_other_threads_and_leaves_nothing_behind():
     with fp8_disabled(OFF):
-        inside = remember_fp8(disabled_reason)
-    outside = remember_fp8(disabled_reason)
+        inside = remember_fp8(reason)
+    outside = remember_fp8(reason)
     heard = []
-    thread = threading.Thread(target=lambda: heard.extend([inside(), outside(), disabled_reason()]))
+    thread = threading.Thread(target=lambda: heard.extend([inside(), outside(), reason()]))
     thread.start()
     thread.join()
     with fp8_disabled("another"):
-        heard += [inside(), outside(), disabled_reason()]
-    assert heard == [OFF, None, None, OFF, None, "another"] and disabled_reason() is None
+        heard += [inside(), outside(), reason()]
+    assert heard == [OFF, "", "", OFF, "", "another"] and current_switch() == Switch()

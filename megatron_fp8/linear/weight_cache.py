@@ -1,0 +1,130 @@
+"""The weight of one GEMM site: quantised once for as long as nobody can have written it, and made again in backward.
+
+Optimizers that write through flat buffers leave no trace in a tensor's version; whoever steps tells the state, whose
+``epoch`` covers those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..params.fp8_parameter import Fp8Parameter
+from ..quantizer import Quantizer
+from ..state.arena import Fp8State
+from ..tensor import Float8Tensor, QuantizedSide
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A quantised weight, of what memory in which state it is, and the delayed scale that was used, if one was."""
+
+    version: tuple[Any, ...]
+    recorded: bool
+    scale: torch.Tensor | None
+    quantized: Float8Tensor
+
+    def serves(self, version: tuple[Any, ...], record: bool) -> bool:
+        """Whether it is this weight's, as it is. What evaluation quantised misses the slot, so training does it again."""
+        return self.version == version and (self.recorded or not record)
+
+
+class WeightCache:
+    """Quantises a site's weight, and keeps what that gave.
+
+    Args:
+        quantizer: the role's; None leaves the weight in high precision.
+        state: of the model: which iteration it is, and whether weights may be kept.
+    """
+
+    def __init__(self, quantizer: Quantizer | None, state: Fp8State):
+        self._quantizer, self._state = quantizer, state
+        self._kept: _Kept | None = None
+        self._observed = -1  # the iteration in which the weight was recorded without a cast
+
+    @property
+    def kept(self) -> Float8Tensor | None:
+        """The quantised weight that is held now."""
+        return None if self._kept is None else self._kept.quantized
+
+    def quantized(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Float8Tensor | torch.Tensor:
+        """The weight [N, K] in both directions; the weight itself if it stays as it is. It is quantised once an iteration
+        if the state ``keeps_weights``, else at each call.
+
+        Args:
+            fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
+
+        A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast here.
+        """
+        if isinstance(weight, Fp8Parameter):
+            assert self._quantizer is not None, "a weight that the plan keeps in high precision was made FP8"
+            if record and self._first_this_iteration():
+                weight.record()
+            return weight.quantized
+        if self._quantizer is None:
+            return weight
+        version, kept = self._version(weight, self._state.epoch), self._kept
+        fresh = fresh or not self._state.keeps_weights
+        fresh = fresh or weight.is_inference()  # has no version: nobody would notice that it was written
+        if fresh or kept is None or not kept.serves(version, record):
+            with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
+                scale = self._quantizer.delayed_scale()
+                quantized = self._quantizer(weight, "both", record=record)
+            self._kept = kept = _Kept(version, record, scale, quantized)
+        return kept.quantized
+
+    def observe(self, weight: torch.Tensor) -> None:
+        """Record the weight's amax, once an iteration, without a cast."""
+        if self._quantizer is not None and self._first_this_iteration():
+            self._quantizer.slot.observe(weight)
+
+    def stamp(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """What backward needs to know of the weight that a forward has just quantised, as tensors that a graph can save.
+
+        (int64 [2] on the CPU: the epoch, and whether a delayed scale was used; float32 []: that scale, or 1.)
+        """
+        scale = None if self._kept is None else self._kept.scale
+        stamp = torch.tensor([self._state.epoch, int(scale is not None)], dtype=torch.int64, device="cpu")
+        used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
+        return stamp, used
+
+    def columnwise(
+        self, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor
+    ) -> QuantizedSide | torch.Tensor:
+        """dgrad's operand of the weight that compiled code hands back: what forward made of it if that is here still,
+        else made again, the same bits (what offloading brought back is another tensor with the same values).
+
+        stamp and scale are the forward's: ``fp8_step`` may have been called since, and another forward.
+        """
+        if self._quantizer is None:
+            return weight.t()
+        epoch, used_delayed = stamp.tolist()
+        kept = self._kept
+        if kept is not None and kept.serves(self._version(weight, epoch), False):
+            side = kept.quantized.columnwise
+        else:
+            side = self._quantizer.again(weight, "columnwise", scale if used_delayed else None).columnwise
+        assert side is not None
+        return side
+
+    def forget(self) -> None:
+        """Drop what is kept: another weight took its place for good, or the next call quantises again."""
+        self._kept = None
+
+    def _first_this_iteration(self) -> bool:
+        first, self._observed = self._observed != self._state.iteration, self._state.iteration
+        return first
+
+    def _version(self, weight: torch.Tensor, epoch: int) -> tuple[Any, ...]:
+        """The weight's memory, how it lies there, and what is known of writes to it.
+
+        An address may be that of memory which is gone; a weak reference to the storage keeps its identity from being
+        given out again. Codes that a CUDA graph will make are not those of what runs now.
+        """
+        captured = self._state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        version = 0 if weight.is_inference() else weight._version
+        lies = (weight.dtype, weight.shape, weight.stride(), weight.storage_offset())
+        return epoch, StorageWeakRef(weight.untyped_storage()), lies, version, captured

@@ -1,0 +1,72 @@
+"""The weight of a site: quantised once where nobody can write it unseen, and made again to the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fp8.linear.weight_cache import WeightCache
+from megatron_fp8.state.arena import Fp8State
+from tests.support.compare import assert_same_bytes
+from tests.support.sites import ALL_RECIPES, make_site, randn
+
+
+def made(name: str = "delayed", **options: bool) -> tuple[WeightCache, Fp8State, torch.Tensor]:
+    state = Fp8State(**options)
+    return make_site(name, state=state)[0].weights, state, randn(24, 40, seed=1)
+
+
+def test_it_is_quantised_once_until_somebody_wrote_it():
+    cache, state, w = made()
+    first = cache.quantized(w, fresh=False, record=True)
+    assert cache.quantized(w, fresh=False, record=True) is first is cache.kept and state.counts.casts == 1
+    assert cache.quantized(w, fresh=True, record=True) is not first
+    for write in (lambda: w.mul_(2), lambda: setattr(state, "epoch", state.epoch + 1), cache.forget):
+        before = cache.quantized(w, fresh=False, record=True)
+        write()
+        assert cache.quantized(w, fresh=False, record=True) is not before
+    assert cache.quantized(w.clone(), fresh=False, record=True) is not cache.quantized(
+        w, fresh=False, record=True
+    )
+
+
+def test_nothing_serves_twice_where_weights_are_not_kept():
+    cache, state, w = made(keeps_weights=False)
+    assert cache.quantized(w, fresh=False, record=True) is not cache.quantized(w, fresh=False, record=True)
+    assert state.counts.casts == 2
+
+
+def test_training_records_what_evaluation_quantised():
+    cache, state, w = made()
+    evaluated = cache.quantized(w, fresh=False, record=False)
+    assert not state.arenas[0].rows.any()
+    assert cache.quantized(w, fresh=False, record=True) is not evaluated
+    assert float(state.arenas[0].rows[0].max()) == float(w.abs().max())
+
+
+@pytest.mark.parametrize("name", ["delayed", "blockwise", "no-weight"])
+def test_backward_gets_the_forwards_codes_also_from_a_copy_and_after_an_update(name):
+    cache, state, w = made(name)
+    for _ in range(2):  # the second has a delayed scale
+        forward = cache.quantized(w, fresh=False, record=True)
+        expected = w.t() if forward is w else forward.columnwise
+        stamp, scale = cache.stamp(w.device)
+        kept = cache.columnwise(w, stamp, scale)
+        state.finish_iteration()
+        for found in (kept, cache.columnwise(w.clone(), stamp, scale)):
+            if isinstance(found, torch.Tensor):
+                assert_same_bytes(found, expected)
+            else:
+                assert_same_bytes(found.codes, expected.codes)
+                assert_same_bytes(found.scale_inv, expected.scale_inv)
+    assert (ALL_RECIPES[name].rule("weight") is None) == (forward is w)
+
+
+def test_it_is_observed_once_an_iteration_and_not_cast():
+    cache, state, w = made()
+    cache.observe(w)
+    cache.observe(4 * w)
+    assert float(state.arenas[0].rows[0].max()) == float(w.abs().max()) and state.counts.casts == 0
+    state.finish_iteration()
+    cache.observe(4 * w)
+    assert float(state.arenas[0].rows[0].max()) == 4 * float(w.abs().max())
