@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,17 +15,9 @@ from .inference import prepare_for_inference
 from .numerics.formats import parse_format
 from .params.fp8_parameter import Fp8Parameter
 from .params.shards import quantize_shards
+from .plan.settings import RecipeSettings, from_settings
 from .plan.switch import building_layer, unplanned_disabled
-from .recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-    check_recipe_name,
-)
+from .recipe import Recipe
 from .tensor import Float8Tensor
 
 __all__ = [
@@ -57,66 +48,24 @@ def get_fp8_recipe(config: Any, name: str | None = None) -> Recipe:
     """
     if not config.fp8:
         raise ValueError("config.fp8 is None: set fp8='hybrid' or fp8='e4m3' to train in FP8")
-    name = check_recipe_name(name or _text(config.fp8_recipe))
-    fmt = parse_format(_text(config.fp8))
-    epsilon = getattr(config, "fp8_amax_epsilon", 0.0)
-    pow2 = getattr(config, "fp8_pow2_scales", None)
-    stochastic = getattr(config, "fp8_stochastic_rounding", False)
-    if config.fp8_margin and name not in ("delayed", "tensorwise"):
-        raise ValueError(
-            f"fp8_margin={config.fp8_margin} does not exist for fp8_recipe={name!r}: only per-tensor scales (delayed,"
-            " tensorwise) keep headroom; set fp8_margin=0"
-        )
-    if name == "delayed":
-        return DelayedScaling(
-            margin=config.fp8_margin,
-            fp8_format=fmt,
-            amax_history_len=config.fp8_amax_history_len,
-            amax_compute_algo=config.fp8_amax_compute_algo,
-            interval=config.fp8_interval,
-            amax_epsilon=epsilon,
-            stochastic_rounding=stochastic,
-        )
-    if name == "tensorwise":
-        return Float8CurrentScaling(
-            use_power_2_scales=bool(pow2),
-            fp8_format=fmt,
-            margin=config.fp8_margin,
-            amax_epsilon=epsilon,
-            stochastic_rounding=stochastic,
-        )
-    if name == "rowwise":
-        return Float8RowwiseScaling(fp8_format=fmt, amax_epsilon=epsilon, stochastic_rounding=stochastic)
-    if name == "blockwise":
-        return Float8BlockScaling(
-            fp8_format=fmt, use_f32_scales=pow2 is False, amax_epsilon=epsilon, stochastic_rounding=stochastic
-        )
-    if name == "mxfp8":
-        return MXFP8BlockScaling(fp8_format=fmt, stochastic_rounding=stochastic)
-    factory = _import_factory(config.fp8_quantizer_factory)
-    try:
-        return CustomRecipe(factory)
-    except Exception as error:  # user code: whatever it raises is the reason to show
-        raise ValueError(
-            f"fp8_quantizer_factory={config.fp8_quantizer_factory!r} cannot be used ({type(error).__name__}: {error}): it"
-            " must take 'input', 'weight' or 'grad_output' and return a Rule, a recipe or None"
-        ) from error
+    settings = RecipeSettings(
+        fp8_format=parse_format(_text(config.fp8)),
+        margin=config.fp8_margin,
+        amax_epsilon=getattr(config, "fp8_amax_epsilon", 0.0),
+        pow2_scales=getattr(config, "fp8_pow2_scales", None),
+        stochastic_rounding=getattr(config, "fp8_stochastic_rounding", False),
+        amax_history_len=getattr(config, "fp8_amax_history_len", None),
+        amax_compute_algo=getattr(config, "fp8_amax_compute_algo", None),
+        interval=getattr(config, "fp8_interval", None),
+        quantizer_factory=getattr(config, "fp8_quantizer_factory", None),
+        prefix="fp8_",
+    )
+    return from_settings(name or _text(config.fp8_recipe), settings)
 
 
 def _text(value: Any) -> str:
     """The value of a string-valued enum, or the string itself."""
     return str(getattr(value, "value", value))
-
-
-def _import_factory(path: str | None) -> Any:
-    module_name, _, attribute = (path or "").rpartition(".")
-    remedy = "give fp8_quantizer_factory as 'package.module.function'"
-    if not module_name:
-        raise ValueError(f"fp8_quantizer_factory {path!r} is not an import path: {remedy}")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"fp8_quantizer_factory {path!r} cannot be imported ({error}): {remedy}") from error
 
 
 def is_first_last_bf16_layer(config: Any, layer_no: int) -> bool:

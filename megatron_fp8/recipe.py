@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -132,27 +132,58 @@ def _check_epsilon(epsilon: float) -> None:
         raise ValueError(f"amax_epsilon {epsilon!r}: a finite number >= 0 is needed; 0 turns it off")
 
 
-class _Recipe:
-    """What the recipes share: the validation of the format, and rule()."""
+GEMM_OPERANDS = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+"""The operands of each GEMM, first and second."""
 
-    fp8_format: Format
+
+def refuse_e5m2_twice(rules: Mapping[str, Rule | None], whose: str) -> None:
+    """ValueError if two operands of one GEMM would be E5M2. ``rules``: by role; ``whose``: begins the message."""
+    for gemm, (a, b) in GEMM_OPERANDS.items():
+        first, second = rules[a], rules[b]
+        if first and second and first.fmt is second.fmt is E5M2:
+            raise ValueError(
+                f"{whose}: {gemm} would multiply E5M2 ({a}) by E5M2 ({b}), which no hardware does;"
+                " make one of them E4M3"
+            )
+
+
+class Recipe:
+    """A recipe: a frozen dataclass with ``rule()``, and a row of RECIPES that names it. The plan, the backends and the
+    configs know no more of it: settings reach it where it has a field of their name (plan/settings.py).
+
+    Raises:
+        ValueError: a flag is no flag, a rule cannot be, or two operands of one GEMM would be E5M2.
+    """
+
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fp8_format", parse_format(self.fp8_format))
+        if hasattr(self, "fp8_format"):
+            object.__setattr__(self, "fp8_format", parse_format(self.fp8_format))
         _check_flags(self, "use_power_2_scales", "use_f32_scales", "stochastic_rounding")
-        for role in ROLES:
-            self.rule(role)
+        rules = {role: self.rule(role) for role in ROLES}
+        for role, rule in rules.items():
+            if rule is not None and rule.delayed and not isinstance(self, DelayedScaling):
+                raise ValueError(
+                    f"{type(self).__name__}: {role} cannot be delayed: delayed scaling needs the DelayedScaling recipe's"
+                    " state"
+                )
+        refuse_e5m2_twice(rules, type(self).__name__)
 
     def rule(self, role: str) -> Rule | None:
-        """The Rule of 'input', 'weight' or 'grad_output'; ValueError for another name."""
-        raise AssertionError("a recipe defines rule()")
+        """How 'input', 'weight' or 'grad_output' is quantised; None: it stays in high precision."""
+        raise NotImplementedError(f"{type(self).__name__} has no rule(role)")
 
     def _stochastic(self, role: str) -> bool:
-        return bool(getattr(self, "stochastic_rounding", False)) and role == "grad_output"
+        return self.stochastic_rounding and role == "grad_output"
 
 
 @dataclass(frozen=True)
-class DelayedScaling(_Recipe):
+class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of past iterations (Micikevicius et al., arXiv 2209.05433).
 
     Args:
@@ -197,7 +228,7 @@ class DelayedScaling(_Recipe):
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(_Recipe):
+class Float8CurrentScaling(Recipe):
     """One scale per tensor, from the amax of the tensor itself ('tensorwise').
 
     ``use_power_2_scales`` rounds every scale down to a power of two, in all three roles.
@@ -222,7 +253,7 @@ class Float8CurrentScaling(_Recipe):
 
 
 @dataclass(frozen=True)
-class Float8RowwiseScaling(_Recipe):
+class Float8RowwiseScaling(Recipe):
     """One power-of-two scale per row along the contraction, in each direction (torchao's 'rowwise')."""
 
     fp8_format: Format = Format.E4M3
@@ -241,7 +272,7 @@ class Float8RowwiseScaling(_Recipe):
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(_Recipe):
+class Float8BlockScaling(Recipe):
     """1x128 blocks for input and grad_output, 128x128 for weight (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 
     Scales are powers of two; ``use_f32_scales`` keeps them in full float32.
@@ -264,7 +295,7 @@ class Float8BlockScaling(_Recipe):
 
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling(_Recipe):
+class MXFP8BlockScaling(Recipe):
     """1x32 blocks with E8M0 scales rounded up (OCP MX 1.0; rounding: arXiv 2506.08027)."""
 
     fp8_format: Format = Format.E4M3
@@ -275,7 +306,7 @@ class MXFP8BlockScaling(_Recipe):
         return Rule(self.fp8_format.for_role(role), BLOCK_1X32, "e8m0", stochastic=self._stochastic(role))
 
 
-RoleFactory = Callable[[str], Rule | _Recipe | None]
+RoleFactory = Callable[[str], Rule | Recipe | None]
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
@@ -290,7 +321,7 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class CustomRecipe:
+class CustomRecipe(Recipe):
     """A recipe made by the user: ``qfactory(role)`` gives each role's Rule, or a recipe to take that role's rule from,
     or None to leave the role in high precision (then the GEMMs that would read it run in high precision).
 
@@ -311,13 +342,7 @@ class CustomRecipe:
             )
         rules = {role: self._ask(role) for role in ROLES}
         object.__setattr__(self, "_rules", rules)
-        for gemm, (a, b) in GEMM_OPERANDS.items():
-            first, second = rules[a], rules[b]
-            if first and second and first.fmt.name == second.fmt.name == "e5m2":
-                raise ValueError(
-                    f"CustomRecipe: {gemm} would multiply E5M2 ({a}) by E5M2 ({b}), which no hardware does;"
-                    " make one of them E4M3"
-                )
+        refuse_e5m2_twice(rules, "CustomRecipe")
 
     def rule(self, role: str) -> Rule | None:
         """What qfactory says of the role."""
@@ -328,7 +353,7 @@ class CustomRecipe:
 
     def _ask(self, role: str) -> Rule | None:
         answer = self.qfactory(role)
-        if isinstance(answer, _Recipe):
+        if isinstance(answer, Recipe):
             answer = answer.rule(role)
         if answer is not None and not isinstance(answer, Rule):
             raise ValueError(
@@ -340,22 +365,6 @@ class CustomRecipe:
             )
         return answer
 
-
-Recipe = (
-    DelayedScaling
-    | Float8CurrentScaling
-    | Float8RowwiseScaling
-    | Float8BlockScaling
-    | MXFP8BlockScaling
-    | CustomRecipe
-)
-
-GEMM_OPERANDS = {
-    "fprop": ("input", "weight"),
-    "dgrad": ("grad_output", "weight"),
-    "wgrad": ("grad_output", "input"),
-}
-"""The operands of each GEMM, first and second."""
 
 RECIPES: dict[str, type] = {
     "delayed": DelayedScaling,

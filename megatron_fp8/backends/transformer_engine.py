@@ -31,7 +31,6 @@ from ..recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8RowwiseScaling,
     MXFP8BlockScaling,
     Recipe,
     recipe_name,
@@ -95,12 +94,13 @@ def device_reason(device: torch.device) -> str | None:
 
 def unmapped(recipe: Recipe) -> str | None:
     """What of a recipe TE has no way to do, None if all of it maps. Needs no Transformer Engine."""
-    if isinstance(recipe, Float8RowwiseScaling):
-        return "Transformer Engine has no rowwise recipe (its recipes: delayed, tensorwise, blockwise, mxfp8)"
     if isinstance(recipe, CustomRecipe):
         return (
             "Transformer Engine's custom recipes are made of its own quantizers, not of this package's rules"
         )
+    if not isinstance(recipe, (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)):
+        known = "delayed, tensorwise, blockwise, mxfp8"
+        return f"Transformer Engine has no {recipe_name(recipe)} recipe (its recipes: {known})"
     if recipe.stochastic_rounding:
         return "Transformer Engine does not round FP8 stochastically"
     if isinstance(recipe, DelayedScaling):
@@ -158,7 +158,7 @@ def te_recipe(recipe: Recipe) -> Any:
 def _settings(recipe: Recipe, classes: Any) -> tuple[type, dict[str, Any]]:
     """TE's class for a recipe, and everything that decides what it does, defaults of TE's included."""
     wanted: dict[str, Any] = {
-        "fp8_format": classes.Format[recipe.fp8_format.name],  # type: ignore[union-attr]
+        "fp8_format": classes.Format[recipe.fp8_format.name],  # type: ignore[attr-defined]
         "fp8_dpa": False,
         "fp8_mha": False,
         "backward_override": None,  # its default is an environment variable

@@ -9,7 +9,6 @@ forward; in a training loop of one's own the model's first forward does. A linea
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,16 +18,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..backends import LAYER_BACKENDS, choose_backend, say_what_is_slow
 from ..fp8_utils import get_fp8_recipe
 from ..linear.site import GemmSite
+from ..plan import resolve as resolver
 from ..plan.site_plan import (
-    FALLBACK,
     SitePlan,
     bf16_site,
     check_overrides_match,
     check_something_left,
-    fp8_site,
     matching_override,
 )
 from ..plan.switch import LayerBeingBuilt
@@ -67,29 +64,24 @@ def resolve(
     number = None if layer is None or layer.number < 0 else layer.number
     if not config.fp8:
         return bf16_site(name, number, "fp8 is off")
-    override = matching_override(name, getattr(config, "fp8_overrides", None) or {})
-    if override is None and layer is not None and layer.bf16_reason is not None:
-        return bf16_site(name, number, layer.bf16_reason)
-    if override is not None and override[1] == "bf16":
-        return bf16_site(name, number, f"fp8_overrides {override[0]!r}")
-    reason = "fp8 recipe of the config" if override is None else f"fp8_overrides {override[0]!r}"
-    try:
-        recipe = get_fp8_recipe(config, None if override is None else override[1])
-        backend, why = choose_backend(getattr(config, "fp8_backend", None), device, recipe, layers=True)
-        if te != (backend.name in LAYER_BACKENDS):
-            raise ValueError(
-                f"{name} is {'a Transformer Engine layer' if te else 'no Transformer Engine layer'}, and the backend is"
-                f" {backend.name!r}: build the model from megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config), which"
-                " takes the layers of config.fp8_backend"
-            )
-    except ValueError as error:
-        if getattr(config, "fp8_fallback", "error") != "warn":
-            raise
-        print(f"megatron_fp8: {name} runs in BF16: {error}", file=sys.stderr)
-        return bf16_site(name, number, f"{FALLBACK}{error}")
-    say_what_is_slow(backend.name, device, recipe, "fp8='e4m3' (--model.fp8=e4m3)")
-    return fp8_site(
-        name, number, recipe, backend.name, f"{reason}; backend {why}", fp8_wgrad=config.fp8_wgrad
+    reason = None if layer is None else layer.bf16_reason
+    return resolver.resolve(
+        asked(config), name, number, device, bf16_reason=reason, layers=True, brings_own=te
+    )
+
+
+def asked(config: Any) -> resolver.Asked:
+    """What a config with FP8 on asks for."""
+    return resolver.Asked(
+        recipe=lambda name: get_fp8_recipe(config, name),
+        reason="fp8 recipe of the config",
+        overrides=getattr(config, "fp8_overrides", None) or {},
+        fp8_wgrad=config.fp8_wgrad,
+        backend=getattr(config, "fp8_backend", None),
+        warn=getattr(config, "fp8_fallback", "error") == "warn",
+        prefix="fp8_",
+        dtype="BF16",
+        faster="fp8='e4m3' (--model.fp8=e4m3)",
     )
 
 

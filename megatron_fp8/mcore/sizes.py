@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def filtered(config: Any, plan: SitePlan, linear: Any) -> SitePlan:
     reason = f"{LEFT}{verdict.reason}{share}"
     if not verdict.pays:
         return bf16_site(plan.name, plan.layer, reason)
-    return SitePlan(**{**vars(plan), "reason": f"{plan.reason}; {reason}"})
+    return replace(plan, reason=f"{plan.reason}; {reason}")
 
 
 def expert_tokens(config: Any, tokens: int) -> int:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..numerics.formats import Format
-from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
+from ..plan.resolve import Asked
+from ..plan.settings import RecipeSettings, from_settings, takes
+from ..recipe import CustomRecipe, Recipe, check_recipe_name, recipe_name
 
 Skip = str | Callable[[str, Any], bool]
 """A glob of module names, or a function of a linear's (name, module) that says whether it stays as it is."""
@@ -109,6 +111,17 @@ class Fp8Config:
         }
         return tuple(role for role, quantized in flags.items() if not quantized)
 
+    def asked(self, recipe: Recipe | None = None) -> Asked:
+        """What this asks for; ``recipe`` is fp8_autocast's, in place of its own."""
+        taken = recipe or self.resolved_recipe
+        return Asked(
+            recipe=lambda name: taken,
+            reason="recipe of fp8_autocast" if recipe else "",
+            unquantized=self.unquantized,
+            backend=self.backend,
+            warn=self.fallback == "warn",
+        )
+
     def with_recipe(self, recipe: Recipe | str) -> Fp8Config:
         """The same with another recipe; an instance brings its own formats, margin and epsilon."""
         if isinstance(recipe, str):
@@ -128,29 +141,17 @@ class Fp8Config:
             self._refuse_beside_instance()
             return self.recipe
         name = self.recipe or GRANULARITIES.get(self.granularity or "tensor", "tensorwise")
-        check_recipe_name(name)
-        if name == "custom":
+        if check_recipe_name(name) == "custom":
             raise ValueError(
                 "recipe='custom' has no meaning by itself: give megatron_fp8.recipe.CustomRecipe(function of the role)"
             )
-        return RECIPES[name](**self._options(name))
+        if self.epsilon and not takes(name, "amax_epsilon"):
+            raise ValueError(f"epsilon={self.epsilon} does not exist for {name!r}: leave epsilon=0")
+        return from_settings(name, self._settings())
 
-    def _options(self, name: str) -> dict[str, Any]:
-        options: dict[str, Any] = {}
-        if self.backward_format is not None:
-            options["fp8_format"] = Format.HYBRID if self.backward_format == "e5m2" else Format.E4M3
-        if self.margin:
-            if name not in ("delayed", "tensorwise"):
-                raise ValueError(
-                    f"margin={self.margin} does not exist for {name!r}: only per-tensor scales (delayed, tensorwise) keep"
-                    " headroom; leave margin=0"
-                )
-            options["margin"] = self.margin
-        if self.epsilon:
-            if name == "mxfp8":
-                raise ValueError(f"epsilon={self.epsilon} does not exist for 'mxfp8': leave epsilon=0")
-            options["amax_epsilon"] = self.epsilon
-        return options
+    def _settings(self) -> RecipeSettings:
+        given = {"e5m2": Format.HYBRID, "e4m3": Format.E4M3, None: None}[self.backward_format]
+        return RecipeSettings(fp8_format=given, margin=self.margin, amax_epsilon=self.epsilon)
 
     def _refuse_beside_instance(self) -> None:
         recipe_name(self.recipe)  # type: ignore[arg-type]

@@ -13,17 +13,17 @@ and starts cold in what was pickled (fp8_state_dict keeps them).
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..backends import choose_backend, say_what_is_slow
 from ..linear.site import GemmSite
-from ..plan.site_plan import SitePlan, bf16_site, fp8_site
+from ..plan.resolve import resolve
+from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label
 from ..recipe import Recipe, recipe_name
@@ -171,30 +171,12 @@ def plan_linear(
     Raises:
         ValueError: the backend cannot run there, unless config.fallback is 'warn'; or the size filter's table is wrong.
     """
-    taken = recipe or config.resolved_recipe
-    try:
-        backend, why = choose_backend(config.backend, device, taken)
-    except ValueError as error:
-        if config.fallback != "warn":
-            raise
-        print(f"megatron_fp8: {name} runs in high precision: {error}", file=sys.stderr)
-        return bf16_site(name, None, f"fallback: {error}")
-    say_what_is_slow(
-        backend.name, device, taken, "backward_format='e4m3', or fp8_format=Format.E4M3 in a recipe,"
-    )
-    reason = f"{'recipe of fp8_autocast; ' if recipe else ''}backend: {why}"
-    plan = fp8_site(
-        name,
-        None,
-        taken,
-        backend.name,
-        reason,
-        unquantized=config.unquantized,
-    )
+    plan = resolve(config.asked(recipe), name, None, device)
     if config.size_filter is None or plan.precision == "bf16" or recipe is not None:
         return plan
+    assert plan.backend is not None and plan.recipe is not None
     table = load_table(config.size_filter)
-    table.check(device_label(device), backend.name, taken)
+    table.check(device_label(device), plan.backend, plan.recipe)
     verdict = table.verdict(Gemm(shape[1], shape[0], table.tokens(config.size_filter_tokens)))
     return plan if verdict.pays else bf16_site(name, None, f"does not pay: {verdict.reason}")
 
@@ -206,7 +188,7 @@ def site_of(
     plan = plan_linear(family.config, name, shape, device, recipe)
     state = family.state(device)
     if recipe is not None:
-        plan = SitePlan(**{**vars(plan), "name": f"{name}@{recipe_name(recipe)}"})
+        plan = replace(plan, name=f"{name}@{recipe_name(recipe)}")
     return GemmSite(plan, state, None, seed=state.seed, stream=_rank())
 
 

@@ -7,10 +7,9 @@ from functools import lru_cache, partial
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..backends import choose_backend
 from ..linear.function import fp8_linear, is_watched
 from ..linear.site import GemmSite
-from ..plan.site_plan import fp8_site
+from ..plan.resolve import Asked, resolve
 from ..plan.switch import without_autocast
 from ..recipe import Recipe, recipe_name
 from ..state.arena import Fp8State
@@ -60,15 +59,15 @@ def fp8_matmul(
         raise ValueError(
             f"fp8_matmul of {a.dtype} on {a.device} and {b.dtype} on {b.device}: give both the same dtype and device"
         )
-    chosen, why = choose_backend(backend, a.device, taken)
     # A backward that a tracer recorded finds its site by number, when the call is over.
     make = _lasting_site if is_watched(a, b) else _site
     with without_autocast(a.device):
-        return fp8_linear(a, b.t(), None, make(a.device, taken, chosen.name, why), training=False)
+        return fp8_linear(a, b.t(), None, make(a.device, taken, backend), training=False)
 
 
-def _site(device: torch.device, recipe: Recipe, backend: str, why: str) -> GemmSite:
-    plan = fp8_site(f"fp8_matmul {recipe_name(recipe)}", None, recipe, backend, why)
+def _site(device: torch.device, recipe: Recipe, backend: str) -> GemmSite:
+    asked = Asked(recipe=lambda _: recipe, backend=backend)
+    plan = resolve(asked, f"fp8_matmul {recipe_name(recipe)}", None, device)
     with _disable_current_modes():  # fake tensors and tracers go, the site stays
         return GemmSite(plan, Fp8State(device), None)
 

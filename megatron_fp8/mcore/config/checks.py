@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from ...fp8_utils import get_fp8_recipe
+from ...numerics.formats import ROLES
+from ...plan.settings import import_factory, takes
 from ...plan.size_table import load_table
+from ...recipe import RECIPES
 from ..te.checks import check_te_settings
 from .fields import announce_fields, announce_unavailable, check_fields
 from .rules import check, integer
-from .table import FP8_FORMATS, OWN_RULES, RECIPES
+from .table import FP8_FORMATS, OWN_RULES
 
 if TYPE_CHECKING:
     from .transformer_config import TransformerConfig
@@ -68,7 +71,7 @@ def plain(value: Any) -> Any:
 
 
 def one_of(
-    name: str, value: Any, allowed: tuple[str, ...], also: tuple[str, ...] = (), none: str | None = None
+    name: str, value: Any, allowed: Iterable[str], also: tuple[str, ...] = (), none: str | None = None
 ) -> str:
     value = plain(value)
     if value in (*allowed, *also):
@@ -168,45 +171,21 @@ def _check_factory(config: TransformerConfig) -> None:
     import_factory(path)
 
 
-def import_factory(path: str | None) -> Callable[..., Any]:
-    """The quantizer factory at the import path `package.module.function`. ValueError when there is none."""
-    remedy = (
-        "give fp8_quantizer_factory the import path of a callable, such as 'my_package.my_module.factory'"
-    )
-    if not isinstance(path, str) or not path:
-        raise ValueError(
-            f"fp8_recipe='custom' needs a factory and fp8_quantizer_factory is {path!r}: {remedy}."
-        )
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        raise ValueError(f"fp8_quantizer_factory={path!r} names no module: {remedy}.")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # user code: whatever its import raises is the reason to show
-        raise ValueError(
-            f"fp8_quantizer_factory={path!r}: importing {module_name!r} failed ({type(error).__name__}: "
-            f"{error}); {remedy}."
-        ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        found = "has no such attribute" if factory is None else f"has a {type(factory).__name__} there"
-        raise ValueError(
-            f"fp8_quantizer_factory={path!r} is not callable: {module_name!r} {found}; {remedy}."
-        )
-    return factory
-
-
 def _check_pow2(config: TransformerConfig) -> None:
-    wanted, recipe = config.fp8_pow2_scales, config.fp8_recipe
-    if wanted is False and recipe in ("rowwise", "mxfp8"):
+    wanted, name = config.fp8_pow2_scales, config.fp8_recipe
+    if wanted is None or name == "custom":
+        return
+    rules = [get_fp8_recipe(config).rule(role) for role in ROLES]
+    fp32 = any(rule is not None and rule.scale == "fp32" for rule in rules)
+    if wanted is False and not fp32:
         raise ValueError(
-            f"fp8_pow2_scales=False with fp8_recipe={recipe!r}: its scales are powers of two by definition. "
+            f"fp8_pow2_scales=False with fp8_recipe={name!r}: its scales are powers of two by definition. "
             "Leave it None, or use tensorwise or blockwise."
         )
-    if wanted is True and recipe == "delayed":
+    if wanted is True and fp32:
         raise ValueError(
-            "fp8_pow2_scales=True with fp8_recipe='delayed': delayed scaling has float32 scales. Leave it "
-            "None, or use tensorwise, whose scales can be powers of two."
+            f"fp8_pow2_scales=True with fp8_recipe={name!r}: its scales are float32. Leave it None, or use tensorwise,"
+            " whose scales can be powers of two."
         )
 
 
@@ -228,12 +207,18 @@ def _warn_without_effect(config: TransformerConfig) -> None:
                     f"{name}={getattr(config, name)!r} has no effect because fp8 is None (training in BF16)"
                 )
         return
-    if config.fp8_recipe != "delayed" and "delayed" not in config.fp8_overrides.values():
-        for name in ("fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo"):
-            if is_set(name):
-                _warn(f"{name}={getattr(config, name)!r} has no effect with fp8_recipe={config.fp8_recipe!r}")
-    if config.fp8_recipe == "mxfp8" and is_set("fp8_amax_epsilon"):
-        _warn(f"fp8_amax_epsilon={config.fp8_amax_epsilon!r} has no effect with fp8_recipe='mxfp8'")
+    recipes = {config.fp8_recipe, *config.fp8_overrides.values()} & set(RECIPES)
+    for name, field in _OF_SOME_RECIPES.items():
+        if is_set(name) and not any(takes(recipe, field) for recipe in recipes):
+            _warn(f"{name}={getattr(config, name)!r} has no effect with fp8_recipe={config.fp8_recipe!r}")
+
+
+_OF_SOME_RECIPES = {
+    "fp8_interval": "interval",
+    "fp8_amax_history_len": "amax_history_len",
+    "fp8_amax_compute_algo": "amax_compute_algo",
+    "fp8_amax_epsilon": "amax_epsilon",
+}
 
 
 def _warn(message: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import CudaGraphScope
 
+from ...recipe import RECIPES
 from .. import installed as compat
 from .rules import ANYTHING, FLAG, Rule, either, integer, list_of, number, one_of, optional, text
 
@@ -63,7 +64,9 @@ def te_function(what: str, where: str, rule: Rule = FLAG, instead: str = "") -> 
 
 
 FP8_FORMATS = ("e4m3", "hybrid")
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "custom")
+_RECIPE = Rule(
+    f"one of {', '.join(map(repr, RECIPES))}", lambda v: getattr(v, "name", v) in RECIPES, tuple(RECIPES)
+)
 
 _DTYPE = Rule("a floating dtype", lambda v: isinstance(v, torch.dtype) and v.is_floating_point)
 _SIZE = integer(1, 2**24)
@@ -217,7 +220,7 @@ FIELDS: dict[str, Field] = {
     "disable_parameter_transpose_cache": ignored("this package has no cache of transposed weights to disable"),
     # ---- FP8
     "fp8": works(optional(one_of(*FP8_FORMATS)), _OURS),
-    "fp8_recipe": works(optional(one_of(*RECIPES)), _OURS),
+    "fp8_recipe": works(optional(_RECIPE), _OURS),
     "fp8_param": works(FLAG, _OURS),
     "fp8_quantizer_factory": works(optional(text("the import path of a callable")), _OURS),
     "fp8_margin": works(integer(0, 2**6, "powers of two"), "megatron_fp8/fp8_utils"),

@@ -1,0 +1,108 @@
+"""From what a user says of a recipe to the recipe: one way for Megatron's config fields and for nn's Fp8Config.
+
+A setting reaches a recipe that has a field of its name, and no other. So a new recipe that has a margin gets the user's,
+without a word here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..numerics.formats import Format
+from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name
+
+
+@dataclass(frozen=True)
+class RecipeSettings:
+    """What may be said of recipes, whichever it will be.
+
+    Args:
+        fp8_format, margin, amax_epsilon, stochastic_rounding, amax_history_len, amax_compute_algo, interval: as the
+            recipes' own fields; None leaves the recipe's own.
+        pow2_scales: True and False say what scales are, where the recipe leaves the choice.
+        quantizer_factory: 'package.module.function' of a custom recipe.
+        prefix: what the user's names have before these: 'fp8_' in Megatron's config.
+    """
+
+    fp8_format: Format | str | None = None
+    margin: int = 0
+    amax_epsilon: float | None = None
+    pow2_scales: bool | None = None
+    stochastic_rounding: bool | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    interval: int | None = None
+    quantizer_factory: str | None = None
+    prefix: str = ""
+
+
+def takes(name: str, field: str) -> bool:
+    """Whether the recipe of that name has a field of that name."""
+    return field in getattr(RECIPES[name], "__dataclass_fields__", {})
+
+
+def from_settings(name: str, settings: RecipeSettings) -> Recipe:
+    """The recipe of that name, with those settings that it has.
+
+    Raises:
+        ValueError: the name is unknown, a value cannot be, or there is no margin to set.
+    """
+    made = RECIPES[check_recipe_name(name)]
+    prefix, pow2 = settings.prefix, settings.pow2_scales
+    if made is CustomRecipe:
+        return _custom(settings.quantizer_factory, prefix)
+    if settings.margin and not takes(name, "margin"):
+        recipe = f"{prefix}recipe={name!r}" if prefix else repr(name)
+        raise ValueError(
+            f"{prefix}margin={settings.margin} does not exist for {recipe}: only per-tensor scales (delayed, tensorwise)"
+            f" keep headroom; set {prefix}margin=0"
+        )
+    asked = {
+        **vars(settings),
+        "use_power_2_scales": pow2,
+        "use_f32_scales": None if pow2 is None else not pow2,
+    }
+    return made(
+        **{field: value for field, value in asked.items() if value is not None and takes(name, field)}
+    )
+
+
+def _custom(path: str | None, prefix: str) -> CustomRecipe:
+    field = f"{prefix}quantizer_factory"
+    factory = import_factory(path, field)
+    try:
+        return CustomRecipe(factory)
+    except Exception as error:  # user code: whatever it raises is the reason to show
+        raise ValueError(
+            f"{field}={path!r} cannot be used ({type(error).__name__}: {error}): it must take 'input', 'weight' or"
+            " 'grad_output' and return a Rule, a recipe or None"
+        ) from error
+
+
+def import_factory(path: str | None, field: str = "fp8_quantizer_factory") -> Callable[..., Any]:
+    """The function at an import path. ValueError, naming the field that had the path, where there is none."""
+    remedy = f"give {field} as 'package.module.function'"
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"a custom recipe needs a factory and {field} is {path!r}: {remedy}")
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise ValueError(f"{field}={path!r} is not an import path, it names no module: {remedy}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # user code: whatever its import raises is the reason to show
+        raise ValueError(
+            f"{field}={path!r} cannot be imported ({type(error).__name__}: {error}): {remedy}"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if factory is None:
+        raise ValueError(
+            f"{field}={path!r} cannot be imported: {module_name!r} has no such attribute; {remedy}"
+        )
+    if not callable(factory):
+        raise ValueError(
+            f"{field}={path!r} is not callable: {module_name!r} has a {type(factory).__name__} there; {remedy}"
+        )
+    return factory

@@ -1,0 +1,78 @@
+"""Settings reach the recipes that have a field of their name: one way for every front end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_fp8.numerics.formats import E4M3, E5M2, Format
+from megatron_fp8.plan.settings import RecipeSettings, from_settings, takes
+from megatron_fp8.recipe import (
+    RECIPES,
+    ROW,
+    TENSOR,
+    CustomRecipe,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Recipe,
+    Rule,
+)
+
+EVERYTHING = RecipeSettings(
+    Format.E4M3, 0, 1e-6, True, True, 7, "most_recent", 3, "tests.support.fp8_params.mixed_factory"
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_said_is_the_recipe_itself(name):
+    if name == "custom":
+        with pytest.raises(ValueError, match="quantizer_factory is None: give quantizer_factory as"):
+            from_settings(name, RecipeSettings())
+        return
+    assert from_settings(name, RecipeSettings()) == RECIPES[name]()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_said_reaches_every_field_of_its_name(name):
+    recipe = from_settings(name, EVERYTHING)
+    assert type(recipe) is RECIPES[name]
+    said = {**vars(EVERYTHING), "use_power_2_scales": True, "use_f32_scales": False}
+    for field in dataclasses.fields(recipe):
+        if name != "custom":
+            assert getattr(recipe, field.name) == said[field.name], field.name
+    assert takes(name, "amax_history_len") == (name == "delayed")
+
+
+def test_powers_of_two_are_said_once_for_recipes_that_have_the_choice():
+    for wanted in (None, True, False):
+        settings = RecipeSettings(pow2_scales=wanted)
+        assert from_settings("tensorwise", settings) == Float8CurrentScaling(bool(wanted))
+        assert from_settings("blockwise", settings) == Float8BlockScaling(use_f32_scales=wanted is False)
+
+
+@pytest.mark.parametrize("prefix, words", [("fp8_", "for fp8_recipe='rowwise'"), ("", "for 'rowwise'")])
+def test_a_margin_where_there_is_none(prefix, words):
+    with pytest.raises(ValueError, match=f"^{prefix}margin=2 does not exist {words}.*set {prefix}margin=0$"):
+        from_settings("rowwise", RecipeSettings(margin=2, prefix=prefix))
+
+
+def test_a_recipe_that_cannot_be_is_refused_when_it_is_made():
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(Recipe):
+        rules: tuple[Rule, Rule, Rule]
+
+        def rule(self, role: str) -> Rule:
+            return dict(zip(("input", "weight", "grad_output"), self.rules, strict=True))[role]
+
+    good = Rule(E4M3, ROW)
+    assert Wrong((good, good, good)).rule("input") == good
+    with pytest.raises(
+        ValueError, match=r"Wrong: wgrad would multiply E5M2 \(grad_output\) by E5M2 \(input\)"
+    ):
+        Wrong((Rule(E5M2, ROW), good, Rule(E5M2, ROW)))
+    with pytest.raises(ValueError, match="Wrong: weight cannot be delayed"):
+        Wrong((good, Rule(E4M3, TENSOR, delayed=True), good))
+    with pytest.raises(NotImplementedError, match="has no rule"):
+        dataclasses.dataclass(type("Empty", (Recipe,), {}))()
+    assert isinstance(CustomRecipe(lambda role: good), Recipe)
