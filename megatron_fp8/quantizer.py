@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -108,3 +109,56 @@ class Quantizer:
     def delayed_scale(self) -> torch.Tensor | None:
         """float32 [], the history's scale; None where the matrix at hand gives it (no delayed scaling, or still cold)."""
         return self.slot.scale if self.rule.delayed and self.slot.warm else None
+
+
+@dataclass
+class Casts:
+    """What quantises one role of a site, in each of its two directions; None: that GEMM reads it in high precision.
+
+    One object in both where one cast serves both GEMMs.
+    """
+
+    rowwise: Quantizer | None
+    columnwise: Quantizer | None
+
+    @property
+    def twice(self) -> bool:
+        """Whether two casts are needed, one for each GEMM."""
+        return None not in (self.rowwise, self.columnwise) and self.rowwise is not self.columnwise
+
+    @property
+    def shared(self) -> Quantizer | None:
+        """What quantises it for both GEMMs; None if nothing does."""
+        return self.rowwise if self.rowwise is self.columnwise else None
+
+    @property
+    def quantizers(self) -> list[Quantizer]:
+        """Those that there are, each once."""
+        found = dict.fromkeys((self.rowwise, self.columnwise))
+        return [quantizer for quantizer in found if quantizer is not None]
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Record the amax of x [rows, cols] without a cast, where a scale is delayed."""
+        for quantizer in self.quantizers:
+            if quantizer.slot.delayed is not None:
+                quantizer.slot.observe(x)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        direction: Direction,
+        *,
+        record: bool,
+        reduce_amax: AmaxReduction | None = None,
+    ) -> Float8Tensor:
+        """The sides of x that are asked for and quantised; arguments as Quantizer's."""
+        row = None if direction == "columnwise" else self.rowwise
+        column = None if direction == "rowwise" else self.columnwise
+        if row is not None and row is column:
+            return row(x, "both", record=record, reduce_amax=reduce_amax)
+        rowwise = columnwise = None
+        if row is not None:
+            rowwise = row(x, "rowwise", record=record, reduce_amax=reduce_amax).rowwise
+        if column is not None:
+            columnwise = column(x, "columnwise", record=record, reduce_amax=reduce_amax).columnwise
+        return Float8Tensor(rowwise, columnwise, x.dtype)

@@ -140,11 +140,22 @@ GEMM_OPERANDS = {
 """The operands of each GEMM, first and second."""
 
 
-def refuse_e5m2_twice(rules: Mapping[str, Rule | None], whose: str) -> None:
-    """ValueError if two operands of one GEMM would be E5M2. ``rules``: by role; ``whose``: begins the message."""
-    for gemm, (a, b) in GEMM_OPERANDS.items():
-        first, second = rules[a], rules[b]
+Products = Mapping[str, tuple[Rule | None, Rule | None]]
+"""GEMM -> how its first and its second operand are quantised."""
+
+
+def products_of(recipe: Recipe | Products) -> Products:
+    """What the GEMMs multiply of a layer that runs in one recipe; products are themselves."""
+    if isinstance(recipe, Mapping):
+        return recipe
+    return {gemm: (recipe.rule(a), recipe.rule(b)) for gemm, (a, b) in GEMM_OPERANDS.items()}
+
+
+def refuse_e5m2_twice(products: Products, whose: str) -> None:
+    """ValueError if two operands of one GEMM would be E5M2; ``whose`` begins the message."""
+    for gemm, (first, second) in products.items():
         if first and second and first.fmt is second.fmt is E5M2:
+            a, b = GEMM_OPERANDS[gemm]
             raise ValueError(
                 f"{whose}: {gemm} would multiply E5M2 ({a}) by E5M2 ({b}), which no hardware does;"
                 " make one of them E4M3"
@@ -172,7 +183,7 @@ class Recipe:
                     f"{type(self).__name__}: {role} cannot be delayed: delayed scaling needs the DelayedScaling recipe's"
                     " state"
                 )
-        refuse_e5m2_twice(rules, type(self).__name__)
+        refuse_e5m2_twice(products_of(self), type(self).__name__)
 
     def rule(self, role: str) -> Rule | None:
         """How 'input', 'weight' or 'grad_output' is quantised; None: it stays in high precision."""
@@ -342,7 +353,7 @@ class CustomRecipe(Recipe):
             )
         rules = {role: self._ask(role) for role in ROLES}
         object.__setattr__(self, "_rules", rules)
-        refuse_e5m2_twice(rules, "CustomRecipe")
+        refuse_e5m2_twice(products_of(self), "CustomRecipe")
 
     def rule(self, role: str) -> Rule | None:
         """What qfactory says of the role."""

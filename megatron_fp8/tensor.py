@@ -11,6 +11,7 @@ configuration, and data depends on what computes with it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -92,6 +93,11 @@ class Float8Tensor:
     dtype: torch.dtype
 
     @property
+    def sides(self) -> tuple[QuantizedSide | None, QuantizedSide | None]:
+        """Rowwise and columnwise."""
+        return self.rowwise, self.columnwise
+
+    @property
     def shape(self) -> torch.Size:
         """[rows, cols] of the matrix that was quantised."""
         if self.rowwise is not None:
@@ -106,6 +112,30 @@ class Float8Tensor:
             return self.rowwise.dequantize(dtype)
         assert self.columnwise is not None, "a Float8Tensor holds at least one direction"
         return self.columnwise.dequantize(dtype).t()
+
+
+Operand = QuantizedSide | torch.Tensor
+"""One side of a GEMM: quantised, or the high-precision matrix in the same orientation (contraction last)."""
+
+
+class Sides(NamedTuple):
+    """Both sides of a matrix [rows, cols]: [rows, cols] and [cols, rows]. An FP8 weight for inference has one."""
+
+    rowwise: Operand | None
+    columnwise: Operand | None
+
+    @staticmethod
+    def of(quantized: Float8Tensor, x: torch.Tensor) -> Sides:
+        """The sides that were quantised, and x itself in place of those that were not."""
+        row, column = quantized.rowwise, quantized.columnwise
+        return Sides(x if row is None else row, x.t() if column is None else column)
+
+
+def side_of(quantized: Float8Tensor, direction: str) -> QuantizedSide:
+    """The rowwise side, or the columnwise one."""
+    side = quantized.rowwise if direction == "rowwise" else quantized.columnwise
+    assert side is not None, f"the operand was not quantised {direction}"
+    return side
 
 
 def _float_scale(scale_inv: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from ..recipe import Recipe
+from ..recipe import Products, Recipe
 from . import emulated, transformer_engine
 from .native import backend as native
 
@@ -29,14 +29,18 @@ LAYER_BACKENDS: dict[str, ModuleType] = {"transformer_engine": transformer_engin
 
 
 def choose_backend(
-    request: str | None, device: torch.device, recipe: Recipe | None = None, *, layers: bool = False
+    request: str | None,
+    device: torch.device,
+    recipe: Recipe | Products | None = None,
+    *,
+    layers: bool = False,
 ) -> tuple[ModuleType, str]:
     """The backend for a device and a recipe, and why it was taken.
 
     Args:
         request: a backend's name, or 'auto' or None.
         device: where the operands live.
-        recipe: what they are quantised as; None asks for any.
+        recipe: what they are quantised as, where need be for each GEMM; None asks for any.
         layers: whether the caller can place a backend's own layers.
 
     Raises:
@@ -73,7 +77,9 @@ def choose_backend(
 _said: set[str] = set()
 
 
-def say_what_is_slow(backend: str | None, device: torch.device, recipe: Recipe | None, remedy: str) -> None:
+def say_what_is_slow(
+    backend: str | None, device: torch.device, recipe: Recipe | Products | None, remedy: str
+) -> None:
     """A line on the first rank, once a process, if FP8 will run but not fast: what, why, and what to change.
 
     Args:
@@ -91,5 +97,5 @@ def say_what_is_slow(backend: str | None, device: torch.device, recipe: Recipe |
         print(line, file=sys.stderr, flush=True)
 
 
-def _notes(backend: ModuleType, device: torch.device, recipe: Recipe | None) -> list[str]:
+def _notes(backend: ModuleType, device: torch.device, recipe: Recipe | Products | None) -> list[str]:
     return [] if recipe is None else backend.notes(device, recipe)

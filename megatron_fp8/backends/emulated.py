@@ -23,7 +23,7 @@ import torch
 from ..kernels.codes import decode
 from ..kernels.cpu import gemms
 from ..numerics.subnormals import keeping_subnormals
-from ..recipe import Recipe, Rule
+from ..recipe import Products, Recipe, Rule
 from ..tensor import QuantizedSide, expand_scale
 from .base import check_operands
 from .high_precision import finish, keeps_float32, matmul_fp32
@@ -34,12 +34,12 @@ __all__ = ["gemm", "name", "notes", "quantize", "supports", "turns_codes"]
 name = "emulated"
 
 
-def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
+def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
     """Why this backend cannot run on the device, or multiply what the recipe quantises: never, it does all of it."""
     return None
 
 
-def notes(device: torch.device, recipe: Recipe) -> list[str]:
+def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
     """What of the recipe this backend does in another way than its own: nothing."""
     return []
 

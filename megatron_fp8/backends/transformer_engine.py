@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module, metadata, util
 from typing import Any
@@ -32,6 +33,7 @@ from ..recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    Products,
     Recipe,
     recipe_name,
 )
@@ -74,15 +76,17 @@ def version() -> str:
     return str(found) if found is not None else metadata.version("transformer-engine")
 
 
-def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
+def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
     """Why TE's linears cannot run on the device, or not this recipe; None if they can. TE is asked about the GPU."""
     reason = missing() or device_reason(device)
     if reason is not None or recipe is None:
         return reason
+    if isinstance(recipe, Mapping):
+        return "Transformer Engine's context has one recipe for all GEMMs"
     return unmapped(recipe) or _refusal_of_te(recipe)
 
 
-def notes(device: torch.device, recipe: Recipe) -> list[str]:
+def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
     """Whose numbers they are: TE's casts and GEMMs are specified by TE, not by this package."""
     return [f"Transformer Engine {version()} casts and multiplies"]
 

@@ -18,8 +18,9 @@ import torch
 from ..inference.calibration import Calibration
 from ..numerics.formats import E4M3
 from ..numerics.scaling import compute_scale_inv
-from ..plan.site_plan import matching_override
-from ..recipe import TENSOR, Rule
+from ..plan.operands import Choices
+from ..plan.overrides import FORMATS, matching
+from ..recipe import TENSOR, Float8CurrentScaling, Rule
 from .architectures import Entry, entries, gemms
 from .companions import describe, write_companions
 from .config import exported_architecture, heads_of
@@ -217,15 +218,15 @@ def _kept_linears(section: dict[str, Any], wanted: Wanted) -> set[str]:
 
 
 def _was_bf16(site: str, section: dict[str, Any]) -> bool:
-    """Whether a linear ran in BF16 in training: by its name, or as one of the first and last layers."""
-    override = matching_override(site, section.get("fp8_overrides") or {})
-    if override is not None:
-        return override[1] == "bf16"
-    if not section.get("first_last_layers_bf16"):
-        return False
+    """Whether training's forward read a linear's weight in BF16: by its name, or as one of the first and last layers."""
     layer, layers = int(site.split(".")[2]), section["num_layers"]
     first, last = (section.get(f"num_layers_at_{end}_in_bf16", 1) for end in ("start", "end"))
-    return bool(layer < first or layer >= layers - last)
+    at_an_end = section.get("first_last_layers_bf16") and (layer < first or layer >= layers - last)
+    some = Float8CurrentScaling()  # whichever it was: a custom one's code is not imported from a checkpoint
+    choices = Choices(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
+    for override in matching(site, section.get("fp8_overrides") or {}):
+        choices.apply(override, None if override.value in ("bf16", *FORMATS) else some, "")
+    return choices.operands()["fprop"]["weight"] is None
 
 
 def _by_layer(name: str) -> tuple[int, str]:

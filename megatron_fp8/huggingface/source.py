@@ -17,6 +17,7 @@ from ..files.checkpoint import (
     read_tensor,
     without_checksum,
 )
+from ..plan.overrides import check_overrides
 from ..train.config.model_fields import differences, kind_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -107,6 +108,14 @@ _OTHER_SIZES = ("num_query_groups", "kv_channels", "ffn_hidden_size", "vocab_siz
 _NUMBERS = ("layernorm_epsilon", "rotary_base", "rope_scaling_factor")
 
 
+def _are_overrides(value: Any) -> bool:
+    try:
+        check_overrides(value, "")
+    except ValueError:
+        return False
+    return True
+
+
 def _check_types(folder: Path, section: dict[str, Any], tensors: int) -> None:
     """ValueError unless sizes are whole numbers and the like: a manifest may say anything."""
 
@@ -126,5 +135,5 @@ def _check_types(folder: Path, section: dict[str, Any], tensors: int) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         require(name, number and 0 < value < math.inf, "a number above 0")
     overrides = section.get("fp8_overrides") or {}
-    require("fp8_overrides", isinstance(overrides, dict), "names and recipes")
+    require("fp8_overrides", _are_overrides(overrides), "names and recipes")
     require("params_dtype", section.get("params_dtype") in (None, *_DTYPES), f"one of {', '.join(_DTYPES)}")

@@ -89,7 +89,7 @@ def prepare_for_inference(
     if pad_tokens is not None and pad_tokens < 1:
         raise ValueError(f"pad_tokens={pad_tokens}: give a number of tokens from 1, or None")
     linears = fp8_modules(model)
-    active = [linear for linear in linears if linear.fp8_site.quantizers["weight"] is not None]
+    active = [linear for linear in linears if linear.fp8_site.casts["weight"].rowwise is not None]
     if not active:
         raise ValueError(_nothing_to_prepare(linears))
     static = {} if calibration is None else _static_scales(active, calibration)
@@ -102,7 +102,7 @@ def prepare_for_inference(
         weight = shared.get(number)
         if weight is None:
             weight = inference_weight(
-                getattr(linear, "matrix", linear.weight), linear.fp8_site.quantizers["weight"]
+                getattr(linear, "matrix", linear.weight), linear.fp8_site.casts["weight"].rowwise
             )
         if counts[number] > 1:
             shared[number] = weight
@@ -133,7 +133,7 @@ def _static_scales(linears: list[Any], calibration: Calibration) -> dict[str, St
     found = {}
     for linear in linears:
         site = linear.fp8_site
-        quantizer = site.quantizers["input"]
+        quantizer = site.casts["input"].rowwise
         if quantizer is None:
             continue
         if reason := why_not_static(quantizer.rule):
@@ -161,7 +161,7 @@ def _prepare(
     # In sequence parallelism the output's tokens are not the input's, but all ranks' or this rank's part of them.
     if multiple > 1 and not getattr(linear, "sequence_parallel", False):
         Padding(linear, multiple)
-    quantizer = site.quantizers["input"]
+    quantizer = site.casts["input"].rowwise
     if quantizer is None:
         activations = "in high precision"
     elif isinstance(quantizer, StaticQuantizer):

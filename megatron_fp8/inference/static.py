@@ -53,12 +53,11 @@ class StaticScale:
 
     def __call__(self, site: GemmSite) -> None:
         """Give the site's input the scale."""
-        quantizer = site.quantizers["input"]
+        casts = site.casts["input"]
+        quantizer = casts.rowwise
         if quantizer is not None:
             scale = self.scale.to(quantizer.slot.arena.device)
-            site.quantizers["input"] = StaticQuantizer(
-                quantizer.rule, quantizer.slot, quantizer.backend, scale
-            )
+            casts.rowwise = StaticQuantizer(quantizer.rule, quantizer.slot, quantizer.backend, scale)
 
 
 def why_not_static(rule: Rule) -> str | None:

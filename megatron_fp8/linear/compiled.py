@@ -52,12 +52,11 @@ from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from ..plan.switch import in_recompute
-from ..recipe import DelayedScaling
-from ..tensor import QuantizedSide
+from ..tensor import Operand, QuantizedSide
 from .passes import Call, backward, forward, keeps_codes
 from .registry import site_by_handle
 from .saved_layout import SideLayout
-from .site import GemmSite, Operand
+from .site import GemmSite
 from .tensor_parallel import TensorParallel
 
 _KEPT_OUT_OF_GRAPHS = hasattr(
@@ -284,7 +283,7 @@ def _(
 
 def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite) -> Tensor:
     """observe_high_precision while torch.compile traces: y, or a copy of it that cannot be had without the recording."""
-    if not isinstance(site.plan.recipe, DelayedScaling):
+    if not site.has_histories:
         return y
     return torch.ops.megatron_fp8.observe(x, weight, y, _handle_for(site, x, weight), _next_call())
 

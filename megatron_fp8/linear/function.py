@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import in_recompute, without_autocast
 from ..recipe import Granularity
-from ..tensor import QuantizedSide
+from ..tensor import Operand, QuantizedSide
 from .derivative import first_derivative_only
 from .passes import Call, backward, forward
-from .site import GemmSite, Operand, side_of
+from .site import GemmSite
 from .tensor_parallel import TensorParallel
 
 _ALONE = TensorParallel()
@@ -170,7 +170,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.call, ctx.x_shape, ctx.weight = call, x.shape, weight
         ctx.bias_dtype = None if bias is None else bias.dtype
         kept_x = _Kept.of(done.x if needs_wgrad else None)
-        kept_w = _Kept.of(side_of(done.weight, "columnwise") if needs_dgrad else None)
+        kept_w = _Kept.of(done.weight.columnwise if needs_dgrad else None)
         ctx.kept = (kept_x.spec, kept_w.spec)
         ctx.save_for_backward(*kept_x.tensors, *kept_w.tensors)
         return done.y

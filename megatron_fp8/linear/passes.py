@@ -22,14 +22,16 @@ knows the other's way of saving, and both run these very lines, so their bits ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from ..backends.base import Region
+from ..quantizer import Casts, Quantizer
 from ..recipe import Granularity
-from ..tensor import Float8Tensor, QuantizedSide
-from .site import GemmSite, Operand, side_of
+from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides, side_of
+from .site import GemmSite
 from .tensor_parallel import Pending, TensorParallel
 
 
@@ -54,7 +56,7 @@ class Forward(NamedTuple):
 
     y: torch.Tensor
     x: Operand | None
-    weight: Float8Tensor | torch.Tensor
+    weight: Sides
 
 
 class Backward(NamedTuple):
@@ -73,7 +75,8 @@ def forward(
     site.has_run = True
     operand, saved = quantize_input(x.reshape(-1, x.shape[-1]), call, needs_wgrad)
     quantized_weight = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
-    y = site.multiply("fprop", operand, side_of(quantized_weight, "rowwise"), x.dtype, bias)
+    assert quantized_weight.rowwise is not None
+    y = site.multiply("fprop", operand, quantized_weight.rowwise, x.dtype, bias)
     sequence = x.shape[0] * (tp.size if call.gathers else 1)
     if tp.kind == "row" and tp.sequence_parallel:
         y = tp.reduce_scatter(y).wait()
@@ -142,32 +145,35 @@ def backward(
 
 def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple[Operand, Operand | None]:
     """(operand of fprop, what wgrad will need: this rank's tokens, columnwise; None if there will be no wgrad)."""
-    site, tp = call.site, call.tp
-    quantizer = site.quantizers["input"]
-    if quantizer is None:
-        operand = tp.all_gather(tokens).wait() if call.gathers else tokens
-        return operand, tokens.t()
+    site, tp, casts = call.site, call.tp, call.site.casts["input"]
+    row = casts.rowwise
     keeps = needs_wgrad and keeps_codes(tokens.shape[0], call)
     plain = tokens.t() if needs_wgrad and not keeps else None  # asked of an Unwritten, it would be written
+    if call.record and not keeps:
+        _record_late_cast(tokens, casts)
     direction: Any = "both" if keeps else "rowwise"
     if not call.gathers:
-        quantized = quantizer(tokens, direction, record=call.record)
-        return side_of(quantized, "rowwise"), side_of(quantized, "columnwise") if keeps else plain
-    if not _shards_aligned(tokens.shape[0], quantizer.rule.granularity):
-        site.notes.add(_misaligned_note("input", tokens.shape[0], quantizer.rule.granularity))
-        gathered = tp.all_gather(tokens).wait()
-        return side_of(quantizer(gathered, "rowwise", record=call.record), "rowwise"), plain
+        done = casts(tokens, direction, record=call.record)
+        return tokens if row is None else side_of(done, "rowwise"), done.columnwise if keeps else plain
     reduce_amax = tp.amax_reduction(site.state.counts)
-    quantized = quantizer(tokens, direction, record=call.record, reduce_amax=reduce_amax)
-    assert quantized.rowwise is not None
-    operand = tp.gather_side(quantized.rowwise, by_column=False).wait()
-    return operand, side_of(quantized, "columnwise") if keeps else plain
+    if row is not None and _shards_aligned(tokens.shape[0], row.rule.granularity):
+        done = casts(tokens, direction, record=call.record, reduce_amax=reduce_amax)
+        operand: Operand = tp.gather_side(side_of(done, "rowwise"), by_column=False).wait()
+        return operand, done.columnwise if keeps else plain
+    whole = operand = tp.all_gather(tokens).wait()
+    if row is not None:
+        site.notes.add(_misaligned_note("input", tokens.shape[0], row.rule.granularity))
+        operand = side_of(casts(whole, "rowwise", record=call.record), "rowwise")
+    if not keeps:
+        return operand, plain
+    done = casts(tokens, "columnwise", record=call.record, reduce_amax=reduce_amax)
+    return operand, done.columnwise
 
 
 def keeps_codes(tokens: int, call: Call) -> bool:
     """Whether wgrad's operand is kept as codes of this rank's tokens, and not as the input itself."""
-    quantizer = call.site.quantizers["input"]
-    if quantizer is None or call.save_original_input or not _wgrad_takes_codes(call):
+    quantizer = call.site.casts["input"].columnwise
+    if quantizer is None or call.save_original_input:
         return False
     return not call.gathers or _shards_aligned(tokens, quantizer.rule.granularity)
 
@@ -185,20 +191,23 @@ def _misaligned_note(role: str, tokens: int, granularity: Granularity) -> str:
     )
 
 
+def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
+    """What wgrad's own cast would record is recorded now: it comes in the backward, or in a recomputation, where nothing
+    is, because other casts were recorded in the forward."""
+    column = casts.columnwise
+    if column is not None and column.rule.delayed and column is not casts.rowwise:
+        column.slot.observe(tokens)
+
+
 def _requantize_input(saved: torch.Tensor, call: Call) -> Operand:
-    """A saved plain input [K, M], quantised now if wgrad is FP8 and shards' codes are those of the whole."""
-    quantizer = call.site.quantizers["input"]
-    if quantizer is None or not _wgrad_takes_codes(call):
-        return saved
-    if call.gathers and not _shards_aligned(saved.shape[1], quantizer.rule.granularity):
+    """A saved plain input [K, M], quantised now if wgrad reads codes and shards' codes are those of the whole."""
+    quantizer = call.site.casts["input"].columnwise
+    if quantizer is None or (
+        call.gathers and not _shards_aligned(saved.shape[1], quantizer.rule.granularity)
+    ):
         return saved
     reduce_amax = call.tp.amax_reduction(call.site.state.counts) if call.gathers else None
     return side_of(quantizer(saved.t(), "columnwise", record=False, reduce_amax=reduce_amax), "columnwise")
-
-
-def _wgrad_takes_codes(call: Call) -> bool:
-    """Whether wgrad reads the quantised input (also where only grad_output stays in high precision)."""
-    return call.site.plan.gemms["wgrad"] == "fp8" or call.site.quantizers["grad_output"] is None
 
 
 def _gather_input(saved: Operand | None, call: Call) -> Pending:
@@ -210,11 +219,11 @@ def _gather_input(saved: Operand | None, call: Call) -> Pending:
 
 
 def _columnwise_input(gathered: Operand, call: Call) -> Operand:
-    """wgrad's operand from what was gathered: codes as they are; high precision quantised now if wgrad is FP8."""
+    """wgrad's operand from what was gathered: codes as they are; high precision quantised now if wgrad reads codes."""
     if isinstance(gathered, QuantizedSide):
         return gathered
-    quantizer = call.site.quantizers["input"]
-    if quantizer is None or not _wgrad_takes_codes(call):
+    quantizer = call.site.casts["input"].columnwise
+    if quantizer is None:
         return gathered.t()
     return side_of(quantizer(gathered, "columnwise", record=False), "columnwise")
 
@@ -227,63 +236,57 @@ def _quantize_grad_output(
 ) -> tuple[Operand | None, Operand | Pending | None]:
     """(dgrad's operand, wgrad's operand or its gather under way), over all tokens."""
     site, tp = call.site, call.tp
-    quantizer = site.quantizers["grad_output"]
+    casts = site.casts["grad_output"]
+    row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None
     gathers = tp.kind == "row" and tp.sequence_parallel
-    if quantizer is None:
-        dy = tp.all_gather(dy).wait() if gathers else dy
-        return dy, dy.t()
-    fp8_wgrad = site.plan.gemms["wgrad"] == "fp8" or site.quantizers["input"] is None
-    wants_row, wants_column = needs_dgrad, needs_wgrad and fp8_wgrad
-    plain_wgrad = needs_wgrad and not fp8_wgrad
-    if not (wants_row or wants_column):
-        dy = tp.all_gather(dy).wait() if gathers else dy
-        return None, dy.t() if plain_wgrad else None
-    direction: Any = "both" if wants_row and wants_column else "rowwise" if wants_row else "columnwise"
-    misaligned = gathers and not _shards_aligned(dy.shape[0], quantizer.rule.granularity)
-    plain = dy
-    if gathers and (misaligned or plain_wgrad):
-        plain = tp.all_gather(dy).wait()
-    if misaligned:
-        site.notes.add(_misaligned_note("grad_output", dy.shape[0], quantizer.rule.granularity))
-    whole = plain if misaligned else dy
-    shards = gathers and not misaligned
-    quantized = quantizer(
-        whole,
-        direction,
-        record=True,
-        reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
-        region=_region(whole, call, shards),
+    late = [q for q in (row, column) if gathers and q and not _shards_aligned(len(dy), q.rule.granularity)]
+    plain_row, plain_column = needs_dgrad and row is None, needs_wgrad and column is None
+    plain = tp.all_gather(dy).wait() if gathers and (late or plain_row or plain_column) else dy
+    rowwise: Operand | None = plain if plain_row else None
+    columnwise: Operand | Pending | None = plain.t() if plain_column else None
+    if row is None and column is None:
+        return rowwise, columnwise
+    region = _region(dy, call)
+    once = row is not None and row is column
+    work: list[tuple[Quantizer | None, Any]] = (
+        [(row, "both")] if once else [(row, "rowwise"), (column, "columnwise")]
     )
-    columnwise: Operand | Pending | None = plain.t() if plain_wgrad else None
-    if not shards:
-        row = quantized.rowwise if wants_row else None
-        return row, quantized.columnwise if wants_column else columnwise
-    return _gather_grad_output(quantized, call, columnwise)
+    for quantizer, direction in work:
+        if quantizer is None:
+            continue
+        shards = gathers and quantizer not in late
+        if quantizer in late:
+            site.notes.add(_misaligned_note("grad_output", len(dy), quantizer.rule.granularity))
+        done = quantizer(
+            dy if shards else plain,
+            direction,
+            record=True,
+            reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
+            region=replace(region, row_offset=tp.rank * len(dy) if shards else 0),
+        )
+        sides = _gather_grad_output(done, tp) if shards else done.sides
+        rowwise, columnwise = sides[0] or rowwise, sides[1] or columnwise
+    return rowwise, columnwise
 
 
 def _gather_grad_output(
-    quantized: Float8Tensor, call: Call, columnwise: Operand | Pending | None
-) -> tuple[Operand | None, Operand | Pending | None]:
+    quantized: Float8Tensor, tp: TensorParallel
+) -> tuple[QuantizedSide | None, QuantizedSide | Pending | None]:
     """All tokens' sides: the rowwise one now, since dgrad waits for it; the columnwise one while dgrad runs."""
-    tp = call.tp
     row, column = quantized.rowwise, quantized.columnwise
     gathered_row = None if row is None else tp.gather_side(row, by_column=False).wait()
     if column is None:
-        return gathered_row, columnwise
+        return gathered_row, None
     if gathered_row is not None and column.granularity.symmetric:
         return gathered_row, gathered_row.transposed()
     return gathered_row, tp.gather_side(column, by_column=True, async_op=True)
 
 
-def _region(dy: torch.Tensor, call: Call, shards: bool) -> Any:
-    """Where dy lies in the matrix that all ranks share: column-parallel ranks hold columns of it, token shards rows."""
-    tp, (rows, cols) = call.tp, dy.shape
+def _region(dy: torch.Tensor, call: Call) -> Region:
+    """Where dy lies in the matrix that all ranks share, if it holds all tokens: column-parallel ranks have columns."""
+    tp, cols = call.tp, dy.shape[1]
     by_column = tp.kind == "column"
-    return call.site.next_region(
-        tp.rank * rows if shards else 0,
-        tp.rank * cols if by_column else 0,
-        cols * (tp.size if by_column else 1),
-    )
+    return call.site.next_region(0, tp.rank * cols if by_column else 0, cols * (tp.size if by_column else 1))
 
 
 # ------------------------------------------------------------------------------------------------------ wgrad

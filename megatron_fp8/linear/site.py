@@ -11,18 +11,15 @@ from ..backends import BACKENDS
 from ..backends.base import Region
 from ..backends.high_precision import matmul_high_precision
 from ..numerics.cast import RandomKey
+from ..plan.operands import READERS, Cast
 from ..plan.site_plan import SitePlan
 from ..plan.switch import in_recompute
-from ..quantizer import Quantizer
-from ..recipe import GEMM_OPERANDS, DelayedScaling
+from ..quantizer import Casts, Quantizer
 from ..state.arena import Fp8State, Group
-from ..tensor import Float8Tensor, QuantizedSide
+from ..tensor import Operand, QuantizedSide
 from .registry import register
 from .saved_layout import SideLayout
 from .weight_cache import WeightCache
-
-Operand = QuantizedSide | torch.Tensor
-"""One side of a GEMM: quantised, or the high-precision matrix in the same orientation (contraction last)."""
 
 
 class GemmSite:
@@ -43,24 +40,44 @@ class GemmSite:
         self.plan, self.state = plan, state
         self.notes: set[str] = set()
         self.backend: ModuleType | None = None if plan.backend is None else BACKENDS[plan.backend]
-        self.quantizers: dict[str, Quantizer | None] = dict.fromkeys(plan.rules)
-        if plan.precision == "fp8":
-            assert self.backend is not None and plan.recipe is not None
-            arena = state.arena(group)
-            delayed = plan.recipe if isinstance(plan.recipe, DelayedScaling) else None
-            for role, rule in plan.rules.items():
-                if rule is not None:
-                    slot = arena.add(delayed, rule.fmt)
-                    slot.name = f"{plan.name}.{role}"
-                    self.quantizers[role] = Quantizer(rule, slot, self.backend)
-        rule = plan.rules.get("input") if self.backend is not None else None
-        layout = "" if rule is None else str(SideLayout.of(rule, self.backend.turns_codes(rule)))  # type: ignore[union-attr]
+        self.casts = {role: self._casts(role, group) for role in READERS}
+        kept = self.casts["input"].columnwise
+        layout = "" if kept is None else str(SideLayout.of(kept.rule, kept.backend.turns_codes(kept.rule)))
         self.traced = register(self, layout)
-        self.weights = WeightCache(self.quantizers.get("weight"), state)
+        self.weights = WeightCache(self.casts["weight"], state)
         self._seed, self._stream = seed, stream
         self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
         self.has_run = False  # a forward came here
         self._ways: tuple[int, set[bool]] = (-1, set())  # how the iteration's forwards were called
+
+    def _casts(self, role: str, group: Group) -> Casts:
+        """What quantises a role: one quantizer where one serves both GEMMs that read it. ``group``: of its slots."""
+        one, other = (self.plan.operands[gemm][role] for gemm in READERS[role])
+        name = f"{self.plan.name}.{role}"
+        row = self._quantizer(one, name, group)
+        if one == other:
+            return Casts(row, row)
+        return Casts(
+            row, self._quantizer(other, name if row is None else f"{name}.{READERS[role][1]}", group)
+        )
+
+    def _quantizer(self, cast: Cast | None, name: str, group: Group) -> Quantizer | None:
+        if cast is None:
+            return None
+        assert self.backend is not None
+        slot = self.state.arena(group).add(cast.delayed, cast.rule.fmt)
+        slot.name = name
+        return Quantizer(cast.rule, slot, self.backend)
+
+    @property
+    def quantizers(self) -> dict[str, Quantizer | None]:
+        """By role; what a role is cast by a second time, for its second GEMM, as 'role.gemm'."""
+        found: dict[str, Quantizer | None] = {}
+        for role, casts in self.casts.items():
+            found[role] = casts.columnwise if casts.rowwise is None else casts.rowwise
+            if casts.twice:
+                found[f"{role}.{READERS[role][1]}"] = casts.columnwise
+        return found
 
     @property
     def is_fp8(self) -> bool:
@@ -70,19 +87,17 @@ class GemmSite:
     @property
     def has_histories(self) -> bool:
         """Whether scales of some operand are delayed."""
-        return any(q is not None and q.slot.delayed is not None for q in self.quantizers.values())
+        return any(q.slot.delayed is not None for casts in self.casts.values() for q in casts.quantizers)
 
     @property
     def rounds_stochastically(self) -> bool:
         """Whether grad_output is rounded by random bits."""
-        quantizer = self.quantizers["grad_output"]
-        return quantizer is not None and quantizer.rule.stochastic
+        return any(quantizer.rule.stochastic for quantizer in self.casts["grad_output"].quantizers)
 
     def computes(self, role: str) -> bool:
         """Whether this operand is only ever quantised, by kernels that can compute it: all its GEMMs are FP8."""
-        quantizer = self.quantizers[role]
-        in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm, roles in GEMM_OPERANDS.items() if role in roles)
-        return quantizer is not None and quantizer.computes and in_fp8
+        in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm in READERS[role])
+        return in_fp8 and all(quantizer.computes for quantizer in self.casts[role].quantizers)
 
     def as_operator(self, watched: bool) -> bool:
         """Whether a call in eager mode goes as one operator: where somebody watches operations (linear.is_watched).
@@ -108,7 +123,7 @@ class GemmSite:
         The amaxes of x and, once an iteration, of the weight are recorded now (``record`` False: they were already), that
         of y's gradient when it comes. No value changes. The other recipes have no history: nothing is done.
         """
-        if not isinstance(self.plan.recipe, DelayedScaling):
+        if not self.has_histories:
             return
         if record:
             self.observe_forward(x, weight)
@@ -125,9 +140,7 @@ class GemmSite:
         self._observe("grad_output", dy)
 
     def _observe(self, role: str, x: torch.Tensor) -> None:
-        quantizer = self.quantizers[role]
-        if quantizer is not None:
-            quantizer.slot.observe(x.reshape(-1, x.shape[-1]))
+        self.casts[role].observe(x.reshape(-1, x.shape[-1]))
 
     def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
         """Place and random stream of this backward's grad_output; each backward of an iteration has its own stream."""
@@ -160,12 +173,3 @@ class GemmSite:
         dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
         plain_a, plain_b = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
         return matmul_high_precision(plain_a, plain_b, out_dtype, bias)
-
-
-def side_of(operand: Float8Tensor | torch.Tensor, direction: str) -> Operand:
-    """The rowwise side, or the columnwise one (of a plain matrix: its transpose)."""
-    if isinstance(operand, torch.Tensor):
-        return operand if direction == "rowwise" else operand.t()
-    side = operand.rowwise if direction == "rowwise" else operand.columnwise
-    assert side is not None, f"the operand was not quantised {direction}"
-    return side

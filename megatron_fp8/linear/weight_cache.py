@@ -13,9 +13,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..params.fp8_parameter import Fp8Parameter
-from ..quantizer import Quantizer
+from ..quantizer import Casts
 from ..state.arena import Fp8State
-from ..tensor import Float8Tensor, QuantizedSide
+from ..tensor import Float8Tensor, Operand, Sides
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class WeightCache:
     """Quantises a site's weight, and keeps what that gave.
 
     Args:
-        quantizer: the role's; None leaves the weight in high precision.
+        casts: the role's.
         state: of the model: which iteration it is, and whether weights may be kept.
     """
 
-    def __init__(self, quantizer: Quantizer | None, state: Fp8State):
-        self._quantizer, self._state = quantizer, state
+    def __init__(self, casts: Casts, state: Fp8State):
+        self._casts, self._state = casts, state
         self._kept: _Kept | None = None
         self._observed = -1  # the iteration in which the weight was recorded without a cast
 
@@ -50,9 +50,9 @@ class WeightCache:
         """The quantised weight that is held now."""
         return None if self._kept is None else self._kept.quantized
 
-    def quantized(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Float8Tensor | torch.Tensor:
-        """The weight [N, K] in both directions; the weight itself if it stays as it is. It is quantised once an iteration
-        if the state ``keeps_weights``, else at each call.
+    def quantized(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Sides:
+        """The weight [N, K] in both directions, in each quantised or as it is. It is quantised once an iteration if the
+        state ``keeps_weights``, else at each call.
 
         Args:
             fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
@@ -60,26 +60,29 @@ class WeightCache:
         A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast here.
         """
         if isinstance(weight, Fp8Parameter):
-            assert self._quantizer is not None, "a weight that the plan keeps in high precision was made FP8"
+            assert self._casts.rowwise is not None, (
+                "a weight that the plan keeps in high precision was made FP8"
+            )
             if record and self._first_this_iteration():
                 weight.record()
-            return weight.quantized
-        if self._quantizer is None:
-            return weight
+            return Sides(*weight.quantized.sides)
+        if not self._casts.quantizers:
+            return Sides(weight, weight.t())
         version, kept = self._version(weight, self._state.epoch), self._kept
         fresh = fresh or not self._state.keeps_weights
         fresh = fresh or weight.is_inference()  # has no version: nobody would notice that it was written
         if fresh or kept is None or not kept.serves(version, record):
             with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
-                scale = self._quantizer.delayed_scale()
-                quantized = self._quantizer(weight, "both", record=record)
+                column = self._casts.columnwise
+                scale = None if column is None else column.delayed_scale()
+                quantized = self._casts(weight, "both", record=record)
             self._kept = kept = _Kept(version, record, scale, quantized)
-        return kept.quantized
+        return Sides.of(kept.quantized, weight)
 
     def observe(self, weight: torch.Tensor) -> None:
         """Record the weight's amax, once an iteration, without a cast."""
-        if self._quantizer is not None and self._first_this_iteration():
-            self._quantizer.slot.observe(weight)
+        if self._first_this_iteration():
+            self._casts.observe(weight)
 
     def stamp(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """What backward needs to know of the weight that a forward has just quantised, as tensors that a graph can save.
@@ -91,22 +94,21 @@ class WeightCache:
         used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
         return stamp, used
 
-    def columnwise(
-        self, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor
-    ) -> QuantizedSide | torch.Tensor:
+    def columnwise(self, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor) -> Operand:
         """dgrad's operand of the weight that compiled code hands back: what forward made of it if that is here still,
         else made again, the same bits (what offloading brought back is another tensor with the same values).
 
         stamp and scale are the forward's: ``fp8_step`` may have been called since, and another forward.
         """
-        if self._quantizer is None:
+        quantizer = self._casts.columnwise
+        if quantizer is None:
             return weight.t()
         epoch, used_delayed = stamp.tolist()
         kept = self._kept
         if kept is not None and kept.serves(self._version(weight, epoch), False):
             side = kept.quantized.columnwise
         else:
-            side = self._quantizer.again(weight, "columnwise", scale if used_delayed else None).columnwise
+            side = quantizer.again(weight, "columnwise", scale if used_delayed else None).columnwise
         assert side is not None
         return side
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..plan.site_plan import matching_override
+from ..plan.overrides import whole_override
 
 
 def is_te_linear(module: Any) -> bool:
@@ -34,8 +34,8 @@ def refuse_foreign_layers(model: Any) -> None:
     """ValueError for FP8 asked for and a linear that would run in BF16 and is not named in fp8_overrides as 'bf16'."""
     config = model.config
     for name, what in foreign_linears(model).items() if config.fp8 else ():
-        override = matching_override(name, getattr(config, "fp8_overrides", None) or {})
-        if override is None or override[1] != "bf16":
+        override = whole_override(name, getattr(config, "fp8_overrides", None) or {})
+        if override is None or override.value != "bf16":
             raise ValueError(
                 f"fp8={config.fp8!r} was asked for, but {name} is {what}; or say that it runs in BF16:"
                 f" config.fp8_overrides = {{{name!r}: 'bf16'}}"

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from .. import fp8_utils
 from ..fp8_utils import get_fp8_recipe
 from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
+from ..plan.overrides import Override
+from ..recipe import RECIPES
 from .patches.patching import Patch
 from .sites import fp8_linears, prepare, unwrap
 
@@ -52,6 +54,9 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
             quantizer = site.quantizers["weight"]
             if quantizer is None or isinstance(weight, Fp8Parameter):
                 continue
+            if quantizer is not site.casts["weight"].shared:
+                site.notes.add(_TWO_KINDS)
+                continue
             if not quantizer.rule.granularity.symmetric and not two_way:
                 site.notes.add(_STAYS_BF16)
                 continue
@@ -74,6 +79,11 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
 _STAYS_BF16 = (
     "fp8_param: the weight stays BF16 under the distributed optimizer without reuse_grad_buf_for_mxfp8_param_ag, and is"
     " cast every iteration"
+)
+
+
+_TWO_KINDS = (
+    "fp8_param: the weight stays BF16 and is cast every iteration: fprop and dgrad do not share codes"
 )
 
 
@@ -113,7 +123,8 @@ def travels_in_bf16(config: Any) -> bool:
     """
     if not (config.fp8 and config.fp8_param):
         return False
-    names = {str(value) for value in (getattr(config, "fp8_overrides", None) or {}).values()} - {"bf16"}
+    overrides = [Override.of(*entry) for entry in (getattr(config, "fp8_overrides", None) or {}).items()]
+    names = {override.value for override in overrides if override.covers("weight")} & set(RECIPES)
     rules = [get_fp8_recipe(config, name).rule("weight") for name in (None, *sorted(names))]
     return all(rule is not None and not rule.granularity.symmetric for rule in rules)
 

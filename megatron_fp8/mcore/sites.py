@@ -21,13 +21,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from ..fp8_utils import get_fp8_recipe
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver
-from ..plan.site_plan import (
-    SitePlan,
-    bf16_site,
-    check_overrides_match,
-    check_something_left,
-    matching_override,
-)
+from ..plan.overrides import check_overrides_match, matching
+from ..plan.site_plan import SitePlan, bf16_site, check_something_left
 from ..plan.switch import LayerBeingBuilt
 from ..state.arena import Fp8State
 from ..state.phases import Phases
@@ -94,7 +89,7 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
     config = linear.config
     te = is_te_linear(linear)
     plan = resolve(config, name, linear.fp8_layer, linear.weight.device, te=te)
-    if matching_override(name, getattr(config, "fp8_overrides", None) or {}) is None:
+    if not matching(name, getattr(config, "fp8_overrides", None) or {}):
         plan = filtered(config, plan, linear)
     state = state or state_of(config)
     if te:
@@ -181,13 +176,18 @@ def check_plan(model_chunks: list[Any]) -> None:
     """What only all pipeline stages together can tell; prepares the chunks. Collective; on all ranks the same.
 
     Raises:
-        ValueError: an fp8_overrides glob matches no site, or the settings leave none in FP8.
+        ValueError: an fp8_overrides glob matches no site, the settings leave none in FP8, or a stage cannot be prepared.
     """
-    prepare(model_chunks)
     config = unwrap(model_chunks[0]).config
+    refused = None
+    try:
+        prepare(model_chunks)
+    except ValueError as error:  # of names that other stages do not have: they would wait for this one
+        refused = error
     overrides = getattr(config, "fp8_overrides", None) or {}
-    if not config.fp8:
+    if refused is None and not config.fp8:
         return
+    _say_everywhere(refused)
     plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
     entries = [(plan.name, plan.precision, plan.reason) for plan in plans]
     entries += [(name, "bf16", "") for chunk in model_chunks for name in foreign_linears(unwrap(chunk))]
@@ -197,6 +197,19 @@ def check_plan(model_chunks: list[Any]) -> None:
         entries = [entry for part in everyone for entry in part]
     check_overrides_match(overrides, (name for name, _, _ in entries))
     check_something_left((precision, reason) for _, precision, reason in entries)
+
+
+def _say_everywhere(refused: ValueError | None) -> None:
+    """ValueError on every rank if one has an error. Collective."""
+    said = [refused and str(refused)]
+    if dist.is_initialized():
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, refused and str(refused))
+    if refused is not None:
+        raise refused
+    for text in said:
+        if text is not None:
+            raise ValueError(text)
 
 
 def count_plain_linear(module: Any, state: Fp8State) -> None:

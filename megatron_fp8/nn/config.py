@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..numerics.formats import Format
+from ..plan.overrides import check_overrides
 from ..plan.resolve import Asked
 from ..plan.settings import RecipeSettings, from_settings, takes
-from ..recipe import CustomRecipe, Recipe, check_recipe_name, recipe_name
+from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
 
 Skip = str | Callable[[str, Any], bool]
 """A glob of module names, or a function of a linear's (name, module) that says whether it stays as it is."""
@@ -43,6 +44,9 @@ class Fp8Config:
         margin: powers of two of headroom below the largest code; per-tensor scales only.
         epsilon: a largest magnitude is taken to be at least this (0: off).
         skip: globs of module names and predicates (name, module) -> bool; those modules stay as they are.
+        overrides: exceptions by name, the last match winning: a glob of names, or of their last parts, alone or with
+            ':fprop', ':dgrad', ':wgrad', ':input', ':weight' or ':grad_output' behind it -> 'bf16' (the model's own
+            dtype), 'fp8', a recipe by name or as an instance, or a format ('e4m3', 'e5m2', 'hybrid').
         min_features: linears with fewer in or out features stay as they are; tensor cores multiply 16 at a time.
         size_filter: a table of ``megatron-fp8 bench --tune``: GEMMs stay in high precision where FP8 does not pay.
         size_filter_tokens: tokens of a microbatch, where the table has several counts.
@@ -63,6 +67,7 @@ class Fp8Config:
     margin: int = 0
     epsilon: float = 0.0
     skip: tuple[Skip, ...] = DEFAULT_SKIP
+    overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
     min_features: int = 16
     size_filter: str | None = None
     size_filter_tokens: int | None = None
@@ -95,6 +100,11 @@ class Fp8Config:
                 " and none is left; quantise at least two of weights, activations and gradients"
             )
         self._resolve()
+        check_overrides(self.overrides, "overrides")
+        object.__setattr__(self, "overrides", dict(self.overrides))
+        for key, value in self.overrides.items():
+            if value in RECIPES:
+                self._named(value, f"overrides[{key!r}]")
 
     @property
     def resolved_recipe(self) -> Recipe:
@@ -115,8 +125,9 @@ class Fp8Config:
         """What this asks for; ``recipe`` is fp8_autocast's, in place of its own."""
         taken = recipe or self.resolved_recipe
         return Asked(
-            recipe=lambda name: taken,
+            recipe=lambda name: taken if name is None else self._named(name),
             reason="recipe of fp8_autocast" if recipe else "",
+            overrides={} if recipe else self.overrides,
             unquantized=self.unquantized,
             backend=self.backend,
             warn=self.fallback == "warn",
@@ -141,9 +152,13 @@ class Fp8Config:
             self._refuse_beside_instance()
             return self.recipe
         name = self.recipe or GRANULARITIES.get(self.granularity or "tensor", "tensorwise")
+        return self._named(name)
+
+    def _named(self, name: str, where: str = "recipe") -> Recipe:
+        """The recipe of that name, with the options that are said here."""
         if check_recipe_name(name) == "custom":
             raise ValueError(
-                "recipe='custom' has no meaning by itself: give megatron_fp8.recipe.CustomRecipe(function of the role)"
+                f"{where}='custom' has no meaning by itself: give megatron_fp8.recipe.CustomRecipe(function of the role)"
             )
         if self.epsilon and not takes(name, "amax_epsilon"):
             raise ValueError(f"epsilon={self.epsilon} does not exist for {name!r}: leave epsilon=0")

@@ -23,6 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..params.fp8_parameter import Fp8Parameter
+from ..plan.overrides import check_overrides_match
+from ..plan.resolve import choose
 from ..recipe import Recipe, recipe_name
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .family import Family, plan_linear
@@ -84,6 +86,8 @@ def convert_to_fp8(
     report = Fp8Report(_with_sizes(rows, modules))
     if not report.converted:
         raise ValueError(_nothing_to_convert(model, report, settings))
+    planned = [row.name for row in rows if row.planned]
+    check_overrides_match(settings.overrides, planned, "overrides")
     for name, module in chosen:
         module.__class__ = _fp8_class(module)  # type: ignore[assignment]
         assert isinstance(module, Fp8Layer)
@@ -182,15 +186,19 @@ def _consider(model: nn.Module, name: str, module: nn.Module, config: Fp8Config,
         return Row(name, kind, shape, False, dtype, reason)
     device = module.weight.device
     assert isinstance(device, torch.device)
-    recipe = recipe_name(config.resolved_recipe)
     if device.type == "meta":
-        return Row(
-            name, kind, shape, True, recipe, "on the meta device: the backend is chosen where it will run"
+        choices = choose(config.asked(), name)
+        if choices.none_in_fp8:
+            return Row(name, kind, shape, False, dtype, "; ".join(choices.reasons), planned=True)
+        reason = "; ".join(
+            filter(None, [*choices.reasons, "on the meta device: the backend is chosen where it will run"])
         )
+        return Row(name, kind, shape, True, recipe_name(choices.recipe), reason, planned=True)
     plan = plan_linear(config, name, _features(module), device)
-    if plan.precision == "bf16":
-        return Row(name, kind, shape, False, dtype, plan.reason)
-    return Row(name, kind, shape, True, f"{recipe}, {plan.backend}", plan.reason)
+    if plan.recipe is None:
+        return Row(name, kind, shape, False, dtype, plan.reason, planned=True)
+    runs = f"{recipe_name(plan.recipe)}, {plan.backend}"
+    return Row(name, kind, shape, True, runs, plan.reason, planned=True)
 
 
 def _reason_to_skip(

@@ -22,6 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..linear.site import GemmSite
+from ..plan.overrides import check_overrides_match, matching
 from ..plan.resolve import resolve
 from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
@@ -134,6 +135,15 @@ class Family:
             yield from linear.parameters()
 
 
+def lone_family(config: Fp8Config) -> Family:
+    """That of one linear which belongs to no model yet, named LONE. ValueError: an override means another name."""
+    check_overrides_match(config.overrides, [LONE], "overrides")
+    return Family(config)
+
+
+LONE = "linear"
+"""What a linear is called that no conversion has named."""
+
 _families: weakref.WeakSet[Family] = weakref.WeakSet()
 _hook: Any = None
 
@@ -172,7 +182,8 @@ def plan_linear(
         ValueError: the backend cannot run there, unless config.fallback is 'warn'; or the size filter's table is wrong.
     """
     plan = resolve(config.asked(recipe), name, None, device)
-    if config.size_filter is None or plan.precision == "bf16" or recipe is not None:
+    by_name = recipe is not None or matching(name, config.overrides)
+    if config.size_filter is None or plan.precision == "bf16" or by_name:
         return plan
     assert plan.backend is not None and plan.recipe is not None
     table = load_table(config.size_filter)
@@ -195,7 +206,7 @@ def site_of(
 def take_over(old: GemmSite, new: GemmSite) -> None:
     """What a site remembers goes to the one that takes its place: histories, and what this iteration has recorded."""
     for role, quantizer in old.quantizers.items():
-        taker = new.quantizers[role]
+        taker = new.quantizers.get(role)
         if quantizer is None or taker is None or quantizer is taker:
             continue
         giver, arena = quantizer.slot, taker.slot.arena

@@ -167,9 +167,14 @@ class GatheredAsCodes(torch.Tensor):
         value = _padded(self._value.to(dtype), -(-outer_size[0] // world))
         module.fp8_family.bind(value.device)
         site = module.make_site(value.device)
-        quantizer = site.quantizers["weight"]
+        quantizer = site.casts["weight"].shared
         if quantizer is None or not _whole_blocks(quantizer, outer_size, world):
-            site.notes.add("weight gathered in high precision: a shard's boundary cuts its blocks")
+            why = (
+                "its GEMMs do not share its codes"
+                if quantizer is None
+                else "a shard's boundary cuts its blocks"
+            )
+            site.notes.add(f"weight gathered in high precision: {why}")
             return (value,), None
         per_tensor = quantizer.rule.granularity.is_tensor
         # A group of one gathers nothing, and fully_shard then copies the first tensor alone.

@@ -21,7 +21,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import Forwards, current_switch, in_recompute, runs_fp8, without_autocast
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
-from .family import Family, site_of, take_over
+from .family import LONE, Family, lone_family, site_of, take_over
 from .inputs import call_in_graph, call_on_values
 
 _making = threading.Lock()  # threads that run a model at once must not each give it slots
@@ -257,7 +257,7 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
     ):
         resolved = make_config(recipe, config)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.join_family(Family(resolved), "linear")
+        self.join_family(lone_family(resolved), LONE)
 
     @classmethod
     def from_linear(
@@ -276,10 +276,10 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
                 f"from_linear({type(linear).__name__}): exactly an nn.Linear is needed, a subclass may compute"
                 " something else in its forward"
             )
-        family = Family(make_config(recipe, config))
+        family = lone_family(make_config(recipe, config))
         linear.__class__ = cls
         assert isinstance(linear, Fp8Linear)
-        linear.join_family(family, "linear")
+        linear.join_family(family, LONE)
         return linear
 
 

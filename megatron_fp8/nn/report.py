@@ -24,6 +24,7 @@ class Row:
         weights: how many values its own parameters have; those that modules share count in one of them.
         multiplied: how many of a linear's, an RNN's or unknown module's are matrices, which take part in products.
         lazy: it has parameters without a shape, whose size nobody knows yet.
+        planned: it is a linear that nothing but the plan kept from FP8, so overrides by name reach it.
         in_use: False for a converted one that did not run in FP8 in the first iterations, or was replaced since.
     """
 
@@ -37,6 +38,7 @@ class Row:
     multiplied: int = 0
     lazy: bool = False
     in_use: bool = True
+    planned: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..backends import LAYER_BACKENDS, choose_backend, say_what_is_slow
-from ..recipe import Recipe
-from .site_plan import SitePlan, bf16_site, fp8_site, matching_override
+from ..recipe import RECIPES, Recipe, refuse_e5m2_twice
+from .operands import Choices
+from .overrides import matching
+from .site_plan import SitePlan, bf16_site, chosen_site
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Asked:
     Args:
         recipe: the recipe of a name, with the user's options; of None, the one for all linears.
         reason: why that one, as the report will say it.
-        overrides: globs of names -> 'bf16' or a recipe's name.
+        overrides: as plan/overrides.py has them.
         fp8_wgrad: False keeps wgrad in high precision.
         unquantized: roles that stay in high precision.
         backend: one's name, 'auto' or None.
@@ -36,7 +39,7 @@ class Asked:
 
     recipe: Callable[[str | None], Recipe]
     reason: str = ""
-    overrides: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     fp8_wgrad: bool = True
     unquantized: tuple[str, ...] = ()
     backend: str | None = None
@@ -56,7 +59,7 @@ def resolve(
     layers: bool = False,
     brings_own: bool = False,
 ) -> SitePlan:
-    """The plan of one linear. Order: ``bf16_reason``; overrides by name, which therefore can put a layer back; recipe.
+    """The plan of one linear. Overrides by name come last, and therefore can put a layer back.
 
     Args:
         asked: what the user asked for.
@@ -70,15 +73,13 @@ def resolve(
     Raises:
         ValueError: FP8 was asked for and cannot run.
     """
-    override = matching_override(name, asked.overrides)
-    if override is None and bf16_reason is not None:
-        return bf16_site(name, layer, bf16_reason)
-    if override is not None and override[1] == "bf16":
-        return bf16_site(name, layer, f"{asked.prefix}overrides {override[0]!r}")
-    reason = asked.reason if override is None else f"{asked.prefix}overrides {override[0]!r}"
     try:
-        recipe = asked.recipe(None if override is None else override[1])
-        backend, why = choose_backend(asked.backend, device, recipe, layers=layers)
+        choices = choose(asked, name, bf16_reason)
+        reason = "; ".join(choices.reasons)
+        if choices.none_in_fp8:
+            return bf16_site(name, layer, reason)
+        products = choices.products() if choices.edited else choices.recipe
+        backend, why = choose_backend(asked.backend, device, products, layers=layers)
         if brings_own != (backend.name in LAYER_BACKENDS):
             raise ValueError(
                 f"{name} is {'a Transformer Engine layer' if brings_own else 'no Transformer Engine layer'}, and the"
@@ -90,13 +91,31 @@ def resolve(
             raise
         print(f"megatron_fp8: {name} runs in {asked.dtype}: {error}", file=sys.stderr)
         return bf16_site(name, layer, f"{asked.prefix}fallback: {error}")
-    say_what_is_slow(backend.name, device, recipe, asked.faster)
-    return fp8_site(
-        name,
-        layer,
-        recipe,
-        backend.name,
-        f"{reason}; backend {why}" if reason else f"backend: {why}",
-        fp8_wgrad=asked.fp8_wgrad,
+    say_what_is_slow(backend.name, device, products, asked.faster)
+    reason = f"{reason}; backend {why}" if reason else f"backend: {why}"
+    return chosen_site(name, layer, backend.name, reason, choices)
+
+
+def choose(asked: Asked, name: str, bf16_reason: str | None = None) -> Choices:
+    """What a linear of that name multiplies, wherever it will run; arguments and errors as ``resolve``'s."""
+    choices = Choices(
+        asked.recipe(None),
+        asked.reason,
         unquantized=asked.unquantized,
+        fp8_wgrad=asked.fp8_wgrad,
+        bf16_reason=bf16_reason,
     )
+    for override in matching(name, asked.overrides):
+        choices.apply(override, _named(asked, override.value), f"{asked.prefix}overrides")
+    if choices.edited:
+        refuse_e5m2_twice(choices.products(), f"{name} ({'; '.join(choices.reasons)})")
+    return choices
+
+
+def _named(asked: Asked, value: Any) -> Recipe | None:
+    """The recipe that an override's value names; None: it names none."""
+    if isinstance(value, Recipe):
+        return value
+    if value == "fp8":
+        return asked.recipe(None)
+    return asked.recipe(value) if value in RECIPES else None

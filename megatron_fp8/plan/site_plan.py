@@ -11,12 +11,12 @@ pipelines and a module called twice each meet the wrong ambient, in silence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from ..recipe import GEMM_OPERANDS, Recipe, Rule, recipe_name
+from .operands import READERS, Choices, Operands
 
 Precision = Literal["fp8", "bf16"]
 
@@ -29,10 +29,12 @@ class SitePlan:
         name: fully qualified module name; layer numbers are global, counted from 0.
         layer: global 0-based layer number, None outside the layers.
         precision: 'fp8' if any GEMM runs in FP8, else 'bf16' (the model's own dtype).
-        recipe: None for a bf16 site.
+        recipe: of the site, where nothing else was said of a part of it; None for a bf16 site.
         backend: backend name, None for a bf16 site.
         reason: why it is so.
-        rules: role -> Rule, or None for a role that stays in high precision.
+        operands: what each GEMM multiplies. One of a GEMM's operands alone is quantised where the other's role is not:
+            then it is dequantised for the product. A GEMM that was taken out of FP8 has two that never were quantised.
+        rules: role -> the Rule of its first reader that has one, or None for a role that stays in high precision.
         gemms: 'fprop', 'dgrad', 'wgrad' -> precision.
     """
 
@@ -42,8 +44,18 @@ class SitePlan:
     recipe: Recipe | None
     backend: str | None
     reason: str
-    rules: Mapping[str, Rule | None] = field(default_factory=dict)
-    gemms: Mapping[str, Precision] = field(default_factory=dict)
+    operands: Operands
+    rules: Mapping[str, Rule | None] = field(init=False)
+    gemms: Mapping[str, Precision] = field(init=False)
+
+    def __post_init__(self) -> None:
+        gemms = {gemm: "bf16" if None in casts.values() else "fp8" for gemm, casts in self.operands.items()}
+        rules = {}
+        for role, readers in READERS.items():
+            casts = [self.operands[gemm][role] for gemm in readers]
+            rules[role] = next((cast.rule for cast in casts if cast is not None), None)
+        object.__setattr__(self, "gemms", gemms)
+        object.__setattr__(self, "rules", rules)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for report.json."""
@@ -53,10 +65,22 @@ class SitePlan:
             "precision": self.precision,
             "recipe": None if self.recipe is None else recipe_name(self.recipe),
             "backend": self.backend,
-            "roles": {role: None if rule is None else str(rule) for role, rule in self.rules.items()},
+            "roles": {role: self._in_words(role) for role in READERS},
             "gemms": dict(self.gemms),
             "reason": self.reason,
         }
+
+    def _in_words(self, role: str) -> str | None:
+        """How a role is quantised. GEMMs that quantise nothing say so themselves."""
+        words = {
+            gemm: "high precision" if (cast := self.operands[gemm][role]) is None else str(cast.rule)
+            for gemm in READERS[role]
+            if any(self.operands[gemm].values())
+        }
+        if len(set(words.values())) > 1:
+            return ", ".join(f"{what} in {gemm}" for gemm, what in words.items())
+        rule = self.rules[role]
+        return None if rule is None else str(rule)
 
 
 def fp8_site(
@@ -67,59 +91,30 @@ def fp8_site(
     reason: str,
     *,
     fp8_wgrad: bool = True,
-    unquantized: Collection[str] = (),
+    unquantized: tuple[str, ...] = (),
 ) -> SitePlan:
-    """The plan of a site that runs in FP8 as ``recipe`` says; GEMMs with an unquantised operand run in bf16.
+    """The plan of a site that runs in FP8 as ``recipe`` says, but for GEMMs with an unquantised operand."""
+    return chosen_site(
+        name, layer, backend, reason, Choices(recipe, fp8_wgrad=fp8_wgrad, unquantized=unquantized)
+    )
 
-    Roles in ``unquantized`` stay in high precision whatever the recipe has for them. If that leaves no GEMM in FP8 it is
-    a bf16 site, and nothing is quantised.
+
+def chosen_site(name: str, layer: int | None, backend: str, reason: str, choices: Choices) -> SitePlan:
+    """The plan of a site whose GEMMs multiply what was chosen.
+
+    If that leaves no GEMM in FP8 it is a bf16 site, and nothing is quantised.
     """
-    rules = {
-        role: None if role in unquantized else recipe.rule(role)
-        for role in ("input", "weight", "grad_output")
-    }
-    gemms: dict[str, Precision] = {
-        gemm: "fp8" if rules[a] and rules[b] else "bf16" for gemm, (a, b) in GEMM_OPERANDS.items()
-    }
-    plain = [role for role, rule in rules.items() if rule is None]
-    if plain:
-        reason += f"; {', '.join(plain)} not quantised {'as asked' if unquantized else 'by the recipe'}"
-    if not fp8_wgrad and gemms["wgrad"] == "fp8":
-        gemms["wgrad"] = "bf16"
-        reason += "; fp8_wgrad=False: wgrad in high precision, which saves the input unquantised"
-    if "fp8" not in gemms.values():
+    reason = "; ".join([reason, *choices.remarks()])
+    operands = choices.operands()
+    if all(None in casts.values() for casts in operands.values()):
         return bf16_site(name, layer, reason)
-    return SitePlan(name, layer, "fp8", recipe, backend, reason, rules, gemms)
+    return SitePlan(name, layer, "fp8", choices.recipe, backend, reason, operands)
 
 
 def bf16_site(name: str, layer: int | None, reason: str) -> SitePlan:
     """The plan of a site that runs in the model's own dtype."""
-    gemms: dict[str, Precision] = dict.fromkeys(GEMM_OPERANDS, "bf16")
-    return SitePlan(
-        name, layer, "bf16", None, None, reason, dict.fromkeys(("input", "weight", "grad_output")), gemms
-    )
-
-
-def matching_override(name: str, overrides: Mapping[str, str]) -> tuple[str, str] | None:
-    """(glob, value) of the last override whose glob matches the name or its last dotted part."""
-    found = None
-    for pattern, value in overrides.items():
-        if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern):
-            found = (pattern, value)
-    return found
-
-
-def check_overrides_match(overrides: Mapping[str, str], names: Iterable[str]) -> None:
-    """ValueError for a glob that matches no site: a typing error must not pass as a setting.
-
-    ``names`` are the sites of the whole model, over all pipeline stages.
-    """
-    names = list(names)
-    for pattern in overrides:
-        if not any(matching_override(name, {pattern: ""}) for name in names):
-            raise ValueError(
-                f"fp8_overrides: {pattern!r} matches no GEMM site; the sites are {', '.join(names[:6])}, ..."
-            )
+    nothing: Operands = {gemm: dict.fromkeys(roles) for gemm, roles in GEMM_OPERANDS.items()}
+    return SitePlan(name, layer, "bf16", None, None, reason, nothing)
 
 
 FALLBACK = "fp8_fallback: "

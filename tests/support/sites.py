@@ -12,7 +12,7 @@ from megatron_fp8 import Format
 from megatron_fp8.backends import emulated
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
-from megatron_fp8.plan.site_plan import fp8_site
+from megatron_fp8.plan.resolve import Asked, resolve
 from megatron_fp8.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -87,12 +87,20 @@ def make_site(
     group: Group = None,
     name: str = "layers.0.linear",
     fp8_wgrad: bool = True,
+    overrides: dict[str, str] | None = None,
     seed: int = 0,
     stream: int = 0,
 ) -> tuple[GemmSite, RecordingBackend]:
-    """A site on the emulated backend, and what records there."""
-    recipe = ALL_RECIPES[recipe] if isinstance(recipe, str) else recipe
-    plan = fp8_site(name, 0, recipe, "emulated", "test", fp8_wgrad=fp8_wgrad)
+    """A site on the emulated backend, and what records there. ``overrides`` may name recipes of ALL_RECIPES."""
+    own = ALL_RECIPES[recipe] if isinstance(recipe, str) else recipe
+    asked = Asked(
+        recipe=lambda name: own if name is None else ALL_RECIPES[name],
+        reason="test",
+        overrides=overrides or {},
+        fp8_wgrad=fp8_wgrad,
+        backend="emulated",
+    )
+    plan = resolve(asked, name, 0, torch.device("cpu"))
     site = GemmSite(plan, state or Fp8State(), group, seed=seed, stream=stream)
     backend = RecordingBackend()
     site.backend = backend  # type: ignore[assignment]

@@ -20,7 +20,18 @@ import torch
 
 from ...kernels.deferred import source_of, written
 from ...numerics.formats import E4M3, ROLES
-from ...recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, GEMM_OPERANDS, ROW, TENSOR, Recipe, Rule
+from ...recipe import (
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    GEMM_OPERANDS,
+    ROW,
+    TENSOR,
+    Products,
+    Recipe,
+    Rule,
+    products_of,
+)
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
 from ..base import AmaxReduction, Direction, Quantized, Region, check_matrix, check_operands
@@ -30,7 +41,7 @@ from .probe import device_reason, refusals
 name = "native"
 
 
-def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
+def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
     """Why this backend cannot run on the device, or cannot multiply there what the recipe quantises; None if it can.
 
     With a recipe, every kind of product that its three GEMMs may need (16-bit and float32 results, bias) is tried once
@@ -48,7 +59,7 @@ def supports(device: torch.device, recipe: Recipe | None = None) -> str | None:
     return None
 
 
-def notes(device: torch.device, recipe: Recipe) -> list[str]:
+def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
     """Which roles are quantised by the emulated backend on the same device, since no kernel does it, and why; and which
     GEMMs are this package's own kernel, since torch has none. Of a recipe that ``supports`` does not refuse."""
     found = []
@@ -57,14 +68,14 @@ def notes(device: torch.device, recipe: Recipe) -> list[str]:
         if made.request.triton:
             found.append(f"{which} by this package's block-scaled kernel")
     for role in ROLES:
-        rule = recipe.rule(role)
-        reason = None if rule is None else kernel_reason(rule)
-        if reason is not None:
-            found.append(f"{role} quantised without a kernel (the same codes, slower): {reason}")
+        for rule in _rules(recipe, role):
+            reason = kernel_reason(rule)
+            if reason is not None:
+                found.append(f"{role} quantised without a kernel (the same codes, slower): {reason}")
     return found
 
 
-def advice(device: torch.device, recipe: Recipe) -> tuple[str, bool] | None:
+def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, bool] | None:
     """What of a recipe, that ``supports`` does not refuse, will be slow for want of a product of torch's; None: nothing.
 
     Returns:
@@ -95,10 +106,17 @@ _RESULTS = [(torch.float32, None)] + [
 ]
 
 
-def _gemms(recipe: Recipe) -> dict[str, tuple[Rule, Rule]]:
-    """The rules of both operands of every GEMM that the recipe quantises."""
-    rules = {which: tuple(recipe.rule(role) for role in roles) for which, roles in GEMM_OPERANDS.items()}
-    return {which: (a, b) for which, (a, b) in rules.items() if a is not None and b is not None}
+def _gemms(recipe: Recipe | Products) -> dict[str, tuple[Rule, Rule]]:
+    """The rules of both operands of every GEMM that runs in FP8."""
+    products = products_of(recipe).items()
+    return {which: (a, b) for which, (a, b) in products if a is not None and b is not None}
+
+
+def _rules(recipe: Recipe | Products, role: str) -> list[Rule]:
+    """The rules that quantise a role, each once."""
+    products = products_of(recipe)
+    rules = [products[gemm][roles.index(role)] for gemm, roles in GEMM_OPERANDS.items() if role in roles]
+    return [rule for rule in dict.fromkeys(rules) if rule is not None]
 
 
 def _plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, device: torch.device) -> Plan:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ...fp8_utils import get_fp8_recipe
 from ...numerics.formats import ROLES
+from ...plan.overrides import check_overrides
 from ...plan.settings import import_factory, takes
 from ...plan.size_table import load_table
 from ...recipe import RECIPES
@@ -40,7 +41,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
         one_of("fp8_backend", config.fp8_backend, BACKENDS)
     one_of("fp8_fallback", config.fp8_fallback, FALLBACKS)
     _check_phases(config)
-    _check_overrides(config)
+    check_overrides(config.fp8_overrides, "fp8_overrides")
     if config.fp8:
         config.fp8 = one_of("fp8", config.fp8, FP8_FORMATS, also=(), none="None (FP8 off)")
         config.fp8_recipe = one_of("fp8_recipe", config.fp8_recipe or DEFAULT_RECIPE, RECIPES)
@@ -104,19 +105,6 @@ def _check_phases(config: TransformerConfig) -> None:
 
 
 _PHASES = ("fp8_high_precision_warmup", "fp8_high_precision_healing")
-
-
-def _check_overrides(config: TransformerConfig) -> None:
-    overrides = config.fp8_overrides
-    if not isinstance(overrides, Mapping):
-        raise ValueError(
-            f"fp8_overrides={overrides!r} must map globs over module names to 'bf16' or a recipe, such as "
-            "{'*.linear_proj': 'bf16'}."
-        )
-    for glob, target in overrides.items():
-        if not isinstance(glob, str) or not glob:
-            raise ValueError(f"fp8_overrides has the key {glob!r}: keys are globs such as '*.linear_proj'.")
-        one_of(f"fp8_overrides[{glob!r}]", target, ("bf16", *RECIPES))
 
 
 def _check_size_filter(config: TransformerConfig) -> None:

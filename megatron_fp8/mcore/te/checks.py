@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...backends.transformer_engine import name, unmapped
 from ...fp8_utils import get_fp8_recipe
+from ...plan.overrides import Override
 
 if TYPE_CHECKING:
     from ..config.transformer_config import TransformerConfig
@@ -39,10 +40,10 @@ def check_te_settings(config: TransformerConfig) -> None:
                 f" {setting}"
             )
     for glob, target in config.fp8_overrides.items():
-        if target != "bf16":
+        if target != "bf16" or Override.of(glob, target).part:
             raise ValueError(
                 f"fp8_overrides[{glob!r}]={target!r} cannot be had from fp8_backend={name!r}: its context has one recipe"
-                " for all layers. Override with 'bf16', or use fp8_backend='native'"
+                " for all layers. Override whole layers with 'bf16', or use fp8_backend='native'"
             )
     reason = unmapped(get_fp8_recipe(config))
     if reason is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ...numerics.formats import ROLES
 from ...plan.site_plan import SitePlan
+from ...quantizer import Casts
 from ...state.arena import Fp8State
 
 
@@ -18,7 +19,7 @@ class TeSite:
         state: the model's FP8 state: its iteration and counts. There are no slots: TE keeps amaxes and health to itself.
         notes: what was found out while it ran.
         verified: whether TE's quantizers were seen to do as the recipe says.
-        quantizers: None for every role.
+        quantizers, casts: none, for every role.
     """
 
     plan: SitePlan
@@ -26,6 +27,7 @@ class TeSite:
     notes: set[str] = field(default_factory=set)
     verified: bool = False
     quantizers: dict[str, None] = field(default_factory=lambda: dict.fromkeys(ROLES))
+    casts: dict[str, Casts] = field(default_factory=lambda: {role: Casts(None, None) for role in ROLES})
 
     @property
     def is_fp8(self) -> bool:

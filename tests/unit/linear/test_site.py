@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megatron_fp8 import quantize
-from megatron_fp8.linear.site import GemmSite, side_of
+from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import bf16_site, fp8_site
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.tensor import Sides, side_of
 from tests.support.compare import assert_same_bytes
 from tests.support.products import assert_close_to_exact, values
 from tests.support.sites import ALL_RECIPES, RECIPES, make_site, randn
@@ -39,7 +40,9 @@ def test_bf16_site_has_neither_slots_nor_quantizers():
     site = GemmSite(bf16_site("output_layer", None, "not a layer's linear"), state, None)
     assert not site.is_fp8 and state.slots() == [] and set(site.quantizers.values()) == {None}
     x, w = randn(5, 7, seed=1), randn(3, 7, seed=2)
-    assert site.weights.quantized(w, fresh=True, record=True) is w
+    sides = site.weights.quantized(w, fresh=True, record=True)
+    assert sides.rowwise is w
+    assert_same_bytes(sides.columnwise, w.t())
     assert_close_to_exact(site.multiply("fprop", x, w, torch.bfloat16), x.double(), w.double())
     assert (state.counts.fp8_gemms, state.counts.hp_gemms, state.counts.casts) == (0, 1, 0)
 
@@ -69,12 +72,14 @@ def test_fp8_gemm_is_the_backends():
         site.multiply("fprop", x, w, torch.float32)
 
 
-def test_side_of():
+def test_sides():
     x = randn(4, 6, seed=1)
-    assert side_of(x, "rowwise") is x
-    assert_same_bytes(side_of(x, "columnwise"), x.t())
     both = quantize(x, RECIPES["mxfp8"], "input", "both")
     assert side_of(both, "rowwise") is both.rowwise and side_of(both, "columnwise") is both.columnwise
+    assert Sides.of(both, x) == (both.rowwise, both.columnwise)
+    for direction, plain in (("rowwise", x.t()), ("columnwise", x)):
+        sides = Sides.of(quantize(x, RECIPES["mxfp8"], "input", direction), x)
+        assert_same_bytes(sides[direction == "rowwise"], plain)
     with pytest.raises(AssertionError, match="not quantised columnwise"):
         side_of(quantize(x, RECIPES["mxfp8"], "input"), "columnwise")
 

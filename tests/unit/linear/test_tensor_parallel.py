@@ -118,6 +118,34 @@ def test_fp8_wgrad_off_equals_one_rank(ranks: RankPool, layout: str):
     ranks(2).run(equals_one_rank, layout, names, M, fp8_wgrad=False)
 
 
+PARTS: list[dict[str, str]] = [
+    {"*:wgrad": "bf16"},
+    {"*:input": "bf16", "*:wgrad": "fp8"},
+    {"*:fprop": "bf16"},
+    {"*:dgrad": "bf16"},
+    {"*:dgrad": "tensorwise", "*:fprop": "rowwise"},
+    {"*:grad_output": "bf16", "*:weight": "rowwise"},
+]
+
+
+def parts_equal_one_rank(layout: str, m: int) -> list[set[str]]:
+    return [
+        set().union(
+            *(notes for notes, _ in equals_one_rank(layout, ["mxfp8"], m, overrides=overrides).values())
+        )
+        for overrides in PARTS
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout, m", [*((layout, M) for layout in LAYOUTS), ("column+SP", 60), ("row+SP", 60)]
+)
+def test_parts_in_other_recipes_equal_one_rank(ranks: RankPool, layout: str, m: int):
+    """Each direction of an operand is gathered as its own rule has it: as codes, or in high precision."""
+    for found in ranks(2).run(parts_equal_one_rank, layout, m):
+        assert any(found) == (m == 60)
+
+
 @pytest.mark.parametrize("tokens", [7, 64])
 @pytest.mark.parametrize("layout", ["column+SP", "row+SP"])
 def test_shards_that_are_no_whole_blocks(ranks: RankPool, layout: str, tokens: int):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,31 +18,33 @@ def made(name: str = "delayed", **options: bool) -> tuple[WeightCache, Fp8State,
     return make_site(name, state=state)[0].weights, state, randn(24, 40, seed=1)
 
 
+def codes(cache: WeightCache, w: torch.Tensor, *, fresh: bool = False, record: bool = True) -> Any:
+    return cache.quantized(w, fresh=fresh, record=record).rowwise
+
+
 def test_it_is_quantised_once_until_somebody_wrote_it():
     cache, state, w = made()
-    first = cache.quantized(w, fresh=False, record=True)
-    assert cache.quantized(w, fresh=False, record=True) is first is cache.kept and state.counts.casts == 1
-    assert cache.quantized(w, fresh=True, record=True) is not first
+    first = codes(cache, w)
+    assert codes(cache, w) is first is cache.kept.rowwise and state.counts.casts == 1
+    assert codes(cache, w, fresh=True) is not first
     for write in (lambda: w.mul_(2), lambda: setattr(state, "epoch", state.epoch + 1), cache.forget):
-        before = cache.quantized(w, fresh=False, record=True)
+        before = codes(cache, w)
         write()
-        assert cache.quantized(w, fresh=False, record=True) is not before
-    assert cache.quantized(w.clone(), fresh=False, record=True) is not cache.quantized(
-        w, fresh=False, record=True
-    )
+        assert codes(cache, w) is not before
+    assert codes(cache, w.clone()) is not codes(cache, w)
 
 
 def test_nothing_serves_twice_where_weights_are_not_kept():
     cache, state, w = made(keeps_weights=False)
-    assert cache.quantized(w, fresh=False, record=True) is not cache.quantized(w, fresh=False, record=True)
+    assert codes(cache, w) is not codes(cache, w)
     assert state.counts.casts == 2
 
 
 def test_training_records_what_evaluation_quantised():
     cache, state, w = made()
-    evaluated = cache.quantized(w, fresh=False, record=False)
+    evaluated = codes(cache, w, record=False)
     assert not state.arenas[0].rows.any()
-    assert cache.quantized(w, fresh=False, record=True) is not evaluated
+    assert codes(cache, w) is not evaluated
     assert float(state.arenas[0].rows[0].max()) == float(w.abs().max())
 
 
@@ -49,7 +53,7 @@ def test_backward_gets_the_forwards_codes_also_from_a_copy_and_after_an_update(n
     cache, state, w = made(name)
     for _ in range(2):  # the second has a delayed scale
         forward = cache.quantized(w, fresh=False, record=True)
-        expected = w.t() if forward is w else forward.columnwise
+        expected = forward.columnwise
         stamp, scale = cache.stamp(w.device)
         kept = cache.columnwise(w, stamp, scale)
         state.finish_iteration()
@@ -59,7 +63,7 @@ def test_backward_gets_the_forwards_codes_also_from_a_copy_and_after_an_update(n
             else:
                 assert_same_bytes(found.codes, expected.codes)
                 assert_same_bytes(found.scale_inv, expected.scale_inv)
-    assert (ALL_RECIPES[name].rule("weight") is None) == (forward is w)
+    assert (ALL_RECIPES[name].rule("weight") is None) == (forward.rowwise is w)
 
 
 def test_it_is_observed_once_an_iteration_and_not_cast():

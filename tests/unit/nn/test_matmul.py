@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_fp8 import fp8_matmul, quantize
-from megatron_fp8.linear.site import side_of
 from megatron_fp8.recipe import RECIPES as CLASSES
+from megatron_fp8.tensor import side_of
 from tests.support.compare import assert_same_bytes
 from tests.support.products import assert_close_to_exact
 from tests.support.sites import ALL_RECIPES, randn

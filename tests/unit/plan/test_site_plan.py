@@ -1,4 +1,4 @@
-"""The precision plan: one frozen entry a site, with its reason; overrides by name."""
+"""The precision plan: one frozen entry a site, with its reason."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ import json
 
 import pytest
 
-from megatron_fp8.plan.site_plan import bf16_site, check_overrides_match, fp8_site, matching_override
+from megatron_fp8.plan.site_plan import bf16_site, fp8_site
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling
 from tests.support.sites import ALL_RECIPES, RECIPES
-
-NAMES = [
-    f"decoder.layers.{layer}.{part}"
-    for layer in (0, 1, 10)
-    for part in ("self_attention.linear_qkv", "mlp.linear_fc1")
-]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -83,41 +77,3 @@ def test_roles_are_told_in_words():
     assert delayed["grad_output"] == "e5m2 tensor delayed fp32"
     block = fp8_site("a", 0, RECIPES["blockwise"], "emulated", "").as_dict()["roles"]
     assert block["input"] == "e4m3 1x128 pow2" and block["weight"] == "e4m3 128x128 pow2"
-
-
-@pytest.mark.parametrize(
-    "pattern, matches",
-    [
-        ("*", NAMES),
-        ("linear_fc1", [n for n in NAMES if n.endswith("linear_fc1")]),
-        ("linear_*", NAMES),
-        ("decoder.layers.0.*", NAMES[:2]),
-        ("decoder.layers.1.*", NAMES[2:4]),
-        ("decoder.layers.[01].mlp.*", [NAMES[1], NAMES[3]]),
-        ("*.mlp.*", [n for n in NAMES if ".mlp." in n]),
-        ("mlp.linear_fc1", []),
-        ("layers.0", []),
-        ("LINEAR_FC1", []),
-    ],
-)
-def test_globs_match_the_full_name_or_its_last_part(pattern, matches):
-    assert [name for name in NAMES if matching_override(name, {pattern: "bf16"})] == matches
-
-
-def test_last_match_wins():
-    overrides = {"*": "bf16", "linear_fc1": "mxfp8", "decoder.layers.10.*": "rowwise"}
-    assert matching_override(NAMES[0], overrides) == ("*", "bf16")
-    assert matching_override(NAMES[1], overrides) == ("linear_fc1", "mxfp8")
-    assert matching_override(NAMES[5], overrides) == ("decoder.layers.10.*", "rowwise")
-    backwards = dict(reversed(overrides.items()))
-    assert matching_override(NAMES[5], backwards) == ("*", "bf16")
-    assert matching_override(NAMES[0], {}) is None
-
-
-def test_glob_that_matches_nothing_is_an_error():
-    check_overrides_match({"linear_fc1": "bf16", "decoder.layers.10.*": "mxfp8"}, NAMES)
-    check_overrides_match({}, [])
-    with pytest.raises(
-        ValueError, match=r"'linear_fc3' matches no GEMM site; the sites are decoder\.layers\.0\."
-    ):
-        check_overrides_match({"linear_fc1": "bf16", "linear_fc3": "bf16"}, iter(NAMES))

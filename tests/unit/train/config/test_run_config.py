@@ -124,7 +124,7 @@ def test_text_that_config_yaml_cannot_hold_is_refused():
 
 def test_what_is_saved_holds_every_key_and_runs_the_same(tmp_path):
     run = small(
-        "--model.fp8=hybrid", "--model.fp8_format=mxfp8", "--model.fp8_overrides={'*.linear_fc2': bf16}"
+        "--model.fp8=hybrid", "--model.fp8_format=mxfp8", "--model.fp8_overrides={'*.linear_fc2:wgrad': bf16}"
     )
     path = tmp_path / "config.yaml"
     run.save(path)
@@ -133,7 +133,7 @@ def test_what_is_saved_holds_every_key_and_runs_the_same(tmp_path):
     flat |= {name for name, part in saved.items() if not isinstance(part, dict)}
     assert flat == set(known_keys())
     assert load(path).to_dict() == run.to_dict()
-    assert load(path).model.fp8_overrides == {"*.linear_fc2": "bf16"}
+    assert load(path).model.fp8_overrides == {"*.linear_fc2:wgrad": "bf16"}
 
 
 # ---------------------------------------------------------------------------------------- the model

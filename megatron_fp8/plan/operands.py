@@ -1,0 +1,185 @@
+"""What the GEMMs of a linear multiply: for each operand of each GEMM how it is quantised, or that it is not.
+
+An operand is read in two directions, each by one GEMM. Where both want it quantised alike it is cast once, for both;
+where they differ it is cast twice, each time from high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..numerics.formats import E4M3, E5M2, ROLES, FloatFormat, Format
+from ..recipe import GEMM_OPERANDS, DelayedScaling, Products, Recipe, Rule
+from .overrides import Override
+
+READERS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+"""The GEMMs that read each operand: one its rowwise side, the other its columnwise side."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How an operand is quantised for one GEMM: by a rule, and by whose history where the rule is delayed."""
+
+    rule: Rule
+    delayed: DelayedScaling | None = None
+
+    @staticmethod
+    def of(rule: Rule, recipe: Recipe) -> Cast:
+        """By a rule of this recipe."""
+        return Cast(rule, recipe if rule.delayed and isinstance(recipe, DelayedScaling) else None)
+
+
+Operands = Mapping[str, Mapping[str, Cast | None]]
+"""GEMM -> role -> how that operand is quantised for it; None: it is not."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Of one operand in one GEMM: the recipe, another format than the recipe's, or why it is not quantised."""
+
+    recipe: Recipe
+    fmt: str | None = None
+    plain: str | None = None
+
+    def cast(self, role: str) -> Cast | None:
+        rule = None if self.plain else self.recipe.rule(role)
+        if rule is None:
+            return None
+        if self.fmt is not None:
+            rule = replace(rule, fmt=_format(self.fmt, role))
+        return Cast.of(rule, self.recipe)
+
+
+def _format(name: str, role: str) -> FloatFormat:
+    return {"e4m3": E4M3, "e5m2": E5M2, "hybrid": Format.HYBRID.for_role(role)}[name]
+
+
+class Choices:
+    """What a linear's GEMMs multiply, while overrides are applied to it.
+
+    Args:
+        recipe: of all linears.
+        reason: why that one.
+        unquantized: roles that stay in high precision.
+        fp8_wgrad: False keeps wgrad in high precision.
+        bf16_reason: why the whole linear stays in high precision, if it does.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        reason: str = "",
+        *,
+        unquantized: tuple[str, ...] = (),
+        fp8_wgrad: bool = True,
+        bf16_reason: str | None = None,
+    ):
+        self.unquantized, self.fp8_wgrad = unquantized, fp8_wgrad
+        self.plain: set[str] = set()  # GEMMs whose operands are never quantised
+        self._take(recipe, reason)
+        if bf16_reason is not None:
+            self.plain, self._said = set(GEMM_OPERANDS), [(bf16_reason, "")]
+
+    def _take(self, recipe: Recipe, reason: str) -> None:
+        """That recipe in all GEMMs."""
+        self.recipe, self.edited = recipe, False
+        self.plain = set()
+        self._said = [(reason, "")]  # and of which part
+        self.spared = not self.fp8_wgrad  # wgrad, by fp8_wgrad=False
+        self.cells = {
+            (gemm, role): _Choice(recipe, plain="as asked" if role in self.unquantized else None)
+            for gemm, roles in GEMM_OPERANDS.items()
+            for role in roles
+        }
+
+    def apply(self, override: Override, recipe: Recipe | None, said: str) -> None:
+        """Apply one. ``recipe``: the one that it names, if it names one; ``said``: the field, for the report.
+
+        ValueError: it gives a format to an operand that its recipe does not quantise.
+        """
+        value, of_role = override.value, override.part in ROLES
+        if not override.part and (recipe is not None or value == "bf16"):
+            self._take(recipe or self.recipe, f"{said} {override.key!r}")
+            self.plain = set() if recipe is not None else set(GEMM_OPERANDS)
+            return
+        if value == "bf16" and not of_role and self.plain.issuperset(override.gemms):
+            return
+        named = type(value).__name__ if isinstance(value, Recipe) else value
+        self._said.append((f"{said} {override.key!r}: {named}", override.part))
+        self.edited = True
+        if value == "bf16" and not of_role:
+            self.plain.update(override.gemms)
+            return
+        if not of_role:
+            self.plain.difference_update(override.gemms)
+            self.spared = self.spared and "wgrad" not in override.gemms
+        for (gemm, role), choice in self.cells.items():
+            if gemm in override.gemms and override.covers(role):
+                if value == "bf16":
+                    self.cells[gemm, role] = replace(choice, plain="by name")
+                elif recipe is not None:
+                    self.cells[gemm, role] = _Choice(recipe)
+                elif choice.recipe.rule(role) is None:
+                    raise ValueError(
+                        f"{said} {override.key!r}: {value!r} is a format, and the recipe does not quantise {role}: name a"
+                        " recipe"
+                    )
+                else:
+                    self.cells[gemm, role] = replace(choice, fmt=value, plain=None)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it is so, without what is said of operands that no GEMM in FP8 reads."""
+        return [
+            text for text, part in self._said if text and not self.plain.issuperset(READERS.get(part, {""}))
+        ]
+
+    def operands(self) -> Operands:
+        """GEMM -> role -> how it is quantised."""
+        made: dict[str, dict[str, Cast | None]] = {
+            gemm: {role: None if gemm in self.plain else self.cells[gemm, role].cast(role) for role in roles}
+            for gemm, roles in GEMM_OPERANDS.items()
+        }
+        if self._spares(made):
+            made["wgrad"] = dict.fromkeys(GEMM_OPERANDS["wgrad"])
+        return made
+
+    def products(self) -> Products:
+        """The same, as backends are asked."""
+        rules = {
+            gemm: [None if cast is None else cast.rule for cast in casts.values()]
+            for gemm, casts in self.operands().items()
+        }
+        return {gemm: (first, second) for gemm, (first, second) in rules.items()}
+
+    @property
+    def none_in_fp8(self) -> bool:
+        """Whether every GEMM was taken out of FP8."""
+        return self.plain.issuperset(GEMM_OPERANDS)
+
+    def _spares(self, made: Operands) -> bool:
+        """Whether fp8_wgrad=False takes wgrad out of FP8: it would be there."""
+        return self.spared and "wgrad" not in self.plain and None not in made["wgrad"].values()
+
+    def remarks(self) -> list[str]:
+        """What stays in high precision without an override saying so, for the report."""
+        found = []
+        for how in ("by the recipe", "as asked"):
+            roles = [role for role in ROLES if self._left(role) == {how}]
+            if roles:
+                found.append(f"{', '.join(roles)} not quantised {how}")
+        full = {
+            gemm: {role: self.cells[gemm, role].cast(role) for role in roles}
+            for gemm, roles in GEMM_OPERANDS.items()
+        }
+        if self._spares(full):
+            found.append("fp8_wgrad=False: wgrad in high precision, which saves the input unquantised")
+        return found
+
+    def _left(self, role: str) -> set[str | None]:
+        return {
+            choice.plain or ("by the recipe" if choice.recipe.rule(role) is None else None)
+            for (_, whose), choice in self.cells.items()
+            if whose == role
+        }

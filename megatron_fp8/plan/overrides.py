@@ -1,0 +1,112 @@
+"""Exceptions by name: what a user says of some linears, of some of their GEMMs, or of some of their operands.
+
+    NAME                            the whole linear
+    NAME:fprop, :dgrad, :wgrad      one of its GEMMs, both operands
+    NAME:input, :weight, :grad_output   one operand, in both GEMMs that read it
+
+NAME is a glob over full names or their last parts. The value is a precision ('bf16', the model's own dtype, or 'fp8', the
+recipe of all linears), a recipe, or a format ('e4m3', 'e5m2', 'hybrid'), which leaves the scales as they are. They are
+applied in order, each to what it speaks of, so the last match wins. A role's value says how that operand is quantised
+where its GEMMs are in FP8, and puts no GEMM there.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..numerics.formats import ROLES
+from ..recipe import GEMM_OPERANDS, RECIPES, Recipe
+
+PARTS = (*GEMM_OPERANDS, *ROLES)
+PRECISIONS = ("bf16", "fp8")
+FORMATS = ("e4m3", "e5m2", "hybrid")
+
+
+@dataclass(frozen=True)
+class Override:
+    """One entry: ``key`` as the user wrote it, its glob, the part of the linear ('': all of it), and the value."""
+
+    key: str
+    glob: str
+    part: str
+    value: Any
+
+    @staticmethod
+    def of(key: str, value: Any) -> Override:
+        """From its key, which ``check_overrides`` has seen."""
+        glob, colon, part = key.rpartition(":")
+        return Override(key, glob, part, value) if colon else Override(key, key, "", value)
+
+    def matches(self, name: str) -> bool:
+        """Whether the glob matches the name or its last dotted part."""
+        return fnmatchcase(name, self.glob) or fnmatchcase(name.rpartition(".")[2], self.glob)
+
+    @property
+    def gemms(self) -> tuple[str, ...]:
+        """The GEMMs that it speaks of."""
+        return (self.part,) if self.part in GEMM_OPERANDS else tuple(GEMM_OPERANDS)
+
+    def covers(self, role: str) -> bool:
+        """Whether it speaks of this operand."""
+        return self.part not in ROLES or self.part == role
+
+
+def matching(name: str, overrides: Mapping[str, Any]) -> list[Override]:
+    """Those whose glob matches, in order."""
+    every = [Override.of(key, value) for key, value in overrides.items()]
+    return [override for override in every if override.matches(name)]
+
+
+def whole_override(name: str, overrides: Mapping[str, Any]) -> Override | None:
+    """The last one that matches and speaks of the whole linear."""
+    return next((found for found in reversed(matching(name, overrides)) if not found.part), None)
+
+
+def check_overrides(overrides: Any, field: str) -> None:
+    """ValueError, naming ``field``, unless these are overrides: keys that can be read, and values that there are."""
+    if not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"{field}={overrides!r} must map globs over module names to 'bf16' or a recipe, such as "
+            "{'*.linear_proj': 'bf16'}."
+        )
+    choices = (*PRECISIONS, *RECIPES, *FORMATS)
+    for key, value in overrides.items():
+        if not isinstance(key, str) or not Override.of(key, value).glob:
+            raise ValueError(f"{field} has the key {key!r}: keys are globs such as '*.linear_proj'.")
+        part = Override.of(key, value).part
+        if ":" in key and part not in PARTS:
+            raise ValueError(
+                f"{field} has the key {key!r}, and {part!r} is no part of a linear: after the colon stands one of"
+                f" {', '.join(PARTS)}.{_hint(part, PARTS)}"
+            )
+        if not isinstance(value, Recipe) and value not in choices:
+            raise ValueError(
+                f"{field}[{key!r}]={value!r} is unknown: it must be one of {', '.join(map(repr, choices))}."
+                f"{_hint(value, choices)}"
+            )
+
+
+def _hint(value: Any, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(value).lower(), list(choices), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def check_overrides_match(
+    overrides: Mapping[str, Any], names: Iterable[str], field: str = "fp8_overrides"
+) -> None:
+    """ValueError for a glob that matches no site: a typing error must not pass as a setting.
+
+    ``names`` are the sites of the whole model, over all pipeline stages.
+    """
+    names = list(names)
+    for key, value in overrides.items():
+        override = Override.of(key, value)
+        if not any(override.matches(name) for name in names):
+            more = ", ..." if len(names) > 6 else ""
+            raise ValueError(
+                f"{field}: {key!r} matches no GEMM site; the sites are {', '.join(names[:6])}{more}"
+            )

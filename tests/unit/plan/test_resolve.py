@@ -1,0 +1,169 @@
+"""What a linear runs in, and why: settings, a name and a device become an entry of the plan."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp8.plan.resolve import Asked, choose, resolve
+from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
+from tests.support.sites import ALL_RECIPES
+
+CPU = torch.device("cpu")
+FC1 = "decoder.layers.3.mlp.linear_fc1"
+
+
+def plan(
+    overrides: dict[str, Any], recipe: str = "mxfp8", bf16_reason: str | None = None, **fields: Any
+) -> Any:
+    asked = Asked(
+        recipe=lambda name: ALL_RECIPES[name or recipe],
+        reason="recipe of all",
+        overrides=overrides,
+        backend="emulated",
+        prefix="fp8_",
+        **fields,
+    )
+    return resolve(asked, FC1, 3, CPU, bf16_reason=bf16_reason)
+
+
+M, B = "e4m3 1x32 e8m0", "e4m3 1x128 pow2"
+
+
+@pytest.mark.parametrize(
+    "overrides, roles, reason",
+    [
+        ({}, [M, M, "e5m2 1x32 e8m0"], "recipe of all; backend asked for"),
+        (
+            {"*:wgrad": "bf16"},
+            [M, M, "e5m2 1x32 e8m0"],
+            "recipe of all; fp8_overrides '*:wgrad': bf16; backend asked for",
+        ),
+        (
+            {"linear_fc1:input": "blockwise", "*.linear_fc1:wgrad": "e4m3"},
+            [B, M, "e5m2 1x32 e8m0 in dgrad, e4m3 1x32 e8m0 in wgrad"],
+            "recipe of all; fp8_overrides 'linear_fc1:input': blockwise; fp8_overrides '*.linear_fc1:wgrad': e4m3;"
+            " backend asked for",
+        ),
+        (
+            {"*:fprop": "blockwise", "*:grad_output": "bf16"},
+            [f"{B} in fprop, {M} in wgrad", f"e4m3 128x128 pow2 in fprop, {M} in dgrad", None],
+            "recipe of all; fp8_overrides '*:fprop': blockwise; fp8_overrides '*:grad_output': bf16; backend asked for",
+        ),
+        (
+            {"*:input": "bf16", "*:fprop": "e4m3"},
+            [f"{M} in fprop, high precision in wgrad", M, "e5m2 1x32 e8m0"],
+            "recipe of all; fp8_overrides '*:input': bf16; fp8_overrides '*:fprop': e4m3; backend asked for",
+        ),
+        (
+            {"*:wgrad": "bf16", "*": "blockwise"},
+            [B, "e4m3 128x128 pow2", B],
+            "fp8_overrides '*'; backend asked for",
+        ),
+        (
+            {"*": "e4m3"},
+            [M, M, M],
+            "recipe of all; fp8_overrides '*': e4m3; backend asked for",
+        ),
+    ],
+    ids=lambda v: str(v) if isinstance(v, dict) else "",
+)
+def test_the_report_shows_each(overrides, roles, reason):
+    entry = plan(overrides).as_dict()
+    assert list(entry["roles"].values()) == roles and entry["reason"] == reason
+    assert json.loads(json.dumps(entry)) == entry
+
+
+@pytest.mark.parametrize(
+    "overrides, in_fp8, reason",
+    [
+        ({}, set(), "an end"),
+        ({"*:input": "e4m3", "*:weight": "mxfp8", "*:wgrad": "bf16"}, set(), "an end"),
+        ({"*:fprop": "mxfp8"}, {"fprop"}, "an end; fp8_overrides '*:fprop': mxfp8; backend asked for"),
+        ({"*:dgrad": "e4m3"}, {"dgrad"}, "an end; fp8_overrides '*:dgrad': e4m3; backend asked for"),
+        ({"*": "fp8"}, {"fprop", "dgrad", "wgrad"}, "fp8_overrides '*'; backend asked for"),
+        ({"*": "fp8", "*.linear_fc1": "bf16"}, set(), "fp8_overrides '*.linear_fc1'"),
+        ({"*": "bf16"}, set(), "fp8_overrides '*'"),
+        ({"*": "bf16", "linear_fc1": "bf16", "*:dgrad": "bf16"}, set(), "fp8_overrides 'linear_fc1'"),
+        (
+            {"*:weight": "blockwise", "*:grad_output": "mxfp8", "*:fprop": "e4m3"},
+            {"fprop"},
+            "an end; fp8_overrides '*:weight': blockwise; fp8_overrides '*:fprop': e4m3; backend asked for",
+        ),
+    ],
+    ids=lambda v: str(v) if isinstance(v, dict) else "",
+)
+def test_what_puts_a_layer_back(overrides, in_fp8, reason):
+    """A GEMM by name, or the whole linear; how a role is quantised says nothing of who is in FP8."""
+    found = plan(overrides, bf16_reason="an end")
+    assert {gemm for gemm, precision in found.gemms.items() if precision == "fp8"} == in_fp8
+    assert found.precision == ("fp8" if in_fp8 else "bf16") and found.reason == reason
+    if "*:weight" in overrides and in_fp8:
+        assert str(found.rules["weight"]) == "e4m3 128x128 pow2"
+
+
+def test_fp8_wgrad_holds_unless_wgrad_is_named():
+    for overrides, precision in (({}, "bf16"), ({"*": "blockwise"}, "bf16"), ({"*:wgrad": "fp8"}, "fp8")):
+        found = plan(overrides, fp8_wgrad=False)
+        assert found.gemms == {"fprop": "fp8", "dgrad": "fp8", "wgrad": precision}
+        assert ("fp8_wgrad=False" in found.reason) == (precision == "bf16")
+
+
+def test_unquantised_roles_hold_unless_they_are_named():
+    for overrides, rule in (({}, None), ({"*": "blockwise"}, None), ({"*:weight": "blockwise"}, "blockwise")):
+        found = plan(overrides, unquantized=("weight",))
+        assert found.rules["weight"] == (None if rule is None else ALL_RECIPES[rule].rule("weight"))
+        assert ("weight not quantised as asked" in found.reason) == (rule is None)
+
+
+@pytest.mark.parametrize(
+    "overrides, gemm",
+    [
+        ({"*": "e5m2"}, "fprop"),
+        ({"*:fprop": "e5m2"}, "fprop"),
+        ({"*:weight": "e5m2"}, "dgrad"),
+        ({"*:input": "e5m2"}, "wgrad"),
+    ],
+    ids=str,
+)
+def test_e5m2_by_e5m2_is_refused_by_name(overrides, gemm, capsys):
+    key, value = next(iter(overrides.items()))
+    words = rf"{FC1} \(recipe of all; fp8_overrides '\{key}': {value}\): {gemm} would multiply E5M2"
+    with pytest.raises(ValueError, match=words):
+        plan(overrides)
+    left = plan(overrides, warn=True)
+    assert left.precision == "bf16" and left.reason.startswith(f"fp8_fallback: {FC1}")
+    assert f"{gemm} would multiply E5M2" in capsys.readouterr().err
+
+
+def test_a_mix_that_a_backend_does_not_multiply_is_refused_by_it():
+    asked = Asked(
+        recipe=lambda name: ALL_RECIPES[name or "mxfp8"],
+        overrides={"*:input": "rowwise"},
+        backend="transformer_engine",
+    )
+    with pytest.raises(ValueError, match="transformer_engine"):
+        resolve(asked, FC1, 3, CPU, layers=True)
+
+
+def test_a_format_of_nothing_is_refused():
+    asked = Asked(
+        recipe=lambda name: CustomRecipe(lambda role: None if role == "weight" else Float8BlockScaling()),
+        overrides={"*:weight": "e4m3"},
+    )
+    with pytest.raises(
+        ValueError, match=r"'\*:weight': 'e4m3' is a format, and the recipe does not quantise weight"
+    ):
+        choose(asked, FC1)
+
+
+def test_a_recipe_may_stand_there_itself():
+    recipe = MXFP8BlockScaling(stochastic_rounding=True)
+    found = plan({"*:dgrad": recipe}, "blockwise")
+    assert found.operands["dgrad"]["grad_output"].rule == recipe.rule("grad_output")
+    assert found.operands["wgrad"]["grad_output"].rule == Float8BlockScaling().rule("grad_output")
+    assert "fp8_overrides '*:dgrad': MXFP8BlockScaling" in found.reason
+    assert plan({"*": recipe}, "blockwise").recipe is recipe
