@@ -17,6 +17,7 @@ import torch
 from ..backends import choose_backend, say_what_is_slow
 from ..kernels.cpu.loops import MAX_THREADS
 from ..numerics.formats import parse_format
+from ..plan.settings import RecipeSettings, from_settings
 from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
 from ..plan.timing import device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
@@ -175,8 +176,8 @@ def _from_options(options: argparse.Namespace, device: torch.device) -> _Wanted:
     shapes = [_shape(text) for text in options.shape or ()]
     if not shapes:
         shapes = (_CPU_GRID if cpu else _GPU_GRID) if options.tune else (_CPU_SHAPES if cpu else _GPU_SHAPES)
-    fmt = parse_format(options.fp8)
-    return _Wanted([RECIPES[name](fp8_format=fmt) for name in names], _distinct(shapes), options.backend)
+    settings = RecipeSettings(fp8_format=parse_format(options.fp8))
+    return _Wanted([from_settings(name, settings) for name in names], _distinct(shapes), options.backend)
 
 
 def _shape(text: str) -> Gemm:

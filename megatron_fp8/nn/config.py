@@ -162,6 +162,11 @@ class Fp8Config:
             )
         if self.epsilon and not takes(name, "amax_epsilon"):
             raise ValueError(f"epsilon={self.epsilon} does not exist for {name!r}: leave epsilon=0")
+        if self.backward_format is not None and not takes(name, "fp8_format"):
+            raise ValueError(
+                f"backward_format={self.backward_format!r} does not exist for {name!r}, which has formats of its own:"
+                " leave it out"
+            )
         return from_settings(name, self._settings())
 
     def _settings(self) -> RecipeSettings:

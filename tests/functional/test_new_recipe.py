@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fp8.nn import convert_to_fp8, fp8_matmul, fp8_step
+from megatron_fp8.nn import Fp8Config, convert_to_fp8, fp8_matmul, fp8_step
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import RECIPES, ROW, Recipe, Rule
 from tests.support.fp8_gpt import Watched, watched_training
@@ -59,6 +59,8 @@ def test_it_trains_in_any_model() -> None:
         losses.append(loss.item())
     assert losses == sorted(losses, reverse=True)
     assert model[0].fp8_site.plan.rules["input"] == Rule(E5M2, ROW, "fp32")
+    with pytest.raises(ValueError, match="backward_format='e4m3' does not exist for 'per-token'"):
+        Fp8Config(recipe="per-token", backward_format="e4m3")
     a, b = torch.randn(5, 32), torch.randn(32, 7)
     assert (fp8_matmul(a, b, "per-token") - a @ b).norm() < 0.1 * (a @ b).norm()
 

@@ -199,6 +199,8 @@ def _warn_without_effect(config: TransformerConfig) -> None:
     for name, field in _OF_SOME_RECIPES.items():
         if is_set(name) and not any(takes(recipe, field) for recipe in recipes):
             _warn(f"{name}={getattr(config, name)!r} has no effect with fp8_recipe={config.fp8_recipe!r}")
+    if recipes == {"custom"} and is_set("fp8_pow2_scales"):
+        _warn(f"fp8_pow2_scales={config.fp8_pow2_scales!r} has no effect with fp8_recipe='custom'")
 
 
 _OF_SOME_RECIPES = {
@@ -206,6 +208,7 @@ _OF_SOME_RECIPES = {
     "fp8_amax_history_len": "amax_history_len",
     "fp8_amax_compute_algo": "amax_compute_algo",
     "fp8_amax_epsilon": "amax_epsilon",
+    "fp8_stochastic_rounding": "stochastic_rounding",
 }
 
 

@@ -330,6 +330,14 @@ def test_without_a_function_fp8_still_ends_its_iteration(calls):
         ({"fp8_recipe": "nonsense"}, "fp8_recipe='nonsense'"),
         ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_interval": 4}, "fp8_interval=4"),
         ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_amax_epsilon": 1e-6}, "fp8_amax_epsilon"),
+        (
+            {"fp8": "hybrid", "fp8_format": "custom", **FACTORY, "fp8_stochastic_rounding": True},
+            "fp8_stochastic_rounding",
+        ),
+        (
+            {"fp8": "hybrid", "fp8_format": "custom", **FACTORY, "fp8_pow2_scales": True},
+            "fp8_pow2_scales=True",
+        ),
         ({"fp8": "hybrid", "num_layers_at_end_in_bf16": 2}, "num_layers_at_end_in_bf16=2"),
         ({"fp8": "hybrid", "tp_comm_atomic_ag": True}, "tp_comm_atomic_ag=True has no effect"),
         ({"fp8": "hybrid", "moe_router_topk": 3}, "moe_router_topk=3 has no effect without num_moe_experts"),
