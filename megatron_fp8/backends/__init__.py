@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from ..recipe import Products, Recipe
 from . import emulated, transformer_engine
-from .native import backend as native
+from .native import backend as native_backend
 
-BACKENDS: dict[str, ModuleType] = {"native": native, "emulated": emulated}
+BACKENDS: dict[str, ModuleType] = {"native": native_backend, "emulated": emulated}
 """Backends that quantise and multiply matrices, best first."""
 
 LAYER_BACKENDS: dict[str, ModuleType] = {"transformer_engine": transformer_engine}
@@ -86,7 +86,11 @@ def say_what_is_slow(
         backend: its name; only the native one is meant to be fast.
         remedy: the setting that makes gradients E4M3, in the words of whoever asks.
     """
-    found = native.advice(device, recipe) if backend == native.name and recipe is not None else None
+    found = (
+        native_backend.advice(device, recipe)
+        if backend == native_backend.name and recipe is not None
+        else None
+    )
     if found is None or (dist.is_initialized() and dist.get_rank() != 0):
         return
     what, by_e4m3 = found
