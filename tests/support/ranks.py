@@ -127,6 +127,9 @@ def reset_megatron() -> None:
     random._unset_checkpointing()
     if "megatron.core.transformer.moe.moe_utils" in sys.modules:
         sys.modules["megatron.core.transformer.moe.moe_utils"]._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
+    if "megatron.core.transformer.multi_token_prediction" in sys.modules:
+        ahead = sys.modules["megatron.core.transformer.multi_token_prediction"]
+        ahead.MTPLossLoggingHelper.tracker.clear()
 
 
 class Ranks:
