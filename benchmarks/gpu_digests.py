@@ -218,7 +218,7 @@ def kernel_functions() -> Functions:
     from megatron_fp8.kernels import fp8_transpose, multi_amax, quantize, tiles
 
     def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> Quantized:
-        source = tiles.Source("norm", x.shape[0], x.shape[1], x, rstd, weight)
+        source = tiles.TileSource("norm", x.shape[0], x.shape[1], x, rstd, weight)
         record = quantize.Record.new(x.device)
         sides = quantize.quantize_blocks(source, rule.fmt, block=rule.granularity.cols, record=record)
         rowwise, columnwise = (

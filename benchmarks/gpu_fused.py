@@ -21,7 +21,7 @@ from benchmarks.gpu_models import TINY, Gpt, Training
 from megatron_fp8 import recipe
 from megatron_fp8.backends import BACKENDS
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.kernels.deferred import Unwritten, written
+from megatron_fp8.kernels.deferred import DeferredTensor, written
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.params.shards import quantize_shards
@@ -180,12 +180,12 @@ def fused(bench: Bench) -> None:
 
 def _quantise(source: Callable[[], Any], rule: Any, scale: torch.Tensor | None, first: bool) -> Any:
     made = source()
-    x = Unwritten(made, (made.rows, made.cols))
+    x = DeferredTensor(made, (made.rows, made.cols))
     return native.quantize(x.written() if first else x, rule, "both", scale=scale)
 
 
 def sources(machine: Machine, what: str, rows: int, cols: int) -> Callable[[], Any]:
-    """What makes a Source [rows, cols] anew: the norm's statistic is part of the work."""
+    """What makes a TileSource [rows, cols] anew: the norm's statistic is part of the work."""
     from megatron_fp8.kernels.norm_quantize import rms_norm
     from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad
 

@@ -222,7 +222,7 @@ def _quantised() -> None:
 def _computed() -> None:
     """Norm, SwiGLU and its gradient, computed by who quantises them, and written."""
     from megatron_fp8.backends.native import backend as native
-    from megatron_fp8.kernels.deferred import Unwritten
+    from megatron_fp8.kernels.deferred import DeferredTensor
     from megatron_fp8.kernels.norm_quantize import rms_norm
     from megatron_fp8.kernels.quantize import write
     from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
@@ -243,7 +243,7 @@ def _computed() -> None:
                 for direction in ("both", "rowwise") if rows % 16 == 0 else ("both",):
                     for scale in (None, *scales) if rule.delayed else (None,):
                         source = make()
-                        matrix = Unwritten(source, (source.rows, source.cols))
+                        matrix = DeferredTensor(source, (source.rows, source.cols))
                         native.quantize(matrix, rule, direction, scale=scale)
 
 

@@ -68,6 +68,8 @@ class Quantizer:
         quantized = self.quantize(x, direction, reduce_amax=reduce_amax, region=region)
         if record:
             self.slot.record(quantized.amax, quantized.nonfinite)
+        if (observer := self.slot.arena.observer) is not None:
+            observer.cast(self.slot.name, x, quantized, direction, recorded=record)
         return quantized.tensor
 
     def quantize(

@@ -33,7 +33,7 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:
-    """A function that launches Triton kernels, on the device of its first argument, a tensor or a Source.
+    """A function that launches Triton kernels, on the device of its first argument, a tensor or a TileSource.
 
     Triton launches on the current device and its stream, and a model's layers may be spread over GPUs.
     """

@@ -1,8 +1,9 @@
 """A matrix that nobody has written to memory yet: what stands between a norm or SwiGLU and an FP8 linear.
 
 An FP8 linear wants codes, and a kernel that makes codes can compute the norm, or SwiGLU, as it reads
-(kernels/tiles.Source). So on GPUs these return an ``Unwritten``: a tensor to autograd and to Megatron, which pass it on,
-and a Source to the native backend, which quantises it. The BF16 result is then never written, nor read back.
+(kernels/tiles.TileSource). So on GPUs these return a ``DeferredTensor``: a tensor to autograd and to Megatron, which
+pass it on, and a TileSource to the native backend, which quantises it. The BF16 result is then never written, nor read
+back.
 
 Whoever else looks (a hook, a check for NaN, a BF16 GEMM) sees an ordinary tensor: the first operation on it writes the
 values, the same bits that the codes are made of, and from then on it is what was written. So nothing that a model or a
@@ -28,7 +29,7 @@ aten = torch.ops.aten
 
 
 class _Cell:
-    """The matrix, shared by all names of it: its Source until it is written, its values from then on."""
+    """The matrix, shared by all names of it: its TileSource until it is written, its values from then on."""
 
     def __init__(self, source: Any):
         self._source: Any | None = source
@@ -60,10 +61,10 @@ def _versions(source: Any) -> list[int]:
     return [0 if t.is_inference() else t._version for t in inputs]
 
 
-class Unwritten(torch.Tensor):
-    """What a kernels.tiles.Source computes, as a tensor [..., cols] of the Source's dtype.
+class DeferredTensor(torch.Tensor):
+    """What a kernels.tiles.TileSource computes, as a tensor [..., cols] of the TileSource's dtype.
 
-    Leading dimensions are the Source's rows; views that keep the last dimension are other names for the same matrix.
+    Leading dimensions are the TileSource's rows; views that keep the last dimension are other names for the same matrix.
     Reading one after an input of it was changed in place is a RuntimeError.
     """
 
@@ -71,12 +72,12 @@ class Unwritten(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, source: Any, shape: Sequence[int]) -> Unwritten:
+    def __new__(cls, source: Any, shape: Sequence[int]) -> DeferredTensor:
         return _named(_Cell(source), shape, source.x.dtype, source.x.device)
 
     @property
     def source(self) -> Any | None:
-        """The Source that computes it, None once it is written. RuntimeError if its inputs were changed in place."""
+        """The TileSource that computes it, None once it is written. RuntimeError if its inputs were changed in place."""
         return self._cell.source
 
     def written(self) -> torch.Tensor:
@@ -93,7 +94,7 @@ class Unwritten(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         state = "written" if self.source is None else f"of {self.source.kind}, not written"
-        return f"Unwritten({tuple(self.shape)}, {self.dtype}, {self.device}, {state})"
+        return f"DeferredTensor({tuple(self.shape)}, {self.dtype}, {self.device}, {state})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -109,18 +110,20 @@ class Unwritten(torch.Tensor):
         return func(*tree_map(written, args), **tree_map(written, kwargs or {}))
 
 
-def _named(cell: _Cell, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Unwritten:
-    made: Unwritten = torch.Tensor._make_wrapper_subclass(Unwritten, tuple(shape), dtype=dtype, device=device)
+def _named(cell: _Cell, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> DeferredTensor:
+    made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
+        DeferredTensor, tuple(shape), dtype=dtype, device=device
+    )
     made._cell = cell
     return made
 
 
 def written(x: Any) -> Any:
-    """An Unwritten's values; anything else as it is."""
-    return x.written() if isinstance(x, Unwritten) else x
+    """A DeferredTensor's values; anything else as it is."""
+    return x.written() if isinstance(x, DeferredTensor) else x
 
 
 def source_of(x: torch.Tensor) -> Any:
-    """What a kernel is to read: the Source of a matrix that is not written, else an ordinary tensor."""
-    source = x.source if isinstance(x, Unwritten) else None
+    """What a kernel is to read: the TileSource of a matrix that is not written, else an ordinary tensor."""
+    source = x.source if isinstance(x, DeferredTensor) else None
     return written(x) if source is None else source

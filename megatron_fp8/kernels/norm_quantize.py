@@ -1,8 +1,8 @@
 """RMSNorm whose result is quantised as it is made: what a column-parallel linear layer reads is never written in BF16.
 
-Two launches: the statistic of every row, then any of quantize.py's passes over the ``Source`` made of it. The input is
-read twice and codes are written once; norm and quantisation apart read it once, write the result and read that again. One
-launch would have a program hold 128 whole rows, which no on-chip memory does at hidden 4096.
+Two launches: the statistic of every row, then any of quantize.py's passes over the ``TileSource`` made of it. The
+input is read twice and codes are written once; norm and quantisation apart read it once, write the result and read that
+again. One launch would have a program hold 128 whole rows, which no on-chip memory does at hidden 4096.
 
 What is promised. Given rstd, the norm's result is that of mcore/norm.py in all bits, and so are the codes: two float32
 products and one rounding. rstd itself is a sum of ``hidden`` squares, whose order differs between devices and from
@@ -19,13 +19,13 @@ import triton.language as tl
 
 from . import on_its_device
 from .elements import divide, square_root, widen
-from .tiles import Source, unit_stride
+from .tiles import TileSource, unit_stride
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered_gamma: bool = False
-) -> Source:
-    """x / sqrt(mean(x^2) + eps) * weight, to be handed to a quantising function. The Source's ``first`` is rstd.
+) -> TileSource:
+    """x / sqrt(mean(x^2) + eps) * weight, to be handed to a quantising function. The TileSource's ``first`` is rstd.
 
     Args:
         x: [rows, hidden], float32, bfloat16 or float16. A row with a NaN is NaN throughout; one with an Inf is NaN there
@@ -36,7 +36,7 @@ def rms_norm(
     return normalized(x, row_rstd(x, eps), weight, float(zero_centered_gamma))
 
 
-def normalized(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, offset: float = 0.0) -> Source:
+def normalized(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, offset: float = 0.0) -> TileSource:
     """x * rstd * (weight + offset), two float32 products and one rounding: rms_norm with the statistic at hand.
 
     Args:
@@ -45,7 +45,7 @@ def normalized(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, offset
         offset: what is added to the weight.
     """
     x = unit_stride(x)
-    return Source("norm", x.shape[0], x.shape[1], x, rstd, unit_stride(weight), offset)
+    return TileSource("norm", x.shape[0], x.shape[1], x, rstd, unit_stride(weight), offset)
 
 
 @on_its_device

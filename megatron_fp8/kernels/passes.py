@@ -1,6 +1,6 @@
 """The passes over a matrix, as Triton kernels. Each program takes one tile; quantize.py launches them.
 
-The first arguments are a Source's (tiles.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols, rows] are
+The first arguments are a TileSource's (tiles.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols, rows] are
 contiguous; amaxes are int32 views of float32; a flag says which of them are there. A program's tile is tiles.place.
 
 NaN is not looked for in every element twice: amaxes are taken with NaN in them, which as bits is greater than Inf, and

@@ -7,10 +7,11 @@
 | rowwise | two: rows' and columns' amaxes in one read, casts in the next | measure, quantize_rows |
 | blockwise, MXFP8 | one: blocks of both directions lie inside the tile | quantize_blocks |
 
-Every function takes a matrix x [rows, cols] (float32, bfloat16 or float16; rows may be strided; may be empty) or a Source
-that computes one, and returns ``Sides``: codes and inverse scales of the directions asked for. The columnwise side holds
-codes [cols, rows], contiguous. NaN becomes 0x7F, Inf saturates, neither makes a scale non-finite; both are counted in the
-``Record``, with the amax over all elements that are not NaN. Codes, scales and records equal the emulated backend's.
+Every function takes a matrix x [rows, cols] (float32, bfloat16 or float16; rows may be strided; may be empty) or a
+TileSource that computes one, and returns ``Sides``: codes and inverse scales of the directions asked for. The columnwise
+side holds codes [cols, rows], contiguous. NaN becomes 0x7F, Inf saturates, neither makes a scale non-finite; both are
+counted in the ``Record``, with the amax over all elements that are not NaN. Codes, scales and records equal the emulated
+backend's.
 
 Tiles are fixed, not autotuned. A tuner would run at the first call of every shape, cannot run inside a captured graph,
 and has little to find where memory is the limit. They were chosen from what the compiler makes of them for an H100:
@@ -29,7 +30,7 @@ import triton
 from ..numerics.formats import FloatFormat
 from . import on_its_device
 from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
-from .tiles import Source, Tile, as_bytes, codes_like, is_e4m3, plain
+from .tiles import Tile, TileSource, as_bytes, codes_like, is_e4m3, plain
 
 Direction = Literal["rowwise", "columnwise", "both"]
 ScaleKind = Literal["fp32", "pow2", "e8m0"]
@@ -77,7 +78,7 @@ class Record:
 
 @on_its_device
 def measure(
-    x: torch.Tensor | Source,
+    x: torch.Tensor | TileSource,
     *,
     rows: bool = False,
     cols: bool = False,
@@ -105,7 +106,7 @@ def measure(
 
 @on_its_device
 def quantize_tensor(
-    x: torch.Tensor | Source,
+    x: torch.Tensor | TileSource,
     fmt: FloatFormat,
     direction: Direction = "both",
     *,
@@ -151,7 +152,7 @@ def quantize_tensor(
 
 @on_its_device
 def quantize_rows(
-    x: torch.Tensor | Source,
+    x: torch.Tensor | TileSource,
     fmt: FloatFormat,
     row_amax: torch.Tensor | None,
     col_amax: torch.Tensor | None,
@@ -196,7 +197,7 @@ def quantize_rows(
 
 @on_its_device
 def quantize_blocks(
-    x: torch.Tensor | Source,
+    x: torch.Tensor | TileSource,
     fmt: FloatFormat,
     direction: Direction = "both",
     *,
@@ -262,8 +263,8 @@ def quantize_blocks(
 
 
 @on_its_device
-def write(source: Source) -> torch.Tensor:
-    """The matrix that a Source computes, [rows, cols] in its dtype, contiguous: the values that codes are made of."""
+def write(source: TileSource) -> torch.Tensor:
+    """The matrix that a TileSource computes, [rows, cols] in its dtype, contiguous: the values that codes are made of."""
     tile = _tile(source)
     values = torch.empty(source.rows, source.cols, dtype=source.x.dtype, device=source.x.device)
     if values.numel():
@@ -271,12 +272,12 @@ def write(source: Source) -> torch.Tensor:
     return values
 
 
-def _tile(source: Source) -> Tile:
+def _tile(source: TileSource) -> Tile:
     """For passes without blocks."""
     return SWIGLU_TILE if source.kind.startswith("swiglu") else TENSOR_TILE
 
 
-def _block_tile(source: Source, block: int, square: bool) -> Tile:
+def _block_tile(source: TileSource, block: int, square: bool) -> Tile:
     if block == 32:
         return MX_TILE
     if square:
@@ -303,7 +304,7 @@ def _block_scales(
 class _Outputs:
     """Codes of the directions asked for, and values."""
 
-    def __init__(self, source: Source, fmt: FloatFormat, direction: Direction, values: bool):
+    def __init__(self, source: TileSource, fmt: FloatFormat, direction: Direction, values: bool):
         if direction not in ("rowwise", "columnwise", "both"):
             raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
         rows, cols, device = source.rows, source.cols, source.x.device
@@ -332,8 +333,8 @@ class _Outputs:
         return Sides(rowwise, columnwise, self.values)
 
 
-def _source(x: torch.Tensor | Source) -> Source:
-    return x if isinstance(x, Source) else plain(x)
+def _source(x: torch.Tensor | TileSource) -> TileSource:
+    return x if isinstance(x, TileSource) else plain(x)
 
 
 def _as_int(amax: torch.Tensor | None) -> torch.Tensor | None:

@@ -20,10 +20,10 @@ import triton.language as tl
 
 from . import on_its_device
 from .elements import widen
-from .tiles import Source, sigmoid, unit_stride
+from .tiles import TileSource, sigmoid, unit_stride
 
 
-def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> Source:
+def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> TileSource:
     """silu(gate) * up (* weights), [tokens, n], to be handed to a quantising function.
 
     Args:
@@ -36,10 +36,10 @@ def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> Source:
     if x.shape[-1] % 2:
         raise ValueError(f"SwiGLU needs [gate, up], an even last dimension; got {tuple(x.shape)}")
     x = unit_stride(x)
-    return Source("swiglu", x.shape[0], x.shape[1] // 2, x, None, _per_token(weights))
+    return TileSource("swiglu", x.shape[0], x.shape[1] // 2, x, None, _per_token(weights))
 
 
-def swiglu_grad(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None = None) -> Source:
+def swiglu_grad(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None = None) -> TileSource:
     """The gradient of SwiGLU's input, [tokens, 2 n] = [dgate, dup], to be handed to a quantising function.
 
     Args:
@@ -48,7 +48,7 @@ def swiglu_grad(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None 
     """
     dy, x = unit_stride(dy), unit_stride(x)
     assert x.shape == (dy.shape[0], 2 * dy.shape[1]), "dy [tokens, n] and x [tokens, 2 n]"
-    return Source("swiglu_grad", x.shape[0], x.shape[1], dy, x, _per_token(weights))
+    return TileSource("swiglu_grad", x.shape[0], x.shape[1], dy, x, _per_token(weights))
 
 
 @on_its_device

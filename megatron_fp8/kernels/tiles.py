@@ -1,6 +1,6 @@
 """Where a tile of a matrix comes from and where its codes go: shared by all kernels that quantise.
 
-A kernel sees a matrix [rows, cols] as float32 tiles. A ``Source`` says how a tile is made: read as it is, or computed
+A kernel sees a matrix [rows, cols] as float32 tiles. A ``TileSource`` says how a tile is made: read as it is, or computed
 from what is read (RMSNorm, SwiGLU, SwiGLU's gradient) and rounded to the dtype that the unfused operation would write.
 So one set of quantising kernels serves all producers, and a fused kernel gives the codes of the unfused pair.
 
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class TileSource:
     """A matrix [rows, cols] of a dtype, and the tensors it is made of.
 
     kind: 'plain': x [rows, cols]. 'norm': x, first = rstd [rows], second = weight [cols], offset.
@@ -93,7 +93,7 @@ def grid_of(rows: int, cols: int, tile: Tile) -> tuple[int]:
     return (max(triton.cdiv(rows, tile.rows), 1) * max(triton.cdiv(cols, tile.cols), 1),)
 
 
-def plain(x: torch.Tensor) -> Source:
+def plain(x: torch.Tensor) -> TileSource:
     """A matrix as it is: [rows, cols], float32, bfloat16 or float16; rows may be strided, columns are copied if they are.
 
     Raises:
@@ -104,7 +104,7 @@ def plain(x: torch.Tensor) -> Source:
             f"a matrix [rows, cols] is needed, got shape {tuple(x.shape)}: flatten it to two dimensions"
         )
     x = unit_stride(x)
-    return Source("plain", x.shape[0], x.shape[1], x)
+    return TileSource("plain", x.shape[0], x.shape[1], x)
 
 
 def unit_stride(x: torch.Tensor) -> torch.Tensor:

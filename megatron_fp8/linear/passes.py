@@ -148,7 +148,9 @@ def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple
     site, tp, casts = call.site, call.tp, call.site.casts["input"]
     row = casts.rowwise
     keeps = needs_wgrad and keeps_codes(tokens.shape[0], call)
-    plain = tokens.t() if needs_wgrad and not keeps else None  # asked of an Unwritten, it would be written
+    plain = (
+        tokens.t() if needs_wgrad and not keeps else None
+    )  # asked of a DeferredTensor, it would be written
     if call.record and not keeps:
         _record_late_cast(tokens, casts)
     direction: Any = "both" if keeps else "rowwise"

@@ -164,6 +164,14 @@ class GemmSite:
         self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """a [M, K] @ b [N, K]^T (+ bias [N]) as the plan has it for 'fprop', 'dgrad' or 'wgrad'; counted."""
+        y = self._multiply(gemm, a, b, out_dtype, bias)
+        if (observer := self.state.observer) is not None:
+            observer.product(self.plan.name, gemm, a, b, y)
+        return y
+
+    def _multiply(
+        self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.plan.gemms[gemm] == "fp8":
             assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide) and self.backend is not None
             self.state.counts.fp8_gemms += 1

@@ -1,7 +1,7 @@
 """The weight of one GEMM site: quantised once for as long as nobody can have written it, and made again in backward.
 
 Optimizers that write through flat buffers leave no trace in a tensor's version; whoever steps tells the state, whose
-``epoch`` covers those.
+``weight_generation`` covers those.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WeightCache:
             return Sides(*weight.quantized.sides)
         if not self._casts.quantizers:
             return Sides(weight, weight.t())
-        version, kept = self._version(weight, self._state.epoch), self._kept
+        version, kept = self._version(weight, self._state.weight_generation), self._kept
         fresh = fresh or not self._state.keeps_weights
         fresh = fresh or weight.is_inference()  # has no version: nobody would notice that it was written
         if fresh or kept is None or not kept.serves(version, record):
@@ -87,10 +87,12 @@ class WeightCache:
     def stamp(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """What backward needs to know of the weight that a forward has just quantised, as tensors that a graph can save.
 
-        (int64 [2] on the CPU: the epoch, and whether a delayed scale was used; float32 []: that scale, or 1.)
+        (int64 [2] on the CPU: the weight_generation, and whether a delayed scale was used; float32 []: that scale, or 1.)
         """
         scale = None if self._kept is None else self._kept.scale
-        stamp = torch.tensor([self._state.epoch, int(scale is not None)], dtype=torch.int64, device="cpu")
+        stamp = torch.tensor(
+            [self._state.weight_generation, int(scale is not None)], dtype=torch.int64, device="cpu"
+        )
         used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
         return stamp, used
 
@@ -103,9 +105,9 @@ class WeightCache:
         quantizer = self._casts.columnwise
         if quantizer is None:
             return weight.t()
-        epoch, used_delayed = stamp.tolist()
+        weight_generation, used_delayed = stamp.tolist()
         kept = self._kept
-        if kept is not None and kept.serves(self._version(weight, epoch), False):
+        if kept is not None and kept.serves(self._version(weight, weight_generation), False):
             side = kept.quantized.columnwise
         else:
             side = quantizer.again(weight, "columnwise", scale if used_delayed else None).columnwise
@@ -120,7 +122,7 @@ class WeightCache:
         first, self._observed = self._observed != self._state.iteration, self._state.iteration
         return first
 
-    def _version(self, weight: torch.Tensor, epoch: int) -> tuple[Any, ...]:
+    def _version(self, weight: torch.Tensor, weight_generation: int) -> tuple[Any, ...]:
         """The weight's memory, how it lies there, and what is known of writes to it.
 
         An address may be that of memory which is gone; a weak reference to the storage keeps its identity from being
@@ -129,4 +131,4 @@ class WeightCache:
         captured = self._state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         version = 0 if weight.is_inference() else weight._version
         lies = (weight.dtype, weight.shape, weight.stride(), weight.storage_offset())
-        return epoch, StorageWeakRef(weight.untyped_storage()), lies, version, captured
+        return weight_generation, StorageWeakRef(weight.untyped_storage()), lies, version, captured

@@ -145,7 +145,10 @@ def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
     configs = [unwrap(chunk).config for chunk in model_chunks]
     states = [state_of(config) for config in configs if getattr(config, "fp8", None)]
     for state in states:
-        state.keeps_weights, state.epoch = True, state.epoch + 1  # what was kept before may be stale
+        state.keeps_weights, state.weight_generation = (
+            True,
+            state.weight_generation + 1,
+        )  # what was kept before may be stale
     try:
         yield
     finally:

@@ -167,7 +167,9 @@ def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(parameter) in stepped for parameter in family.parameters()):
             family.owed = family.owed or family.waiting
             for state in family.states.values():
-                state.epoch += 1  # kept codes of the weights are stale, even where no version counter says so
+                state.weight_generation += (
+                    1  # kept codes of the weights are stale, even where no version counter says so
+                )
 
 
 def plan_linear(

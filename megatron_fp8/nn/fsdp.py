@@ -221,8 +221,8 @@ class GatheredAsCodes(torch.Tensor):
 
     def _whole_amax(self, family: Family, group: Any, dtype: torch.dtype) -> torch.Tensor:
         """float32 [], the amax of the whole weight; shared for all weights that changed, in one all-reduce."""
-        epoch = family.state(self._value.device).epoch
-        if self._amax is None or self._amax[0] != (epoch, self._value._version):
+        weight_generation = family.state(self._value.device).weight_generation
+        if self._amax is None or self._amax[0] != (weight_generation, self._value._version):
             # Not to_local(): it gives another tensor object each time, and the amax is kept by this one.
             local = [getattr(linear.weight, "_local_tensor", None) for linear in family.members]
             stale = {id(s): s for s in local if isinstance(s, GatheredAsCodes) and s.device == self.device}
@@ -231,7 +231,7 @@ class GatheredAsCodes(torch.Tensor):
             dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
             family.state(self._value.device).counts.scaling_collectives += 1
             for shard, amax in zip(shards, amaxes.unbind(), strict=True):
-                shard._amax = ((epoch, shard._value._version), amax)
+                shard._amax = ((weight_generation, shard._value._version), amax)
         assert self._amax is not None
         return self._amax[1]
 

@@ -68,7 +68,7 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
         family.iteration = iteration
         site = linear.fp8_site
         site.state.iteration = iteration
-        site.state.epoch += 1
+        site.state.weight_generation += 1
         for key, slot in _delayed_slots(name, site):
             slot.arena.load_slot(slot, {part: saved[f"{key}.{part}"] for part in slot.arena.saved_slot(slot)})
 

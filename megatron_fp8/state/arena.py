@@ -32,6 +32,7 @@ from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import DelayedScaling
 from .history import History
+from .observer import Observer
 from .phases import Phase, Phases
 
 Group = Any
@@ -88,6 +89,7 @@ class Arena:
     def __init__(self, group: Group, device: torch.device):
         self.group, self.device = group, device
         self.counts = IterationCounts()  # the state's own, shared
+        self.observer: Observer | None = None  # the state's own
         self.slots: list[Slot] = []
         self.rows = torch.zeros(2, 0, device=device, dtype=torch.float32)
         self.scale = torch.ones(0, device=device, dtype=torch.float32)
@@ -308,15 +310,15 @@ class Fp8State:
     """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
 
     ``capturing`` is set while a CapturedStep (graph.py) captures. ``owed``: an optimizer stepped after FP8 GEMMs of an
-    iteration that was not ended (mcore/owed.py).
-    ``epoch`` marks kept quantised weights as stale; ``keeps_weights`` says that they serve until then, since nobody
-    writes weights meanwhile without a trace (through ``.data``): else each forward quantises its weight.
+    iteration that was not ended (mcore/owed.py). ``observer``: who watches (``watch``).
+    ``weight_generation`` marks kept quantised weights as stale; ``keeps_weights`` says that they serve until then, since
+    nobody writes weights meanwhile without a trace (through ``.data``): else each forward quantises its weight.
     ``seed`` is stochastic rounding's; ``phases`` says in which iterations FP8 runs.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     iteration: int = 0
-    epoch: int = 0
+    weight_generation: int = 0
     keeps_weights: bool = True
     seed: int = 0
     phases: Phases = field(default_factory=Phases)
@@ -325,6 +327,7 @@ class Fp8State:
     arenas: list[Arena] = field(default_factory=list)
     capturing: bool = False
     owed: bool = False
+    observer: Observer | None = None
     _phase: Phase | None = field(init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
@@ -337,7 +340,17 @@ class Fp8State:
                 return arena
         self.arenas.append(Arena(group, self.device))
         self.arenas[-1].counts = self.counts
+        self.arenas[-1].observer = self.observer
         return self.arenas[-1]
+
+    def watch(self, observer: Observer | None) -> None:
+        """From now on this one is told of casts and products; None: nobody is. There is one at a time."""
+        assert observer is None or self.observer is None, (
+            "somebody watches already: who watches last stops first"
+        )
+        self.observer = observer
+        for arena in self.arenas:
+            arena.observer = observer
 
     def __setattr__(self, name: str, value: Any) -> None:
         """The phase is kept: traced code guards on what it reads, and a guard on the iteration would fail in the next."""
@@ -381,14 +394,14 @@ class Fp8State:
         self.capturing = False
         captured = self.counts
         self._count_in(self._outside)
-        self.epoch += 1
+        self.weight_generation += 1
         return captured
 
     def count_replay(self, counts: IterationCounts) -> IterationCounts:
         """An iteration was replayed that did this."""
         self.last = counts
         self.iteration += 1
-        self.epoch += 1
+        self.weight_generation += 1
         return counts
 
     def _count_in(self, counts: IterationCounts) -> None:
@@ -410,6 +423,6 @@ class Fp8State:
         self.last = self.counts
         self._count_in(IterationCounts())
         self.iteration += 1
-        self.epoch += 1
+        self.weight_generation += 1
         self.owed = False
         return self.last

@@ -35,7 +35,7 @@ from ...recipe import (
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
 from ..base import AmaxReduction, Direction, Quantized, Region, check_matrix, check_operands
-from .layout import Operand, Plan, arguments, block_scales, place_codes, plan, row_scales
+from .layout import Operand, ProductPlan, arguments, block_scales, place_codes, plan, row_scales
 from .probe import device_reason, refusals
 
 name = "native"
@@ -119,7 +119,9 @@ def _rules(recipe: Recipe | Products, role: str) -> list[Rule]:
     return [rule for rule in dict.fromkeys(rules) if rule is not None]
 
 
-def _plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, device: torch.device) -> Plan:
+def _plan_for(
+    a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, device: torch.device
+) -> ProductPlan:
     return plan(_typical(a), _typical(b), out, bias, False, refusals(device, multiply))
 
 
@@ -154,8 +156,8 @@ def quantize(
 ) -> Quantized:
     """Quantise a matrix in one or both directions; arguments and errors are specified.quantize's, and so are all bits.
 
-    x is read once for both directions where the rule allows (delayed, blocks), else twice. An Unwritten one is computed
-    as it is read and stays unwritten: to compute it twice moves fewer bytes than to write it and read it. The columnwise
+    x is read once for both directions where the rule allows (delayed, blocks), else twice. A DeferredTensor is computed
+    as it is read and stays deferred: to compute it twice moves fewer bytes than to write it and read it. The columnwise
     side's codes are contiguous [cols, rows], as the GEMM reads them, and block scales lie as it wants them. Nothing
     waits for the GPU: the amax and the non-finite count stay there.
     """
@@ -253,7 +255,7 @@ def gemm(
 
 
 def multiply(
-    product: Plan, a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None = None
+    product: ProductPlan, a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The product with all its padding, before what is left to do to it. float32 if the plan rounds later."""
     if product.request.triton:

@@ -107,7 +107,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """One product: what it is asked for, with which arguments, and what is left to do to its result.
 
     Attributes:
@@ -192,7 +192,7 @@ def plan(
     bias: torch.dtype | None,
     fast: bool,
     refusal: Refusal,
-) -> Plan:
+) -> ProductPlan:
     """The product a [M, K] @ b [N, K]^T, to the last stride.
 
     Args:
@@ -214,7 +214,7 @@ def plan(
     if not request.triton:
         m, n, k = padded_sizes(request, m, n, k)
     scale_a, scale_b = scale_arguments(request, m, n, k)
-    return Plan(
+    return ProductPlan(
         a.rows,
         b.rows,
         a.k,
@@ -269,7 +269,7 @@ def round_up(size: int, multiple: int) -> int:
 # -------------------------------------------------------------------------------------------------------- by value
 
 
-def arguments(plan: Plan, a: QuantizedSide, b: QuantizedSide) -> tuple[torch.Tensor, ...]:
+def arguments(plan: ProductPlan, a: QuantizedSide, b: QuantizedSide) -> tuple[torch.Tensor, ...]:
     """(a, b, scale_a, scale_b) as the plan has them. Copies only what does not lie so already."""
     return (
         place_codes(a.codes, *plan.a.shape),
@@ -299,7 +299,7 @@ def _has_kernels(codes: torch.Tensor) -> bool:
     return codes.is_cuda
 
 
-def place_scale(plan: Plan, side: QuantizedSide, *, first: bool) -> torch.Tensor:
+def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch.Tensor:
     """A side's scale_inv in the layout of the plan's mode."""
     argument, mode = (plan.scale_a if first else plan.scale_b), plan.request.mode
     if mode is Mode.MX:

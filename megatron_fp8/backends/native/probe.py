@@ -21,9 +21,9 @@ from ... import kernels
 from ...kernels.codes import decode
 from ...recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from ...tensor import QuantizedSide
-from .layout import Mode, Operand, Plan, Request, plan
+from .layout import Mode, Operand, ProductPlan, Request, plan
 
-Run = Callable[[Plan, QuantizedSide, QuantizedSide, torch.Tensor | None], torch.Tensor]
+Run = Callable[[ProductPlan, QuantizedSide, QuantizedSide, torch.Tensor | None], torch.Tensor]
 
 _GRANULARITY: dict[Mode, tuple[Granularity, Granularity]] = {
     Mode.TENSOR: (TENSOR, TENSOR),

@@ -174,7 +174,7 @@ def load_weights(folder: Path, model: Any) -> str:
     loaded = load_shards(folder, wanted)
     unwrap(model).load_state_dict(loaded.state["model0"])
     warm_from_weights(fp8_linears([model]), _slots(missing))
-    state_of(unwrap(model).config).epoch += 1  # whatever was quantised before is of other weights
+    state_of(unwrap(model).config).weight_generation += 1  # whatever was quantised before is of other weights
     return _anywhere(loaded.not_finite)
 
 
@@ -300,7 +300,7 @@ def _take_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> N
         scaler.load_state_dict(state["loss_scaler"])
     fp8 = state_of(unwrap(chunks[0]).config)
     fp8.iteration = int(state["fp8_iteration"])
-    fp8.epoch += 1  # whatever was quantised before is of other weights
+    fp8.weight_generation += 1  # whatever was quantised before is of other weights
 
 
 def _settle_fp8(

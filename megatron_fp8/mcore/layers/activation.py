@@ -4,7 +4,8 @@ Megatron-Core's version stores ``input.to(float8_e4m3fn)`` without a scale: valu
 1x128 carry a power-of-two scale each: one byte a value and 3 % for scales.
 
 On GPUs, between two linears that make codes by kernels (fusion.py), SwiGLU writes neither its result nor its gradient:
-both are Unwritten, computed by the linears' kernels in float32 with one rounding, whether the input is stored or kept.
+both are DeferredTensors, computed by the linears' kernels in float32 with one rounding, whether the input is stored or
+kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from ...backends import specified
 from ...backends.native import backend as native
-from ...kernels.deferred import Unwritten, written
+from ...kernels.deferred import DeferredTensor, written
 from ...linear.derivative import first_derivative_only
 from ...numerics.formats import E4M3
 from ...recipe import BLOCK_1X128, Rule
@@ -57,27 +58,27 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _UnwrittenSwiGLU(torch.autograd.Function):
-    """_SwiGLU of x [..., 2 n] whose result [..., n] and, where ``unwritten_grad``, gradient are Unwritten.
+    """_SwiGLU of x [..., 2 n] whose result [..., n] and, where ``deferred_grad``, gradient are DeferredTensor.
 
     ``store`` keeps x for backward in scaled FP8.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, store: bool, unwritten_grad: bool
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, store: bool, deferred_grad: bool
     ) -> torch.Tensor:
         from ...kernels.swiglu_quantize import swiglu  # loads Triton
 
         x = written(x)
         tokens = x.reshape(-1, x.shape[-1])
-        ctx.x_shape, ctx.store, ctx.unwritten_grad = x.shape, store, unwritten_grad
+        ctx.x_shape, ctx.store, ctx.deferred_grad = x.shape, store, deferred_grad
         if store:
             side = native.quantize(tokens, _STORE, "rowwise").tensor.rowwise
             assert side is not None
             ctx.save_for_backward(weights, side.codes, side.scale_inv)
         else:
             ctx.save_for_backward(weights, x)
-        return Unwritten(swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
+        return DeferredTensor(swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
 
     @staticmethod
     @first_derivative_only
@@ -89,14 +90,14 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
         x = kept[0].reshape(-1, ctx.x_shape[-1])
         if ctx.store:  # a code times a power of two is exact in 16 bits too
             x = QuantizedSide(x, kept[1], BLOCK_1X128, True).dequantize(dy.dtype)
-        dx = Unwritten(swiglu_grad(dy, x, weights), ctx.x_shape)
+        dx = DeferredTensor(swiglu_grad(dy, x, weights), ctx.x_shape)
         dweights = None
         if weights is not None and ctx.needs_input_grad[1]:
             dweights = swiglu_weight_grad(dy, x).view(weights.shape).to(weights.dtype)
-        return dx if ctx.unwritten_grad else dx.written(), dweights, None, None
+        return dx if ctx.deferred_grad else dx.written(), dweights, None, None
 
 
-def _unwritten(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
+def _deferred(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
     """SwiGLU inside an MLP whose second linear makes codes of the result; None elsewhere."""
     mlp = fusion.running_mlp()
     if mlp is None or not mlp.linear_fc2.makes_codes_of("input"):
@@ -111,7 +112,7 @@ def _stored(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | 
 
 
 def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Megatron's bias_swiglu_impl: unwritten between FP8 linears, and with the scaled store where it is asked for."""
+    """Megatron's bias_swiglu_impl: deferred between FP8 linears, and with the scaled store where it is asked for."""
 
     def bias_swiglu_impl(
         input: torch.Tensor,
@@ -119,11 +120,11 @@ def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable
         fp8_input_store: bool = False,
         cpu_offload_input: bool = False,
     ) -> torch.Tensor:
-        unwritten = None
+        deferred = None
         if bias is None and not cpu_offload_input:
-            unwritten = _unwritten(input, None, fp8_input_store)
-        if unwritten is not None:
-            return unwritten
+            deferred = _deferred(input, None, fp8_input_store)
+        if deferred is not None:
+            return deferred
         if not fp8_input_store:
             return original(input, bias, fp8_input_store, cpu_offload_input)
         return _stored(input, bias, None)
@@ -137,9 +138,9 @@ def store_expert_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> C
     def weighted_bias_swiglu_impl(
         input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, fp8_input_store: bool = False
     ) -> torch.Tensor:
-        unwritten = _unwritten(input, weights, fp8_input_store) if bias is None else None
-        if unwritten is not None:
-            return unwritten
+        deferred = _deferred(input, weights, fp8_input_store) if bias is None else None
+        if deferred is not None:
+            return deferred
         if not fp8_input_store:
             return original(input, bias, weights, fp8_input_store)
         return _stored(input, bias, weights)

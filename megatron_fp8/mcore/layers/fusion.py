@@ -1,4 +1,4 @@
-"""Norms and SwiGLU that stand before an FP8 linear leave their result unwritten: the linear's kernel computes it.
+"""Norms and SwiGLU that stand before an FP8 linear leave their result deferred: the linear's kernel computes it.
 
 In Megatron-Core's layer
 
@@ -6,13 +6,13 @@ In Megatron-Core's layer
     pre_mlp_layernorm -> mlp.linear_fc1 -> SwiGLU -> mlp.linear_fc2
 
 each arrow is a tensor with one reader. Where the reader makes codes of it by kernels (native backend, input in FP8 in
-fprop and wgrad), an Unwritten goes along the arrow (kernels/deferred.py); in backward, SwiGLU to linear_fc1, another.
+fprop and wgrad), a DeferredTensor goes along the arrow (kernels/deferred.py); in backward, SwiGLU to linear_fc1, another.
 Who reads whom is settled when a layer is built; whether the reader takes codes is asked at every call, since warm-up,
 overrides and disabled regions change it.
 
-Written as ever: a norm that Megatron recomputes by itself, since it frees the storage of the result, and an Unwritten has
-none (Megatron tells the reader, save_original_input, and so it is known); a norm before experts, which the router reads
-too; LayerNorm, for which there is no kernel.
+Written as ever: a norm that Megatron recomputes by itself, since it frees the storage of the result, and a DeferredTensor
+has none (Megatron tells the reader, save_original_input, and so it is known); a norm before experts, which the router
+reads too; LayerNorm, for which there is no kernel.
 
 Rejected: asking for fused modules in the layer spec. The model would have other parameter names, and a layer in BF16, or
 in its warm-up, other modules than one in FP8.
@@ -68,7 +68,7 @@ def known_to_activation(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # nothing traced is unwritten: the compiler fuses what it sees
+        if torch.compiler.is_compiling():  # nothing traced is deferred: the compiler fuses what it sees
             return original(self, *args, **kwargs)
         token = _mlp.set(self if _asks(self.linear_fc1) and _asks(self.linear_fc2) else None)
         try:

@@ -77,7 +77,7 @@ class _Fp8Site:
         return runs_fp8(self.fp8_site, self._switch())
 
     def makes_codes_of(self, role: str) -> bool:
-        """Whether the next call makes codes, by kernels, of all it reads of this operand, which may come Unwritten."""
+        """Whether the next call makes codes, by kernels, of all it reads of this operand: it may be a DeferredTensor."""
         if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
             return False
         return self.runs_fp8() and self.fp8_site.computes(role)

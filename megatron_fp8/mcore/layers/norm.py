@@ -6,7 +6,7 @@ the tensor-parallel group. LayerNorm is PyTorch's; its RMSNorm, where it is not 
 much (float32 copies).
 
 An RMSNorm whose result goes to an FP8 linear on a GPU, and nowhere else (fusion.py knows), is not written: it
-returns an Unwritten, which the linear's quantising kernel computes. Forward keeps the same x, weight and
+returns a DeferredTensor, which the linear's quantising kernel computes. Forward keeps the same x, weight and
 statistic either way, so backward is the same.
 """
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import kernels
-from ...kernels.deferred import Unwritten, written
+from ...kernels.deferred import DeferredTensor, written
 from ...linear.derivative import first_derivative_only
 
 
@@ -31,15 +31,17 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, unwritten: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, deferred: bool) -> Tensor:
         x = written(x)
         rstd = _rstd(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
-        if unwritten:
+        if deferred:
             from ...kernels.norm_quantize import normalized  # loads Triton
 
-            return Unwritten(normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape)
+            return DeferredTensor(
+                normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape
+            )
         return (x * rstd).mul_(weight.to(rstd.dtype) + offset).to(x.dtype)
 
     @staticmethod
@@ -74,7 +76,7 @@ def rms_norm(
     eps: float = 1e-5,
     zero_centered_gamma: bool = False,
     *,
-    unwritten: bool = False,
+    deferred: bool = False,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
@@ -82,10 +84,10 @@ def rms_norm(
     Computes in float32 (float64 for float64 input); the result has x's shape and dtype. A row with a NaN is
     NaN throughout; a row with an Inf is NaN at the Inf and 0 elsewhere; a row of zeros is 0.
 
-    With `unwritten` the result is an Unwritten: the same bits, computed by whoever reads them. Kernels must run
+    With `deferred` the result is a DeferredTensor: the same bits, computed by whoever reads them. Kernels must run
     on x's device, and x must not be float64.
     """
-    return _RMSNorm.apply(x, weight, eps, float(zero_centered_gamma), unwritten)
+    return _RMSNorm.apply(x, weight, eps, float(zero_centered_gamma), deferred)
 
 
 class Norm(torch.nn.Module):
@@ -127,10 +129,10 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size] -> same shape and dtype; an Unwritten if the one reader makes codes of it."""
+        """x [..., hidden_size] -> same shape and dtype; a DeferredTensor if the one reader makes codes of it."""
         if self.kind == "RMSNorm":
-            unwritten = self.reader_takes_codes is not None and self.reader_takes_codes()
-            return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma, unwritten=unwritten)
+            deferred = self.reader_takes_codes is not None and self.reader_takes_codes()
+            return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma, deferred=deferred)
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight
         return F.layer_norm(x, (self.hidden_size,), weight, self.bias, self.eps)
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.kernels.deferred import Unwritten, source_of, written
+from megatron_fp8.kernels.deferred import DeferredTensor, source_of, written
 from megatron_fp8.kernels.norm_quantize import rms_norm
 from megatron_fp8.kernels.quantize import write
 from tests.support.compare import assert_same_bytes
@@ -30,8 +30,8 @@ def source() -> Any:
 VALUES = write(source()).view(SHAPE)
 
 
-def made() -> Unwritten:
-    return Unwritten(source(), SHAPE)
+def made() -> DeferredTensor:
+    return DeferredTensor(source(), SHAPE)
 
 
 def test_it_looks_like_the_matrix_and_names_of_it_write_nothing():
@@ -44,7 +44,7 @@ def test_it_looks_like_the_matrix_and_names_of_it_write_nothing():
         and names[4].shape == (2, 6, 40)
     )
     for name in (x, *names):
-        assert isinstance(name, Unwritten) and source_of(name).kind == "norm", name
+        assert isinstance(name, DeferredTensor) and source_of(name).kind == "norm", name
     assert "not written" in repr(x)
     x.sum()
     for name in (x, *names):
@@ -93,7 +93,7 @@ def test_inputs_must_not_change_before_it_is_read():
     """It would be another matrix, in silence; once written it is its own."""
     x, gamma = randn(12, 40, seed=1).to(DEVICE), GAMMA.clone()
     for changed in (x, gamma):
-        late, written_before = (Unwritten(rms_norm(x, gamma), (12, 40)) for _ in range(2))
+        late, written_before = (DeferredTensor(rms_norm(x, gamma), (12, 40)) for _ in range(2))
         written_before.sum()
         changed.mul_(2)
         assert written_before.isfinite().all()
@@ -101,7 +101,7 @@ def test_inputs_must_not_change_before_it_is_read():
             with pytest.raises(RuntimeError, match=r"norm was left to be computed .* changed in place"):
                 read(late)
     with torch.inference_mode():
-        y = Unwritten(rms_norm(randn(12, 40, seed=1).to(DEVICE), GAMMA), (12, 40))
+        y = DeferredTensor(rms_norm(randn(12, 40, seed=1).to(DEVICE), GAMMA), (12, 40))
         assert_same_bytes(y.written(), VALUES.view(12, 40))
 
 
@@ -156,7 +156,7 @@ def test_autograd_hands_it_on_unwritten(recomputed):
     loss = checkpoint(read, y, use_reentrant=True) if recomputed else read(y)
     loss.backward()
     for met in (_Reader.met, _Norm.met):
-        assert isinstance(met, Unwritten) and met.shape == VALUES.shape
+        assert isinstance(met, DeferredTensor) and met.shape == VALUES.shape
     assert _Reader.met.source is not None
     assert_same_bytes(x.grad.bfloat16(), VALUES)
     # Used twice, its gradients are added up, which reads them.

@@ -27,7 +27,11 @@ def test_it_is_quantised_once_until_somebody_wrote_it():
     first = codes(cache, w)
     assert codes(cache, w) is first is cache.kept.rowwise and state.counts.casts == 1
     assert codes(cache, w, fresh=True) is not first
-    for write in (lambda: w.mul_(2), lambda: setattr(state, "epoch", state.epoch + 1), cache.forget):
+    for write in (
+        lambda: w.mul_(2),
+        lambda: setattr(state, "weight_generation", state.weight_generation + 1),
+        cache.forget,
+    ):
         before = codes(cache, w)
         write()
         assert codes(cache, w) is not before

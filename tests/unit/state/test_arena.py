@@ -252,11 +252,11 @@ def test_finish_iteration_counts_once_and_starts_anew():
     observe(slots[1], 1.0, nonfinite=1)
     counts = state.finish_iteration()
     assert (counts.fp8_gemms, counts.casts, counts.nonfinite, counts.amax_collectives) == (3, 2, 5, 0)
-    assert state.last is counts and (state.iteration, state.epoch) == (1, 1)
+    assert state.last is counts and (state.iteration, state.weight_generation) == (1, 1)
     arena.counts.casts += 1
     counts = state.finish_iteration()
     assert (counts.fp8_gemms, counts.casts, counts.nonfinite) == (0, 1, 0)
-    assert (state.iteration, state.epoch) == (2, 2)
+    assert (state.iteration, state.weight_generation) == (2, 2)
 
 
 def test_deep_copies_of_a_config_share_the_state():

@@ -131,7 +131,7 @@ def test_a_capture_shares_no_quantised_weight_with_what_runs():
     model = Model("tensorwise")
     model.step()
     model.state.finish_iteration()
-    model.step()  # an iteration that nobody finished: codes are kept in this epoch
+    model.step()  # an iteration that nobody finished: codes are kept in this weight_generation
     casts = model.state.counts.casts
     captured = CapturedStep(model.state)
     with captured:

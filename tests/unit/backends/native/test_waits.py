@@ -96,11 +96,11 @@ def _never(*_: Any) -> torch.Tensor:
     raise AssertionError("Megatron-Core's own was called")
 
 
-@pytest.mark.parametrize("unwritten", [False, True])
-def test_norm(unwritten: bool) -> None:
+@pytest.mark.parametrize("deferred", [False, True])
+def test_norm(deferred: bool) -> None:
     with gpu_without_values():
         x, weight = leaf(64, 256), leaf(256)
-        (rms_norm(x, weight, unwritten=unwritten) * 1).sum().backward()
+        (rms_norm(x, weight, deferred=deferred) * 1).sum().backward()
         assert x.grad is not None and weight.grad is not None
 
 

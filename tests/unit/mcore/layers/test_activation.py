@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_fp8.kernels.deferred import Unwritten
+from megatron_fp8.kernels.deferred import DeferredTensor
 from megatron_fp8.mcore.layers import fusion
 from megatron_fp8.mcore.layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
 from megatron_fp8.numerics.formats import E4M3
@@ -73,14 +73,14 @@ def between_fp8_linears() -> Iterator[None]:
 
 @pytest.mark.parametrize("store", [False, True], ids=["kept", "stored"])
 @pytest.mark.parametrize(("shape", "weighted"), [((5, 2, 128), False), ((7, 62), True), ((0, 64), True)])
-def test_unwritten(shape: tuple[int, ...], weighted: bool, store: bool) -> None:
+def test_deferred(shape: tuple[int, ...], weighted: bool, store: bool) -> None:
     """By kernels: the value and all gradients, none of which is written before it is read; bfloat16."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=generator).bfloat16().requires_grad_()
     weights = torch.rand(shape[0], 1, generator=generator).requires_grad_() if weighted else None
     with between_fp8_linears(), np.errstate(all="ignore"), launched() as calls:
         y = assert_right(x, weights, torch.bfloat16, store=store)
-    assert isinstance(y, Unwritten) and isinstance(x.grad, Unwritten) and x.grad.source is None
+    assert isinstance(y, DeferredTensor) and isinstance(x.grad, DeferredTensor) and x.grad.source is None
     wanted = {"write_values of swiglu": 1, "write_values of swiglu_grad": 1}
     wanted |= {"quantize_tiles": 1} if store else {}
     wanted |= {"_weight_grad": 1} if weighted else {}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fp8 import kernels
-from megatron_fp8.kernels.deferred import Unwritten, written
+from megatron_fp8.kernels.deferred import DeferredTensor, written
 from megatron_fp8.mcore.layers.norm import Norm, rms_norm
 from tests.support.compare import assert_same_bytes
 from tests.support.launched import launched
@@ -59,18 +59,16 @@ def test_rms_norm_equals_the_formula_in_float64(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5, 64), (7, 129), (0, 16)], ids=str)
-def test_an_unwritten_norm_has_the_same_bits(shape: tuple[int, ...], centred: bool) -> None:
+def test_a_deferred_norm_has_the_same_bits(shape: tuple[int, ...], centred: bool) -> None:
     """Value and gradients, where kernels run: what is kept for backward does not depend on who computes the value."""
     torch.manual_seed(0)
     x, weight, grad = (t.bfloat16() for t in (torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)))
     with mock.patch.object(kernels, "run_on", return_value=True), launched() as calls:
         both = [
-            values_and_gradients(
-                lambda a, w, u=u: rms_norm(a, w, 0.01, centred, unwritten=u), x, weight, grad
-            )
+            values_and_gradients(lambda a, w, u=u: rms_norm(a, w, 0.01, centred, deferred=u), x, weight, grad)
             for u in (True, False)
         ]
-    assert isinstance(both[0][0], Unwritten) and both[0][0].source is not None
+    assert isinstance(both[0][0], DeferredTensor) and both[0][0].source is not None
     assert calls == ({"_row_rstd": 2} if x.numel() else {})
     for what, mine, theirs in zip(("value", "dx", "dw"), *both, strict=True):
         assert_same_bytes(written(mine), theirs, what)

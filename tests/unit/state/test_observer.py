@@ -1,0 +1,112 @@
+"""The seam for an observer: each cast and product once, of what ran, and nothing for those who do not watch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fp8 import convert_to_fp8
+from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.state.arena import Fp8State
+from tests.support.sites import RECIPES, make_site, randn
+
+
+class Recording:
+    """An observer that keeps what it is told."""
+
+    def __init__(self):
+        self.casts, self.products = [], []
+
+    def cast(self, slot, x, done, direction, *, recorded):
+        self.casts.append((slot, x.detach().clone(), done, direction, recorded))
+
+    def product(self, site, gemm, a, b, y):
+        self.products.append((site, gemm, y.detach().clone()))
+
+
+def step(site, *, training=True):
+    x, w = randn(64, 32, seed=1).requires_grad_(), randn(96, 32, seed=2).requires_grad_()
+    y = fp8_linear(x, w, None, site, training=training)
+    y.backward(randn(64, 96, seed=3))
+    return x, w, y
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sees_every_cast_and_product(recipe):
+    state, watch = Fp8State(), Recording()
+    site, _ = make_site(recipe, state=state, name="fc1")
+    state.watch(watch)
+    x, w, y = step(site)
+    state.watch(None)
+    step(site)
+    assert [(slot, recorded) for slot, *_, recorded in watch.casts] == [
+        ("fc1.input", True),
+        ("fc1.weight", True),
+        ("fc1.grad_output", True),
+    ]
+    assert [(site, gemm) for site, gemm, _ in watch.products] == [
+        ("fc1", g) for g in ("fprop", "dgrad", "wgrad")
+    ]
+    (_, seen_x, done, *_), (_, seen_w, *_), (_, dy, *_) = watch.casts
+    assert torch.equal(seen_x, x) and torch.equal(seen_w, w) and torch.equal(dy, randn(64, 96, seed=3))
+    assert done.tensor.rowwise.codes.shape == (64, 32)
+    fprop, dgrad, wgrad = (y for *_, y in watch.products)
+    assert torch.equal(fprop, y) and torch.equal(dgrad, x.grad) and torch.equal(wgrad.to(w.dtype), w.grad)
+
+
+def test_says_what_is_not_recorded():
+    state, watch = Fp8State(), Recording()
+    site, _ = make_site("tensorwise", state=state, name="fc1")
+    state.watch(watch)
+    step(site, training=False)
+    assert {slot: recorded for slot, *_, recorded in watch.casts}["fc1.input"] is False
+
+
+def test_sites_made_later_are_watched_too():
+    state, watch = Fp8State(), Recording()
+    state.watch(watch)
+    step(make_site("mxfp8", state=state)[0])
+    assert len(watch.casts) == 3 and len(watch.products) == 3
+
+
+def test_one_at_a_time():
+    state = Fp8State()
+    state.watch(Recording())
+    with pytest.raises(AssertionError, match="stops first"):
+        state.watch(Recording())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_not_one_operation_more(recipe):
+    """A watched layer runs the operations of one that is not, and its bits."""
+
+    def run(watch):
+        state = Fp8State()
+        state.watch(watch)
+        site, _ = make_site(recipe, state=state)
+        step(site)  # what is imported or made once
+        with torch.autograd.profiler.profile() as seen:
+            x, w, y = step(site)
+        names = [event.name for event in seen.function_events if event.name.startswith("aten::")]
+        assert len(names) > 30  # those inside the linear are among them
+        return names, [y, x.grad, w.grad]
+
+    class Silent:
+        def cast(self, *_, **__): ...
+        def product(self, *_, **__): ...
+
+    (without, bits), (watched, same) = run(None), run(Silent())
+    assert without == watched
+    assert all(torch.equal(a, b) for a, b in zip(bits, same, strict=True))
+
+
+def test_compiled_layers_are_watched():
+    torch.manual_seed(0)
+    model = convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)).bfloat16(), skip=[])
+    x = randn(64, 32, seed=1)
+    model(x).sum().backward()
+    (site,) = (module.fp8_site for module in model.modules() if hasattr(module, "fp8_site"))
+    watch = Recording()
+    site.state.watch(watch)
+    torch.compile(model, backend="eager")(x).sum().backward()
+    assert [gemm for _, gemm, _ in watch.products] == ["fprop", "wgrad"]
