@@ -101,7 +101,7 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     from ..train.launch.parallel import exit_code
 
     try:
-        trainer = prepare(arguments, launch)
+        trainer = prepare(arguments, launch, stop)
     except BrokenPipeError:
         return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except (ValueError, RuntimeError, OSError) as error:
@@ -113,7 +113,6 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     try:
         if trainer is None:
             return EXIT_DONE
-        trainer.stop = stop
         return _train(trainer)
     except (SaveError, TrainingFailed) as error:
         return refuse(error, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
@@ -128,8 +127,8 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         return EXIT_FAILED
 
 
-def prepare(arguments: list[str], launch: Any) -> Any:
-    """Everything before the first step: config, ranks, data, model, report. None after a dry run."""
+def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
+    """Everything before the first step: config, ranks, data, model, report. The trainer; None after a dry run."""
     from .. import mcore
 
     mcore.install()
@@ -150,11 +149,11 @@ def prepare(arguments: list[str], launch: Any) -> Any:
         "settings", run_facts(run, tokenizer, launch.world_size), run.train.distributed_timeout_minutes * 60
     )
     parallel.join(launch, run.model, run.train)
-    return build(run, config, tokenizer, vocab_size, launch)
+    return build(run, config, tokenizer, vocab_size, launch, stop)
 
 
-def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -> Any:
-    """Data, model, optimizer and report of a run whose ranks have met. None after a dry run."""
+def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, stop: Any) -> Any:
+    """Data, model, optimizer and report of a run whose ranks have met. The trainer; None after a dry run."""
     from ..mcore.iteration import set_training_length
     from ..mcore.sites import check_plan
     from ..train import binding, checkpoints, model
@@ -166,6 +165,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     from ..train.metrics import Display, MetricsWriter, model_flops_per_token
     from ..train.report import build_report, format_report, write_report
     from ..train.run_folder import RunFolders, naming
+    from ..train.step import Stepper
 
     set_training_length(config, run.train.train_iters)
     if config.fp8_size_filter_tokens is None:
@@ -185,23 +185,18 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
     check_plan(chunks)
     parameters = model.count_parameters(chunks)
     report = build_report(run, config, chunks, parameters, launch.launcher)
-    flops = model_flops_per_token(
-        parameters["non_embedding"], vocab_size, config.hidden_size, config.num_layers, run.train.seq_length
-    )
-    trainer = Trainer(run, chunks, optimizer, scheduler, datasets, flops)
+    stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop)
     first = launch.rank == 0
     if first:
         print(format_report(report), flush=True)
     if run.dry_run:
-        _dry_run(trainer, chunks, vocab_size, first)
+        _dry_run(stepper, vocab_size, first)
         return None
     if run.checkpoint.save_interval:
         folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
     content = parallel.on_first_rank(lambda: data_fact(prefixes))
     start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
-    trainer.finished, trainer.samples = start.iteration, start.samples
     facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted, "data": content}
-    trainer.checkpoints = checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts)
     continues = folders.has(start.folder)
     if not continues:
         folders.keep_earlier()
@@ -211,7 +206,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
         launch.meeting.close()
         _note_what_ran(report, chunks, folder, first)
 
-    trainer.after_first_step = after_first_step
+    writer = display = None
     if first:
         entropy = data.corpus_bigram_entropy(prefixes)
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
@@ -220,11 +215,23 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any) -
         with naming("run_dir", folder):
             run.save(folder / "config.yaml")
             write_report(report, folder)
-            trainer.writer = MetricsWriter(folder, start.iteration if continues else 0)
-        trainer.display = Display(
-            run.train.train_iters, run.train.log_interval, start.iteration, start.skipped
-        )
-    return trainer
+            writer = MetricsWriter(folder, start.iteration if continues else 0)
+        display = Display(run.train.train_iters, run.train.log_interval, start.iteration, start.skipped)
+    return Trainer(
+        stepper,
+        start,
+        model_flops_per_token(
+            parameters["non_embedding"],
+            vocab_size,
+            config.hidden_size,
+            config.num_layers,
+            run.train.seq_length,
+        ),
+        writer=writer,
+        display=display,
+        after_first_step=after_first_step,
+        checkpoints=checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts),
+    )
 
 
 def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, first: bool) -> None:
@@ -243,17 +250,17 @@ def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, firs
         print(notes, flush=True)
 
 
-def _dry_run(trainer: Any, chunks: list[Any], vocab_size: int, first: bool) -> None:
+def _dry_run(stepper: Any, vocab_size: int, first: bool) -> None:
     """Print this rank's shapes and check the first loss: an untrained model guesses evenly, ln V nats."""
     from ..params.fp8_parameter import Fp8Parameter
 
     if first:
         print("shapes on this rank:")
-        for chunk in chunks:
+        for chunk in stepper.chunks:
             for name, parameter in chunk.module.named_parameters():
                 dtype = parameter.rule.fmt.dtype if isinstance(parameter, Fp8Parameter) else parameter.dtype
                 print(f"  {name.removeprefix('module.'):<70} {list(parameter.shape)} {dtype}")
-    loss, even = trainer.first_loss(), math.log(vocab_size)
+    loss, even = stepper.first_loss(), math.log(vocab_size)
     if first:
         print(f"first loss {loss:.4f}, ln({vocab_size}) = {even:.4f}", flush=True)
     if not abs(loss - even) < 0.1 * even:
@@ -270,7 +277,7 @@ def _train(trainer: Any) -> int:
     if sys.__stderr__ is not None:
         # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
         faulthandler.enable(sys.__stderr__)
-    trainer.stop.listen("SIGTERM")
+    trainer.stepper.stop.listen("SIGTERM")
     try:
         summary = trainer.train()
     finally:
@@ -286,7 +293,7 @@ def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
     run = trainer.run
     done, wanted = int(summary["iteration"]), run.train.train_iters
     if done < wanted:
-        parts = [f"stopped by {trainer.stop.reason} after {done} of {wanted} iterations, saved"]
+        parts = [f"stopped by {trainer.stepper.stop.reason} after {done} of {wanted} iterations, saved"]
     elif trainer.finished >= wanted:
         return f"done: all {wanted} iterations were done before; everything is in {run.run_dir}"
     else:

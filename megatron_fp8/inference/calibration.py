@@ -47,9 +47,7 @@ def fp8_modules(model: torch.nn.Module) -> list[Any]:
             name_sites(model)  # Megatron-Core's linears get their sites from the model they stand in
             break
         if hasattr(module, "fp8_family"):
-            families_of(
-                model
-            )  # so do Fp8Linears that were made one by one: until then each is called 'linear'
+            families_of(model)  # Fp8Linears made one by one: until then each is called 'linear'
             break
     return modules
 

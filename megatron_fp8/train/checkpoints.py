@@ -102,9 +102,8 @@ def _check_state(folder: Path, manifest: Manifest) -> None:
     problem = ""
     if missing := [name for name in needed if name not in state]:
         problem = f"its manifest has no {missing[0]}, as one that was saved from Python and not by a run"
-    elif (
-        not 1 <= state["scheduler_steps"] <= done + 1
-    ):  # one ahead of the optimizer, which skips steps and adds none
+    # The scheduler is one ahead of the optimizer, which skips steps and adds none.
+    elif not 1 <= state["scheduler_steps"] <= done + 1:
         problem = f"its manifest has scheduler_steps {state['scheduler_steps']} after iteration {done}"
     elif not state["optimizer_step"] <= done:
         problem = f"its manifest has optimizer_step {state['optimizer_step']} after iteration {done}"
@@ -155,9 +154,8 @@ def resume(
     resumed = checkpoint.load(folder, manifest, chunks, optimizer)
     state = manifest.state
     scheduler.num_steps = 0
-    scheduler.step(
-        state["scheduler_steps"]
-    )  # rates are this run's own; only the place on the curve is taken over
+    # Rates are this run's own; only the place on the curve is taken over.
+    scheduler.step(state["scheduler_steps"])
     lines = [f"resume      {folder}: iteration {manifest.iteration} is done"]
     lines += map(_note, without_checksum(manifest))
     if accepted:

@@ -4,8 +4,7 @@ metrics.jsonl has one object per iteration:
 
     iteration         1 for the first
     lm_loss           mean loss of the iteration's tokens before the step, in nats; null if it is not finite
-    grad_norm         norm of the whole gradient before clipping; null when the step was skipped or
-    clipping is off
+    grad_norm         norm of the whole gradient before clipping; null when the step was skipped or clipping is off
     learning_rate     of the step
     tokens            trained on so far, this iteration included
     tokens_per_s      this iteration's

@@ -180,9 +180,8 @@ def build_scheduler(run: RunConfig, optimizer: Any) -> OptimizerParamScheduler:
 
 
 def count_parameters(chunks: list[Any]) -> dict[str, int]:
-    """Parameters of the whole model over all its ranks: 'total', and 'non_embedding' (no token or
-    position table,
-    no output projection). Tied weights count once. Call it on every rank."""
+    """Parameters of the whole model over all its ranks: 'total', and 'non_embedding' (no token or position table, no
+    output projection). Tied weights count once. Collective."""
     counts = torch.zeros(2, dtype=torch.int64, device=_device())
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         for name, parameter in _named_parameters(chunks):

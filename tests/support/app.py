@@ -24,7 +24,7 @@ def watch(path, arguments):
     from megatron_fp8.mcore import install
 
     install()
-    from megatron_fp8.train import loop, model
+    from megatron_fp8.train import model, step
     from megatron_fp8.train.data import datasets as data
 
     counts = {}
@@ -42,27 +42,27 @@ def watch(path, arguments):
     counted(model, "DistributedDataParallel")
     counted(model, "get_megatron_optimizer")
     counted(data.CorpusDataset, "__getitem__")
-    counted(loop, "get_forward_backward_func")
+    counted(step, "get_forward_backward_func")
     code = main(arguments)
     if os.environ.get("RANK", "0") == "0":
         Path(path).write_text(json.dumps(counts))
     return code
 
 
-def poison(step, arguments):
+def poison(number, arguments):
     """Make one batch's loss infinite."""
     from megatron_fp8.mcore import install
 
     install()
-    from megatron_fp8.train import loop
+    from megatron_fp8.train import step
 
-    original = loop.batches
+    original = step.batches
 
     def batches(*args, **kwargs):
-        for number, batch in enumerate(original(*args, **kwargs), start=1):
-            yield {**batch, "loss_mask": batch["loss_mask"] * float("inf")} if number == step else batch
+        for i, batch in enumerate(original(*args, **kwargs), start=1):
+            yield {**batch, "loss_mask": batch["loss_mask"] * float("inf")} if i == number else batch
 
-    loop.batches = batches
+    step.batches = batches
     return main(arguments)
 
 
@@ -96,19 +96,19 @@ def spoil(trainer):
 
     if os.environ.get("RANK", "0") != os.environ.get("LAST_RANK", "0"):
         return
-    for group in trainer.optimizer.param_groups:
+    for group in trainer.stepper.optimizer.param_groups:
         for master in group["params"]:
             if master.dim() == 2:
                 master.data.view(-1)[0] = torch.nan
                 break
-    for name, parameter in trainer.chunks[0].named_parameters():
+    for name, parameter in trainer.stepper.chunks[0].named_parameters():
         if "layers.1.mlp.linear_fc1.weight" in name:
             parameter.data.view(-1)[0] = torch.nan
 
 
 def truncate(trainer):
     """Cut the data set short, as another program may."""
-    prefix = trainer.datasets[0].dataset_path
+    prefix = trainer.stepper.datasets[0].dataset_path
     os.truncate(f"{prefix}.bin", 4096)
 
 

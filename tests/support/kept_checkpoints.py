@@ -112,6 +112,7 @@ def train(folder: Path, arguments: list[str]) -> None:
     from megatron_fp8.commands import train as app
     from megatron_fp8.train.launch import parallel
     from megatron_fp8.train.launch.parallel import Launch
+    from megatron_fp8.train.stop import StopRequest
     from tests.support.ranks import reset_megatron
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -121,7 +122,7 @@ def train(folder: Path, arguments: list[str]) -> None:
     reset_megatron()
     with _in(folder):
         try:
-            trainer = app.prepare(arguments, launch)
+            trainer = app.prepare(arguments, launch, StopRequest())
             app._train(trainer)
         finally:
             parallel._held.close()  # the run's locks; the groups are the case's

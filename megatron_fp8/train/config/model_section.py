@@ -155,9 +155,8 @@ def transformer_config(section: Any) -> TransformerConfig:
         if field.name not in megatrons or value != megatrons[field.name]:
             given[field.name] = value
     given = {name: value for name, value in given.items() if value is not None}
-    given["fp8"] = (
-        section.fp8
-    )  # also None: whether a recipe may be named without it is the run config's to say
+    # Also where it is None: whether a recipe may be named without it is the run config's to say.
+    given["fp8"] = section.fp8
     given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
     if section.virtual_pipeline_model_parallel_size and section.pipeline_model_parallel_size == 2:
         # The only right setting: two stages are each other's next and previous one (see config_checks).
@@ -219,8 +218,7 @@ def what_failed(error: BaseException) -> str:
 
 
 def padded_vocab_size(section: Any, tokenizer_vocab_size: int) -> int:
-    """`model.vocab_size`, or the tokenizer's, rounded up so that every tensor-parallel rank has an equal
-    part.
+    """`model.vocab_size`, or the tokenizer's, rounded up so that every tensor-parallel rank has an equal part.
 
     Raises ValueError if the model's vocabulary is smaller than the tokenizer's.
     """

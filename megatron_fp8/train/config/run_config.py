@@ -83,9 +83,8 @@ def _plain(value: Any) -> Any:
 def parse(arguments: list[str]) -> RunConfig:
     """The run config of a command line.
 
-    Raises ValueError with one line: an unknown key (with the nearest known one), a value of the wrong
-    type or out
-    of range, a file that is missing or not YAML.
+    Raises ValueError with one line: an unknown key (with the nearest known one), a value of the wrong type or out of
+    range, a file that is missing or not YAML.
     """
     arguments = list(_normalised(arguments))
     # Key: what was written, and the file it is in; what comes later wins.

@@ -111,9 +111,8 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
         for part, (name, size) in enumerate(zip(_SPLITS, sizes, strict=True)):
             first, last = (round(float(end) * index.sequences) for end in ends[part : part + 2])
             tokens = int(lengths[first:last].sum())
-            empty = (
-                tokens == 0 and ends[part] < ends[part + 1]
-            )  # Megatron-Core would count its epochs for ever
+            # Of an empty part Megatron-Core would count epochs for ever.
+            empty = tokens == 0 and ends[part] < ends[part + 1]
             if empty or (size and tokens <= seq_length):
                 raise ValueError(
                     f"data.split={split!r} leaves {tokens} tokens in {last - first} of {index.sequences} "
@@ -137,12 +136,10 @@ def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
 def batches(
     dataset: Any, train: TrainSection, consumed_samples: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches of this rank, starting at `consumed_samples`; starts again from the first when all
-    are used.
+    """Micro-batches of this rank, starting at `consumed_samples`; starts again from the first when all are used.
 
-    Sample order depends on the position only: micro-batch k of data-parallel rank r holds the samples
-    that any
-    other layout gives to the same step. Tensors are [micro batch, this rank's part of the sequence].
+    Sample order depends on the position only: a step's micro-batches hold together, over all data-parallel ranks, the
+    samples that any other layout gives to the same step. Tensors are [micro batch, this rank's part of the sequence].
     """
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

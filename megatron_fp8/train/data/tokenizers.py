@@ -107,9 +107,8 @@ class JsonTokenizer:
         self.name = f"json-{hashlib.sha256(content).hexdigest()[:16]}"
         if self.start or last != usual:  # the same file, and other documents
             self.name += "-" + "-".join(map(str, (*self.start, self.eod)))
-        if cut or size != len(
-            ids
-        ):  # its name tells prepared data apart from that of versions which cut, or counted
+        # Earlier versions cut documents, or counted ids, under the name without it; their prepared data is another.
+        if cut or size != len(ids):
             self.name += "-whole"
         self.unique_identifiers = {"tokenizer": self.name}
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_fp8.train import loop
+from megatron_fp8.train.checkpoints import Start
 from megatron_fp8.train.failure import TrainingFailed
 from megatron_fp8.train.liveness import Liveness
 
@@ -69,14 +70,17 @@ def test_0_never_ends_it():
 )
 def test_a_run_that_ends_in_skipped_steps_has_failed(monkeypatch, taken, row, words):
     """Also where max_skipped_steps is larger than what was left to train, or 0."""
-    trainer = object.__new__(loop.Trainer)
-    trainer.run = SimpleNamespace(
-        model=SimpleNamespace(fp16=True), optimizer=SimpleNamespace(loss_scale=1e30)
+    run = SimpleNamespace(
+        model=SimpleNamespace(fp16=True),
+        optimizer=SimpleNamespace(loss_scale=1e30),
+        train=SimpleNamespace(max_skipped_steps=0, global_batch_size=1, seq_length=1),
     )
-    trainer.chunks, trainer.liveness = [], Liveness(0, row=row, taken=taken, skipped=row)
+    trainer = loop.Trainer(SimpleNamespace(run=run, chunks=[]), Start(), 1.0)
+    for skipped in [False] * taken + [True] * row:
+        trainer.liveness.step(1, None, skipped=skipped, curable=False)
     monkeypatch.setattr(loop, "first_not_finite", lambda chunks: None)
     monkeypatch.setattr(loop, "checkpoint_before", lambda run, iteration: None)
     with pytest.raises(TrainingFailed, match=f"{words}.* a lower optimizer.loss_scale than 1e\\+30"):
         trainer._check_end({"iteration": 4})
-    trainer.liveness.row = 0
+    trainer.liveness.step(1, 1.0, skipped=False, curable=False)
     trainer._check_end({"iteration": 4})

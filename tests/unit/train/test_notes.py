@@ -8,7 +8,7 @@ import pytest
 from megatron_fp8.commands import report as show
 from megatron_fp8.commands import train as app
 from megatron_fp8.mcore import report as mcore_report
-from megatron_fp8.train.liveness import Liveness
+from megatron_fp8.train.checkpoints import Start
 from megatron_fp8.train.loop import Trainer
 from megatron_fp8.train.report import format_notes
 
@@ -35,14 +35,16 @@ def test_the_first_rank_writes_and_prints_them(monkeypatch, tmp_path, capsys):
 
 def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
     calls = []
-    trainer = object.__new__(Trainer)
-    wanted = SimpleNamespace(train_iters=3, eval_interval=0, eval_iters=0)
-    trainer.run, trainer.datasets = SimpleNamespace(train=wanted), [None]
-    trainer.writer = trainer.display = trainer.checkpoints = None
-    trainer.finished, trainer.samples, trainer.stop = 0, 0, SimpleNamespace(reason=None)
-    trainer.liveness, trainer.optimizer = Liveness(10), SimpleNamespace()
-    trainer.after_first_step = lambda: calls.append("noted")
-    monkeypatch.setattr(trainer, "_iterators", lambda dataset, samples: [])
+    wanted = SimpleNamespace(
+        train_iters=3, eval_interval=0, eval_iters=0, max_skipped_steps=10, global_batch_size=1, seq_length=1
+    )
+    stepper = SimpleNamespace(
+        run=SimpleNamespace(train=wanted),
+        optimizer=SimpleNamespace(),
+        stop=SimpleNamespace(reason=None),
+        training_data=lambda samples: [],
+    )
+    trainer = Trainer(stepper, Start(), 1.0, after_first_step=lambda: calls.append("noted"))
 
     def step(iteration, training):
         calls.append(iteration)

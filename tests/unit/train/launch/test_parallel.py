@@ -136,7 +136,7 @@ def test_environments_that_cannot_be(environ, words):
 def test_what_another_attempt_may_not_meet_is_no_bad_input(error, code, monkeypatch, capsys):
     """The batch scripts do not start again after bad input, which stays bad."""
 
-    def prepare(arguments, launch):
+    def prepare(arguments, launch, stop):
         raise error
 
     monkeypatch.setattr(app, "prepare", prepare)

@@ -1,0 +1,149 @@
+"""One step of a run on one rank, in Megatron-Core's schedule, and the losses that all ranks agree on.
+
+A step is: batches -> Megatron-Core's forward/backward schedule -> finalise gradients (inside the schedule; the FP8
+iteration ends there) -> agree on loss and health -> optimizer -> learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from .config.run_config import RunConfig
+from .data.datasets import batches
+from .mtp import take_mtp_loss
+from .stop import StopRequest
+
+
+class Stepper:
+    """Steps, validations and a first loss of one rank's part of a run.
+
+    Args:
+        chunks: model chunks in their DistributedDataParallel, one per virtual stage.
+        datasets: training and validation data sets (the second may be None).
+        stop: told of every rank's wish to stop, whenever the ranks agree on a loss.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        chunks: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        datasets: list[Any],
+        stop: StopRequest,
+    ) -> None:
+        self.run, self.chunks, self.optimizer, self.scheduler = run, chunks, optimizer, scheduler
+        self.datasets, self.stop = datasets, stop
+        self._schedule = get_forward_backward_func()
+        data_ranks = parallel_state.get_data_parallel_world_size()
+        self._microbatches = run.train.global_batch_size // (run.train.micro_batch_size * data_ranks)
+
+    def training_data(self, samples: int) -> list[Iterator[Any]]:
+        """What ``step`` reads, from this sample on."""
+        return self._iterators(self.datasets[0], samples)
+
+    def mtp_loss(self) -> float | None:
+        """The last step's mean loss of multi-token prediction; None without it. Collective."""
+        if not self.run.model.mtp_num_layers:
+            return None
+        return take_mtp_loss(self._microbatches, self._device)
+
+    def step(self, training: list[Iterator[Any]]) -> tuple[float, bool, float | None]:
+        """One optimizer step: loss, whether the step was taken (on all ranks or on none), gradient norm.
+
+        A NaN or an Inf in a gradient, or met by an FP8 cast (which saturates it), makes the optimizer skip.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._forward_backward(training, self._microbatches, forward_only=False)
+        loss = self._mean(losses)
+        updated, grad_norm, _ = self.optimizer.step()
+        if updated:
+            self.scheduler.step(1)
+        return loss, updated, grad_norm if self.run.optimizer.clip_grad else None
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the first `eval_iters` global batches of the validation data, the same each time."""
+        for chunk in self.chunks:
+            chunk.eval()
+        validation = self._iterators(self.datasets[1])
+        total: list[Tensor] = []
+        for _ in range(self.run.train.eval_iters):
+            total += self._forward_backward(validation, self._microbatches, forward_only=True)
+        return self._mean(total)
+
+    @torch.no_grad()
+    def first_loss(self) -> float:
+        """Loss of the first training batch, without a step."""
+        for chunk in self.chunks:
+            chunk.eval()
+        few = self._microbatches if len(self.chunks) > 1 else 1  # interleaved stages need as many as they are
+        return self._mean(self._forward_backward(self._iterators(self.datasets[0]), few, forward_only=True))
+
+    def _iterators(self, dataset: Any, samples: int = 0) -> list[Iterator[Any]]:
+        """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""
+        return [batches(dataset, self.run.train, samples) for _ in self.chunks]
+
+    def _forward_backward(
+        self, iterators: list[Iterator[Any]], microbatches: int, *, forward_only: bool
+    ) -> list[Tensor]:
+        """Megatron-Core's schedule over `microbatches`: [loss sum, tokens] of each, on the last stage."""
+        several = len(self.chunks) > 1
+        return self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=microbatches,
+            seq_length=self.run.train.seq_length,
+            micro_batch_size=self.run.train.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        """Where collectives are."""
+        return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        """Mean loss per token over all ranks, which also agree on stopping here.
+
+        Only the ranks of last stages have losses. Tensor-parallel ranks hold the same ones, which leaves the mean as
+        it is.
+        """
+        sums = torch.tensor([0.0, 0.0, *self.stop.votes()], dtype=torch.float64, device=self._device)
+        for loss in losses:
+            sums[:2] += loss.double()
+        dist.all_reduce(sums)
+        total, tokens, *votes = sums.tolist()
+        self.stop.agree(votes)
+        return total / tokens
+
+
+def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    """Megatron-Core's forward step: the model's output for the next batch, and how its loss is computed."""
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(mean_loss, batch["loss_mask"])
+
+
+def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of `losses` [batch, sequence] where `loss_mask` is 1, and [loss sum, tokens] for the record."""
+    mask = loss_mask.reshape(-1).float()
+    total = (losses.reshape(-1).float() * mask).sum()
+    sums = torch.stack([total.detach(), mask.sum()])
+    if parallel_state.get_context_parallel_world_size() > 1:  # the mean is over the whole sequence
+        shared = sums.clone()
+        dist.all_reduce(shared, group=parallel_state.get_context_parallel_group())
+        return total / shared[1], sums
+    return total / sums[1], sums
