@@ -26,7 +26,7 @@ from megatron_fp8.backends import emulated
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 
 # Of |a| |b|: Hopper keeps about 14 bits of a partial sum with fast accumulation, more where it promotes.
 GEMM_BOUND = {True: 2.0**-9, False: 2.0**-11}

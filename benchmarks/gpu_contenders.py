@@ -18,7 +18,7 @@ from benchmarks.gpu_common import Machine
 from benchmarks.gpu_models import Fp8BenchLinear, Layer, Sizes, plain_linear
 from megatron_fp8 import recipe
 from megatron_fp8.backends import transformer_engine as engine
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 
 RECIPES: dict[str, Any] = {
     "delayed": recipe.DelayedScaling(amax_history_len=16),

@@ -26,7 +26,8 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.quantizer import Quantizer
-from megatron_fp8.state.arena import Arena, Fp8State
+from megatron_fp8.state.arena import Arena
+from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.train.launch.deterministic import be_deterministic
 from tests.support.compare import assert_same_bytes
 from tests.support.launched import launched

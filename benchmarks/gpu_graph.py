@@ -15,7 +15,7 @@ from benchmarks.gpu_kernels import random
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep
 from tests.support.compare import assert_same_bytes
 

@@ -20,7 +20,7 @@ from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Recipe
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 
 HEAD = 128
 

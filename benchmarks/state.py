@@ -26,7 +26,7 @@ from benchmarks.common import (
 )
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 
 SLOTS = 10_000
 GOAL_MS = 1.0

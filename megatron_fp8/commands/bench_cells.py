@@ -24,7 +24,7 @@ from ..plan.site_plan import fp8_site
 from ..plan.size_table import Gemm
 from ..plan.timing import Timing, interleave_on
 from ..recipe import Recipe, recipe_name
-from ..state.arena import Fp8State
+from ..state.fp8_state import Fp8State
 
 # Root mean square errors over that of the values. E5M2 has 2 bits of mantissa: 0.07 of each gradient, two products.
 _CODES, _PRODUCT, _LINEAR = 0.09, 0.01, 0.12

@@ -15,7 +15,8 @@ from ..plan.operands import READERS, Cast
 from ..plan.site_plan import SitePlan
 from ..plan.switch import in_recompute
 from ..quantizer import Casts, Quantizer
-from ..state.arena import Fp8State, Group
+from ..state.arena import Group
+from ..state.fp8_state import Fp8State
 from ..tensor import Operand, QuantizedSide
 from .registry import register
 from .saved_layout import SideLayout

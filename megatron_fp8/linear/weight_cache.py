@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import Casts
-from ..state.arena import Fp8State
+from ..state.fp8_state import Fp8State
 from ..tensor import Float8Tensor, Operand, Sides
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..state.arena import Fp8State
+from ..state.fp8_state import Fp8State
 
 _models: weakref.WeakKeyDictionary[torch.nn.Module, Fp8State] = weakref.WeakKeyDictionary()
 _hook: Any = None

@@ -24,7 +24,7 @@ from ..plan import resolve as resolver
 from ..plan.overrides import check_overrides_match, matching
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left
 from ..plan.switch import LayerBeingBuilt
-from ..state.arena import Fp8State
+from ..state.fp8_state import Fp8State
 from ..state.phases import Phases
 from . import installed as compat
 from .foreign import foreign_linears, is_te_linear, refuse_foreign_layers, require_mtp_block

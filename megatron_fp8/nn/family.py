@@ -28,7 +28,7 @@ from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label
 from ..recipe import Recipe, recipe_name
-from ..state.arena import Fp8State
+from ..state.fp8_state import Fp8State
 from .config import Fp8Config
 from .report import Row
 

@@ -12,7 +12,7 @@ from ..linear.site import GemmSite
 from ..plan.resolve import Asked, resolve
 from ..plan.switch import without_autocast
 from ..recipe import Recipe, recipe_name
-from ..state.arena import Fp8State
+from ..state.fp8_state import Fp8State
 from .config import Fp8Config
 
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..linear.site import GemmSite
-from ..state.arena import Fp8State, IterationCounts
+from ..state.arena import IterationCounts
+from ..state.fp8_state import Fp8State
 from .family import Family, take_over
 from .linear import Fp8Layer
 from .observed import note_replaced, note_unused

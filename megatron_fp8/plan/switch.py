@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 
 from ..recipe import Recipe
-from ..state.arena import Fp8State
+from ..state.fp8_state import Fp8State
 from .site_plan import SitePlan
 
 P = ParamSpec("P")

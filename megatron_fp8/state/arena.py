@@ -17,9 +17,7 @@ The counts are max-reduced with the amaxes, since one collective has one operato
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +31,6 @@ from ..numerics.subnormals import keeping_subnormals
 from ..recipe import DelayedScaling
 from .history import History
 from .observer import Observer
-from .phases import Phase, Phases
 
 Group = Any
 """A torch.distributed process group, or None for a single process."""
@@ -84,19 +81,36 @@ class IterationCounts:
 
 
 class Arena:
-    """The slots of one reduction group. Row 0 of ``rows`` holds running amaxes, row 1 non-finite counts."""
+    """The slots of one reduction group.
 
-    def __init__(self, group: Group, device: torch.device):
+    Args:
+        group: the ranks that share amaxes; None for a single process.
+        device: where everything below is.
+        counts, observer: its Fp8State's, which changes both.
+
+    Attributes (n slots, and spare room until the first reduction):
+        rows: float32 [2, n]: running amaxes; counts of NaN and Inf.
+        scale: float32 [n], delayed scales.
+        last_amax, last_nonfinite: float32 [n], both rows of the last iteration, over all ranks of the group.
+        own_nonfinite: as last_nonfinite, of this rank alone.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        counts: IterationCounts | None = None,
+        observer: Observer | None = None,
+    ):
         self.group, self.device = group, device
-        self.counts = IterationCounts()  # the state's own, shared
-        self.observer: Observer | None = None  # the state's own
+        self.counts = IterationCounts() if counts is None else counts
+        self.observer = observer
         self.slots: list[Slot] = []
         self.rows = torch.zeros(2, 0, device=device, dtype=torch.float32)
         self.scale = torch.ones(0, device=device, dtype=torch.float32)
         self.last_amax = torch.zeros(0, device=device, dtype=torch.float32)
         self.last_nonfinite = torch.zeros(0, device=device, dtype=torch.float32)
-        self.own_nonfinite = torch.zeros(0, dtype=torch.float32, device=device)
-        """As last_nonfinite, of this rank alone."""
+        self.own_nonfinite = torch.zeros(0, device=device, dtype=torch.float32)
         self._histories: dict[tuple[DelayedScaling, str], History] = {}
         self._agreed: int | None = None  # slots that all ranks are known to share
 
@@ -303,126 +317,3 @@ class Arena:
             most_recent=delayed.amax_compute_algo == "most_recent",
             due=due,
         )
-
-
-@dataclass
-class Fp8State:
-    """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
-
-    ``capturing`` is set while a CapturedStep (graph.py) captures. ``owed``: an optimizer stepped after FP8 GEMMs of an
-    iteration that was not ended (mcore/owed.py). ``observer``: who watches (``watch``).
-    ``weight_generation`` marks kept quantised weights as stale; ``keeps_weights`` says that they serve until then, since
-    nobody writes weights meanwhile without a trace (through ``.data``): else each forward quantises its weight.
-    ``seed`` is stochastic rounding's; ``phases`` says in which iterations FP8 runs.
-    """
-
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    iteration: int = 0
-    weight_generation: int = 0
-    keeps_weights: bool = True
-    seed: int = 0
-    phases: Phases = field(default_factory=Phases)
-    counts: IterationCounts = field(default_factory=IterationCounts)
-    last: IterationCounts = field(default_factory=IterationCounts)
-    arenas: list[Arena] = field(default_factory=list)
-    capturing: bool = False
-    owed: bool = False
-    observer: Observer | None = None
-    _phase: Phase | None = field(init=False, repr=False, compare=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
-        return self
-
-    def arena(self, group: Group) -> Arena:
-        """The arena of a group, made on first use. Ranks must ask for their groups in the same order."""
-        for arena in self.arenas:
-            if arena.group is group:
-                return arena
-        self.arenas.append(Arena(group, self.device))
-        self.arenas[-1].counts = self.counts
-        self.arenas[-1].observer = self.observer
-        return self.arenas[-1]
-
-    def watch(self, observer: Observer | None) -> None:
-        """From now on this one is told of casts and products; None: nobody is. There is one at a time."""
-        assert observer is None or self.observer is None, (
-            "somebody watches already: who watches last stops first"
-        )
-        self.observer = observer
-        for arena in self.arenas:
-            arena.observer = observer
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """The phase is kept: traced code guards on what it reads, and a guard on the iteration would fail in the next."""
-        object.__setattr__(self, name, value)
-        if name in ("iteration", "phases") and "phases" in self.__dict__:
-            self.__dict__["_phase"] = self.phases.at(self.iteration) if self.phases.known else None
-
-    @property
-    def phase(self) -> Phase:
-        """The phase of this iteration. ValueError where the training's length should be known and is not."""
-        return self._phase or self.phases.at(self.iteration)
-
-    def slots(self) -> list[Slot]:
-        """Every slot of every arena."""
-        return [slot for arena in self.arenas for slot in arena.slots]
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """What is counted inside does not stay counted: evaluation is no part of the iteration that comes after it.
-
-        Nothing is counted while torch.compile traces; its operators use this when they run.
-        """
-        if torch.compiler.is_compiling():
-            yield
-            return
-        before = replace(self.counts)
-        try:
-            yield
-        finally:
-            vars(self.counts).update(vars(before))
-
-    def begin_capture(self) -> None:
-        """What follows is captured, not run: counted apart, and no quantised weight is shared with what is run."""
-        assert not self.capturing, "captures do not nest"
-        self.capturing = True
-        self._outside, counts = self.counts, IterationCounts()
-        self._count_in(counts)
-
-    def end_capture(self) -> IterationCounts:
-        """Back to what is run; what was captured does at each replay."""
-        self.capturing = False
-        captured = self.counts
-        self._count_in(self._outside)
-        self.weight_generation += 1
-        return captured
-
-    def count_replay(self, counts: IterationCounts) -> IterationCounts:
-        """An iteration was replayed that did this."""
-        self.last = counts
-        self.iteration += 1
-        self.weight_generation += 1
-        return counts
-
-    def _count_in(self, counts: IterationCounts) -> None:
-        self.counts = counts
-        for arena in self.arenas:
-            arena.counts = counts
-
-    def finish_iteration(self) -> IterationCounts:
-        """Reduce and update every arena, once, after the iteration's last backward. Returns what the iteration did.
-
-        Collective: every rank of every group must call it, each iteration. Not inside a CapturedStep, which does it.
-        """
-        assert not self.capturing, "CapturedStep finishes the iteration that it captures"
-        if self.arenas:
-            told = torch.stack([arena.reduce() for arena in self.arenas]).tolist()  # all that is read back
-            for arena, (more, nonfinite) in zip(self.arenas, told, strict=True):
-                self.counts.nonfinite += int(arena.reduce_new() if more else nonfinite)
-                arena.update(self.iteration)
-        self.last = self.counts
-        self._count_in(IterationCounts())
-        self.iteration += 1
-        self.weight_generation += 1
-        self.owed = False
-        return self.last

@@ -35,7 +35,8 @@ from typing import Any
 
 import torch
 
-from .arena import Arena, Fp8State, IterationCounts
+from .arena import Arena, IterationCounts
+from .fp8_state import Fp8State
 
 
 class CapturedStep:

@@ -15,7 +15,7 @@ from megatron_fp8.recipe import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
 )
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 
 RECIPES: dict[str, Any] = {
     "delayed": DelayedScaling(),

@@ -27,7 +27,7 @@ from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.compare import assert_same_bytes
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES, data, make_site, randn, run

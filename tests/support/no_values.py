@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.numerics import waiting
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 
 
 class Launches:

@@ -22,7 +22,8 @@ from megatron_fp8.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
-from megatron_fp8.state.arena import Fp8State, Group
+from megatron_fp8.state.arena import Group
+from megatron_fp8.state.fp8_state import Fp8State
 
 HYBRID = Format.HYBRID
 RECIPES: dict[str, Recipe] = {

@@ -14,7 +14,7 @@ from megatron_fp8.backends.base import Region
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, Float8RowwiseScaling, MXFP8BlockScaling
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.compare import assert_same_bytes
 from tests.support.sites import RECIPES, RecordingBackend, randn
 

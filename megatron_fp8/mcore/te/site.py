@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ...numerics.formats import ROLES
 from ...plan.site_plan import SitePlan
 from ...quantizer import Casts
-from ...state.arena import Fp8State
+from ...state.fp8_state import Fp8State
 
 
 @dataclass

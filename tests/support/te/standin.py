@@ -220,7 +220,7 @@ class _Linear(torch.nn.Module):
         from megatron_fp8.linear.site import GemmSite
         from megatron_fp8.plan.site_plan import fp8_site
         from megatron_fp8.recipe import CustomRecipe
-        from megatron_fp8.state.arena import Fp8State
+        from megatron_fp8.state.fp8_state import Fp8State
 
         Manager.fp8_calls += 1
         if self._emulated is None:

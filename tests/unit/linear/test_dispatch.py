@@ -19,7 +19,8 @@ from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
-from megatron_fp8.state.arena import Arena, Fp8State
+from megatron_fp8.state.arena import Arena
+from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.compare import assert_same_bytes
 from tests.support.launched import launched, unchecked
 from tests.support.matrices import DEVICE, mixed

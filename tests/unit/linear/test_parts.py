@@ -15,7 +15,7 @@ from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.plan.site_plan import bf16_site
 from megatron_fp8.recipe import GEMM_OPERANDS, CustomRecipe, DelayedScaling
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.compare import assert_same_bytes
 from tests.support.sites import RECIPES, data, make_site, run
 

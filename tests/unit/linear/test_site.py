@@ -9,7 +9,7 @@ from megatron_fp8 import quantize
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import bf16_site, fp8_site
 from megatron_fp8.recipe import DelayedScaling
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.tensor import Sides, side_of
 from tests.support.compare import assert_same_bytes
 from tests.support.products import assert_close_to_exact, values

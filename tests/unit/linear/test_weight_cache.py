@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8.linear.weight_cache import WeightCache
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.compare import assert_same_bytes
 from tests.support.sites import ALL_RECIPES, make_site, randn
 

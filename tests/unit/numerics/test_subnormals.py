@@ -23,7 +23,7 @@ from megatron_fp8.recipe import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
 )
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.compare import assert_same_bytes
 from tests.support.fp8_weights import quantizer_of
 

@@ -27,7 +27,7 @@ from megatron_fp8.plan.switch import (
     unplanned_disabled,
 )
 from megatron_fp8.recipe import MXFP8BlockScaling
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.phases import Phases
 
 

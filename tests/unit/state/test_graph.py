@@ -18,7 +18,8 @@ from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.saved_layout import SideLayout
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
-from megatron_fp8.state.arena import Arena, Fp8State
+from megatron_fp8.state.arena import Arena
+from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep
 from megatron_fp8.state.phases import Phases
 from tests.support.compare import assert_same_bytes

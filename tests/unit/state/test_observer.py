@@ -7,7 +7,7 @@ import torch
 
 from megatron_fp8 import convert_to_fp8
 from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import RECIPES, make_site, randn
 
 

@@ -21,7 +21,7 @@ from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling
-from megatron_fp8.state.arena import Fp8State
+from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep
 from tests.support.no_values import gpu_without_values, warm
 from tests.support.sites import RECIPES

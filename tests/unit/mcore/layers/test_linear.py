@@ -150,7 +150,7 @@ def test_names_and_plans(ranks: RankPool) -> None:
 
 def high_precision_counts() -> list[int]:
     from megatron_fp8.mcore.sites import count_high_precision
-    from megatron_fp8.state.arena import Fp8State
+    from megatron_fp8.state.fp8_state import Fp8State
 
     found = []
     for x_grad, w_grad in ((True, True), (False, True), (True, False), (False, False)):

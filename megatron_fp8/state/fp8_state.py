@@ -1,0 +1,149 @@
+"""The FP8 state of one model: all its arenas, the iteration they are in, and what the last one found.
+
+Everything that an iteration settles goes through ``Fp8State.finish_iteration``, once, after the last backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .arena import Arena, Group, IterationCounts, Slot
+from .observer import Observer
+from .phases import Phase, Phases
+
+
+@dataclass
+class Fp8State:
+    """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
+
+    Attributes:
+        device: where slots, scales and histories are.
+        iteration: the one that runs, counted from 0.
+        weight_generation: marks quantised weights that are kept as stale.
+        keeps_weights: quantised weights serve until then, since nobody writes weights meanwhile without a trace (through
+            ``.data``); False: each forward quantises its weight.
+        seed: of stochastic rounding.
+        phases: in which iterations FP8 runs.
+        counts: of the iteration that runs, on this rank.
+        last: of the last finished iteration; its ``nonfinite`` is the verdict on health (of all ranks under Megatron-Core).
+        arenas: one for each reduction group.
+        capturing: a CapturedStep (graph.py) captures.
+        owed: an optimizer stepped after FP8 GEMMs of an iteration that was not ended (mcore/owed.py).
+        observer: who watches (``watch``).
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    iteration: int = 0
+    weight_generation: int = 0
+    keeps_weights: bool = True
+    seed: int = 0
+    phases: Phases = field(default_factory=Phases)
+    counts: IterationCounts = field(default_factory=IterationCounts)
+    last: IterationCounts = field(default_factory=IterationCounts)
+    arenas: list[Arena] = field(default_factory=list)
+    capturing: bool = False
+    owed: bool = False
+    observer: Observer | None = None
+    _outside: IterationCounts | None = field(default=None, init=False, repr=False, compare=False)
+    _phase: Phase | None = field(init=False, repr=False, compare=False)  # follows from iteration and phases
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
+        return self
+
+    def arena(self, group: Group) -> Arena:
+        """The arena of a group, made on first use. Ranks must ask for their groups in the same order."""
+        for arena in self.arenas:
+            if arena.group is group:
+                return arena
+        self.arenas.append(Arena(group, self.device, self.counts, self.observer))
+        return self.arenas[-1]
+
+    def watch(self, observer: Observer | None) -> None:
+        """From now on this one is told of casts and products; None: nobody is. There is one at a time."""
+        assert observer is None or self.observer is None, (
+            "somebody watches already: who watches last stops first"
+        )
+        self.observer = observer
+        for arena in self.arenas:
+            arena.observer = observer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The phase is kept: traced code guards on what it reads, and a guard on the iteration would fail in the next."""
+        super().__setattr__(name, value)
+        if name in ("iteration", "phases") and hasattr(self, "phases"):
+            self._phase = self.phases.at(self.iteration) if self.phases.known else None
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of this iteration. ValueError where the training's length should be known and is not."""
+        return self._phase or self.phases.at(self.iteration)
+
+    def slots(self) -> list[Slot]:
+        """Every slot of every arena."""
+        return [slot for arena in self.arenas for slot in arena.slots]
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is counted inside does not stay counted: evaluation is no part of the iteration that comes after it.
+
+        Nothing is counted while torch.compile traces; its operators use this when they run.
+        """
+        if torch.compiler.is_compiling():
+            yield
+            return
+        before = replace(self.counts)
+        try:
+            yield
+        finally:
+            vars(self.counts).update(vars(before))
+
+    def begin_capture(self) -> None:
+        """What follows is captured, not run: counted apart, and no quantised weight is shared with what is run."""
+        assert not self.capturing, "captures do not nest"
+        self.capturing = True
+        self._outside, counts = self.counts, IterationCounts()
+        self._count_in(counts)
+
+    def end_capture(self) -> IterationCounts:
+        """Back to what is run; what was captured does at each replay."""
+        assert self._outside is not None, "end_capture comes after begin_capture"
+        self.capturing = False
+        captured = self.counts
+        self._count_in(self._outside)
+        self.weight_generation += 1
+        return captured
+
+    def count_replay(self, counts: IterationCounts) -> IterationCounts:
+        """An iteration was replayed that did this."""
+        self.last = counts
+        self.iteration += 1
+        self.weight_generation += 1
+        return counts
+
+    def _count_in(self, counts: IterationCounts) -> None:
+        self.counts = counts
+        for arena in self.arenas:
+            arena.counts = counts
+
+    def finish_iteration(self) -> IterationCounts:
+        """Reduce and update every arena, once, after the iteration's last backward. Returns what the iteration did.
+
+        Collective: every rank of every group must call it, each iteration. Not inside a CapturedStep, which does it.
+        """
+        assert not self.capturing, "CapturedStep finishes the iteration that it captures"
+        if self.arenas:
+            told = torch.stack([arena.reduce() for arena in self.arenas]).tolist()  # all that is read back
+            for arena, (more, nonfinite) in zip(self.arenas, told, strict=True):
+                self.counts.nonfinite += int(arena.reduce_new() if more else nonfinite)
+                arena.update(self.iteration)
+        self.last = self.counts
+        self._count_in(IterationCounts())
+        self.iteration += 1
+        self.weight_generation += 1
+        self.owed = False
+        return self.last
