@@ -30,7 +30,7 @@ class Fp8State:
         seed: of stochastic rounding.
         phases: in which iterations FP8 runs.
         counts: of the iteration that runs, on this rank.
-        last: of the last finished iteration; its ``nonfinite`` is the verdict on health (of all ranks under Megatron-Core).
+        last: of the last finished iteration; its ``nonfinite`` is the verdict on health (Megatron-Core: of all ranks).
         arenas: one for each reduction group.
         capturing: a CapturedStep (graph.py) captures.
         owed: an optimizer stepped after FP8 GEMMs of an iteration that was not ended (mcore/owed.py).
