@@ -17,6 +17,7 @@ STREAM: list[tuple[str, ...]] = [
     ("quantizer",),
     ("plan", "params"),
     ("linear",),
+    ("telemetry",),
     ("nn",),
     ("inference",),
     ("fp8_utils",),

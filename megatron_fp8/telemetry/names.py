@@ -1,0 +1,236 @@
+"""The statistics by name, as data: what each is, whose definition it has, what it needs, and of which tensors it can be.
+
+A name is written as Transformer Engine's debug features write it, so that dashboards carry over::
+
+    [RECIPE_] STATISTIC [_columnwise]        mxfp8_underflows%    scale_inv_min_columnwise
+
+RECIPE_ asks what the codes would be in another recipe (WHAT_IF); without it they are the run's own. ``_columnwise`` means
+the codes of the transposed matrix, which are others where a scale belongs to a row or to a 1-wide block.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+TENSORS = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
+"""The tensors of a site. The first three are quantised; the others are the products of its GEMMs."""
+
+QUANTIZED = ("input", "weight", "grad_output")
+
+TE_TENSORS = {
+    "activation": "input",
+    "weight": "weight",
+    "gradient": "grad_output",
+    "output": "output",
+    "dgrad": "dgrad",
+    "wgrad": "wgrad",
+}
+"""Transformer Engine's names of the tensors -> ours."""
+
+WHAT_IF = {
+    "fp8_current_scaling": "tensorwise",
+    "fp8_delayed_scaling": "delayed",
+    "fp8_block_scaling": "blockwise",
+    "mxfp8": "mxfp8",
+    "fp8_rowwise_scaling": "rowwise",
+}
+"""Prefix of a name -> the recipe that it asks about. The last is ours, the others are Transformer Engine's."""
+
+TE, OURS = "Transformer Engine", "ours"
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One statistic.
+
+    Attributes:
+        name: as users and records have it, without prefix and suffix.
+        meaning: its definition, in one sentence.
+        source: whose definition it is.
+        needs: 'values', or 'codes' (the values and the codes that were made of them).
+        differs: where Transformer Engine's figure is another; '' where it is not.
+    """
+
+    name: str
+    meaning: str
+    source: str
+    needs: Literal["values", "codes"]
+    differs: str = ""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors that have it."""
+        return TENSORS if self.needs == "values" else QUANTIZED
+
+
+STATISTICS = (
+    Statistic("min", "The smallest value.", TE, "values"),
+    Statistic("max", "The largest value.", TE, "values"),
+    Statistic("mean", "The sum of the values, divided by how many there are.", TE, "values"),
+    Statistic(
+        "std",
+        "The standard deviation of all values together, with n - 1 for n.",
+        TE,
+        "values",
+        "of several micro-batches or ranks TE mixes variances with n and with n - 1",
+    ),
+    Statistic("l1_norm", "The sum of the magnitudes.", TE, "values"),
+    Statistic("l2_norm", "The square root of the sum of the squares.", TE, "values"),
+    Statistic("cur_amax", "The largest magnitude.", TE, "values"),
+    Statistic(
+        "dynamic_range",
+        "log2 of the largest magnitude less log2 of the smallest that is not zero.",
+        TE,
+        "values",
+        "of a tensor of zeros TE has Inf, here it is left out",
+    ),
+    Statistic(
+        "max_blockwise_dynamic_range",
+        "The dynamic range of that block which has the largest; 0 where all blocks are zeros.",
+        TE,
+        "values",
+        "blocks end with the row and are filled up with zeros, TE refuses tensors that blocks do not divide",
+    ),
+    Statistic(
+        "kurtosis",
+        "The fourth central moment divided by the square of the second (both with n); 3 for a normal distribution.",
+        OURS,
+        "values",
+    ),
+    Statistic(
+        "underflows%", "Values that were not zero and whose code is zero, in percent of all.", TE, "codes"
+    ),
+    Statistic(
+        "overflows%",
+        "Values strictly beyond the largest that their scale can hold, in percent of all: they saturated.",
+        TE,
+        "codes",
+        "TE has it for delayed scaling only; here what is beyond by the scale's own rounding (2^-21) does not count",
+    ),
+    Statistic("scale_inv_min", "The smallest scale that codes are multiplied by.", TE, "codes"),
+    Statistic("scale_inv_max", "The largest scale that codes are multiplied by.", TE, "codes"),
+    Statistic(
+        "mse",
+        "The mean square of what the codes stand for less the values.",
+        TE,
+        "codes",
+        "TE rounds what the codes stand for to the tensor's dtype first",
+    ),
+    Statistic(
+        "sqnr_db",
+        "10 log10 of the sum of the squared values over the sum of the squared errors; left out where no error is.",
+        OURS,
+        "codes",
+    ),
+    Statistic(
+        "nonfinite", "How many values are NaN or Inf; they are left out of all other figures.", OURS, "values"
+    ),
+)
+"""Every statistic there is."""
+
+BY_NAME = {statistic.name: statistic for statistic in STATISTICS}
+
+BLOCKWISE = "max_blockwise_dynamic_range"
+_BLOCKS = re.compile(rf"{BLOCKWISE}_block_size_([1-9][0-9]*)_dims_([12])(_max_over_orientations)?")
+_COLUMNWISE = "_columnwise"
+_ONE_DIRECTION = ("fp8_current_scaling", "fp8_delayed_scaling")
+
+DEFAULT = tuple(name for name in BY_NAME if name != BLOCKWISE)
+"""What is measured if nobody says what: all but the blockwise range, which costs more than the others together."""
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """Which codes: the run's own (recipe '') or those of a what-if prefix, and in which direction."""
+
+    recipe: str = ""
+    columnwise: bool = False
+
+    def named(self, statistic: str) -> str:
+        """The full name of one of its statistics."""
+        prefix = f"{self.recipe}_" if self.recipe else ""
+        return f"{prefix}{statistic}{_COLUMNWISE if self.columnwise else ''}"
+
+
+@dataclass(frozen=True, order=True)
+class Blocks:
+    """The blocks of a blockwise range: size elements along a row, or size x size, of rows or of rows and columns."""
+
+    size: int = 32
+    dims: int = 1
+    both_orientations: bool = False
+
+    @property
+    def name(self) -> str:
+        """The statistic's full name, in Transformer Engine's spelling."""
+        suffix = "_max_over_orientations" if self.both_orientations else ""
+        return f"{BLOCKWISE}_block_size_{self.size}_dims_{self.dims}{suffix}"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A name, understood. ``name`` is its canonical spelling; variant is of codes, blocks of blockwise ranges."""
+
+    name: str
+    statistic: Statistic
+    variant: Variant = Variant()
+    blocks: Blocks | None = None
+
+
+@cache
+def parse(name: str) -> Wanted:
+    """What a name means.
+
+    ``max_blockwise_dynamic_range`` alone is that of blocks of 32 elements along a row.
+
+    Raises:
+        ValueError: there is no such statistic, or it has no such prefix or suffix; it says which is closest.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"statistic {name!r}: a name is needed, such as 'underflows%'")
+    if name in BY_NAME and name != BLOCKWISE:
+        return Wanted(name, BY_NAME[name])
+    if name == BLOCKWISE:
+        return Wanted(Blocks().name, BY_NAME[BLOCKWISE], blocks=Blocks())
+    if found := _BLOCKS.fullmatch(name):
+        blocks = Blocks(int(found[1]), int(found[2]), found[3] is not None)
+        return Wanted(blocks.name, BY_NAME[BLOCKWISE], blocks=blocks)
+    recipe = next((prefix for prefix in WHAT_IF if name.startswith(f"{prefix}_")), "")
+    base = name.removeprefix(f"{recipe}_") if recipe else name
+    variant = Variant(recipe, base.endswith(_COLUMNWISE))
+    base = base.removesuffix(_COLUMNWISE)
+    statistic = BY_NAME.get(base)
+    if statistic is None:
+        raise ValueError(f"statistic {name!r} is unknown.{_closest(name)}")
+    if statistic.needs != "codes":
+        raise ValueError(
+            f"statistic {name!r}: {base} is a figure of the values, the same whatever their codes: ask for {base!r}"
+        )
+    if variant.columnwise and recipe in _ONE_DIRECTION:
+        raise ValueError(
+            f"statistic {name!r}: {recipe} has the same codes in both directions: ask for"
+            f" {Variant(recipe).named(base)!r}"
+        )
+    return Wanted(name, statistic, variant)
+
+
+def parse_all(names: Iterable[str]) -> tuple[Wanted, ...]:
+    """What the names mean, each once, in order; errors as ``parse``."""
+    return tuple({wanted.name: wanted for wanted in map(parse, names)}.values())
+
+
+def of_tensor(names: Iterable[str], tensor: str) -> tuple[str, ...]:
+    """Those of the names, in canonical spelling, that the tensor (one of TENSORS) can have."""
+    return tuple(wanted.name for wanted in parse_all(names) if tensor in wanted.statistic.tensors)
+
+
+def _closest(name: str) -> str:
+    every = [*BY_NAME, Blocks().name]
+    every += [Variant(recipe).named(s.name) for recipe in WHAT_IF for s in STATISTICS if s.needs == "codes"]
+    near = difflib.get_close_matches(name, every, n=1)
+    return f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(BY_NAME)}."

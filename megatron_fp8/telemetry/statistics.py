@@ -1,0 +1,245 @@
+"""From a tensor to sums and extremes, from those to statistics. Figures of parts add up to those of the whole.
+
+A tensor of a site comes in pieces: micro-batches, and shards on ranks. So what is measured of a piece is two vectors, and
+the vectors of the whole are the sum of the first and the maximum of the second: one all-reduce each, for all sites
+together. ``finish`` then gives the statistics, once.
+
+Every sum is float64 and about zero: the sum of x, x^2, x^3 and x^4, from which variance and kurtosis follow. What that
+cancels is lost where a mean is far larger than the spread: std is good to 1e-6 up to a mean of 10,000 times the standard
+deviation, kurtosis up to about 100 times; beyond, ``finish`` leaves kurtosis out rather than invent it.
+Rejected: moments about each piece's own mean, merged pairwise (Chan, Golub and LeVeque; Pebay). They lose nothing, but a
+merge is not a sum, and every rank would have to gather the figures of all. Rejected: a shift that ranks share, such as
+the last mean: a figure would depend on what was measured before it.
+
+Elements that are NaN or Inf are counted and left out of everything else. In Transformer Engine they make most figures NaN
+or Inf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+
+from ..backends.base import Direction
+from ..numerics.cast import check_float
+from ..tensor import Float8Tensor
+from .codes import measure_codes
+from .names import Blocks, Variant, Wanted, parse_all
+from .values import measure_values
+
+_ROUNDING = 2.0**-50
+"""How far off a float64 sum of many numbers may be, relative to the sum of their magnitudes."""
+
+
+class Measured(NamedTuple):
+    """What was measured of one piece: float64 [n] each, on the piece's device. Merged by + and by max."""
+
+    sums: torch.Tensor
+    extremes: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which statistics are wanted, and where each sum and each extreme stands in the two vectors.
+
+    ``Layout.of(names)`` makes it, once for the same names.
+    """
+
+    wanted: tuple[Wanted, ...]
+
+    @staticmethod
+    def of(names: Iterable[str]) -> Layout:
+        """The layout for these names (any valid spelling). ValueError as ``names.parse``."""
+        return _layout(parse_all(names))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The statistics, in canonical spelling."""
+        return tuple(wanted.name for wanted in self.wanted)
+
+    @cached_property
+    def variants(self) -> tuple[Variant, ...]:
+        """Which codes are needed: the run's own (recipe '') and those of what-ifs, each with its direction."""
+        return tuple(dict.fromkeys(w.variant for w in self.wanted if w.statistic.needs == "codes"))
+
+    @cached_property
+    def directions(self) -> dict[str, Direction]:
+        """Of each recipe ('': the run's own) the sides of codes that are needed."""
+        found: dict[str, Direction] = {}
+        for recipe, columnwise in ((v.recipe, v.columnwise) for v in self.variants):
+            side: Direction = "columnwise" if columnwise else "rowwise"
+            found[recipe] = side if found.get(recipe, side) == side else "both"
+        return found
+
+    @cached_property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """The blocks of which the largest range is wanted."""
+        return tuple(w.blocks for w in self.wanted if w.blocks is not None)
+
+    @cached_property
+    def sums(self) -> tuple[str, ...]:
+        """What stands at each place of the sums."""
+        return (*VALUE_SUMS, *(v.named(key) for v in self.variants for key in CODE_SUMS))
+
+    @cached_property
+    def extremes(self) -> tuple[str, ...]:
+        """What stands at each place of the extremes."""
+        codes = (v.named(key) for v in self.variants for key in CODE_EXTREMES)
+        return (*VALUE_EXTREMES, *(blocks.name for blocks in self.blocks), *codes)
+
+    def empty(self, device: torch.device) -> Measured:
+        """What was measured of nothing: zeros, and -Inf."""
+        return Measured(
+            torch.zeros(len(self.sums), dtype=torch.float64, device=device),
+            torch.full((len(self.extremes),), -math.inf, dtype=torch.float64, device=device),
+        )
+
+
+@cache
+def _layout(wanted: tuple[Wanted, ...]) -> Layout:
+    return Layout(wanted)
+
+
+VALUE_SUMS = ("numel", "finite", "sum", "magnitudes", "squares", "cubes", "fourths")
+VALUE_EXTREMES = ("max", "-min", "-amin")
+CODE_SUMS = ("numel", "finite", "signal", "error", "underflows", "overflows")
+CODE_EXTREMES = ("scale_inv_max", "-scale_inv_min")
+
+
+@torch.no_grad()
+def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] | None = None) -> Measured:
+    """Sums and extremes of one piece of a tensor.
+
+    Args:
+        x: float32, bfloat16 or float16, any shape: a matrix [rows, cols], or one that counts as [-1, last dimension].
+            May be empty. Nobody waits for a GPU.
+        layout: what is wanted.
+        codes: what was made of x: by '' the run's own codes, by a what-if prefix those of that recipe. What is not there
+            is not measured. A columnwise statistic needs the columnwise side; the others take the rowwise side, or the
+            columnwise one where it is the only one.
+
+    Raises:
+        ValueError: x is of a dtype that cannot be quantised, or codes are of another shape than x.
+    """
+    check_float(x)
+    last = x.shape[-1] if x.ndim else 1
+    matrix = x.detach().reshape(x.numel() // max(last, 1), last)
+    found, extremes = measure_values(matrix, layout.blocks)
+    sums = dict(zip(VALUE_SUMS, found, strict=True))
+    missing = [torch.zeros((), dtype=torch.float64, device=x.device)] * len(CODE_SUMS)
+    nothing = [torch.full((), -math.inf, dtype=torch.float64, device=x.device)] * len(CODE_EXTREMES)
+    for variant in layout.variants:
+        quantized = (codes or {}).get(variant.recipe)
+        side = (
+            None if quantized is None else quantized.columnwise if variant.columnwise else quantized.rowwise
+        )
+        turned = variant.columnwise
+        if quantized is not None and side is None and not variant.columnwise:
+            side, turned = quantized.columnwise, True
+        if side is None:
+            found, extremes = found + missing, extremes + nothing
+            continue
+        error, underflows, overflows, largest, smallest = measure_codes(matrix, side, columnwise=turned)
+        found = [*found, sums["numel"], sums["finite"], sums["squares"], error, underflows, overflows]
+        extremes = [*extremes, largest, smallest]
+    return Measured(torch.stack(found), torch.stack(extremes))
+
+
+def merge(pieces: Iterable[Measured]) -> Measured:
+    """The figures of the whole from those of its pieces (at least one, of the same layout and device)."""
+    sums, extremes = zip(*pieces, strict=True)
+    return Measured(torch.stack(sums).sum(0), torch.stack(extremes).amax(0))
+
+
+def finish(
+    layout: Layout, sums: torch.Tensor | Iterable[float], extremes: torch.Tensor | Iterable[float]
+) -> dict[str, float]:
+    """The statistics by name, in the layout's order; what is undefined is left out, so every value is finite.
+
+    Undefined are: all but nonfinite and the blockwise range where no finite element is (std: fewer than two; kurtosis:
+    no spread, or one that the mean drowns); figures of codes where there were none; sqnr_db where there is no error or no
+    signal; dynamic_range and blockwise ranges of nothing but zeros (the latter are 0).
+    """
+    as_list = [v.tolist() if isinstance(v, torch.Tensor) else list(v) for v in (sums, extremes)]
+    total = dict(zip(layout.sums, as_list[0], strict=True))
+    most = dict(zip(layout.extremes, as_list[1], strict=True))
+    found: dict[str, float] = {}
+    for wanted in layout.wanted:
+        value = _VALUE[wanted.name](total, most) if wanted.name in _VALUE else _of_codes(wanted, total, most)
+        if value is not None and math.isfinite(value):
+            found[wanted.name] = value
+    return found
+
+
+_Figures = Mapping[str, float]
+
+
+def _mean(total: _Figures, most: _Figures) -> float | None:
+    return total["sum"] / total["finite"] if total["finite"] else None
+
+
+def _variance(total: _Figures) -> float:
+    """The second central moment, with n; 0 where it is not more than what rounding makes."""
+    n = total["finite"]
+    mean, square = total["sum"] / n, total["squares"] / n
+    variance = square - mean * mean
+    return variance if variance > _ROUNDING * square else 0.0
+
+
+def _std(total: _Figures, most: _Figures) -> float | None:
+    n = total["finite"]
+    return math.sqrt(_variance(total) * (n / (n - 1))) if n > 1 else None
+
+
+def _kurtosis(total: _Figures, most: _Figures) -> float | None:
+    n = total["finite"]
+    if not n or not (variance := _variance(total)):
+        return None
+    mean, square, cube, fourth = (total[key] / n for key in ("sum", "squares", "cubes", "fourths"))
+    moment = fourth - 4 * mean * cube + 6 * mean**2 * square - 3 * mean**4
+    lost = _ROUNDING * (fourth + 6 * mean**2 * square)
+    return moment / variance**2 if moment > 1e6 * lost else None
+
+
+def _amax(total: _Figures, most: _Figures) -> float:
+    return max(most["max"], most["-min"])
+
+
+def _dynamic_range(total: _Figures, most: _Figures) -> float | None:
+    amax, amin = _amax(total, most), -most["-amin"]
+    return math.log2(amax) - math.log2(amin) if 0 < amin < math.inf else None
+
+
+_VALUE = {
+    "min": lambda total, most: -most["-min"],
+    "max": lambda total, most: most["max"],
+    "mean": _mean,
+    "std": _std,
+    "l1_norm": lambda total, most: total["magnitudes"] if total["finite"] else None,
+    "l2_norm": lambda total, most: math.sqrt(total["squares"]) if total["finite"] else None,
+    "cur_amax": _amax,
+    "dynamic_range": _dynamic_range,
+    "kurtosis": _kurtosis,
+    "nonfinite": lambda total, most: total["numel"] - total["finite"],
+}
+
+
+def _of_codes(wanted: Wanted, total: _Figures, most: _Figures) -> float | None:
+    """A blockwise range, or a figure of codes."""
+    if wanted.blocks is not None:
+        return math.log2(ratio) if (ratio := most[wanted.name]) > 0 else None
+    named, base = wanted.variant.named, wanted.statistic.name
+    numel, finite = total[named("numel")], total[named("finite")]
+    signal, error = total[named("signal")], total[named("error")]
+    if base in ("underflows%", "overflows%"):
+        return 100 * total[named(base.removesuffix("%"))] / numel if numel else None
+    if base == "mse":
+        return error / finite if finite else None
+    if base == "sqnr_db":
+        return 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
+    return most[named(base)] if base == "scale_inv_max" else -most[named("-scale_inv_min")]

@@ -1,0 +1,73 @@
+"""Sums and extremes of a matrix's values, in float64: a chunk is converted once, and stays in the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..numerics import waiting
+from ..numerics.cast import chunks
+from ..numerics.scaling import blocked
+from ..numerics.subnormals import keeping_subnormals
+from .names import Blocks
+
+
+@keeping_subnormals
+def measure_values(
+    x: torch.Tensor, blocks: Sequence[Blocks]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Sums and extremes of the finite elements of x [rows, cols]; every one float64 [].
+
+    Returns:
+        [how many elements there are, how many are finite, sums of x, |x|, x^2, x^3, x^4], and
+        [max of x, max of -x, max of -|x| where x is not zero, then for each of blocks the largest ratio of a block's
+        largest magnitude to its smallest that is not zero (1 for zeros)]; -Inf is the maximum of nothing.
+    """
+    flat = x.reshape(-1)
+    sums = torch.zeros(7, dtype=torch.float64, device=x.device)
+    extremes = torch.full((3,), -math.inf, dtype=torch.float64, device=x.device)
+    for part in chunks(flat.numel(), flat.numel(), x.device):
+        found = _chunk(flat[part])
+        sums += found[0]
+        extremes = torch.maximum(extremes, found[1])
+    return [*sums], [*extremes, *(_largest_ratio(x, cut) for cut in blocks)]
+
+
+def _chunk(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The seven sums and three extremes of a run of elements."""
+    x = part.to(torch.float64)
+    finite = x.isfinite()
+    count = finite.sum(dtype=torch.float64)
+    if waiting.looking_waits(x.device) or float(count) != x.numel():
+        lowest, highest = (
+            torch.where(finite, x, math.inf).amin(),
+            torch.where(finite, x, -math.inf).amax(),
+        )
+        x = torch.where(finite, x, 0.0)
+    else:
+        lowest, highest = x.aminmax()
+    square, magnitude = x * x, x.abs()
+    smallest = torch.where(magnitude == 0, math.inf, magnitude).amin()
+    total = torch.full_like(count, part.numel())
+    powers = [torch.dot(square, power) for power in (x, square)]
+    sums = [total, count, x.sum(), magnitude.sum(), square.sum(), *powers]
+    return torch.stack(sums), torch.stack([highest, -lowest, -smallest])
+
+
+def _largest_ratio(x: torch.Tensor, cut: Blocks) -> torch.Tensor:
+    """The largest ratio of magnitudes inside a block, float64 []."""
+    ratio = _ratio(x, cut)
+    return torch.maximum(ratio, _ratio(x.t().contiguous(), cut)) if cut.both_orientations else ratio
+
+
+def _ratio(x: torch.Tensor, cut: Blocks) -> torch.Tensor:
+    if x.numel() == 0:
+        return torch.full((), -math.inf, dtype=torch.float64, device=x.device)
+    magnitude = x.abs().to(torch.float32)
+    magnitude = torch.where(magnitude.isfinite(), magnitude, 0.0)
+    tiles = blocked(magnitude, cut.size if cut.dims == 2 else 1, cut.size)
+    largest = tiles.amax((1, 3)).to(torch.float64)
+    smallest = torch.where(tiles == 0, math.inf, tiles).amin((1, 3)).to(torch.float64)
+    return torch.where(largest == 0, 1.0, largest / smallest).amax()

@@ -1,0 +1,93 @@
+"""The codes that a tensor would have in another recipe, so that the same figures can be taken of them.
+
+A recipe's scale comes from the tensor at hand, so nothing more is needed; but for delayed scaling, whose scale comes from
+the iterations before. ``WhatIfHistory`` keeps those amaxes, and has to be told of every iteration, measured or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..backends import specified
+from ..backends.base import Direction
+from ..numerics.formats import FloatFormat
+from ..numerics.scaling import compute_scale
+from ..recipe import RECIPES, DelayedScaling, Rule
+from ..tensor import Float8Tensor
+from .names import WHAT_IF
+
+
+def what_if_rule(recipe: str, role: str, fmt: FloatFormat | None) -> Rule:
+    """How a recipe (a prefix of names.WHAT_IF) quantises 'input', 'weight' or 'grad_output', with its defaults.
+
+    Args:
+        fmt: the format that the run's own codes of this tensor have, which is kept, as in Transformer Engine: a what-if
+            changes the scales. None, where the run has none: the recipe's own.
+    """
+    rule: Rule | None = RECIPES[WHAT_IF[recipe]]().rule(role)
+    assert rule is not None
+    return replace(rule, fmt=fmt or rule.fmt)
+
+
+def what_if(
+    x: torch.Tensor,
+    recipe: str,
+    role: str,
+    *,
+    fmt: FloatFormat | None = None,
+    direction: Direction = "rowwise",
+    scale: torch.Tensor | None = None,
+) -> Float8Tensor:
+    """x [rows, cols] as another recipe quantises it.
+
+    Args:
+        recipe, role, fmt: as of ``what_if_rule``.
+        direction: the sides that are wanted.
+        scale: float32 [], the history's (``WhatIfHistory.scale``) for 'fp8_delayed_scaling'; None: x's own.
+    """
+    return specified.quantize(x.detach(), what_if_rule(recipe, role, fmt), direction, scale=scale).tensor
+
+
+class WhatIfHistory:
+    """The amaxes of the last iterations of several tensors, and the delayed scales that follow from them.
+
+    It goes by the rules of state/arena.py: a tensor that was not cast in an iteration keeps its history as it is, an
+    infinite amax is forgotten, and before the first amax there is no scale.
+
+    Args:
+        fmt: of the codes of these tensors.
+        count: how many tensors there are.
+        recipe: history length, algorithm, margin, epsilon and interval; its own defaults if None.
+    """
+
+    def __init__(
+        self, fmt: FloatFormat, count: int, device: torch.device, recipe: DelayedScaling | None = None
+    ):
+        self.fmt, self.recipe = fmt, recipe or DelayedScaling()
+        self.rows = torch.zeros(count, self.recipe.amax_history_len, dtype=torch.float32, device=device)
+        self.head = torch.zeros(count, dtype=torch.int64, device=device)
+        self.scales = torch.ones(count, dtype=torch.float32, device=device)
+        self.warm = torch.zeros(count, dtype=torch.bool, device=device)
+        self.updates = 0
+
+    def update(self, amax: torch.Tensor) -> None:
+        """The end of an iteration, measured or not: amax float32 [count], of the iteration and of all ranks that share a
+        scale; 0 where a tensor was not cast. Nothing is read back."""
+        amax = torch.where(amax.isinf(), 0.0, amax)
+        seen = amax != 0
+        self.rows.scatter_(1, self.head[:, None], amax[:, None])
+        if self.updates % self.recipe.interval == 0:
+            longest = amax if self.recipe.amax_compute_algo == "most_recent" else self.rows.amax(1)
+            margin, epsilon = self.recipe.margin, self.recipe.amax_epsilon
+            fresh = compute_scale(longest, self.fmt, margin=margin, epsilon=epsilon)
+            self.scales = torch.where(seen, fresh, self.scales)
+            self.warm |= seen
+        self.head.add_(seen).remainder_(self.rows.shape[1])
+        self.rows.scatter_(1, self.head[:, None], torch.zeros_like(amax)[:, None])
+        self.updates += 1
+
+    def scale(self, index: int) -> torch.Tensor | None:
+        """float32 [], that this iteration's casts of a tensor would use; None before its first amax. Reads a value."""
+        return self.scales[index] if bool(self.warm[index]) else None
