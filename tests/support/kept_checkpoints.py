@@ -102,9 +102,13 @@ def expected(kind: str) -> dict[str, Any]:
     return json.loads((FOLDER / "expected.json").read_text())[kind]
 
 
-def machine() -> dict[str, str]:
-    """What decides the bits of a float32 sum."""
-    return {"torch": torch.__version__.partition("+")[0], "cpu": torch.backends.cpu.get_cpu_capability()}
+def machine() -> dict[str, Any]:
+    """What decides the bits of a float32 sum: with AMX, torch and MKL multiply bfloat16 in another order."""
+    return {
+        "torch": torch.__version__.partition("+")[0],
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "amx": torch.cpu._is_amx_tile_supported(),
+    }
 
 
 def train(folder: Path, arguments: list[str]) -> None:
