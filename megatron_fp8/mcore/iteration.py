@@ -91,7 +91,7 @@ def set_training_length(config: Any, iterations: int) -> None:
 
 def _announce_switch(state: Fp8State, own: str) -> None:
     """A line, on the first rank, where the next iteration's precision is another than that of the one just finished."""
-    before, now = state.phases.at(state.iteration - 1), state.phase
+    before, now = state.phases.at(state.iteration - 1), state.known_phase()
     if before == now or (dist.is_initialized() and dist.get_rank() != 0):
         return
     precision = "FP8" if now == "fp8" else own

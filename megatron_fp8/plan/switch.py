@@ -100,8 +100,9 @@ class Site(Protocol):
 
 def runs_fp8(site: Site, switch: Switch) -> bool:
     """Whether a call under this switch runs in FP8: planned so, in a phase that has FP8, and not switched off."""
-    planned = site.plan.precision == "fp8"
-    return planned and not switch.turns_off(site.plan) and site.state.phase == "fp8"
+    if site.plan.precision != "fp8" or switch.turns_off(site.plan):
+        return False
+    return (site.state.phase or site.state.known_phase()) == "fp8"
 
 
 _NOTHING = Switch()

@@ -35,6 +35,7 @@ class Fp8State:
         capturing: a CapturedStep (graph.py) captures.
         owed: an optimizer stepped after FP8 GEMMs of an iteration that was not ended (mcore/owed.py).
         observer: who watches (``watch``).
+        phase: of this iteration; follows from ``phases``. None where the training's length should be known and is not.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -50,7 +51,7 @@ class Fp8State:
     owed: bool = False
     observer: Observer | None = None
     _outside: IterationCounts | None = field(default=None, init=False, repr=False, compare=False)
-    _phase: Phase | None = field(init=False, repr=False, compare=False)  # follows from iteration and phases
+    phase: Phase | None = field(init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
         return self
@@ -76,12 +77,11 @@ class Fp8State:
         """The phase is kept: traced code guards on what it reads, and a guard on the iteration would fail in the next."""
         super().__setattr__(name, value)
         if name in ("iteration", "phases") and hasattr(self, "phases"):
-            self._phase = self.phases.at(self.iteration) if self.phases.known else None
+            self.phase = self.phases.at(self.iteration) if self.phases.known else None
 
-    @property
-    def phase(self) -> Phase:
+    def known_phase(self) -> Phase:
         """The phase of this iteration. ValueError where the training's length should be known and is not."""
-        return self._phase or self.phases.at(self.iteration)
+        return self.phase or self.phases.at(self.iteration)
 
     def slots(self) -> list[Slot]:
         """Every slot of every arena."""

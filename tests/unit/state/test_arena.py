@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -238,28 +237,3 @@ def test_nonfinite_values_are_counted_and_never_reach_a_scale(bad):
         assert state.finish_iteration().nonfinite == nonfinite
         assert slot.scale.isfinite()
     assert slot.scale == 224
-
-
-def test_finish_iteration_counts_once_and_starts_anew():
-    state = Fp8State()
-    arena, other = state.arena(None), state.arena(None)
-    assert arena is other, "one arena a group"
-    slots = make_slots(arena, DelayedScaling(), [E4M3, E5M2])
-    assert state.slots() == slots
-    state.counts.fp8_gemms += 3
-    arena.counts.casts += 2
-    observe(slots[0], 1.0, nonfinite=2)
-    observe(slots[0], 1.0, nonfinite=2)
-    observe(slots[1], 1.0, nonfinite=1)
-    counts = state.finish_iteration()
-    assert (counts.fp8_gemms, counts.casts, counts.nonfinite, counts.amax_collectives) == (3, 2, 5, 0)
-    assert state.last is counts and (state.iteration, state.weight_generation) == (1, 1)
-    arena.counts.casts += 1
-    counts = state.finish_iteration()
-    assert (counts.fp8_gemms, counts.casts, counts.nonfinite) == (0, 1, 0)
-    assert (state.iteration, state.weight_generation) == (2, 2)
-
-
-def test_deep_copies_of_a_config_share_the_state():
-    state, _, _ = one_slot()
-    assert copy.deepcopy({"config": [state]})["config"][0] is state
