@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .arena import Arena, Group, IterationCounts, Slot
+from .guard import Finding, Guard
 from .observer import Observer
 from .phases import Phase, Phases
 
@@ -35,6 +36,8 @@ class Fp8State:
         capturing: a CapturedStep (graph.py) captures.
         owed: an optimizer stepped after FP8 GEMMs of an iteration that was not ended (mcore/owed.py).
         observer: who watches (``watch``).
+        guard: looks for tensors that are ill in each iteration; None: nobody does.
+        ill: what it found in the last finished iteration.
         phase: of this iteration; follows from ``phases``. None where the training's length should be known and is not.
     """
 
@@ -50,6 +53,8 @@ class Fp8State:
     capturing: bool = False
     owed: bool = False
     observer: Observer | None = None
+    guard: Guard | None = None
+    ill: list[Finding] = field(default_factory=list)
     _outside: IterationCounts | None = field(default=None, init=False, repr=False, compare=False)
     phase: Phase | None = field(init=False, repr=False, compare=False)
 
@@ -138,8 +143,11 @@ class Fp8State:
         assert not self.capturing, "CapturedStep finishes the iteration that it captures"
         if self.arenas:
             told = torch.stack([arena.reduce() for arena in self.arenas]).tolist()  # all that is read back
+            self.ill = []
             for arena, (more, nonfinite) in zip(self.arenas, told, strict=True):
                 self.counts.nonfinite += int(arena.reduce_new() if more else nonfinite)
+                if self.guard is not None:
+                    self.ill += self.guard.look(arena)  # before the update: by the scales that were used
                 arena.update(self.iteration)
         self.last = self.counts
         self._count_in(IterationCounts())

@@ -104,6 +104,8 @@ def _refusal(state: Fp8State) -> str | None:
             "precision changes with the phases of the training (fp8_high_precision_warmup or _healing): set them to 0, or"
             " train eagerly"
         )
+    if state.guard is not None:
+        return "the guard changes what sites run in, by figures that the host reads: switch it off, or train eagerly"
     for arena in state.arenas:
         reason = arena.capture_refusal()
         if reason is not None:

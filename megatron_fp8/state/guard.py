@@ -1,0 +1,131 @@
+"""The guard: which tensors have been ill for several iterations, by what the arena knows anyway.
+
+The arena has the largest magnitude of each tensor, the scale that its casts used, and how many of its elements were not
+finite. That tells three illnesses:
+
+    not finite   NaN or Inf was cast
+    saturates    the amax lies beyond what the scale lets FP8 hold, by a factor: what is above became the largest value
+    underflows   the amax lies so far below it that most of FP8's range goes unused: what is small became zero
+
+Only delayed scaling can have the last two, since its scale is made from earlier iterations: every other scale is made
+from the tensor itself, and puts its amax at the top of the range. What such a recipe loses inside a tensor the amax
+does not tell; telemetry does (underflows%). Rejected: counting underflows in every cast, for all who never switch the
+guard on.
+
+A tensor is ill when it showed the same illness in ``patience`` iterations in a row. One that was not cast in an
+iteration is as ill as it was. All ranks of a reduction group see the same figures, so they find the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from .arena import Arena
+
+Illness = Literal["not finite", "saturates", "underflows"]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When a tensor is ill.
+
+    Args:
+        patience: iterations in a row, at least 1.
+        saturation: amax over the largest value that the scale lets FP8 hold, above 1.
+        unused_bits: binary orders of magnitude between the two, the other way, at least 1. E4M3 has 18 from its
+            largest to its smallest value, E5M2 has 32.
+
+    Raises:
+        ValueError: a threshold is out of range.
+    """
+
+    patience: int = 3
+    saturation: float = 2.0
+    unused_bits: int = 10
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise ValueError(f"patience={self.patience} must be at least 1 iteration")
+        if not 1 < self.saturation < float("inf"):
+            raise ValueError(
+                f"saturation={self.saturation} must be a number above 1: amax over what FP8 can hold"
+            )
+        if not 1 <= self.unused_bits <= 100:
+            raise ValueError(
+                f"unused_bits={self.unused_bits} must be from 1 to 100 binary orders of magnitude"
+            )
+
+
+class Finding(NamedTuple):
+    """A tensor that is ill.
+
+    Attributes:
+        slot: SITE.ROLE, or SITE.ROLE.GEMM.
+        illness: which.
+        iterations: for how many in a row.
+        figure: this iteration's: non-finite elements (the most of any rank), or amax over the largest value that its
+            scale lets FP8 hold.
+    """
+
+    slot: str
+    illness: Illness
+    iterations: int
+    figure: float
+
+    def __str__(self) -> str:
+        what = (
+            f"{self.figure:.0f} elements"
+            if self.illness == "not finite"
+            else f"amax {self.figure:.3g} of FP8's range"
+        )
+        return f"{self.illness} for {self.iterations} iterations ({what})"
+
+
+class Guard:
+    """How long each tensor of one model has been ill."""
+
+    def __init__(self, thresholds: Thresholds):
+        self.thresholds = thresholds
+        self._rows: dict[str, tuple[Illness, int]] = {}
+
+    def look(self, arena: Arena) -> list[Finding]:
+        """The tensors that have been ill for long enough, from an arena whose amaxes are reduced and whose scales are
+        still those that were used. One value a slot is read back."""
+        slots = arena.slots
+        if not slots:
+            return []
+        amax, nonfinite = arena.rows[:, : len(slots)]
+        largest = torch.tensor([s.fmt.max for s in slots], dtype=torch.float32, device=arena.device)
+        used = torch.tensor(
+            [s.delayed is not None and s.warm for s in slots], device=arena.device, dtype=torch.bool
+        )
+        share = torch.where(used & amax.isfinite(), amax * arena.scale[: len(slots)] / largest, 1.0)
+        figures = torch.stack([amax, nonfinite, share]).tolist()
+        found = []
+        for slot, a, bad, part in zip(slots, *figures, strict=True):
+            if a == 0 and not bad:
+                continue  # not cast, or all zero
+            illness = self._illness(bad, part)
+            if illness is None:
+                self._rows.pop(slot.name, None)
+                continue
+            before, row = self._rows.get(slot.name, (illness, 0))
+            row = row + 1 if before == illness else 1
+            self._rows[slot.name] = (illness, row)
+            if row >= self.thresholds.patience:
+                found.append(Finding(slot.name, illness, row, bad if illness == "not finite" else part))
+        return found
+
+    def _illness(self, nonfinite: float, share: float) -> Illness | None:
+        if nonfinite:
+            return "not finite"
+        if share > self.thresholds.saturation:
+            return "saturates"
+        return "underflows" if share < 2.0**-self.thresholds.unused_bits else None
+
+    def forget(self, site: str) -> None:
+        """A site runs in another way from now on: what its tensors showed counts no more."""
+        self._rows = {name: row for name, row in self._rows.items() if not name.startswith(f"{site}.")}
