@@ -131,7 +131,7 @@ def prepare(model_chunks: list[Any]) -> None:
             model.config.fp8 and model.config.pipeline_model_parallel_size == 1
         ):  # else all stages together, check_plan
             plans = [linear.fp8_site.plan for linear in fp8_linears([model])]
-            check_something_left((plan.precision, plan.reason) for plan in plans)
+            check_something_left((plan.precision, plan.cause, plan.reason) for plan in plans)
         if model.config.fp8:
             watch(model, state)
         if hasattr(model.config, "freeze"):
@@ -192,14 +192,16 @@ def check_plan(model_chunks: list[Any]) -> None:
         return
     _say_everywhere(refused)
     plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
-    entries = [(plan.name, plan.precision, plan.reason) for plan in plans]
-    entries += [(name, "bf16", "") for chunk in model_chunks for name in foreign_linears(unwrap(chunk))]
+    entries = [(plan.name, plan.precision, plan.cause, plan.reason) for plan in plans]
+    entries += [
+        (name, "bf16", "asked", "") for chunk in model_chunks for name in foreign_linears(unwrap(chunk))
+    ]
     if dist.is_initialized():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, entries)
         entries = [entry for part in everyone for entry in part]
-    check_overrides_match(overrides, (name for name, _, _ in entries))
-    check_something_left((precision, reason) for _, precision, reason in entries)
+    check_overrides_match(overrides, (name for name, *_ in entries))
+    check_something_left((precision, cause, reason) for _, precision, cause, reason in entries)
 
 
 def _say_everywhere(refused: ValueError | None) -> None:

@@ -13,9 +13,6 @@ from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label
 
-LEFT = "fp8_size_filter: "
-"""How the reason of a site begins that the filter left in BF16."""
-
 
 def filtered(config: Any, plan: SitePlan, linear: Any) -> SitePlan:
     """The site's plan as the config's table has it: unchanged but for its reason, or BF16. Without a table: the plan.
@@ -38,9 +35,9 @@ def filtered(config: Any, plan: SitePlan, linear: Any) -> SitePlan:
     if linear.is_expert:
         tokens, share = expert_tokens(config, tokens), " (an expert's share of the tokens if all get as many)"
     verdict = table.verdict(Gemm(k, n, tokens))
-    reason = f"{LEFT}{verdict.reason}{share}"
+    reason = f"fp8_size_filter: {verdict.reason}{share}"
     if not verdict.pays:
-        return bf16_site(plan.name, plan.layer, reason)
+        return bf16_site(plan.name, plan.layer, reason, "size")
     return replace(plan, reason=f"{plan.reason}; {reason}")
 
 
@@ -92,7 +89,7 @@ def _all_layers_have_experts(config: Any) -> bool:
 def announce(plans: Iterable[SitePlan]) -> None:
     """A line, on the first rank, if the filter left sites in BF16. The report has each with its reason."""
     plans = list(plans)
-    left = [plan.name for plan in plans if plan.reason.startswith(LEFT)]
+    left = [plan.name for plan in plans if plan.cause == "size"]
     if left and not (dist.is_initialized() and dist.get_rank() != 0):
         print(
             f"megatron_fp8: fp8_size_filter leaves {len(left)} of this rank's {len(plans)} GEMM sites in BF16, where FP8"

@@ -90,7 +90,7 @@ def resolve(
         if not asked.warn:
             raise
         print(f"megatron_fp8: {name} runs in {asked.dtype}: {error}", file=sys.stderr)
-        return bf16_site(name, layer, f"{asked.prefix}fallback: {error}")
+        return bf16_site(name, layer, f"{asked.prefix}fallback: {error}", "fallback")
     say_what_is_slow(backend.name, device, products, asked.faster)
     reason = f"{reason}; backend {why}" if reason else f"backend: {why}"
     return chosen_site(name, layer, backend.name, reason, choices)

@@ -20,6 +20,10 @@ from .operands import READERS, Choices, Operands
 
 Precision = Literal["fp8", "bf16"]
 
+Cause = Literal["asked", "fallback", "size"]
+"""Who decided a site's precision: the settings; ``fp8_fallback`` (it cannot run as asked, and the user allowed BF16); or
+the table of ``fp8_size_filter`` (FP8 does not pay there). Reasons are for people: nothing is decided by their words."""
+
 
 @dataclass(frozen=True)
 class SitePlan:
@@ -31,7 +35,8 @@ class SitePlan:
         precision: 'fp8' if any GEMM runs in FP8, else 'bf16' (the model's own dtype).
         recipe: of the site, where nothing else was said of a part of it; None for a bf16 site.
         backend: backend name, None for a bf16 site.
-        reason: why it is so.
+        reason: why it is so, in words.
+        cause: who decided it.
         operands: what each GEMM multiplies. One of a GEMM's operands alone is quantised where the other's role is not:
             then it is dequantised for the product. A GEMM that was taken out of FP8 has two that never were quantised.
         rules: role -> the Rule of its first reader that has one, or None for a role that stays in high precision.
@@ -45,6 +50,7 @@ class SitePlan:
     backend: str | None
     reason: str
     operands: Operands
+    cause: Cause = "asked"
     rules: Mapping[str, Rule | None] = field(init=False)
     gemms: Mapping[str, Precision] = field(init=False)
 
@@ -111,28 +117,23 @@ def chosen_site(name: str, layer: int | None, backend: str, reason: str, choices
     return SitePlan(name, layer, "fp8", choices.recipe, backend, reason, operands)
 
 
-def bf16_site(name: str, layer: int | None, reason: str) -> SitePlan:
+def bf16_site(name: str, layer: int | None, reason: str, cause: Cause = "asked") -> SitePlan:
     """The plan of a site that runs in the model's own dtype."""
     nothing: Operands = {gemm: dict.fromkeys(roles) for gemm, roles in GEMM_OPERANDS.items()}
-    return SitePlan(name, layer, "bf16", None, None, reason, nothing)
+    return SitePlan(name, layer, "bf16", None, None, reason, nothing, cause)
 
 
-FALLBACK = "fp8_fallback: "
-"""What the reason of a site begins with that cannot run as asked and, as the user allowed, runs in BF16."""
-
-
-def check_something_left(plans: Iterable[tuple[str, str]]) -> None:
+def check_something_left(plans: Iterable[tuple[Precision, Cause, str]]) -> None:
     """ValueError if FP8 was asked for and no site runs in it, unless a fallback was allowed.
 
-    ``plans``: (precision, reason) of every site of the whole model; nothing is said of a model without any.
+    ``plans``: (precision, cause, reason) of every site of the whole model; nothing is said of a model without any.
     """
     plans = list(plans)
-    reasons = list(dict.fromkeys(reason for _, reason in plans))
-    if not plans or any(precision == "fp8" for precision, _ in plans):
+    if not plans or any(precision == "fp8" or cause == "fallback" for precision, cause, _ in plans):
         return
-    if not any(reason.startswith(FALLBACK) for reason in reasons):
-        more = ", ..." if len(reasons) > 3 else ""
-        raise ValueError(
-            f"the settings leave none of {len(plans)} GEMM sites in FP8 ({', '.join(reasons[:3])}{more}): change them, or"
-            " set fp8=None to train in BF16."
-        )
+    reasons = list(dict.fromkeys(reason for _, _, reason in plans))
+    more = ", ..." if len(reasons) > 3 else ""
+    raise ValueError(
+        f"the settings leave none of {len(plans)} GEMM sites in FP8 ({', '.join(reasons[:3])}{more}): change them, or"
+        " set fp8=None to train in BF16."
+    )

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megatron_fp8.plan.site_plan import bf16_site, fp8_site
+from megatron_fp8.plan.site_plan import bf16_site, check_something_left, fp8_site
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling
 from tests.support.sites import ALL_RECIPES, RECIPES
 
@@ -77,3 +77,12 @@ def test_roles_are_told_in_words():
     assert delayed["grad_output"] == "e5m2 tensor delayed fp32"
     block = fp8_site("a", 0, RECIPES["blockwise"], "emulated", "").as_dict()["roles"]
     assert block["input"] == "e4m3 1x128 pow2" and block["weight"] == "e4m3 128x128 pow2"
+
+
+def test_what_leaves_no_site_is_decided_by_the_cause_and_not_by_words():
+    words = "fp8_fallback: so it says"
+    check_something_left([])
+    check_something_left([("bf16", "asked", words), ("fp8", "asked", "")])
+    check_something_left([("bf16", "asked", ""), ("bf16", "fallback", "anything")])
+    with pytest.raises(ValueError, match=r"leave none of 2 GEMM sites in FP8.*so it says"):
+        check_something_left([("bf16", "asked", words), ("bf16", "size", "too small")])
