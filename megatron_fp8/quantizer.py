@@ -69,7 +69,8 @@ class Quantizer:
         if record:
             self.slot.record(quantized.amax, quantized.nonfinite)
         if (observer := self.slot.arena.observer) is not None:
-            observer.cast(self.slot.name, x, quantized, direction, recorded=record)
+            shard = reduce_amax is not None
+            observer.cast(self.slot.name, x, quantized, direction, recorded=record, shard=shard)
         return quantized.tensor
 
     def quantize(

@@ -153,6 +153,21 @@ def observe_high_precision(
     return y
 
 
+def watch_high_precision(
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, site: GemmSite, *, shard: bool = False
+) -> None:
+    """Tell the observer, if there is one, of a linear that ran in high precision in training.
+
+    It does not hear of what is traced or transformed, or has no memory.
+    """
+    if torch.compiler.is_compiling() or (observer := site.state.observer) is None:
+        return
+    if x.is_meta or isinstance(x, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    with _disable_current_modes():  # what keeps or counts operations has no business with an observer's
+        observer.high_precision(site.plan.name, x, weight, y, recorded=not in_recompute(), shard=shard)
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(

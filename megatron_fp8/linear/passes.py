@@ -76,7 +76,7 @@ def forward(
     operand, saved = quantize_input(x.reshape(-1, x.shape[-1]), call, needs_wgrad)
     quantized_weight = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
     assert quantized_weight.rowwise is not None
-    y = site.multiply("fprop", operand, quantized_weight.rowwise, x.dtype, bias)
+    y = site.multiply("fprop", operand, quantized_weight.rowwise, x.dtype, bias, record=call.record)
     sequence = x.shape[0] * (tp.size if call.gathers else 1)
     if tp.kind == "row" and tp.sequence_parallel:
         y = tp.reduce_scatter(y).wait()

@@ -162,12 +162,22 @@ class GemmSite:
         return Region(key, row_offset, col_offset, total_cols)
 
     def multiply(
-        self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+        self,
+        gemm: str,
+        a: Operand,
+        b: Operand,
+        out_dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        *,
+        record: bool = True,
     ) -> torch.Tensor:
-        """a [M, K] @ b [N, K]^T (+ bias [N]) as the plan has it for 'fprop', 'dgrad' or 'wgrad'; counted."""
+        """a [M, K] @ b [N, K]^T (+ bias [N]) as the plan has it for 'fprop', 'dgrad' or 'wgrad'; counted.
+
+        ``record`` False: a forward of evaluation, or again in a recomputation.
+        """
         y = self._multiply(gemm, a, b, out_dtype, bias)
         if (observer := self.state.observer) is not None:
-            observer.product(self.plan.name, gemm, a, b, y)
+            observer.product(self.plan.name, gemm, a, b, y, recorded=record)
         return y
 
     def _multiply(

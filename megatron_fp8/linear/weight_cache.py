@@ -65,6 +65,8 @@ class WeightCache:
             )
             if record and self._first_this_iteration():
                 weight.record()
+                if (observer := self._state.observer) is not None:
+                    observer.stored(weight.quantizer.slot.name, weight)
             return Sides(*weight.quantized.sides)
         if not self._casts.quantizers:
             return Sides(weight, weight.t())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..fp8_utils import get_fp8_recipe
+from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver
 from ..plan.overrides import check_overrides_match, matching
@@ -99,6 +100,23 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
         group = compat.amax_group(config, expert=linear.is_expert)
         stream = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return GemmSite(plan, state, group, seed=state.seed, stream=stream)
+
+
+def share_of(kind: Literal["column", "row"], *, expert: bool) -> Share:
+    """This rank's part of a linear that is split over tensor-parallel ranks; ``expert``: over those of experts.
+
+    Experts of other ranks, which their sites share a name with, are other parts of it with other tokens.
+    """
+    ps = parallel_state
+    if not ps.model_parallel_is_initialized():
+        return Share()
+    if not expert:
+        size, part = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
+        return Share(kind if size > 1 else "none", part, ps.get_data_parallel_rank(with_context_parallel=True))
+    size, part = ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
+    first, experts = ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size()
+    tokens = ps.get_expert_data_parallel_rank() * experts + first
+    return Share(kind if size > 1 else "none", first * size + part, tokens)
 
 
 def prepare(model_chunks: list[Any]) -> None:

@@ -202,7 +202,7 @@ def site_of(
     state = family.state(device)
     if recipe is not None:
         plan = replace(plan, name=f"{name}@{recipe_name(recipe)}")
-    return GemmSite(plan, state, None, seed=state.seed, stream=_rank())
+    return GemmSite(plan, state, None, seed=state.seed, stream=rank())
 
 
 def take_over(old: GemmSite, new: GemmSite) -> None:
@@ -218,6 +218,6 @@ def take_over(old: GemmSite, new: GemmSite) -> None:
         taker.slot.record(amax, nonfinite)
 
 
-def _rank() -> int:
-    """Data-parallel ranks see other tokens, so stochastic rounding draws other bits."""
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+def rank() -> int:
+    """Data-parallel ranks see other tokens, so stochastic rounding draws other bits; 0 without torch.distributed."""
+    return torch.distributed.getrank() if torch.distributed.is_initialized() else 0

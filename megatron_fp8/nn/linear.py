@@ -15,13 +15,14 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..linear.function import fp8_linear, observe_high_precision
+from ..linear.function import fp8_linear, observe_high_precision, watch_high_precision
+from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import Forwards, current_switch, in_recompute, runs_fp8, without_autocast
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
-from .family import LONE, Family, lone_family, site_of, take_over
+from .family import LONE, Family, lone_family, rank, site_of, take_over
 from .inputs import call_in_graph, call_on_values
 
 _making = threading.Lock()  # threads that run a model at once must not each give it slots
@@ -81,6 +82,11 @@ class Fp8Layer(torch.nn.Module):
     def fp8_site(self) -> GemmSite:
         """Its GEMM site on the weight's device: plan, quantizers and slots."""
         return self.make_site(self.weight.device)
+
+    @property
+    def fp8_share(self) -> Share:
+        """This rank's part of the site: the whole weight, and tokens that no other rank has."""
+        return Share(tokens=rank())
 
     @property
     def has_run(self) -> bool:
@@ -208,6 +214,7 @@ class Fp8Layer(torch.nn.Module):
         y = self.plain_forward(x)
         if self.training:
             _count(site, x, self.weight, y)
+            watch_high_precision(x, self.matrix, y, site)
             if observe and site.is_fp8:
                 return observe_high_precision(x, self.matrix, y, site)
         return y

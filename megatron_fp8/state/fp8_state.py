@@ -149,6 +149,8 @@ class Fp8State:
                 if self.guard is not None:
                     self.ill += self.guard.look(arena)  # before the update: by the scales that were used
                 arena.update(self.iteration)
+        if self.observer is not None:
+            self.observer.ended(self.iteration)
         self.last = self.counts
         self._count_in(IterationCounts())
         self.iteration += 1

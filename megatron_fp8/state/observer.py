@@ -1,4 +1,4 @@
-"""The one seam for whoever watches FP8 at work: what was cast, and what was multiplied.
+"""The one seam for whoever watches FP8 at work: what was cast, what was multiplied, and when an iteration ended.
 
 Telemetry and diagnosis look on; the linear knows neither. ``Fp8State.watch`` puts an observer in place; without one a
 cast and a product ask only whether it is there, and no operation runs.
@@ -18,16 +18,41 @@ from ..tensor import Operand
 
 class Observer(Protocol):
     """Told of each cast and product of a model, in the order in which they happen. It may keep what it is given for as
-    long as it likes, must change none of it, and runs inside forward and backward: it must not communicate there."""
+    long as it likes, must change none of it, and runs inside forward and backward: it must not communicate there.
+
+    ``recorded`` is False of what counts for no iteration: of forwards in evaluation and in a recomputation, and of a
+    cast of what was cast before for another GEMM. ``shard``: x is this rank's tokens of a matrix that its
+    tensor-parallel group gathers.
+    """
 
     def cast(
-        self, slot: str, x: torch.Tensor, done: Quantized, direction: Direction, *, recorded: bool
+        self, slot: str, x: torch.Tensor, done: Quantized, direction: Direction, *, recorded: bool, shard: bool
     ) -> None:
-        """x [rows, cols] was quantised for a slot, named SITE.ROLE, or SITE.ROLE.GEMM where one role is cast twice.
+        """x [rows, cols] was quantised for a slot, named SITE.ROLE, or SITE.ROLE.GEMM where one role is cast twice."""
 
-        ``recorded`` is False in evaluation, in a recomputation, and where x was quantised before for another GEMM.
-        """
+    def stored(self, slot: str, weight: torch.Tensor) -> None:
+        """A weight that lives as FP8 (an Fp8Parameter) is used as it is, for the first time in this iteration's training:
+        nothing is cast."""
 
-    def product(self, site: str, gemm: str, a: Operand, b: Operand, y: torch.Tensor) -> None:
+    def product(
+        self, site: str, gemm: str, a: Operand, b: Operand, y: torch.Tensor, *, recorded: bool
+    ) -> None:
         """y [M, N] = a [M, K] @ b [N, K]^T was computed as 'fprop', 'dgrad' or 'wgrad' of a site, on this rank alone:
         sums over ranks come later."""
+
+    def high_precision(
+        self,
+        site: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        recorded: bool,
+        shard: bool,
+    ) -> None:
+        """A whole site ran in high precision, in training and in eager mode: y [..., N] = x [..., K] @ weight^T. Of its
+        backward it tells nothing: what y's gradient becomes is autograd's."""
+
+    def ended(self, iteration: int) -> None:
+        """The state's iteration of this number (from 0) has ended, its amaxes are settled. All ranks are here: the one
+        place to communicate."""

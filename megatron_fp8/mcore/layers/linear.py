@@ -14,13 +14,14 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...linear.function import fp8_linear, observe_high_precision
+from ...linear.function import fp8_linear, observe_high_precision, watch_high_precision
+from ...linear.share import Share
 from ...linear.site import GemmSite
 from ...linear.tensor_parallel import TensorParallel
 from ...plan.switch import Forwards, Switch, in_recompute, layer_being_built, runs_fp8
 from ..checkpoint.fp8_state import sharded_slots, take_slots
 from ..owed import refuse_unsettled
-from ..sites import count_high_precision, make_site, prepare
+from ..sites import count_high_precision, make_site, prepare, share_of
 
 
 class _Fp8Site:
@@ -61,6 +62,12 @@ class _Fp8Site:
                 self.make_sites()
         assert self._site is not None
         return self._site
+
+    @property
+    def fp8_share(self) -> Share:
+        """This rank's part of the site."""
+        kind: Any = "column" if isinstance(self, ColumnParallelLinear) else "row"
+        return share_of(kind, expert=self.is_expert)
 
     def make_sites(self) -> None:
         """Resolve this layer on its own, unless a model's plan has."""
@@ -105,12 +112,13 @@ class _Fp8Site:
             return fp8_linear(x, weight, bias, site, tp, fresh_weight=fresh, **options)
 
     def _after_high_precision(
-        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, switch: Switch
+        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, switch: Switch, *, shard: bool = False
     ) -> torch.Tensor:
         site = self.fp8_site
         if not self.training:
             return y
         count_high_precision(site.state, x, weight, y)
+        watch_high_precision(x, weight, y, site, shard=shard)
         return y if switch.turns_off(site.plan) else observe_high_precision(x, weight, y, site)
 
 
@@ -127,7 +135,7 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
         switch = self._switch()
         if not runs_fp8(self.fp8_site, switch):
             y = super()._forward_impl(input, weight, *args, **kwargs)
-            return self._after_high_precision(input, weight, y, switch)
+            return self._after_high_precision(input, weight, y, switch, shard=kwargs["sequence_parallel"])
         assert not args, "Megatron-Core 0.16 passes everything but input and weight by keyword"
         assert kwargs.get("grad_output_buffer") is None, (
             "deferred wgrad is the output layer's, which is not FP8"

@@ -7,7 +7,9 @@ import torch
 
 from megatron_fp8 import convert_to_fp8
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.nn import fp8_autocast, fp8_step
 from megatron_fp8.state.fp8_state import Fp8State
+from megatron_fp8.state.graph import CapturedStep
 from tests.support.sites import RECIPES, make_site, randn
 
 
@@ -15,13 +17,23 @@ class Recording:
     """An observer that keeps what it is told."""
 
     def __init__(self):
-        self.casts, self.products = [], []
+        self.casts, self.products, self.others = [], [], []
 
-    def cast(self, slot, x, done, direction, *, recorded):
+    def cast(self, slot, x, done, direction, *, recorded, shard):
         self.casts.append((slot, x.detach().clone(), done, direction, recorded))
 
-    def product(self, site, gemm, a, b, y):
+    def stored(self, slot, weight):
+        self.others.append(("stored", slot, weight))
+
+    def product(self, site, gemm, a, b, y, *, recorded):
         self.products.append((site, gemm, y.detach().clone()))
+        self.others += [] if recorded else [("not recorded", gemm)]
+
+    def high_precision(self, site, x, weight, y, *, recorded, shard):
+        self.others.append(("high precision", site, y.detach().clone(), recorded))
+
+    def ended(self, iteration):
+        self.others.append(("ended", iteration))
 
 
 def step(site, *, training=True):
@@ -60,6 +72,33 @@ def test_says_what_is_not_recorded():
     state.watch(watch)
     step(site, training=False)
     assert {slot: recorded for slot, *_, recorded in watch.casts}["fc1.input"] is False
+    assert watch.others == [("not recorded", "fprop")]
+
+
+def test_hears_of_layers_in_high_precision_and_of_the_end():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 32, bias=False) for _ in range(2)]
+    model = convert_to_fp8(torch.nn.Sequential(*layers).bfloat16(), skip=[])
+    watch = Recording()
+    model[0].fp8_site.state.watch(watch)
+    x = model[0](randn(64, 32, seed=1))
+    with fp8_autocast(enabled=False):
+        y = model[1](x)
+    y.sum().backward()
+    fp8_step(model)
+    (kind, site, seen, recorded), end = watch.others
+    assert (kind, site, recorded) == ("high precision", "1", True) and torch.equal(seen, y)
+    assert end == ("ended", 0)
+    assert {slot.partition(".")[0] for slot, *_ in watch.casts} == {"0"}
+    model.eval()(randn(64, 32, seed=1))
+    assert [what for what, *_ in watch.others[2:]] == ["not recorded"]
+
+
+def test_a_watched_step_is_not_captured():
+    state = Fp8State()
+    state.watch(Recording())
+    with pytest.raises(ValueError, match="detach it first"):
+        CapturedStep(state)
 
 
 def test_sites_made_later_are_watched_too():
@@ -94,6 +133,9 @@ def test_not_one_operation_more(recipe):
     class Silent:
         def cast(self, *_, **__): ...
         def product(self, *_, **__): ...
+        def stored(self, *_): ...
+        def high_precision(self, *_, **__): ...
+        def ended(self, *_): ...
 
     (without, bits), (watched, same) = run(None), run(Silent())
     assert without == watched
