@@ -112,7 +112,9 @@ def share_of(kind: Literal["column", "row"], *, expert: bool) -> Share:
         return Share()
     if not expert:
         size, part = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
-        return Share(kind if size > 1 else "none", part, ps.get_data_parallel_rank(with_context_parallel=True))
+        return Share(
+            kind if size > 1 else "none", part, ps.get_data_parallel_rank(with_context_parallel=True)
+        )
     size, part = ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
     first, experts = ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size()
     tokens = ps.get_expert_data_parallel_rank() * experts + first

@@ -26,7 +26,14 @@ class Observer(Protocol):
     """
 
     def cast(
-        self, slot: str, x: torch.Tensor, done: Quantized, direction: Direction, *, recorded: bool, shard: bool
+        self,
+        slot: str,
+        x: torch.Tensor,
+        done: Quantized,
+        direction: Direction,
+        *,
+        recorded: bool,
+        shard: bool,
     ) -> None:
         """x [rows, cols] was quantised for a slot, named SITE.ROLE, or SITE.ROLE.GEMM where one role is cast twice."""
 
