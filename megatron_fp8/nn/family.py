@@ -220,4 +220,4 @@ def take_over(old: GemmSite, new: GemmSite) -> None:
 
 def rank() -> int:
     """Data-parallel ranks see other tokens, so stochastic rounding draws other bits; 0 without torch.distributed."""
-    return torch.distributed.getrank() if torch.distributed.is_initialized() else 0
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
