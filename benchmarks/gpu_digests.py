@@ -215,10 +215,10 @@ def emulated_functions() -> Functions:
 
 def kernel_functions() -> Functions:
     """The Triton kernels, compiled (or interpreted, if Triton was told so before it was imported)."""
-    from megatron_fp8.kernels import fp8_transpose, multi_amax, quantize, tiles
+    from megatron_fp8.kernels import fp8_transpose, multi_amax, norm_quantize, quantize
 
     def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> Quantized:
-        source = tiles.TileSource("norm", x.shape[0], x.shape[1], x, rstd, weight)
+        source = norm_quantize.Normalized(x, rstd, weight)
         record = quantize.Record.new(x.device)
         sides = quantize.quantize_blocks(source, rule.fmt, block=rule.granularity.cols, record=record)
         rowwise, columnwise = (

@@ -187,11 +187,14 @@ def _quantise(source: Callable[[], Any], rule: Any, scale: torch.Tensor | None, 
 
 def sources(machine: Machine, what: str, rows: int, cols: int) -> Callable[[], Any]:
     """What makes a TileSource [rows, cols] anew: the norm's statistic is part of the work."""
-    from megatron_fp8.kernels.norm_quantize import rms_norm
-    from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad
+    from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
+    from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient
 
     if what == "norm":
-        return partial(rms_norm, random(machine, rows, cols, seed=1), random(machine, 1, cols, seed=2)[0])
+        x, weight = random(machine, rows, cols, seed=1), random(machine, 1, cols, seed=2)[0]
+        return lambda: Normalized(x, row_rstd(x, 1e-5), weight)
     if what == "swiglu":
-        return partial(swiglu, random(machine, rows, 2 * cols, seed=1))
-    return partial(swiglu_grad, random(machine, rows, cols // 2, seed=1), random(machine, rows, cols, seed=2))
+        return partial(Swiglu, random(machine, rows, 2 * cols, seed=1))
+    return partial(
+        SwigluGradient, random(machine, rows, cols // 2, seed=1), random(machine, rows, cols, seed=2)
+    )

@@ -223,17 +223,17 @@ def _computed() -> None:
     """Norm, SwiGLU and its gradient, computed by who quantises them, and written."""
     from megatron_fp8.backends.native import backend as native
     from megatron_fp8.kernels.deferred import DeferredTensor
-    from megatron_fp8.kernels.norm_quantize import rms_norm
+    from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
     from megatron_fp8.kernels.quantize import write
-    from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
+    from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
 
     scales = empty(2)
     for rows, cols in ((8192, 4096), (70, 200), (70, 202), (4096, 256)):
         x, wide = empty(rows, cols, dtype=BF16), empty(rows, 2 * cols, dtype=BF16)
         makers: dict[str, Callable[[], Any]] = {
-            "input": partial(rms_norm, x, empty(cols, dtype=BF16)),
-            "weight": partial(swiglu, wide),
-            "grad_output": partial(swiglu_grad, empty(rows, cols // 2, dtype=BF16), x),
+            "input": partial(Normalized, x, row_rstd(x, 1e-5), empty(cols, dtype=BF16)),
+            "weight": partial(Swiglu, wide),
+            "grad_output": partial(SwigluGradient, empty(rows, cols // 2, dtype=BF16), x),
         }
         swiglu_weight_grad(x, wide)
         for which, make in makers.items():

@@ -41,7 +41,7 @@ def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:
     @wraps(launches)
     def launched(*args: P.args, **kwargs: P.kwargs) -> Result:
         first: Any = args[0]
-        with torch.cuda.device_of(getattr(first, "x", first)):
+        with torch.cuda.device_of(first if isinstance(first, torch.Tensor) else first.inputs[0]):
             return launches(*args, **kwargs)
 
     return launched

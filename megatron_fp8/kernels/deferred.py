@@ -1,7 +1,7 @@
 """A matrix that nobody has written to memory yet: what stands between a norm or SwiGLU and an FP8 linear.
 
 An FP8 linear wants codes, and a kernel that makes codes can compute the norm, or SwiGLU, as it reads
-(kernels/tiles.TileSource). So on GPUs these return a ``DeferredTensor``: a tensor to autograd and to Megatron, which
+(kernels/sources.TileSource). So on GPUs these return a ``DeferredTensor``: a tensor to autograd and to Megatron, which
 pass it on, and a TileSource to the native backend, which quantises it. The BF16 result is then never written, nor read
 back.
 
@@ -57,12 +57,11 @@ class _Cell:
 
 def _versions(source: Any) -> list[int]:
     """How often each input was written; tensors made in inference mode do not count."""
-    inputs = [t for t in (source.x, source.first, source.second) if t is not None]
-    return [0 if t.is_inference() else t._version for t in inputs]
+    return [0 if t.is_inference() else t._version for t in source.inputs]
 
 
 class DeferredTensor(torch.Tensor):
-    """What a kernels.tiles.TileSource computes, as a tensor [..., cols] of the TileSource's dtype.
+    """What a kernels.sources.TileSource computes, as a tensor [..., cols] of the TileSource's dtype.
 
     Leading dimensions are the TileSource's rows; views that keep the last dimension are other names for the same matrix.
     Reading one after an input of it was changed in place is a RuntimeError.
@@ -73,7 +72,7 @@ class DeferredTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, source: Any, shape: Sequence[int]) -> DeferredTensor:
-        return _named(_Cell(source), shape, source.x.dtype, source.x.device)
+        return _named(_Cell(source), shape, source.dtype, source.device)
 
     @property
     def source(self) -> Any | None:

@@ -1,14 +1,13 @@
 """RMSNorm whose result is quantised as it is made: what a column-parallel linear layer reads is never written in BF16.
 
-Two launches: the statistic of every row, then any of quantize.py's passes over the ``TileSource`` made of it. The
+Two launches: the statistic of every row, then any of quantize.py's passes over the ``Normalized`` source made of it. The
 input is read twice and codes are written once; norm and quantisation apart read it once, write the result and read that
 again. One launch would have a program hold 128 whole rows, which no on-chip memory does at hidden 4096.
 
-What is promised. Given rstd, the norm's result is that of mcore/norm.py in all bits, and so are the codes: two float32
-products and one rounding. rstd itself is a sum of ``hidden`` squares, whose order differs between devices and from
-torch's (which, besides, squares a rounded root): it agrees to a few units in the last place, not in bits. The statistic
-returned is the one that was used, and belongs to backward. mcore/norm.py takes it from here wherever kernels run, fused
-or not, so that there the two are equal.
+What is promised. Given rstd, the norm's result is that of mcore/layers/norm.py in all bits, and so are the codes: two
+float32 products and one rounding. rstd itself is a sum of ``hidden`` squares, whose order differs between devices and
+from torch's (which, besides, squares a rounded root): it agrees to a few units in the last place, not in bits. So
+mcore/layers/norm.py takes it from here wherever kernels run, fused or not, and hands the same one to backward.
 """
 
 from __future__ import annotations
@@ -19,33 +18,23 @@ import triton.language as tl
 
 from . import on_its_device
 from .elements import divide, square_root, widen
-from .tiles import TileSource, unit_stride
+from .sources import TileSource, unit_stride
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered_gamma: bool = False
-) -> TileSource:
-    """x / sqrt(mean(x^2) + eps) * weight, to be handed to a quantising function. The TileSource's ``first`` is rstd.
+class Normalized(TileSource):
+    """RMSNorm, given its statistic: x * rstd * (weight + offset), two float32 products and one rounding to x's dtype.
 
     Args:
         x: [rows, hidden], float32, bfloat16 or float16. A row with a NaN is NaN throughout; one with an Inf is NaN there
             and 0 elsewhere.
-        weight: [hidden], any of these dtypes; 1 + weight is the factor if zero_centered_gamma.
+        rstd: float32 [rows], contiguous (``row_rstd``).
+        weight: [hidden], any of these dtypes.
     """
-    x = unit_stride(x)
-    return normalized(x, row_rstd(x, eps), weight, float(zero_centered_gamma))
 
+    kind = "norm"
 
-def normalized(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, offset: float = 0.0) -> TileSource:
-    """x * rstd * (weight + offset), two float32 products and one rounding: rms_norm with the statistic at hand.
-
-    Args:
-        x, weight: as in rms_norm.
-        rstd: float32 [rows], contiguous.
-        offset: what is added to the weight.
-    """
-    x = unit_stride(x)
-    return TileSource("norm", x.shape[0], x.shape[1], x, rstd, unit_stride(weight), offset)
+    def __init__(self, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, offset: float = 0.0):
+        super().__init__(x.shape[0], x.shape[1], unit_stride(x), rstd, unit_stride(weight), offset)
 
 
 @on_its_device

@@ -1,6 +1,6 @@
 """The passes over a matrix, as Triton kernels. Each program takes one tile; quantize.py launches them.
 
-The first arguments are a TileSource's (tiles.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols, rows] are
+The first arguments are a TileSource's (sources.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols, rows] are
 contiguous; amaxes are int32 views of float32; a flag says which of them are there. A program's tile is tiles.place.
 
 NaN is not looked for in every element twice: amaxes are taken with NaN in them, which as bits is greater than Inf, and
@@ -24,7 +24,8 @@ from .elements import (
     scales,
     without_nan,
 )
-from .tiles import load, place, store
+from .sources import load
+from .tiles import place, store
 
 
 @triton.jit
@@ -56,9 +57,9 @@ def find_amaxes(
 @triton.jit
 def cast_tensor(
     x, x_stride, first, first_stride, second, offset, rows, cols,
-    row_codes, col_codes, values, given, scale_inv, amax, nonfinite, epsilon, factor,
+    row_codes, col_codes, given, scale_inv, amax, nonfinite, epsilon, factor,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    VALUES: tl.constexpr, RECORD: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr,
+    RECORD: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One scale: given (KIND 'given'), or of the kind KIND from the amax given."""
@@ -77,8 +78,6 @@ def cast_tensor(
         store(row_codes, codes, top, left, rows, cols)
     if COLUMNWISE:
         store(col_codes, tl.trans(codes), left, top, cols, rows)
-    if VALUES:
-        store(values, narrow(tile, values.dtype.element_ty), top, left, rows, cols)
     if RECORD:
         bits = magnitudes(tile)
         largest = tl.max(bits)
@@ -92,9 +91,9 @@ def cast_tensor(
 @triton.jit
 def cast_rows(
     x, x_stride, first, first_stride, second, offset, rows, cols,
-    row_codes, col_codes, values, row_amax, col_amax, row_scale, col_scale, epsilon, factor,
+    row_codes, col_codes, row_amax, col_amax, row_scale, col_scale, epsilon, factor,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    VALUES: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    E4M3: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One scale a row for row_codes, one a column for col_codes, from their amaxes."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
@@ -114,17 +113,15 @@ def cast_rows(
         if top == 0:
             tl.store(col_scale + col, inverse, mask=col < cols)
         store(col_codes, tl.trans(encode(tile * scale[None, :], E4M3)), left, top, cols, rows)
-    if VALUES:
-        store(values, narrow(tile, values.dtype.element_ty), top, left, rows, cols)
 
 
 @triton.jit
 def quantize_tiles(
     x, x_stride, first, first_stride, second, offset, rows, cols,
-    row_codes, col_codes, values, row_scale, row_major, row_minor, col_scale, col_major, col_minor,
+    row_codes, col_codes, row_scale, row_major, row_minor, col_scale, col_major, col_minor,
     amax, nonfinite, epsilon, factor,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    VALUES: tl.constexpr, RECORD: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr,
+    RECORD: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr,
     BLOCK: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One scale a block, all of whose elements are in this tile. Scales have strides major (rows of codes), minor."""
@@ -180,8 +177,6 @@ def quantize_tiles(
         each = tl.reshape(tl.broadcast_to(scale[:, None, :], (DOWN, BLOCK, COLS)), (ROWS, COLS))
         codes = encode(tile * each, E4M3)
         store(col_codes, tl.trans(codes), left, top, cols, rows)
-    if VALUES:
-        store(values, narrow(tile, values.dtype.element_ty), top, left, rows, cols)
 
 
 @triton.jit

@@ -30,7 +30,9 @@ import triton
 from ..numerics.formats import FloatFormat
 from . import on_its_device
 from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
-from .tiles import Tile, TileSource, as_bytes, codes_like, is_e4m3, plain
+from .sources import Plain, TileSource
+from .swiglu_quantize import Swiglu, SwigluGradient
+from .tiles import Tile, as_bytes, codes_like, is_e4m3
 
 Direction = Literal["rowwise", "columnwise", "both"]
 ScaleKind = Literal["fp32", "pow2", "e8m0"]
@@ -52,11 +54,10 @@ class Side(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """The directions that were asked for, and the matrix itself [rows, cols] where ``values`` asked for it."""
+    """The directions that were asked for."""
 
     rowwise: Side | None
     columnwise: Side | None
-    values: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def measure(
     """amaxes of a matrix in one read: per row (float32 [rows]), per column ([cols]), and of all, into ``record``."""
     source = _source(x)
     tile = tile or _tile(source)
-    device = source.x.device
+    device = source.device
     row_amax = torch.zeros(source.rows, device=device, dtype=torch.float32) if rows else None
     col_amax = torch.zeros(source.cols, device=device, dtype=torch.float32) if cols else None
     if source.rows and source.cols:
@@ -116,7 +117,6 @@ def quantize_tensor(
     margin: int = 0,
     epsilon: float = 0.0,
     record: Record | None = None,
-    values: bool = False,
     tile: Tile | None = None,
 ) -> Sides:
     """One scale for the matrix, given (delayed) or made from ``amax`` (tensorwise: what ``measure`` recorded).
@@ -124,7 +124,6 @@ def quantize_tensor(
     Args:
         scale, amax: float32 []; exactly one of them. A given scale ignores pow2, margin and epsilon.
         record: where amax and non-finite count go; None records nothing.
-        values: return the matrix too, in the source's dtype (for a fused source that others read as well).
 
     Returns:
         Sides; scale_inv is float32 [], the same tensor in both.
@@ -132,8 +131,8 @@ def quantize_tensor(
     assert (scale is None) != (amax is None), "either the scale or the amax that it is made from"
     source = _source(x)
     tile = tile or _tile(source)
-    out = _Outputs(source, fmt, direction, values)
-    scale_inv = torch.ones((), device=source.x.device, dtype=torch.float32)
+    out = _Outputs(source, fmt, direction)
+    scale_inv = torch.ones((), device=source.device, dtype=torch.float32)
     # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
     cast_tensor[source.grid(tile)](
         **source.arguments(),
@@ -160,7 +159,6 @@ def quantize_rows(
     pow2: bool = True,
     margin: int = 0,
     epsilon: float = 0.0,
-    values: bool = False,
     tile: Tile | None = None,
 ) -> Sides:
     """One scale for each row of each direction, from amaxes that ``measure`` gave (and somebody may have reduced).
@@ -174,8 +172,8 @@ def quantize_rows(
     source = _source(x)
     tile = tile or _tile(source)
     direction: Direction = "columnwise" if row_amax is None else "rowwise" if col_amax is None else "both"
-    out = _Outputs(source, fmt, direction, values)
-    device = source.x.device
+    out = _Outputs(source, fmt, direction)
+    device = source.device
     row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device, dtype=torch.float32)
     col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device, dtype=torch.float32)
     # An empty matrix still has the scales of its rows or columns to be written.
@@ -207,7 +205,6 @@ def quantize_blocks(
     margin: int = 0,
     epsilon: float = 0.0,
     record: Record | None = None,
-    values: bool = False,
     tile: Tile | None = None,
 ) -> Sides:
     """One scale for each block along the contraction of each direction, or for each square block. Partial blocks count.
@@ -216,7 +213,7 @@ def quantize_blocks(
         block: elements along the contraction that share a scale: 128 (blockwise) or 32 (MXFP8).
         square: blocks of block x block; block is then the tile's side (128).
         kind: 'fp32', 'pow2', or 'e8m0', which ignores margin and epsilon.
-        record, values: as in quantize_tensor.
+        record: as in quantize_tensor.
 
     Returns:
         Sides. scale_inv, of a side with codes [R, C], is logically [R, ceil(C / block)], or [ceil(R / block), ...] if
@@ -230,12 +227,12 @@ def quantize_blocks(
             f"tile {tile.rows} x {tile.cols} does not hold whole blocks of {block}: choose multiples of it"
             + (", exactly one block where blocks are square" if square else "")
         )
-    out = _Outputs(source, fmt, direction, values)
+    out = _Outputs(source, fmt, direction)
     row_scale = col_scale = None
     if out.rowwise is not None:
-        row_scale = _block_scales(source.rows, source.cols, block, square, kind, source.x.device)
+        row_scale = _block_scales(source.rows, source.cols, block, square, kind, source.device)
     if out.columnwise is not None:
-        col_scale = _block_scales(source.cols, source.rows, block, square, kind, source.x.device)
+        col_scale = _block_scales(source.cols, source.rows, block, square, kind, source.device)
     if source.rows and source.cols:
         quantize_tiles[source.grid(tile)](
             **source.arguments(),
@@ -266,7 +263,7 @@ def quantize_blocks(
 def write(source: TileSource) -> torch.Tensor:
     """The matrix that a TileSource computes, [rows, cols] in its dtype, contiguous: the values that codes are made of."""
     tile = _tile(source)
-    values = torch.empty(source.rows, source.cols, dtype=source.x.dtype, device=source.x.device)
+    values = torch.empty(source.rows, source.cols, dtype=source.dtype, device=source.device)
     if values.numel():
         write_values[source.grid(tile)](**source.arguments(), values=values, **tile.options())
     return values
@@ -274,7 +271,7 @@ def write(source: TileSource) -> torch.Tensor:
 
 def _tile(source: TileSource) -> Tile:
     """For passes without blocks."""
-    return SWIGLU_TILE if source.kind.startswith("swiglu") else TENSOR_TILE
+    return SWIGLU_TILE if isinstance(source, (Swiglu, SwigluGradient)) else TENSOR_TILE
 
 
 def _block_tile(source: TileSource, block: int, square: bool) -> Tile:
@@ -282,7 +279,7 @@ def _block_tile(source: TileSource, block: int, square: bool) -> Tile:
         return MX_TILE
     if square:
         return SQUARE_TILE
-    return BLOCK_TILE if source.kind == "plain" else COMPUTED_BLOCK_TILE
+    return BLOCK_TILE if isinstance(source, Plain) else COMPUTED_BLOCK_TILE
 
 
 def _block_scales(
@@ -302,24 +299,21 @@ def _block_scales(
 
 
 class _Outputs:
-    """Codes of the directions asked for, and values."""
+    """Codes of the directions asked for, to be written."""
 
-    def __init__(self, source: TileSource, fmt: FloatFormat, direction: Direction, values: bool):
+    def __init__(self, source: TileSource, fmt: FloatFormat, direction: Direction):
         if direction not in ("rowwise", "columnwise", "both"):
             raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
-        rows, cols, device = source.rows, source.cols, source.x.device
+        rows, cols, device = source.rows, source.cols, source.device
         self.rowwise = codes_like(rows, cols, fmt, device) if direction != "columnwise" else None
         self.columnwise = codes_like(cols, rows, fmt, device) if direction != "rowwise" else None
-        self.values = torch.empty(rows, cols, dtype=source.x.dtype, device=device) if values else None
 
     def arguments(self) -> dict[str, object]:
         return {
             "row_codes": as_bytes(self.rowwise),
             "col_codes": as_bytes(self.columnwise),
-            "values": self.values,
             "ROWWISE": self.rowwise is not None,
             "COLUMNWISE": self.columnwise is not None,
-            "VALUES": self.values is not None,
         }
 
     def sides(self, row_scale: torch.Tensor | None, col_scale: torch.Tensor | None) -> Sides:
@@ -330,11 +324,11 @@ class _Outputs:
         if self.columnwise is not None:
             assert col_scale is not None
             columnwise = Side(self.columnwise, col_scale)
-        return Sides(rowwise, columnwise, self.values)
+        return Sides(rowwise, columnwise)
 
 
 def _source(x: torch.Tensor | TileSource) -> TileSource:
-    return x if isinstance(x, TileSource) else plain(x)
+    return x if isinstance(x, TileSource) else Plain(x)
 
 
 def _as_int(amax: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
 """SwiGLU, forward and backward, whose result is quantised as it is made.
 
 silu(gate) * up, with [gate, up] the halves of the input's last dimension, in float32, optionally times a weight per token
-(a router's probability), rounded once to the input's dtype and then quantised: what mcore/activation.py computes,
-followed by the cast. The result in high precision is written only if asked for (``values=True``).
+(a router's probability), rounded once to the input's dtype and then quantised: what mcore/layers/activation.py and the
+cast do.
 
 What is promised. Codes and scales are those of the rounded result, in all bits. The result itself goes through exp, whose
 last bits differ between devices: it is within one unit in the last place of its dtype of torch's.
@@ -20,11 +20,11 @@ import triton.language as tl
 
 from . import on_its_device
 from .elements import widen
-from .tiles import TileSource, sigmoid, unit_stride
+from .sources import TileSource, sigmoid, unit_stride
 
 
-def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> TileSource:
-    """silu(gate) * up (* weights), [tokens, n], to be handed to a quantising function.
+class Swiglu(TileSource):
+    """silu(gate) * up (* weights), [tokens, n], rounded to the input's dtype.
 
     Args:
         x: [tokens, 2 n] = [gate, up]; float32, bfloat16 or float16.
@@ -33,22 +33,32 @@ def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> TileSource:
     Raises:
         ValueError: the last dimension is odd.
     """
-    if x.shape[-1] % 2:
-        raise ValueError(f"SwiGLU needs [gate, up], an even last dimension; got {tuple(x.shape)}")
-    x = unit_stride(x)
-    return TileSource("swiglu", x.shape[0], x.shape[1] // 2, x, None, _per_token(weights))
+
+    kind = "swiglu"
+
+    def __init__(self, x: torch.Tensor, weights: torch.Tensor | None = None):
+        if x.shape[-1] % 2:
+            raise ValueError(f"SwiGLU needs [gate, up], an even last dimension; got {tuple(x.shape)}")
+        super().__init__(x.shape[0], x.shape[1] // 2, unit_stride(x), None, _per_token(weights))
 
 
-def swiglu_grad(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None = None) -> TileSource:
-    """The gradient of SwiGLU's input, [tokens, 2 n] = [dgate, dup], to be handed to a quantising function.
+class SwigluGradient(TileSource):
+    """The gradient of SwiGLU's input, [tokens, 2 n] = [dgate, dup], in dy's dtype.
 
     Args:
-        dy: [tokens, n]; the gradient has its dtype.
+        dy: [tokens, n].
         x, weights: as in the forward.
     """
-    dy, x = unit_stride(dy), unit_stride(x)
-    assert x.shape == (dy.shape[0], 2 * dy.shape[1]), "dy [tokens, n] and x [tokens, 2 n]"
-    return TileSource("swiglu_grad", x.shape[0], x.shape[1], dy, x, _per_token(weights))
+
+    kind = "swiglu_grad"
+
+    def __init__(self, dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None = None):
+        assert x.shape == (dy.shape[0], 2 * dy.shape[1]), "dy [tokens, n] and x [tokens, 2 n]"
+        super().__init__(x.shape[0], x.shape[1], unit_stride(dy), unit_stride(x), _per_token(weights))
+
+
+def _per_token(weights: torch.Tensor | None) -> torch.Tensor | None:
+    return None if weights is None else weights.detach().reshape(-1).contiguous()
 
 
 @on_its_device
@@ -72,10 +82,6 @@ def swiglu_weight_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             enable_fp_fusion=False,
         )
     return grad
-
-
-def _per_token(weights: torch.Tensor | None) -> torch.Tensor | None:
-    return None if weights is None else weights.detach().reshape(-1).contiguous()
 
 
 @triton.jit

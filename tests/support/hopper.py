@@ -25,7 +25,6 @@ from megatron_fp8.kernels import first
 from megatron_fp8.kernels.block_matmul import block_matmul
 from megatron_fp8.kernels.fp8_transpose import transpose
 from megatron_fp8.kernels.multi_amax import update_delayed
-from megatron_fp8.kernels.norm_quantize import rms_norm
 from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
 from megatron_fp8.kernels.quantize import (
     Record,
@@ -35,8 +34,9 @@ from megatron_fp8.kernels.quantize import (
     quantize_tensor,
     write,
 )
-from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_grad, swiglu_weight_grad
+from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
 from megatron_fp8.numerics.formats import E4M3, E5M2
+from tests.support.matrices import normalized
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -141,15 +141,17 @@ def launches() -> dict[str, Callable[[], Any]]:
         "blockwise-fp32": lambda: quantize_blocks(x, E5M2, block=128, kind="fp32", record=record),
         "blockwise-weight": lambda: quantize_blocks(x, E4M3, block=128, square=True, record=record),
         "mx": lambda: quantize_blocks(x, E4M3, block=32, kind="e8m0", record=record),
-        "norm": lambda: quantize_tensor(rms_norm(x, gamma), E4M3, scale=one, record=record),
-        "norm-blockwise": lambda: quantize_blocks(rms_norm(x, gamma), E4M3, block=128, record=record),
-        "column-norm": lambda: write(rms_norm(empty(64, 1), empty(1))),
-        "norm-written": lambda: write(rms_norm(x, gamma)),
-        "swiglu-grad-written": lambda: write(swiglu_grad(dy, x, gamma)),
-        "swiglu": lambda: quantize_tensor(swiglu(x), E4M3, scale=one, record=record),
-        "swiglu-blockwise": lambda: quantize_blocks(swiglu(x, gamma), E4M3, block=128, record=record),
-        "swiglu-grad": lambda: quantize_tensor(swiglu_grad(dy, x), E5M2, scale=one, record=record),
-        "swiglu-grad-blockwise": lambda: quantize_blocks(swiglu_grad(dy, x), E4M3, block=128, record=record),
+        "norm": lambda: quantize_tensor(normalized(x, gamma), E4M3, scale=one, record=record),
+        "norm-blockwise": lambda: quantize_blocks(normalized(x, gamma), E4M3, block=128, record=record),
+        "column-norm": lambda: write(normalized(empty(64, 1), empty(1))),
+        "norm-written": lambda: write(normalized(x, gamma)),
+        "swiglu-grad-written": lambda: write(SwigluGradient(dy, x, gamma)),
+        "swiglu": lambda: quantize_tensor(Swiglu(x), E4M3, scale=one, record=record),
+        "swiglu-blockwise": lambda: quantize_blocks(Swiglu(x, gamma), E4M3, block=128, record=record),
+        "swiglu-grad": lambda: quantize_tensor(SwigluGradient(dy, x), E5M2, scale=one, record=record),
+        "swiglu-grad-blockwise": lambda: quantize_blocks(
+            SwigluGradient(dy, x), E4M3, block=128, record=record
+        ),
         "swiglu-weight-grad": lambda: swiglu_weight_grad(dy, x),
         "transpose": lambda: transpose(codes),
         "piece-amax": lambda: piece_amax(master, 0, (4096, 4096), torch.bfloat16, square, one),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_fp8.backends.base import Quantized
+from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
 from megatron_fp8.kernels.quantize import Record, Sides
 from tests.support.compare import assert_same_bytes
 
@@ -68,3 +69,8 @@ def assert_recorded(record: Record, expected: Quantized, what: str) -> None:
     """The same amax, in all bits, and count."""
     assert_same_bytes(record.amax, expected.amax, f"{what} amax")
     assert int(record.nonfinite) == int(expected.nonfinite or 0), f"{what} count"
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool = False) -> Normalized:
+    """RMSNorm of x [rows, hidden], left to be computed by who quantises it."""
+    return Normalized(x, row_rstd(x, 1e-5), weight, float(zero_centered))

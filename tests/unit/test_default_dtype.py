@@ -16,9 +16,9 @@ import torch
 from megatron_fp8 import quantize
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.kernels.cpu import loops as cpu
-from megatron_fp8.kernels.norm_quantize import normalized, row_rstd
+from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
 from megatron_fp8.kernels.quantize import Record, measure, quantize_blocks, quantize_rows, quantize_tensor
-from megatron_fp8.kernels.swiglu_quantize import swiglu, swiglu_weight_grad
+from megatron_fp8.kernels.swiglu_quantize import Swiglu, swiglu_weight_grad
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_matmul, fp8_state_dict, fp8_step
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.params.fp8_parameter import fp8_parameter
@@ -161,7 +161,7 @@ def test_the_gpu_kernels_give_the_same_bits(name):
     def make() -> list[torch.Tensor]:
         x, gated = randn(33, 130).to(device), randn(33, 260).to(device)
         record = Record.new(device)
-        sources = [x, normalized(x, row_rstd(x, 1e-5), x[0]), swiglu(gated)]
+        sources = [x, Normalized(x, row_rstd(x, 1e-5), x[0]), Swiglu(gated)]
         found = [row_rstd(x, 1e-5), swiglu_weight_grad(x, gated)]
         for source in sources:
             rows, cols = measure(source, rows=True, cols=True, record=record)

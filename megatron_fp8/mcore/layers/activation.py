@@ -67,7 +67,7 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, store: bool, deferred_grad: bool
     ) -> torch.Tensor:
-        from ...kernels.swiglu_quantize import swiglu  # loads Triton
+        from ...kernels.swiglu_quantize import Swiglu  # loads Triton
 
         x = written(x)
         tokens = x.reshape(-1, x.shape[-1])
@@ -78,19 +78,19 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
             ctx.save_for_backward(weights, side.codes, side.scale_inv)
         else:
             ctx.save_for_backward(weights, x)
-        return DeferredTensor(swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
+        return DeferredTensor(Swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from ...kernels.swiglu_quantize import swiglu_grad, swiglu_weight_grad  # loads Triton
+        from ...kernels.swiglu_quantize import SwigluGradient, swiglu_weight_grad  # loads Triton
 
         weights, *kept = ctx.saved_tensors
         dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)
         x = kept[0].reshape(-1, ctx.x_shape[-1])
         if ctx.store:  # a code times a power of two is exact in 16 bits too
             x = QuantizedSide(x, kept[1], BLOCK_1X128, True).dequantize(dy.dtype)
-        dx = DeferredTensor(swiglu_grad(dy, x, weights), ctx.x_shape)
+        dx = DeferredTensor(SwigluGradient(dy, x, weights), ctx.x_shape)
         dweights = None
         if weights is not None and ctx.needs_input_grad[1]:
             dweights = swiglu_weight_grad(dy, x).view(weights.shape).to(weights.dtype)

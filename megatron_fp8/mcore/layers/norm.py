@@ -37,10 +37,10 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
         if deferred:
-            from ...kernels.norm_quantize import normalized  # loads Triton
+            from ...kernels.norm_quantize import Normalized  # loads Triton
 
             return DeferredTensor(
-                normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape
+                Normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape
             )
         return (x * rstd).mul_(weight.to(rstd.dtype) + offset).to(x.dtype)
 

@@ -12,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.kernels.deferred import DeferredTensor, source_of, written
-from megatron_fp8.kernels.norm_quantize import rms_norm
 from megatron_fp8.kernels.quantize import write
 from tests.support.compare import assert_same_bytes
 from tests.support.launched import launched
-from tests.support.matrices import DEVICE
+from tests.support.matrices import DEVICE, normalized
 from tests.support.sites import RECIPES, randn
 
 SHAPE = (6, 2, 40)
@@ -24,7 +23,7 @@ GAMMA = torch.linspace(0.5, 2, 40).to(DEVICE, torch.bfloat16)
 
 
 def source() -> Any:
-    return rms_norm(randn(12, 40, seed=1).to(DEVICE), GAMMA)
+    return normalized(randn(12, 40, seed=1).to(DEVICE), GAMMA)
 
 
 VALUES = write(source()).view(SHAPE)
@@ -93,7 +92,7 @@ def test_inputs_must_not_change_before_it_is_read():
     """It would be another matrix, in silence; once written it is its own."""
     x, gamma = randn(12, 40, seed=1).to(DEVICE), GAMMA.clone()
     for changed in (x, gamma):
-        late, written_before = (DeferredTensor(rms_norm(x, gamma), (12, 40)) for _ in range(2))
+        late, written_before = (DeferredTensor(normalized(x, gamma), (12, 40)) for _ in range(2))
         written_before.sum()
         changed.mul_(2)
         assert written_before.isfinite().all()
@@ -101,7 +100,7 @@ def test_inputs_must_not_change_before_it_is_read():
             with pytest.raises(RuntimeError, match=r"norm was left to be computed .* changed in place"):
                 read(late)
     with torch.inference_mode():
-        y = DeferredTensor(rms_norm(randn(12, 40, seed=1).to(DEVICE), GAMMA), (12, 40))
+        y = DeferredTensor(normalized(randn(12, 40, seed=1).to(DEVICE), GAMMA), (12, 40))
         assert_same_bytes(y.written(), VALUES.view(12, 40))
 
 

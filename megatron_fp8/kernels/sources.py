@@ -1,0 +1,181 @@
+"""Where a tile of a matrix comes from: read as it is, or computed from what is read.
+
+A kernel sees a matrix [rows, cols] as float32 tiles. A ``TileSource`` says what the matrix is made of, and ``load`` makes
+a tile of it, rounded to the dtype that the unfused operation would write. So one set of quantising kernels serves all
+producers, and a fused kernel gives the codes of the unfused pair.
+
+There is a class for each kind of matrix, in its operation's own words: ``Plain`` here, ``Normalized`` in
+norm_quantize.py, ``Swiglu`` and ``SwigluGradient`` in swiglu_quantize.py. Kernels know them all by one list of arguments
+(x, first, second, offset), so that a new kind adds a class and a branch of ``load`` and changes no kernel's signature.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from . import in_memory
+from .elements import narrow, widen
+from .tiles import Tile, grid_of, place
+
+
+class TileSource:
+    """A matrix [rows, cols] that kernels read, or compute as they read.
+
+    Attributes:
+        kind: the branch of ``load`` that makes its tiles, and its name in messages.
+        rows, cols: of the matrix, not of what it is made of.
+        inputs: the tensors that it is made of; the last dimension of each has stride 1.
+        dtype, device: the matrix's.
+
+    Raises:
+        ValueError: a side, or the step from row to row, of 2^24 or more.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self,
+        rows: int,
+        cols: int,
+        x: torch.Tensor,
+        first: torch.Tensor | None = None,
+        second: torch.Tensor | None = None,
+        offset: float = 0.0,
+    ):
+        self.rows, self.cols = rows, cols
+        self.inputs = tuple(t for t in (x, first, second) if t is not None)
+        self.dtype, self.device = x.dtype, x.device
+        steps = (0 if first is None else first.stride(0), x.stride(0))
+        # Offsets inside a tile of at most 128 rows (or columns, when turned) are 32-bit numbers.
+        if max(rows, cols, *steps) >= 1 << 24:
+            raise ValueError(
+                f"a matrix of {rows} x {cols} has a side or stride of 2^24 or more: quantise it in pieces"
+            )
+        self._arguments = {
+            "x": x,
+            "x_stride": x.stride(0),
+            "first": first,
+            "first_stride": 0 if first is None else first.stride(0),
+            "second": second,
+            "offset": offset,
+            "rows": rows,
+            "cols": cols,
+            "SOURCE": self.kind,
+            "WEIGHTED": second is not None,
+        }
+
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel here takes first."""
+        return self._arguments
+
+    def grid(self, tile: Tile) -> tuple[int]:
+        """Programs, one a tile (``place``); at least one row and one column of them."""
+        return grid_of(self.rows, self.cols, tile)
+
+
+class Plain(TileSource):
+    """A matrix as it is.
+
+    Args:
+        x: [rows, cols], float32, bfloat16 or float16; rows may be strided, columns are copied if they are.
+
+    Raises:
+        ValueError: another dtype, or not a matrix.
+    """
+
+    kind = "plain"
+
+    def __init__(self, x: torch.Tensor):
+        if x.ndim != 2:
+            raise ValueError(
+                f"a matrix [rows, cols] is needed, got shape {tuple(x.shape)}: flatten it to two dimensions"
+            )
+        super().__init__(x.shape[0], x.shape[1], unit_stride(x))
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its last dimension has stride 1, else a contiguous copy; ValueError for a dtype not quantised."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"cannot quantise a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
+        )
+    x = in_memory(x)
+    return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
+
+
+@triton.jit
+def load(
+    x,
+    x_stride,
+    first,
+    first_stride,
+    second,
+    offset,
+    rows,
+    cols,
+    SOURCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """This program's tile [ROWS, COLS] of the source in float32; 0 outside of rows x cols, whatever the row's statistic.
+
+    | SOURCE        | x            | first                | second                       |
+    | ------------- | ------------ | -------------------- | ---------------------------- |
+    | 'plain'       | the matrix   |                      |                              |
+    | 'norm'        | [rows, cols] | rstd [rows]          | weight [cols], plus offset   |
+    | 'swiglu'      | [gate, up]   |                      | weights [rows], if WEIGHTED  |
+    | 'swiglu_grad' | dy           | the forward's x      | weights [rows], if WEIGHTED  |
+
+    Only the tile's corner is a 64-bit offset: inside it 32 bits do, and save a register an address.
+    """
+    down_tile, across_tile = place(cols, COLS)
+    top, left = down_tile * ROWS, across_tile * COLS
+    down = tl.arange(0, ROWS)
+    across = tl.arange(0, COLS)
+    in_rows = top + down < rows
+    in_cols = left + across < cols
+    inside = in_rows[:, None] & in_cols[None, :]
+    x += top.to(tl.int64) * x_stride
+    x_at = (x + left) + (down[:, None] * x_stride + across[None, :])
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    if SOURCE == "plain":
+        return widen(tl.load(x_at, mask=inside, other=0.0))
+    elif SOURCE == "norm":
+        value = widen(tl.load(x_at, mask=inside, other=0.0))
+        rstd = tl.load(first + top + down, mask=in_rows, other=0.0)
+        weight = widen(tl.load(second + left + across, mask=in_cols, other=0.0)) + offset
+        value = (value * rstd[:, None]) * weight[None, :]
+        return tl.where(inside, widen(narrow(value, DTYPE)), 0.0)
+    elif SOURCE == "swiglu":
+        gate = widen(tl.load(x_at, mask=inside, other=0.0))
+        up = widen(tl.load(x_at + cols, mask=inside, other=0.0))
+        value = gate * sigmoid(gate) * up
+        if WEIGHTED:
+            value *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
+        return tl.where(inside, widen(narrow(value, DTYPE)), 0.0)
+    else:
+        half = cols // 2
+        is_gate = left + across < half
+        pair = tl.where(is_gate, left + across, left + across - half)[None, :]
+        first_at = (first + top.to(tl.int64) * first_stride) + (down[:, None] * first_stride + pair)
+        gate = widen(tl.load(first_at, mask=inside, other=0.0))
+        up = widen(tl.load(first_at + half, mask=inside, other=0.0))
+        dy = widen(tl.load(x + (down[:, None] * x_stride + pair), mask=inside, other=0.0))
+        if WEIGHTED:
+            dy *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
+        s = sigmoid(gate)
+        dgate = dy * up * s * (1 + gate * (1 - s))
+        value = tl.where(is_gate[None, :], dgate, dy * (gate * s))
+        return tl.where(inside, widen(narrow(value, DTYPE)), 0.0)
+
+
+@triton.jit
+def sigmoid(x):
+    """float32 1 / (1 + exp(-x)), to about |x| * 2^-23 of itself. The divisor is 1 to 2, where fast division is safe."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1 + small)
