@@ -83,6 +83,16 @@ class Fp8Layer(torch.nn.Module):
         """Its GEMM site on the weight's device: plan, quantizers and slots."""
         return self.make_site(self.weight.device)
 
+    @staticmethod
+    def name_sites(model: torch.nn.Module) -> None:
+        """Give every FP8 linear of the model its site, under its name there."""
+        from .step import families_of  # right of this file
+
+        for family in families_of(model):
+            for device in dict.fromkeys(linear.weight.device for linear in family.members):
+                if device.type != "meta":
+                    family.bind(device)
+
     @property
     def fp8_share(self) -> Share:
         """This rank's part of the site: the whole weight, and tokens that no other rank has."""

@@ -72,6 +72,7 @@ class _Stored:
     def __init__(self, quantizer: Quantizer, dtype: torch.dtype, codes: list[torch.Tensor]):
         self.quantizer, self.dtype, self.codes = quantizer, dtype, codes
         self.initial: torch.Tensor | None = None
+        self.piece: tuple[int, int] | None = None
 
     def set_scales(
         self, scale_invs: list[torch.Tensor], amax: torch.Tensor, nonfinite: torch.Tensor | None
@@ -232,6 +233,25 @@ class Fp8Parameter(CodedTensor):
     def clear_high_precision_init_val(self) -> None:
         """Let go of it: the master holds it now."""
         self._stored.initial = None
+
+    # ----------------------------------------------------------------------------------------------------- its master
+
+    def own_piece(self, start: int, stop: int) -> None:
+        """Say which elements, in flat order, this rank's optimizer holds the master of, as the one rank that speaks for
+        them; none where start == stop. Unsaid, each rank holds the master of all."""
+        self._stored.piece = (start, stop)
+
+    @property
+    def piece(self) -> tuple[int, int] | None:
+        """What ``own_piece`` said."""
+        return self._stored.piece
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """What the codes are cast from, as far as this rank has it: the optimizer's float32 master (Megatron's
+        ``main_param``), before there is one what it was made from, else None."""
+        master: torch.Tensor | None = getattr(self, "main_param", None)
+        return self._stored.initial if master is None else master
 
     # --------------------------------------------------------------------------------------------- storage, and shards
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from .records import Board, continued
+from ..files.records import Board, continued
 
 # Dense BF16 peaks of the vendors' data sheets, in FLOP/s; the first name found in the device's name counts.
 _BF16_PEAK = (

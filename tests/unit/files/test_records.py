@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
+from megatron_fp8.files.records import Appended, Board, continued
 from megatron_fp8.train import records
-from megatron_fp8.train.records import Appended, Board, continued
 
 
 @pytest.fixture

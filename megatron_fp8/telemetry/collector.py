@@ -1,0 +1,314 @@
+"""The observer of one FP8 state: measures what passes in the iterations that are asked for, and adds up ranks at their end.
+
+A piece of a tensor is measured where the observer is told of it, inside forward or backward: what is kept are two short
+vectors a tensor (statistics.py), and no tensor. In iterations that are not measured it returns at once.
+
+What is measured, and of which events it is made:
+
+    input, grad_output   casts; where no GEMM of the site quantises them, the operands of its products
+    weight               once an iteration: its cast, its operand, or the masters of one that lives as FP8 (stored.py)
+    output, dgrad, wgrad the products, on this rank alone: the terms of a sum over tensor-parallel ranks are 'partial'
+    all of them          of a site in high precision: its operands, its result, and what autograd shows (autograd.py)
+
+A tensor that is cast twice, with two rules for two GEMMs, has a second row, 'input.wgrad', for the second codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..backends.base import Direction, Quantized
+from ..kernels import in_memory
+from ..linear.site import GemmSite
+from ..params.fp8_parameter import Fp8Parameter
+from ..plan.operands import READERS
+from ..state.fp8_state import Fp8State
+from ..tensor import Float8Tensor, Operand
+from .autograd import show_gradients
+from .histories import Histories
+from .names import TENSORS
+from .parts import Agreed
+from .settings import TelemetrySettings
+from .statistics import Layout, Measured, finish, measure
+from .stored import held
+from .what_if import what_if
+
+Row = tuple[str, str]
+"""(site, tensor)."""
+Records = list[dict[str, Any]]
+PRODUCTS = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
+_PARTIAL = {("row", "output"), ("column", "dgrad")}
+
+
+class _Asked(NamedTuple):
+    """What is measured of a row: where its sums and extremes begin in the table, and how they lie."""
+
+    layout: Layout
+    sums: int
+    extremes: int
+
+
+class Collector:
+    """Watches one state.
+
+    Args:
+        state: the model's.
+        sites: name -> what gives this rank's site, as it is now.
+        agreed: what ranks have told each other of the sites.
+        settings: what to measure, when.
+        group: the ranks whose figures are added up; None: this process alone.
+        deliver: told of a measured iteration's number (from 1) and its records, at its end, on every rank.
+    """
+
+    def __init__(
+        self,
+        state: Fp8State,
+        sites: Mapping[str, Callable[[], GemmSite]],
+        agreed: Agreed,
+        settings: TelemetrySettings,
+        group: Any,
+        deliver: Callable[[int, Records], None],
+    ):
+        self.state, self.settings, self.agreed = state, settings, agreed
+        self._sites, self._group, self._deliver = sites, group, deliver
+        self._tables: dict[tuple[bool, ...], dict[Row, _Asked]] = {}
+        self._iteration = -1
+        self._asked: dict[Row, _Asked] = {}
+        self._found: dict[Row, Measured] = {}
+        self._partial: set[Row] = set()
+        self._had_dgrad: set[str] = set()
+        self._histories = Histories(state) if "fp8_delayed_scaling" in settings.what_if else None
+
+    # ------------------------------------------------------------------------------------------------------ what passes
+
+    def cast(
+        self, slot: str, x: torch.Tensor, done: Quantized, direction: Direction, *, recorded: bool, shard: bool
+    ) -> None:
+        """A piece of an operand, and its codes."""
+        if recorded and self._measures():
+            row = _row_of(slot)
+            self._operand(row, lambda: x, {"": done.tensor}, shard=shard)
+
+    def stored(self, slot: str, weight: torch.Tensor) -> None:
+        """A weight that lives as FP8: the values that it was cast from."""
+        row = _row_of(slot)
+        if not self._measures() or row not in self._asked or row in self._found:
+            return
+        assert isinstance(weight, Fp8Parameter)
+        wanted = self._asked[row].layout.directions.get("", "rowwise")
+        values, codes, whole = held(weight, columnwise=wanted != "rowwise")
+        if whole and not self.agreed.mine[row[0]].weight:
+            self._found[row] = self._asked[row].layout.empty(values.device)
+            return
+        self._measure(row, values, {} if codes is None else {"": codes})
+
+    def product(
+        self, site: str, gemm: str, a: Operand, b: Operand, y: torch.Tensor, *, recorded: bool
+    ) -> None:
+        """A product, and those of its operands that no GEMM of the site quantises."""
+        if not recorded or not self._measures():
+            return
+        site = _site_of(site)
+        tensor = PRODUCTS[gemm]
+        counts = self.agreed.mine.get(site)
+        if counts is not None and (counts.kind, tensor) in _PARTIAL:
+            self._partial.add((site, tensor))
+        if gemm == "fprop":
+            self._plain(site, "input", a)
+            self._plain(site, "weight", b)
+        elif gemm == "dgrad":
+            self._had_dgrad.add(site)
+            self._plain(site, "grad_output", a)
+        elif site not in self._had_dgrad:  # else dgrad's operand was the same gradient
+            self._plain(site, "grad_output", a, turned=True)
+        self._measure((site, tensor), y)
+
+    def high_precision(
+        self,
+        site: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        recorded: bool,
+        shard: bool,
+    ) -> None:
+        """A site that runs in the model's own dtype: what it reads and gives, and, when its backward comes, the rest."""
+        if not self._measures():
+            return
+        site = _site_of(site)
+        counts = self.agreed.mine.get(site)
+        if counts is None:
+            return
+        if recorded:
+            self._operand((site, "input"), lambda: x, shard=shard)
+            self._operand((site, "weight"), lambda: weight)
+            if (counts.kind, "output") in _PARTIAL:
+                self._partial.add((site, "output"))
+            self._measure((site, "output"), y)
+        if y.requires_grad:
+            iteration = self.state.iteration
+            y.register_hook(partial(self._late, iteration, (site, "grad_output"), True))
+            # Megatron-Core has summed a column's dgrad over ranks here, unless each of them keeps its shard.
+            counted = counts.kind != "column" or shard or counts.tokens
+            dgrad = partial(self._late, iteration, (site, "dgrad"), counted)
+            wgrad = partial(self._wgrad, iteration, (site, "wgrad"), weight)
+            show_gradients(y, [(x, dgrad), (weight, wgrad)])
+
+    def ended(self, iteration: int) -> None:
+        """Add up all ranks' figures, and deliver the records. Collective over the group in measured iterations."""
+        if self._histories is not None:
+            self._histories.update()
+        if self._measures():
+            self._deliver(iteration + 1, self._records(iteration + 1))
+        self._clear()
+
+    # ------------------------------------------------------------------------------------------------------- what is kept
+
+    def _measures(self) -> bool:
+        """Whether anything is measured in this iteration."""
+        if self._iteration != self.state.iteration:
+            self._iteration = self.state.iteration
+            self._clear()
+            self._asked = self._table(self._iteration + 1)
+        return bool(self._asked)
+
+    def _clear(self) -> None:
+        self._found, self._partial, self._had_dgrad = {}, set(), set()
+
+    def _table(self, iteration: int) -> dict[Row, _Asked]:
+        """All rows of an iteration, in an order that all ranks have; empty if it is not measured."""
+        due = tuple(selection.measures(iteration) for selection in self.settings.selections)
+        if due not in self._tables:
+            rows: dict[Row, _Asked] = {}
+            sums = extremes = 0
+            for site in self.agreed.sites if any(due) else ():
+                for tensor in ROWS:
+                    names = self.settings.names(site, tensor.partition(".")[0], iteration)
+                    if not names:
+                        continue
+                    layout = Layout.of(names)
+                    rows[site, tensor] = _Asked(layout, sums, extremes)
+                    sums, extremes = sums + len(layout.sums), extremes + len(layout.extremes) + 1
+            self._tables[due] = rows
+        return self._tables[due]
+
+    def _plain(self, site: str, role: str, operand: Operand, *, turned: bool = False) -> None:
+        """An operand of a product, where no GEMM of its site quantises it."""
+        known = self._sites.get(site)
+        if isinstance(operand, torch.Tensor) and known is not None and not known().casts[role].quantizers:
+            self._operand((site, role), lambda: operand.t() if turned else operand)
+
+    def _operand(
+        self,
+        row: Row,
+        x: Callable[[], torch.Tensor],
+        codes: Mapping[str, Float8Tensor] | None = None,
+        *,
+        shard: bool = False,
+    ) -> None:
+        """A piece of 'input', 'weight' or 'grad_output', if it is this rank that counts it; a weight once an iteration."""
+        counts = self.agreed.mine.get(row[0])
+        role = row[1].partition(".")[0]
+        if row not in self._asked or counts is None or (role == "weight" and row in self._found):
+            return
+        if counts.counts(role, shard=shard):
+            self._measure(row, x(), codes)
+
+    def _measure(self, row: Row, x: torch.Tensor, codes: Mapping[str, Float8Tensor] | None = None) -> None:
+        """Add the figures of a piece to those of its row."""
+        asked = self._asked.get(row)
+        if asked is None or row[0] not in self.agreed.mine:
+            return
+        with torch.no_grad():
+            x = in_memory(x)
+            x = x.reshape(-1, x.shape[-1])
+            found = measure(x, asked.layout, {**(codes or {}), **self._what_ifs(row, x, codes, asked.layout)})
+            known = self._found.get(row)
+            if known is not None:
+                found = Measured(known.sums + found.sums, torch.maximum(known.extremes, found.extremes))
+            self._found[row] = found
+
+    def _what_ifs(
+        self, row: Row, x: torch.Tensor, codes: Mapping[str, Float8Tensor] | None, layout: Layout
+    ) -> dict[str, Float8Tensor]:
+        """The codes that other recipes would have made of a piece."""
+        role = row[1].partition(".")[0]
+        own = (codes or {}).get("")
+        fmt = None if own is None else next(side.fmt for side in own.sides if side is not None)
+        found = {}
+        for prefix, direction in layout.directions.items():
+            if not prefix or role not in READERS:
+                continue
+            scale = None
+            if prefix == "fp8_delayed_scaling":
+                scale = None if self._histories is None else self._histories.scale(".".join(row))
+            found[prefix] = what_if(x, prefix, role, fmt=fmt, direction=direction, scale=scale)
+        return found
+
+    def _late(self, iteration: int, row: Row, counted: bool, gradient: torch.Tensor) -> None:
+        """A gradient that autograd shows, of a forward in this iteration."""
+        if iteration != self.state.iteration or not self._measures():
+            return
+        if row[1] == "grad_output":
+            self._operand(row, lambda: gradient)
+        elif counted:
+            self._measure(row, gradient)
+
+    def _wgrad(self, iteration: int, row: Row, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """As ``_late``, unless the product went into main_grad at once: then the gradient is a dummy."""
+        if not getattr(weight, "grad_added_to_main_grad", False):
+            self._late(iteration, row, True, gradient)
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def _records(self, iteration: int) -> Records:
+        """The records of a measured iteration, of all ranks' sites: one SUM and one MAX over the group."""
+        device, sums, extremes = self.state.device, [], []
+        for row, (layout, *_) in self._asked.items():
+            found = self._found.get(row) or layout.empty(device)
+            partial = 1.0 if row in self._partial else -math.inf
+            sums.append(found.sums.to(device))
+            extremes += [
+                found.extremes.to(device),
+                torch.full((1,), partial, dtype=torch.float64, device=device),
+            ]
+        all_sums, all_extremes = torch.cat(sums), torch.cat(extremes)
+        if self._group is not None and dist.get_world_size(self._group) > 1:
+            dist.all_reduce(all_sums, op=dist.ReduceOp.SUM, group=self._group)
+            dist.all_reduce(all_extremes, op=dist.ReduceOp.MAX, group=self._group)
+        total, most = all_sums.tolist(), all_extremes.tolist()
+        records: Records = []
+        for (site, tensor), (layout, first_sum, first) in self._asked.items():
+            of_row = total[first_sum : first_sum + len(layout.sums)]
+            last = first + len(layout.extremes)
+            if of_row[0]:  # how many elements there are
+                record: dict[str, Any] = {"iteration": iteration, "site": site, "tensor": tensor}
+                if most[last] > 0:
+                    record["partial"] = True
+                records.append(record | finish(layout, of_row, most[first:last]))
+        return records
+
+
+ROWS = (*TENSORS, *(f"{role}.{readers[1]}" for role, readers in READERS.items()))
+"""The tensors of a site, and the second codes of those that are cast twice."""
+
+
+def _site_of(name: str) -> str:
+    """The site, without the recipe that fp8_autocast put in place of its own."""
+    return name.partition("@")[0]
+
+
+def _row_of(slot: str) -> Row:
+    """The row of a slot, SITE.ROLE or SITE.ROLE.GEMM."""
+    site, _, last = slot.rpartition(".")
+    if last in READERS:
+        return _site_of(site), last
+    site, _, role = site.rpartition(".")
+    return _site_of(site), f"{role}.{last}"

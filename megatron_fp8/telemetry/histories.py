@@ -1,0 +1,44 @@
+"""What a delayed what-if remembers: the amaxes of all iterations, of every tensor that the run casts."""
+
+from __future__ import annotations
+
+import torch
+
+from ..numerics.formats import FloatFormat
+from ..state.arena import Arena
+from ..state.fp8_state import Fp8State
+from .what_if import WhatIfHistory
+
+
+class Histories:
+    """One history for each format of each arena, fed with the arena's own amaxes: those are of all its ranks."""
+
+    def __init__(self, state: Fp8State):
+        self._state = state
+        self._kept: list[tuple[Arena, torch.Tensor, WhatIfHistory]] = []
+        self._known: dict[str, tuple[WhatIfHistory, int]] = {}
+
+    def update(self) -> None:
+        """The end of an iteration, when the arenas are settled. Slots that came since get a history of their own."""
+        self._take_new()
+        for arena, index, history in self._kept:
+            history.update(arena.last_amax[index])
+
+    def scale(self, slot: str) -> torch.Tensor | None:
+        """The delayed scale of what this slot casts; None before its first iteration ended. Reads a value."""
+        if slot not in self._known:
+            return None
+        history, index = self._known[slot]
+        return history.scale(index)
+
+    def _take_new(self) -> None:
+        for arena in self._state.arenas:
+            fresh: dict[str, tuple[FloatFormat, list[int]]] = {}
+            for slot in arena.slots:
+                if slot.name not in self._known:
+                    fresh.setdefault(slot.fmt.name, (slot.fmt, []))[1].append(slot.index)
+            for fmt, index in fresh.values():
+                history = WhatIfHistory(fmt, len(index), arena.device)
+                self._kept.append((arena, torch.tensor(index, dtype=torch.int64, device=arena.device), history))
+                for place, slot in enumerate(index):
+                    self._known[arena.slots[slot].name] = history, place

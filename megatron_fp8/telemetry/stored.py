@@ -1,0 +1,70 @@
+"""A weight that lives as FP8, for statistics: its master, rounded as it was cast, beside its codes.
+
+Statistics need the values that the codes were made of, and the parameter has none of those: the optimizer has, in
+float32. Where it is sharded, each rank measures the piece that it owns, in flat order, and the pieces add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ..params.fp8_parameter import Fp8Parameter
+from ..recipe import Granularity
+from ..tensor import Float8Tensor, QuantizedSide
+
+
+class Held(NamedTuple):
+    """What a rank has of a stored weight.
+
+    Attributes:
+        values: in the weight's nominal dtype: [rows, cols], or [1, n] of a piece.
+        codes: what was made of them; None where nobody knows what the codes were made of.
+        whole: every rank that has the weight has all of it, so one of them counts.
+    """
+
+    values: torch.Tensor
+    codes: Float8Tensor | None
+    whole: bool
+
+
+def held(weight: Fp8Parameter, *, columnwise: bool) -> Held:
+    """This rank's values and codes; values are empty where other ranks have all of them.
+
+    ``columnwise``: the codes of a piece are wanted of that direction too.
+    Without a master (weights that FSDP gathers as codes) the values are what the codes stand for.
+    """
+    if weight.piece is None or weight.piece[1] - weight.piece[0] == weight.numel():
+        master = weight.master
+        if master is None:
+            return Held(weight.dequantize(), None, True)
+        return Held(master.detach().to(weight.dtype).view(weight.shape), weight.quantized, weight.piece is None)
+    start, stop = weight.piece
+    master = weight.master
+    if start == stop or master is None:
+        return Held(torch.empty(1, 0, dtype=weight.dtype, device=weight.device), None, False)
+    row, column = weight.quantized.sides
+    assert row is not None and column is not None
+    rowwise = _piece(row, start, stop, by_column=False)
+    turned = _turned(_piece(column, start, stop, by_column=True)) if columnwise else None
+    values = master.detach().to(weight.dtype).view(1, -1)
+    return Held(values, Float8Tensor(rowwise, turned, weight.dtype), False)
+
+
+def _piece(side: QuantizedSide, start: int, stop: int, *, by_column: bool) -> QuantizedSide:
+    """Some of the weight's elements, in its order, as one row, with a scale for each element, or one for all."""
+    codes = side.codes.t() if by_column else side.codes
+    codes = codes.reshape(1, -1)[:, start:stop]
+    if side.granularity.is_tensor:
+        return replace(side, codes=codes)
+    scale = side.expanded_scale_inv().expand(side.codes.shape)
+    scale = (scale.t() if by_column else scale).reshape(1, -1)[:, start:stop]
+    return QuantizedSide(codes, scale, Granularity(1, 1), side.pow2, side.finite)
+
+
+def _turned(side: QuantizedSide) -> QuantizedSide:
+    """The same elements as a columnwise side has them: [n, 1]."""
+    scale = side.scale_inv if side.granularity.is_tensor else side.scale_inv.t()
+    return replace(side, codes=side.codes.t(), scale_inv=scale)

@@ -1,0 +1,191 @@
+"""Telemetry: the statistics of a model's tensors and codes while it trains.
+
+    telemetry = Telemetry(model, every=10, folder="runs/mine")
+    ...                                   # train; fp8_step(model) or Megatron-Core's schedule ends an iteration
+    telemetry.close()
+
+It finds FP8 sites by their modules' ``fp8_site``, in nn models and in Megatron-Core's (one or a list of chunks), watches
+their state, and at the end of a measured iteration adds up all ranks' figures. Linears do not know of it: without it not
+one operation more runs, and with it none in iterations that are not measured, but for a delayed what-if's history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..linear.share import Share
+from ..linear.site import GemmSite
+from ..state.fp8_state import Fp8State
+from .collector import Collector
+from .health import FirstBad, told
+from .output import Lines, Output, Scalars, WandbRun, read_records
+from .parts import agree
+from .settings import Selection, TelemetrySettings
+
+
+class Telemetry:
+    """Measures a model while it trains, from now until ``close``.
+
+    Make it where the model trains (on its device, in its layout), after a checkpoint was loaded, and on every rank: it is
+    collective over the group, and so is the end of each measured iteration, with one SUM and one MAX.
+
+    Args:
+        model: an nn model with FP8 linears, or a Megatron-Core model, or a list of its chunks on this rank.
+        settings: what to measure, when. None: one Selection of the keywords (every, windows, sites, tensors, statistics,
+            what_if).
+        folder: of a run; telemetry.jsonl and tensorboard/ are written there by the group's first rank. None: nothing is,
+            read ``records``.
+        wandb: write to Weights & Biases too (needs a folder).
+        finished: the iterations that are done; records of later ones, which a killed run left in the folder, are dropped.
+            None: the model's own count.
+        group: the ranks that train this model; None: all of torch.distributed, if it is initialised.
+        say: takes a line for people, on the first rank, when a tensor went bad for the first time.
+
+    Attributes:
+        records: of the last measured iteration, the same on all ranks.
+        first_bad: (site, tensor, reason) -> iteration; reasons are health.REASONS.
+
+    Raises:
+        ValueError: the model has no site whose casts can be seen, is on the meta device, or is watched already; a pattern
+            of sites matches none; a setting is wrong; Weights & Biases is wanted and not installed.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | list[Any],
+        settings: TelemetrySettings | None = None,
+        *,
+        folder: str | Path | None = None,
+        wandb: bool = False,
+        finished: int | None = None,
+        group: Any = None,
+        say: Callable[[str], None] = print,
+        **selection: Any,
+    ):
+        if settings is not None and selection:
+            raise ValueError(f"give settings or keywords such as {next(iter(selection))}, not both")
+        if wandb and folder is None:
+            raise ValueError("telemetry wandb=True keeps its files in the run's folder: give folder=...")
+        self.settings = settings or TelemetrySettings((Selection(**selection),))
+        self.records: list[dict[str, Any]] = []
+        self._say, self._outputs, self._states = say, [], []
+        self._bad = FirstBad()
+        if not self.settings.on:
+            return
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        by_state: dict[int, tuple[Fp8State, dict[str, Any]]] = {}
+        for name, module, state in _sites(model):
+            sites = by_state.setdefault(id(state), (state, {}))[1]
+            if name in sites:
+                raise ValueError(f"two sites are called {name}: call convert_to_fp8 on the whole model")
+            sites[name] = module
+        collectors = self._collectors(list(by_state.values()), group)
+        self._first = group is None or dist.get_rank(group) == 0
+        done = finished if finished is not None else max((c.state.iteration for c in collectors), default=0)
+        if folder is not None:
+            folder = Path(folder)
+            self._bad = FirstBad(read_records(folder, done))
+            if self._first:
+                self._open(folder, done, wandb)
+        for collector in collectors:
+            collector.state.watch(collector)
+            self._states.append(collector.state)
+
+    @property
+    def first_bad(self) -> dict[tuple[str, str, str], int]:
+        """(site, tensor, reason) -> the first measured iteration at which it was so."""
+        return dict(self._bad.found)
+
+    def close(self) -> None:
+        """Stop watching, and close what is written."""
+        for state in self._states:
+            state.watch(None)
+        for output in self._outputs:
+            output.close()
+        self._states, self._outputs = [], []
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _collectors(self, states: list[tuple[Fp8State, dict[str, Any]]], group: Any) -> list[Collector]:
+        """One for each state. Collective: ranks must have as many states, and one without sites takes part."""
+        shares: list[dict[str, Share]] = [
+            {name: module.fp8_share for name, module in modules.items()} for _, modules in states
+        ]
+        everywhere = [agree(of_state, group) for of_state in shares]
+        found = [name for agreed in everywhere for name in agreed.sites]
+        if not found:
+            raise ValueError(
+                "telemetry sees no FP8 site: call convert_to_fp8(model), or build the model with get_gpt_layer_fp8_spec;"
+                " layers of Transformer Engine cast by themselves, and its own debug features measure them"
+            )
+        self.settings.check_sites(found)
+        for state, _ in states:
+            if state.observer is not None:
+                raise ValueError(
+                    "this model is watched already: close the telemetry that it has, then make another"
+                )
+        return [
+            Collector(
+                state,
+                {name: _asking(module) for name, module in modules.items()},
+                agreed,
+                self.settings,
+                group,
+                self._take,
+            )
+            for (state, modules), agreed in zip(states, everywhere, strict=True)
+        ]
+
+    def _open(self, folder: Path, finished: int, wandb: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        made: list[Callable[[], Output]] = [
+            lambda: Lines(folder, finished),
+            lambda: Scalars(folder / "tensorboard", finished),
+        ]
+        if wandb:
+            made.insert(0, lambda: WandbRun(folder, finished))
+        for make in made:
+            self._outputs.append(make())
+
+    def _take(self, iteration: int, records: list[dict[str, Any]]) -> None:
+        """The records of an iteration that was measured."""
+        fresh = self._bad.look(records)
+        self.records = records
+        for output in self._outputs:
+            output.write(iteration, records)
+        if fresh and self._first:
+            self._say(told(fresh))
+
+
+def _asking(module: Any) -> Callable[[], GemmSite]:
+    """What gives a module's site as it is when it is asked for."""
+    return lambda: module.fp8_site
+
+
+def _sites(model: torch.nn.Module | Iterable[Any]) -> Iterator[tuple[str, Any, Fp8State]]:
+    """(name, module, state) of the sites whose casts can be seen; a module with two names once."""
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    for chunk in chunks:
+        modules = list(chunk.modules())
+        named = next((module for module in modules if hasattr(module, "name_sites")), None)
+        if named is not None:
+            named.name_sites(chunk)
+        for module in modules:
+            if not hasattr(module, "name_sites"):
+                continue
+            if module.weight.device.type == "meta":
+                raise ValueError("telemetry: the model is on the meta device: move it where it trains first")
+            site = module.fp8_site
+            if isinstance(site, GemmSite):
+                yield site.plan.name, module, site.state
