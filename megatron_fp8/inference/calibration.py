@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..nn.step import families_of
 from ..numerics.formats import E4M3
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..plan.switch import fp8_disabled
@@ -44,10 +43,7 @@ def fp8_modules(model: torch.nn.Module) -> list[Any]:
     modules: list[Any] = [module for module in model.modules() if hasattr(type(module), "fp8_site")]
     for module in modules:
         if name_sites := getattr(module, "name_sites", None):
-            name_sites(model)  # Megatron-Core's linears get their sites from the model they stand in
-            break
-        if hasattr(module, "fp8_family"):
-            families_of(model)  # Fp8Linears made one by one: until then each is called 'linear'
+            name_sites(model)  # their names are those in the model they stand in
             break
     return modules
 

@@ -88,7 +88,14 @@ class Collector:
     # ------------------------------------------------------------------------------------------------------ what passes
 
     def cast(
-        self, slot: str, x: torch.Tensor, done: Quantized, direction: Direction, *, recorded: bool, shard: bool
+        self,
+        slot: str,
+        x: torch.Tensor,
+        done: Quantized,
+        direction: Direction,
+        *,
+        recorded: bool,
+        shard: bool,
     ) -> None:
         """A piece of an operand, and its codes."""
         if recorded and self._measures():

@@ -39,6 +39,8 @@ class Histories:
                     fresh.setdefault(slot.fmt.name, (slot.fmt, []))[1].append(slot.index)
             for fmt, index in fresh.values():
                 history = WhatIfHistory(fmt, len(index), arena.device)
-                self._kept.append((arena, torch.tensor(index, dtype=torch.int64, device=arena.device), history))
+                self._kept.append(
+                    (arena, torch.tensor(index, dtype=torch.int64, device=arena.device), history)
+                )
                 for place, slot in enumerate(index):
                     self._known[arena.slots[slot].name] = history, place

@@ -40,7 +40,9 @@ def held(weight: Fp8Parameter, *, columnwise: bool) -> Held:
         master = weight.master
         if master is None:
             return Held(weight.dequantize(), None, True)
-        return Held(master.detach().to(weight.dtype).view(weight.shape), weight.quantized, weight.piece is None)
+        return Held(
+            master.detach().to(weight.dtype).view(weight.shape), weight.quantized, weight.piece is None
+        )
     start, stop = weight.piece
     master = weight.master
     if start == stop or master is None:

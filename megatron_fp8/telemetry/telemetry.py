@@ -48,6 +48,7 @@ class Telemetry:
 
     Attributes:
         records: of the last measured iteration, the same on all ranks.
+        states: those that it watches.
         first_bad: (site, tensor, reason) -> iteration; reasons are health.REASONS.
 
     Raises:
@@ -74,7 +75,9 @@ class Telemetry:
             raise ValueError("telemetry wandb=True keeps its files in the run's folder: give folder=...")
         self.settings = settings or TelemetrySettings((Selection(**selection),))
         self.records: list[dict[str, Any]] = []
-        self._say, self._outputs, self._states = say, [], []
+        self.states: list[Fp8State] = []
+        self._outputs: list[Output] = []
+        self._say, self._first = say, True
         self._bad = FirstBad()
         if not self.settings.on:
             return
@@ -96,7 +99,7 @@ class Telemetry:
                 self._open(folder, done, wandb)
         for collector in collectors:
             collector.state.watch(collector)
-            self._states.append(collector.state)
+            self.states.append(collector.state)
 
     @property
     def first_bad(self) -> dict[tuple[str, str, str], int]:
@@ -105,11 +108,11 @@ class Telemetry:
 
     def close(self) -> None:
         """Stop watching, and close what is written."""
-        for state in self._states:
+        for state in self.states:
             state.watch(None)
         for output in self._outputs:
             output.close()
-        self._states, self._outputs = [], []
+        self.states, self._outputs = [], []
 
     def __enter__(self) -> Telemetry:
         return self
