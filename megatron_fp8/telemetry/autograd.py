@@ -25,7 +25,7 @@ def show_gradients(y: torch.Tensor, operands: list[tuple[torch.Tensor, Shown]]) 
 
     Args:
         y: what a linear has just given.
-        operands: what it was computed of. Those without a gradient, and those that cannot be found behind y, are left out.
+        operands: what it was computed of. Left out are those without a gradient, and those not found behind y.
     """
     if y.grad_fn is None:
         return

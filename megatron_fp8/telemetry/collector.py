@@ -1,4 +1,4 @@
-"""The observer of one FP8 state: measures what passes in the iterations that are asked for, and adds up ranks at their end.
+"""The observer of one FP8 state: measures what passes in some iterations, and adds up ranks at their end.
 
 A piece of a tensor is measured where the observer is told of it, inside forward or backward: what is kept are two short
 vectors a tensor (statistics.py), and no tensor. In iterations that are not measured it returns at once.
@@ -220,7 +220,7 @@ class Collector:
         *,
         shard: bool = False,
     ) -> None:
-        """A piece of 'input', 'weight' or 'grad_output', if it is this rank that counts it; a weight once an iteration."""
+        """A piece of 'input', 'weight' or 'grad_output', if this rank counts it; a weight once an iteration."""
         counts = self.agreed.mine.get(row[0])
         role = row[1].partition(".")[0]
         if row not in self._asked or counts is None or (role == "weight" and row in self._found):

@@ -31,7 +31,7 @@ class FirstBad:
                 self.found.setdefault((record["site"], record["tensor"], reason), record["iteration"])
 
     def look(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those of an iteration's records that are beyond a limit as never before; 'went_bad' of them lists the reasons."""
+        """The records that are beyond a limit as never before; their 'went_bad' lists the reasons."""
         fresh = []
         for record in records:
             bad = []

@@ -42,5 +42,5 @@ class Histories:
                 self._kept.append(
                     (arena, torch.tensor(index, dtype=torch.int64, device=arena.device), history)
                 )
-                for place, slot in enumerate(index):
-                    self._known[arena.slots[slot].name] = history, place
+                for place, number in enumerate(index):
+                    self._known[arena.slots[number].name] = history, place

@@ -1,7 +1,7 @@
 """What telemetry's figures are compared with: an observer that dumps what passes, and NumPy.
 
-Each element counts once. Which rank counts what is told by the bytes: what several ranks hold alike at the same event is a
-replica, everything else is a part.
+Each element counts once. Which rank counts what is told by the bytes: what several ranks hold alike at the same event
+is a replica, everything else is a part.
 """
 
 from __future__ import annotations

@@ -73,10 +73,11 @@ def checked_and_cleared(original: Callable[..., None]) -> Callable[..., None]:
 
 def _say_piece(optimizer: Any, param: Fp8Parameter) -> None:
     """Which part of a parameter's master this rank holds. Of several instances that hold the same, the first speaks."""
-    held = optimizer.model_param_gbuf_map.get(param)
-    piece = None if held is None else optimizer._get_model_param_range_map(param)["param"]
-    speaks = piece is not None and optimizer.distributed_optimizer_instance_id == 0
-    param.own_piece(*((piece.start, piece.end) if speaks else (0, 0)))
+    if param not in optimizer.model_param_gbuf_map or optimizer.distributed_optimizer_instance_id != 0:
+        param.own_piece(0, 0)
+        return
+    piece = optimizer._get_model_param_range_map(param)["param"]
+    param.own_piece(piece.start, piece.end)
 
 
 def _check_config(config: Any, model_chunks: list[Any]) -> None:
