@@ -17,6 +17,7 @@ from ..state.arena import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
 from . import is_installed
+from .guard import move_ill_sites
 from .sites import check_plan, state_of, unwrap
 
 _last = IterationCounts()
@@ -50,6 +51,7 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
         _announce_switch(state, "FP16" if config.fp16 else "BF16")
     if _last_is_fp8:
         _share_verdict(config)
+        move_ill_sites(model_chunks, state, partial=_groups_are_partial(config))
     return _last
 
 

@@ -8,6 +8,7 @@ forward; in a training loop of one's own the model's first forward does. A linea
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from ..plan.overrides import check_overrides_match, matching
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left
 from ..plan.switch import LayerBeingBuilt
 from ..state.fp8_state import Fp8State
+from ..state.guard import Guard, Move, Thresholds
 from ..state.phases import Phases
 from . import installed as compat
 from .foreign import foreign_linears, is_te_linear, refuse_foreign_layers, require_mtp_block
@@ -38,10 +40,20 @@ def state_of(config: Any) -> Fp8State:
     """The FP8 state of all models built from this config object, made on first use. Its phases are the config's."""
     state = config.__dict__.get("_fp8_state")
     if state is None:
-        state = config.__dict__["_fp8_state"] = Fp8State(model_device(), keeps_weights=False)
+        state = config.__dict__["_fp8_state"] = Fp8State(
+            model_device(), keeps_weights=False, guard=_guard(config)
+        )
     warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
     state.phases = Phases(warmup, healing, state.phases.length)
     return state
+
+
+def _guard(config: Any) -> Guard | None:
+    """What ``fp8_guard`` asks for: True or 'bf16', or 'ladder'; None where it is False."""
+    wanted = getattr(config, "fp8_guard", False)
+    if not config.fp8 or not wanted:
+        return None
+    return Guard(Thresholds(config.fp8_guard_patience), "bf16" if wanted is True else wanted)
 
 
 def model_device() -> torch.device:
@@ -90,9 +102,11 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
     config = linear.config
     te = is_te_linear(linear)
     plan = resolve(config, name, linear.fp8_layer, linear.weight.device, te=te)
+    state = state or state_of(config)
     if not matching(name, getattr(config, "fp8_overrides", None) or {}):
         plan = filtered(config, plan, linear)
-    state = state or state_of(config)
+        if state.guard is not None and name in state.guard.moves:
+            plan = _moved(config, plan, state.guard.moves[name], linear)
     if te:
         return TeSite(plan, state)
     group, stream = None, 0
@@ -119,6 +133,16 @@ def share_of(kind: Literal["column", "row"], *, expert: bool) -> Share:
     first, experts = ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size()
     tokens = ps.get_expert_data_parallel_rank() * experts + first
     return Share(kind if size > 1 else "none", first * size + part, tokens)
+
+
+def _moved(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePlan:
+    """The plan of a site that the guard has moved."""
+    reason = f"fp8_guard, from iteration {move.iteration + 1} on: {move.why}"
+    if move.to == "bf16" or plan.precision == "bf16":
+        return bf16_site(plan.name, plan.layer, reason)
+    wanted = dataclasses.replace(asked(config), overrides={plan.name: move.to})
+    moved = resolver.resolve(wanted, plan.name, plan.layer, linear.weight.device, layers=True)
+    return dataclasses.replace(moved, reason=reason)
 
 
 def prepare(model_chunks: list[Any]) -> None:

@@ -14,6 +14,9 @@ guard on.
 
 A tensor is ill when it showed the same illness in ``patience`` iterations in a row. One that was not cast in an
 iteration is as ill as it was. All ranks of a reduction group see the same figures, so they find the same.
+
+A site with an ill tensor moves for good to the next rung of the guard's ladder, by whoever owns the sites
+(mcore/guard.py).
 """
 
 from __future__ import annotations
@@ -84,12 +87,50 @@ class Finding(NamedTuple):
         return f"{self.illness} for {self.iterations} iterations ({what})"
 
 
-class Guard:
-    """How long each tensor of one model has been ill."""
+class Move(NamedTuple):
+    """A site that runs in another way since the guard found it ill.
 
-    def __init__(self, thresholds: Thresholds):
-        self.thresholds = thresholds
+    Attributes:
+        site: its name.
+        to: 'bf16', or the name of a recipe.
+        iteration: the first one that ran so, counted from 0.
+        why: what was found, in words.
+    """
+
+    site: str
+    to: str
+    iteration: int
+    why: str
+
+
+LADDERS = {"bf16": ("bf16",), "ladder": ("delayed", "tensorwise", "blockwise", "bf16")}
+"""Where ill sites may go: out of FP8 at once, or first to scales that follow more closely."""
+
+
+class Guard:
+    """What one model's guard remembers: how long each tensor has been ill, and which sites have moved.
+
+    Args:
+        ladder: a key of LADDERS.
+
+    ``moves``: by site, the last of each.
+    """
+
+    def __init__(self, thresholds: Thresholds, ladder: str = "bf16"):
+        self.thresholds, self.ladder = thresholds, LADDERS[ladder]
+        self.moves: dict[str, Move] = {}
         self._rows: dict[str, tuple[Illness, int]] = {}
+
+    def next_rung(self, recipe: str, illness: Illness) -> str:
+        """Where a site goes from this recipe. No scale helps against NaN and Inf: out of FP8."""
+        if illness == "not finite" or recipe not in self.ladder:
+            return "bf16"
+        return self.ladder[self.ladder.index(recipe) + 1]
+
+    def moved(self, move: Move) -> None:
+        """Take note of a move: what the site's tensors showed counts no more."""
+        self.moves[move.site] = move
+        self._rows = {name: row for name, row in self._rows.items() if not name.startswith(f"{move.site}.")}
 
     def look(self, arena: Arena) -> list[Finding]:
         """The tensors that have been ill for long enough, from an arena whose amaxes are reduced and whose scales are
@@ -125,7 +166,3 @@ class Guard:
         if share > self.thresholds.saturation:
             return "saturates"
         return "underflows" if share < 2.0**-self.thresholds.unused_bits else None
-
-    def forget(self, site: str) -> None:
-        """A site runs in another way from now on: what its tensors showed counts no more."""
-        self._rows = {name: row for name, row in self._rows.items() if not name.startswith(f"{site}.")}

@@ -142,8 +142,19 @@ def _check_bf16_layers(config: TransformerConfig) -> None:
 
 
 def _check_guard(config: TransformerConfig) -> None:
-    if config.fp8_guard:
-        raise ValueError("fp8_guard=True is not available in this version: leave it False.")
+    """Nothing that the guard cannot move, or that ranks would move apart."""
+    if not config.fp8_guard:
+        return
+    if config.fp8_param:
+        raise ValueError(
+            f"fp8_guard={config.fp8_guard!r} with fp8_param=True: a site that goes to BF16 needs its weight in BF16, and"
+            " this one lives as FP8. Set fp8_param=False, or fp8_guard=False."
+        )
+    if config.tp_only_amax_red:
+        raise ValueError(
+            f"fp8_guard={config.fp8_guard!r} with tp_only_amax_red=True: data-parallel ranks have their own amaxes, and"
+            " would move different sites. Set tp_only_amax_red=False, or fp8_guard=False."
+        )
 
 
 def _check_factory(config: TransformerConfig) -> None:

@@ -16,6 +16,7 @@ import torch
 from megatron.core.transformer.enums import CudaGraphScope
 
 from ...recipe import RECIPES
+from ...state.guard import LADDERS
 from .. import installed as compat
 from .rules import ANYTHING, FLAG, Rule, either, integer, list_of, number, one_of, optional, text
 
@@ -451,6 +452,7 @@ OWN_RULES: dict[str, Rule] = {
     "fp8_stochastic_rounding": FLAG,
     "fp8_size_filter": optional(text("the path of a table that `megatron-fp8 bench --tune` wrote")),
     "fp8_size_filter_tokens": optional(integer(1, 2**40, "tokens of a microbatch")),
-    "fp8_guard": FLAG,
+    "fp8_guard": either(FLAG, one_of(*LADDERS)),
+    "fp8_guard_patience": integer(1, 2**31 - 1, "iterations in a row"),
 }
 """This package's own fields, as far as one value decides."""

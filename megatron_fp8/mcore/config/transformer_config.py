@@ -70,8 +70,12 @@ class TransformerConfig(megatron_config.TransformerConfig):
     fp8_high_precision_healing: float = 0.0
     """Fraction of training, its end, that runs in BF16 again."""
 
-    fp8_guard: bool = False
-    """Return to BF16 when FP8 training loses health."""
+    fp8_guard: bool | str = False
+    """Sites whose tensors are not finite, saturate or underflow in several iterations in a row leave FP8, or change their
+    recipe: True or 'bf16': to BF16; 'ladder': delayed -> tensorwise -> blockwise -> BF16. False: nobody looks."""
+
+    fp8_guard_patience: int = 3
+    """For how many iterations in a row, before fp8_guard moves a site."""
 
     if TYPE_CHECKING:  # at run time the dataclass makes it, with Megatron's fields too
 

@@ -10,7 +10,7 @@ import torch
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.guard import Guard, Thresholds
+from megatron_fp8.state.guard import Guard, Move, Thresholds
 from tests.support.slots import observe
 
 RECIPE = DelayedScaling(amax_history_len=64)
@@ -90,14 +90,31 @@ def test_scales_made_from_the_tensor_never_saturate():
     assert run(state, slot, [1.0, 1e30, 1e-30]) == [[]] * 3
 
 
-def test_it_may_forget():
+def test_a_move_is_a_new_start_for_its_site_alone():
     state, slot = make()
     run(state, slot, [1.0, 3.0])
     assert state.guard is not None
-    state.guard.forget("fc1")
+    state.guard.moved(Move("fc1", "tensorwise", 2, "it saturates"))
     assert run(state, slot, [9.0]) == [[]]
-    state.guard.forget("fc")  # another site
+    state.guard.moved(Move("fc", "bf16", 3, "another site"))
     assert run(state, slot, [27.0]) == [[("saturates", 2)]]
+    assert {site: move.to for site, move in state.guard.moves.items()} == {"fc1": "tensorwise", "fc": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("ladder", "recipe", "illness", "to"),
+    [
+        ("bf16", "delayed", "saturates", "bf16"),
+        ("ladder", "delayed", "saturates", "tensorwise"),
+        ("ladder", "tensorwise", "underflows", "blockwise"),
+        ("ladder", "blockwise", "underflows", "bf16"),
+        ("ladder", "delayed", "not finite", "bf16"),
+        ("ladder", "mxfp8", "not finite", "bf16"),
+        ("ladder", "custom", "saturates", "bf16"),
+    ],
+)
+def test_the_ladder(ladder, recipe, illness, to):
+    assert Guard(Thresholds(), ladder).next_rung(recipe, illness) == to
 
 
 def test_without_a_guard_nothing_is_looked_at():

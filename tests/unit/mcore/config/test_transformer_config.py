@@ -132,7 +132,19 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
             {"fp8": "hybrid", "fp8_param": True, "fp8_high_precision_healing": 0.1},
             ["fp8_param=True", "healing=0.1"],
         ),
-        ({"fp8": "hybrid", "fp8_guard": True}, ["fp8_guard=True"]),
+        (
+            {
+                "fp8": "hybrid",
+                "fp8_guard": True,
+                "fp8_param": True,
+                "bf16": True,
+                "params_dtype": torch.bfloat16,
+            },
+            ["fp8_guard=True", "fp8_param=False"],
+        ),
+        ({"fp8": "hybrid", "fp8_guard": "ladder", "tp_only_amax_red": True}, ["tp_only_amax_red=False"]),
+        ({"fp8": "hybrid", "fp8_guard": "blockwise"}, ["fp8_guard='blockwise'", "'ladder'"]),
+        ({"fp8": "hybrid", "fp8_guard": True, "fp8_guard_patience": 0}, ["fp8_guard_patience=0"]),
         ({"fp8": "hybrid", "fp8_dot_product_attention": True}, ["fp8_dot_product_attention=True"]),
         ({"fp8": "hybrid", "fp8_multi_head_attention": True}, ["fp8_multi_head_attention=True"]),
         (

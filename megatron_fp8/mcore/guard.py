@@ -1,0 +1,83 @@
+"""The guard under Megatron-Core: ill sites get another plan, between two iterations, on all ranks together.
+
+state/guard.py finds them. Here a site is planned anew, as an override by name would have it, and takes the old one's
+place in its linear. The old one's slots stay in their arena and are never cast again: ranks agree on slots by order.
+
+Ranks that hold a site share its arena, so they find the same and move it at the same iteration without asking each
+other. Stages of a pipeline, and ranks with other experts, are told of moves of sites that they do not hold: every rank
+knows all moves, and the first one prints and saves them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..plan.overrides import matching
+from ..recipe import recipe_name
+from ..state.fp8_state import Fp8State
+from ..state.guard import Move
+from .sites import fp8_linears, make_site, unwrap
+
+
+def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -> list[Move]:
+    """Move the sites that the finished iteration found ill; all moves of this iteration, on every rank. Collective
+    where ``partial``: some ranks hold other sites than others.
+
+    A site that fp8_overrides names stays as the user has it.
+    """
+    guard = state.guard
+    if guard is None:
+        return []
+    moves = []
+    for linear in fp8_linears(model_chunks):
+        site = linear.fp8_site
+        slots = {q.slot.name: role for role, q in site.quantizers.items() if q is not None}
+        found = [finding for finding in state.ill if finding.slot in slots]
+        overrides = getattr(unwrap(model_chunks[0]).config, "fp8_overrides", None) or {}
+        if not found or not site.is_fp8 or matching(site.plan.name, overrides):
+            continue
+        to = guard.next_rung(recipe_name(site.plan.recipe), found[0].illness)
+        why = "; ".join(f"{slots[finding.slot]} {finding}" for finding in found)
+        moves.append(Move(site.plan.name, to, state.iteration, why))
+    moves = _everybodys(moves, state.device) if partial else moves
+    if moves:
+        take(model_chunks, state, moves)
+        for move in moves:
+            _say(f"{move.site} runs in {move.to} from iteration {move.iteration + 1} on: {move.why}")
+    return moves
+
+
+def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
+    """Make these moves, now or as a checkpoint has them, of the sites that this rank holds; remember them all."""
+    assert state.guard is not None
+    for move in moves:
+        state.guard.moved(move)
+    named = {move.site for move in moves}
+    for linear in fp8_linears(model_chunks):
+        site = linear.fp8_site
+        if site.plan.name in named:
+            for quantizer in site.quantizers.values():
+                if quantizer is not None:
+                    quantizer.slot.name += " (left)"
+            linear.bind_fp8_site(make_site(linear, site.plan.name, state))
+
+
+def _everybodys(moves: list[Move], device: torch.device) -> list[Move]:
+    """The moves of all ranks, each once, in the same order everywhere. Who moves nothing asks only whether anybody
+    does."""
+    any_at_all = torch.tensor(len(moves), dtype=torch.int64, device=device)
+    dist.all_reduce(any_at_all, op=dist.ReduceOp.MAX)
+    if not int(any_at_all):
+        return []
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, moves)
+    return [Move(*move) for move in sorted({tuple(move) for part in everyone for move in part})]
+
+
+def _say(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"megatron_fp8: guard: {text}", file=sys.stderr, flush=True)

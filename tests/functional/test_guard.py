@@ -1,0 +1,128 @@
+"""The guard in real training: a site whose input outgrows its delayed scale leaves FP8, on all ranks in one iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fp8_gpt import MOE, OPTIONS, fp8_config, record_steps
+from tests.support.gpt import build_chunks, build_optimizer, train_step
+from tests.support.ranks import Layout, RankPool, model_parallel
+
+ILL = "decoder.layers.0.mlp.linear_fc2"
+STEPS = 7
+
+
+@dataclass
+class Seen:
+    """What one rank saw; lists have an entry for each step."""
+
+    losses: list[float] = field(default_factory=list)
+    stepped: list[bool] = field(default_factory=list)
+    collectives: list[int] = field(default_factory=list)
+    moves: list[list[tuple[Any, ...]]] = field(default_factory=list)
+    plans: list[dict[str, tuple[str, str | None]]] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def guarded_training(layout: Layout, recipe: str, fields: dict[str, Any], ill: str) -> Seen:
+    """A rank case: the output of one layer's SwiGLU grows threefold in each iteration, as outliers do."""
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.sites import fp8_linears, prepare, state_of
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    seen = Seen()
+    with model_parallel(layout):
+        config = fp8_config(layout, recipe, **fields)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128)
+        optimizer = build_optimizer(config, chunks)
+        record_steps(optimizer, seen.stepped)
+        step = 0
+
+        def grow(module: Any, args: Any) -> Any:
+            x = args[0]
+            return (x + (x * (3.0**step - 1)).detach(), *args[1:])  # its gradient does not grow
+
+        prepare(chunks)
+        for linear in fp8_linears(chunks):
+            if linear.fp8_site.plan.name == ill:
+                linear.register_forward_pre_hook(grow)
+        state = state_of(config)
+        for step in range(STEPS):
+            loss, _ = train_step(config, chunks, optimizer, step, **OPTIONS)
+            seen.losses.append(loss)
+            seen.collectives.append(iteration_counts()["amax_collectives"])
+            moves = state.guard.moves if state.guard else {}
+            seen.moves.append([tuple(move) for move in moves.values()])
+            plans = [linear.fp8_site.plan for linear in fp8_linears(chunks)]
+            seen.plans.append({p.name: (p.precision, p.recipe and type(p.recipe).__name__) for p in plans})
+        seen.report = {entry["name"]: entry for entry in site_report(chunks)}
+    return seen
+
+
+GUARD: dict[str, Any] = {"fp8_guard": True, "fp8_guard_patience": 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        (Layout(tp=2, sp=True), {}),
+        (Layout(pp=2), {}),
+        (Layout(), {}),
+        (Layout(ep=2), {**MOE, "add_bias_linear": False}),
+    ],
+    ids=["tp2-sp", "pp2", "dp2", "ep2"],
+)
+def test_an_outgrown_scale_leaves_fp8_on_all_ranks_together(
+    ranks: RankPool, layout: Layout, fields: Any
+) -> None:
+    ill = (
+        ILL.replace("mlp.linear", "mlp.experts.local_experts.1.linear")
+        if "num_moe_experts" in fields
+        else ILL
+    )
+    seen = ranks(2).run(guarded_training, layout, "delayed", {**GUARD, **fields}, ill)
+    for rank in seen:
+        # Step 0 has no scale yet; 1 and 2 saturate by 3; so step 3 is the first one in BF16.
+        assert rank.moves[1] == [] and rank.moves == seen[0].moves
+        assert len(rank.moves[2]) == 1, rank.moves[2]
+        ((site, to, iteration, why),) = rank.moves[2]
+        assert (site, to, iteration) == (ill, "bf16", 3)
+        assert why.startswith("input saturates for 2 iterations (amax "), why
+        assert rank.moves[-1] == rank.moves[2]
+        assert all(rank.stepped) and len(set(map(len, rank.moves[2:]))) == 1
+        assert len(set(rank.collectives[1:])) == 1
+        for step, plans in enumerate(rank.plans):
+            for name, (precision, _) in plans.items():
+                assert precision == ("bf16" if name == ill and step >= 2 else "fp8"), (step, name)
+    entry = seen[0].report[ill]
+    assert entry["precision"] == "bf16" and entry["reason"].startswith(
+        "fp8_guard, from iteration 4 on: input"
+    )
+
+
+def test_up_a_ladder(ranks: RankPool) -> None:
+    (seen,) = ranks(1).run(guarded_training, Layout(), "delayed", {**GUARD, "fp8_guard": "ladder"}, ILL)
+    ((site, to, iteration, _),) = seen.moves[-1]
+    assert (site, to, iteration) == (ILL, "tensorwise", 3)
+    assert seen.plans[-1][ILL] == ("fp8", "Float8CurrentScaling")
+    assert seen.report[ILL]["recipe"] == "tensorwise"
+    assert all(seen.stepped) and all(loss == loss for loss in seen.losses)
+
+
+def test_what_was_asked_for_by_name_stays(ranks: RankPool) -> None:
+    fields = {**GUARD, "fp8_overrides": {"*.linear_fc2": "delayed"}}
+    (seen,) = ranks(1).run(guarded_training, Layout(), "delayed", fields, ILL)
+    assert seen.moves[-1] == []
+
+
+def test_healthy_training_is_left_alone_to_the_bit(ranks: RankPool) -> None:
+    fields = {**GUARD, "fp8_guard_patience": 1}
+    (on,) = ranks(1).run(guarded_training, Layout(), "delayed", fields, "no such site")
+    (off,) = ranks(1).run(guarded_training, Layout(), "delayed", {}, "no such site")
+    assert on.moves[-1] == [] and on.losses == off.losses
+    assert torch.tensor(on.losses).isfinite().all()
