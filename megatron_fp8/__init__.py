@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from .nn.trainer import Fp8Trainer
     from .state.loss_scaler import LossScaler
+    from .telemetry.diagnosis import diagnose
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _LATER = {
     "LossScaler": ".state.loss_scaler",
     "convert_from_fp8": ".nn",
     "convert_to_fp8": ".nn",
+    "diagnose": ".telemetry.diagnosis",
     "fp8_autocast": ".nn",
     "fp8_matmul": ".nn",
     "fp8_step": ".nn",
@@ -54,6 +56,7 @@ __all__ = [
     "__version__",
     "convert_from_fp8",
     "convert_to_fp8",
+    "diagnose",
     "fp8_autocast",
     "fp8_matmul",
     "fp8_step",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -32,24 +34,35 @@ class GemmSite:
         group: the amax reduction group of its slots (None: this process alone).
         seed: of stochastic rounding.
         stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
+        casts: what quantises each role, where another site's quantizers are to serve; None: quantizers of its own.
 
     ``weights`` quantises the weight and keeps it, ``traced`` is what compiled code knows the site by.
     """
 
     @torch.inference_mode(False)  # slots and handle must be writable and savable in training later
-    def __init__(self, plan: SitePlan, state: Fp8State, group: Group, *, seed: int = 0, stream: int = 0):
+    def __init__(
+        self,
+        plan: SitePlan,
+        state: Fp8State,
+        group: Group,
+        *,
+        seed: int = 0,
+        stream: int = 0,
+        casts: Mapping[str, Casts] | None = None,
+    ):
         self.plan, self.state = plan, state
         self.notes: set[str] = set()
         self.backend: ModuleType | None = None if plan.backend is None else BACKENDS[plan.backend]
-        self.casts = {role: self._casts(role, group) for role in READERS}
+        self.casts = {role: self._casts(role, group) for role in READERS} if casts is None else dict(casts)
         kept = self.casts["input"].columnwise
         layout = "" if kept is None else str(SideLayout.of(kept.rule, kept.backend.turns_codes(kept.rule)))
         self.traced = register(self, layout)
         self.weights = WeightCache(self.casts["weight"], state)
-        self._seed, self._stream = seed, stream
+        self.seed, self.stream = seed, stream
         self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
         self.has_run = False  # a forward came here
         self._ways: tuple[int, set[bool]] = (-1, set())  # how the iteration's forwards were called
+        self._stand_in: GemmSite | None = None
 
     def _casts(self, role: str, group: Group) -> Casts:
         """What quantises a role: one quantizer where one serves both GEMMs that read it. ``group``: of its slots."""
@@ -69,6 +82,20 @@ class GemmSite:
         slot = self.state.arena(group).add(cast.delayed, cast.rule.fmt)
         slot.name = name
         return Quantizer(cast.rule, slot, self.backend)
+
+    @property
+    def acting(self) -> GemmSite:
+        """The site that calls of this layer run: itself, but for experiments (``replaced_by``)."""
+        return self if self._stand_in is None else self._stand_in
+
+    @contextmanager
+    def replaced_by(self, stand_in: GemmSite) -> Iterator[None]:
+        """Inside, calls of this layer run another site, in any thread and in recomputations too."""
+        before, self._stand_in = self._stand_in, stand_in
+        try:
+            yield
+        finally:
+            self._stand_in = before
 
     @property
     def quantizers(self) -> dict[str, Quantizer | None]:
@@ -154,10 +181,10 @@ class GemmSite:
         count = count + 1 if iteration == self.state.iteration else 0
         self._backwards = (self.state.iteration, count)
         key = RandomKey(
-            self._seed,
+            self.seed,
             zlib.crc32(self.plan.name.encode()),
             self.state.iteration,
-            (self._stream << 16) + count,
+            (self.stream << 16) + count,
         )
         return Region(key, row_offset, col_offset, total_cols)
 

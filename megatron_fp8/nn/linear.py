@@ -206,6 +206,7 @@ class Fp8Layer(torch.nn.Module):
                     f"{self.fp8_name}: enter fp8_autocast(recipe=...) outside of compiled code"
                 )
             site = self._sites[device, switch.label]
+        site = site.acting
         fp8 = runs_fp8(site, switch)
         if type(self.weight) is not torch.nn.Parameter:
             _check_weight(self.fp8_name, self.weight, fp8 and not switch.label)

@@ -107,6 +107,24 @@ class Fp8State:
         finally:
             vars(self.counts).update(vars(before))
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """What is cast inside, in training too, leaves no trace: neither amaxes nor counts, and no observer is told.
+
+        For experiments between two iterations, which must not be finished inside. Delayed scales are those of now.
+        """
+        rows = [arena.rows.clone() for arena in self.arenas]
+        observer, owed = self.observer, self.owed
+        self.watch(None)
+        try:
+            with self.uncounted():
+                yield
+        finally:
+            for arena, before in zip(self.arenas, rows, strict=True):
+                arena.rows.copy_(before)
+            self.owed = owed
+            self.watch(observer)
+
     def begin_capture(self) -> None:
         """What follows is captured, not run: counted apart, and no quantised weight is shared with what is run."""
         assert not self.capturing, "captures do not nest"

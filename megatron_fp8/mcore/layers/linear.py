@@ -81,13 +81,13 @@ class _Fp8Site:
 
     def runs_fp8(self) -> bool:
         """Whether the next forward uses FP8."""
-        return runs_fp8(self.fp8_site, self._switch())
+        return runs_fp8(self.fp8_site.acting, self._switch())
 
     def makes_codes_of(self, role: str) -> bool:
         """Whether the next call makes codes, by kernels, of all it reads of this operand: it may be a DeferredTensor."""
         if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
             return False
-        return self.runs_fp8() and self.fp8_site.computes(role)
+        return self.runs_fp8() and self.fp8_site.acting.computes(role)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Megatron's, and the state of delayed scaling once the model's sites are named."""
@@ -101,7 +101,7 @@ class _Fp8Site:
     def _fp8_forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
     ) -> torch.Tensor:
-        site = self.fp8_site
+        site = self.fp8_site.acting
         options = {"training": self.training, "save_original_input": self.save_original_input}
         if torch.compiler.is_compiling():  # would guard on is_first_microbatch; operators see to the rest
             return fp8_linear(x, weight, bias, site, tp, **options)
@@ -114,7 +114,7 @@ class _Fp8Site:
     def _after_high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, switch: Switch, *, shard: bool = False
     ) -> torch.Tensor:
-        site = self.fp8_site
+        site = self.fp8_site.acting
         if not self.training:
             return y
         count_high_precision(site.state, x, weight, y)
@@ -133,7 +133,7 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         switch = self._switch()
-        if not runs_fp8(self.fp8_site, switch):
+        if not runs_fp8(self.fp8_site.acting, switch):
             y = super()._forward_impl(input, weight, *args, **kwargs)
             return self._after_high_precision(input, weight, y, switch, shard=kwargs["sequence_parallel"])
         assert not args, "Megatron-Core 0.16 passes everything but input and weight by keyword"
@@ -160,7 +160,7 @@ class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         switch = self._switch()
-        if not runs_fp8(self.fp8_site, switch):
+        if not runs_fp8(self.fp8_site.acting, switch):
             y = super()._forward_impl(input, weight, *args, **kwargs)
             return self._after_high_precision(input, weight, y, switch)
         return self._fp8_forward(input, weight, kwargs["bias"], TensorParallel())

@@ -1,0 +1,166 @@
+"""``diagnose(model, loss_of, batches)``: what FP8 costs a model, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .attribution import Attribution, Finding, Limits, attribute
+from .experiments import LEAST_BATCHES, Experiments, Progress
+from .measures import Measured
+from .search import Cure, cure
+from .subject import ModuleSubject, Subject, as_it_was
+from .verdict import bad_in_high_precision, verdict
+
+BUDGET = 1500
+"""Passes, each a forward and a backward of one batch."""
+
+
+@dataclass
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        ranking: worst first: sites, and GEMMs and operands of the worst; ``.site``, ``.gemm`` or ``.role`` or None,
+            ``.loss_change``, ``.gradient_error``, ``.stands_out`` and more.
+        overrides: for Fp8Config(overrides=...) and ``fp8_overrides``; empty where nothing stands out.
+        verdict: the same in words.
+        clean: nothing stands out, and that could be measured.
+        losses: in high precision, by batch.
+        gradient_noise: how far batches' gradients are from their mean, over its norm.
+        passes: how many were run.
+        attribution: all figures, None where high precision is not finite.
+        cure: what the overrides give back.
+    """
+
+    ranking: list[Finding]
+    overrides: dict[str, str]
+    verdict: str
+    clean: bool
+    losses: tuple[float, ...]
+    gradient_noise: float
+    passes: int
+    attribution: Attribution | None
+    cure: Cure
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; NaN and Inf as null."""
+        found = self.attribution
+        values: dict[str, Any] = {
+            "verdict": self.verdict,
+            "clean": self.clean,
+            "overrides": self.overrides,
+            "ranking": [finding.as_dict() for finding in self.ranking],
+            "high_precision": {"losses": list(self.losses), "gradient_noise": self.gradient_noise},
+            "passes": self.passes,
+            "given_back": self.cure.given_back,
+        }
+        if found is not None:
+            for name in ("planned", "at_best", "bf16"):
+                values[name] = _plain(getattr(found, name), found.counted)
+            values["interaction"] = found.interaction
+            values["groups"] = found.groups
+            values["not_measured"] = found.skipped
+        finite: dict[str, Any] = _finite(values)
+        return finite
+
+
+def diagnose(
+    model: torch.nn.Module,
+    loss_of: Callable[[Any, Any], torch.Tensor],
+    batches: Sequence[Any],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    share: float = 0.9,
+    budget: int = BUDGET,
+    good_loss: float | None = None,
+    limits: Limits | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Diagnosis:
+    """Measure what FP8 costs a model: each site alone in FP8 and in high precision, and the parts of the worst.
+
+    The model comes back as it was, bit for bit: parameters, buffers, gradients, random state, histories, modes, hooks.
+
+    Args:
+        model: converted (``convert_to_fp8``) or built of FP8 layers, in this process; its training as it stands, delayed
+            histories included. Dropout is on.
+        loss_of: (model, batch) -> the loss, a scalar tensor.
+        batches: at least four; the same ones are used for everything. More make smaller costs visible.
+        optimizer: Adam or AdamW, whose next update is then looked at too.
+        share: of what stands out costs, how much the overrides must give back; above 0, at most 1.
+        budget: how many passes (forward and backward of a batch) may be run. With too few for every site, groups of
+            layers are measured first, and then the sites of the worst.
+        good_loss: a loss that the training had before; the verdict says if high precision is worse now.
+        limits: when a site stands out.
+        progress: told after each pass.
+
+    Memory: a copy of the gradient for each batch, and three more.
+
+    Raises ValueError: no FP8 site, too few batches, a loss that is no scalar, weights that live as FP8 or are sharded.
+    """
+    subject = ModuleSubject(model, loss_of, batches, optimizer)
+    with as_it_was(subject.model, subject.sites):
+        return diagnose_subject(subject, share, budget, good_loss, limits or Limits(), progress)
+
+
+def diagnose_subject(
+    subject: Subject,
+    share: float,
+    budget: int,
+    good_loss: float | None,
+    limits: Limits,
+    progress: Callable[[Progress], None],
+) -> Diagnosis:
+    """As ``diagnose``, of a model that somebody else puts back."""
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share!r}: a number above 0 and at most 1 is needed")
+    least = subject.batches * 8
+    if subject.batches >= LEAST_BATCHES and budget < least:
+        raise ValueError(
+            f"budget={budget} passes are too few: {subject.batches} batches need {least} to measure a thing"
+        )
+    experiments = Experiments(subject, budget, progress)
+    if experiments.not_finite is not None:
+        said = bad_in_high_precision(experiments.not_finite)
+        return Diagnosis([], {}, said, False, experiments.losses, 0.0, experiments.passes, None, Cure())
+    found = attribute(experiments, limits)
+    cured = cure(experiments, found, share)
+    said = verdict(found, cured, experiments.losses, experiments.gradient_noise, good_loss)
+    clean = not any(finding.stands_out for finding in found.findings)
+    return Diagnosis(
+        found.findings,
+        cured.overrides,
+        said,
+        clean,
+        experiments.losses,
+        experiments.gradient_noise,
+        experiments.passes,
+        found,
+        cured,
+    )
+
+
+def _plain(measured: Measured, counted: list[str]) -> dict[str, Any]:
+    return {
+        "losses": list(measured.losses),
+        "loss_change": measured.loss_changes.mean,
+        "loss_spread": measured.loss_changes.spread,
+        "gradient_error": measured.gradient_errors.mean,
+        "cosine": measured.cosine,
+        "bias": measured.bias,
+        "distance": measured.distances(counted).mean,
+        "update_error": measured.update_error,
+        "of_parameters": measured.errors(),
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    bad = isinstance(value, float) and (value != value or abs(value) == float("inf"))
+    return None if bad else value

@@ -1,0 +1,157 @@
+"""Variants run on all batches and compared with high precision, one after another, within a number of passes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+
+from .measures import WORTHLESS, Measured, sums_of
+from .subject import Gradients, Pass, Subject, Table
+from .variants import Variant, Variants, installed
+
+LEAST_BATCHES = 4
+"""Fewer say nothing about the spread of their differences."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a diagnosis is: passes done, about how many there will be, seconds left by the time of those done."""
+
+    done: int
+    expected: int
+    seconds_left: float
+    now: str
+
+
+class Experiments:
+    """Runs variants of a subject; the first is high precision, which all are compared with.
+
+    Args:
+        subject: of at least four batches.
+        budget: how many passes (a forward and a backward of one batch) may be run.
+        progress: told after each pass.
+
+    The gradients in high precision are kept, one copy for each batch. ``losses``: in high precision; ``not_finite``: what
+    of them or of their gradients is not; ``gradient_noise``: how far batches' gradients are from their mean, relative.
+
+    Raises ValueError: too few batches; something runs in FP8 that no variant changes.
+    """
+
+    def __init__(self, subject: Subject, budget: int, progress: Callable[[Progress], None] = lambda _: None):
+        if subject.batches < LEAST_BATCHES:
+            raise ValueError(
+                f"{subject.batches} batches are too few: differences are judged by their spread over batches, so give"
+                f" {LEAST_BATCHES} or more"
+            )
+        self.subject, self.budget, self._progress = subject, budget, progress
+        self.variants = Variants(subject.plans)
+        self.passes = self.expected = 0
+        self._start = time.monotonic()
+        self._measured: dict[str, Measured] = {}
+        self._reference = [self._plain_pass(batch) for batch in range(subject.batches)]
+        self.losses = tuple(done.loss for done in self._reference)
+        self.not_finite = self._first_not_finite()
+        self._mean = self._mean_gradient()
+        self.gradient_noise = self._gradient_noise()
+
+    @property
+    def left(self) -> int:
+        """How many variants the budget has room for."""
+        return (self.budget - self.passes) // self.subject.batches
+
+    def measure(self, variant: Variant) -> Measured:
+        """Run a variant on all batches, unless that was done."""
+        if variant.key not in self._measured:
+            self._measured[variant.key] = self._measure(variant)
+        return self._measured[variant.key]
+
+    def _plain_pass(self, batch: int) -> Pass:
+        done = self._pass(self.variants.high_precision, batch)
+        if done.fp8_gemms:
+            raise ValueError(
+                "layers run in FP8 that the model's plan does not speak of (fp8_autocast(recipe=...) in loss_of?): what"
+                " they cost cannot be told"
+            )
+        return done
+
+    def _first_not_finite(self) -> str | None:
+        tables = [self.subject.merge(self._norms(done)) for done in self._reference]
+        for batch, (loss, table) in enumerate(zip(self.losses, tables, strict=True)):
+            if not math.isfinite(loss):
+                return f"the loss of batch {batch} is {loss}"
+            for name, (square,) in table.items():
+                if not math.isfinite(square):
+                    return f"the gradient of {name} is not finite in batch {batch}"
+        return None
+
+    def _mean_gradient(self) -> Gradients:
+        total: Gradients = {}
+        for done in self._reference:
+            self._add_share(total, done.gradients)
+        return total
+
+    def _add_share(self, total: Gradients, gradients: Gradients) -> None:
+        """A batch's share of a mean over batches."""
+        for name, gradient in gradients.items():
+            share = gradient.to(torch.float32) / self.subject.batches
+            total[name] = total[name].add_(share) if name in total else share
+
+    def _norms(self, done: Pass) -> Table:
+        return {name: (row[1],) for name, row in sums_of({}, done.gradients).items()}
+
+    def _gradient_noise(self) -> float:
+        """Norm of the differences of batches' gradients from their mean, over that of the mean."""
+        rows: dict[str, list[float]] = {}
+        for done in self._reference:
+            for name, row in sums_of(done.gradients, self._mean).items():
+                known = rows.setdefault(name, [0.0, row[1]])
+                known[0] += row[0] / self.subject.batches
+        merged = self.subject.merge({name: tuple(row) for name, row in rows.items()})
+        square = sum(row[1] for row in merged.values())
+        return math.sqrt(sum(row[0] for row in merged.values()) / square) if square else 0.0
+
+    def _measure(self, variant: Variant) -> Measured:
+        losses, tables = [], []
+        total: Gradients = {}
+        for batch, reference in enumerate(self._reference):
+            done = self._pass(variant, batch)
+            losses.append(done.loss)
+            tables.append(self.subject.merge(sums_of(done.gradients, reference.gradients)))
+            self._add_share(total, done.gradients)
+        means = self.subject.merge(sums_of(total, self._mean))
+        updates = self.subject.merge(sums_of(self._updates(total), self._updates(self._mean)))
+        return Measured(variant.name, losses, tables, means, updates, self.losses)
+
+    def _updates(self, gradients: Gradients) -> Gradients:
+        updates = {name: self.subject.update_of(name, gradient) for name, gradient in gradients.items()}
+        return {name: update for name, update in updates.items() if update is not None}
+
+    def _pass(self, variant: Variant, batch: int) -> Pass:
+        with installed(variant, self.subject.sites):
+            done = self.subject.run(batch)
+        self.passes += 1
+        each = (time.monotonic() - self._start) / self.passes
+        self.expected = max(self.expected, self.passes)
+        self._progress(
+            Progress(self.passes, self.expected, each * (self.expected - self.passes), variant.name)
+        )
+        return done
+
+    def expect(self, variants: int) -> None:
+        """Say how many more variants will be run, for the time left."""
+        self.expected = self.passes + variants * self.subject.batches
+
+
+def counted_parameters(bf16: Measured) -> list[str]:
+    """The parameters whose gradient rounding to BF16 leaves worth something."""
+    return [name for name, error in bf16.errors().items() if error < WORTHLESS]
+
+
+def mean_loss(losses: tuple[float, ...]) -> float:
+    """Of the batches."""
+    return fmean(losses)

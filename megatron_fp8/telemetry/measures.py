@@ -1,0 +1,145 @@
+"""How far a variant's losses and gradients are from those in high precision, batch by batch.
+
+Differences are paired: the same batch, random numbers and delayed state in both. Of the gradient
+
+* ``gradient_error`` is the norm of the difference over that of the gradient, all parameters together;
+* ``distance`` gives each parameter tensor the same weight: the root mean square of their relative errors, each counted
+  as 1 at most. Adam's update does not know how large a tensor's gradient is, so an error of a small one weighs as much.
+  Tensors whose gradient rounding to BF16 already makes worthless are left out (a bias of attention keys has a gradient
+  of rounding errors alone);
+* ``bias`` is the same norm of the difference's mean over batches: what more data does not average away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+import torch
+
+from .subject import Table
+
+WORTHLESS = 0.1
+"""The relative error by rounding to BF16 beyond which a tensor's gradient says nothing."""
+
+_T = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17, 3.11, 3.05, 3.01, 2.98, 2.95)
+"""Student's t of 1, 2, ... degrees of freedom that chance exceeds once in 200, on one side."""
+
+
+@dataclass(frozen=True)
+class Paired:
+    """One number for each batch."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Of the batches; not finite if one is not."""
+        return fmean(self.values) if all(map(math.isfinite, self.values)) else math.inf
+
+    @property
+    def spread(self) -> float:
+        """What chance may add to the mean: its standard error times Student's t (one side, 0.5 %)."""
+        count = len(self.values)
+        if not all(map(math.isfinite, self.values)):
+            return math.inf
+        t = _T[min(count - 1, len(_T)) - 1]
+        return t * stdev(self.values) / math.sqrt(count)
+
+    def __sub__(self, other: Paired) -> Paired:
+        return Paired(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
+
+    def times(self, factor: float) -> Paired:
+        """Every number times this."""
+        return Paired(tuple(value * factor for value in self.values))
+
+
+class Measured:
+    """One variant against high precision.
+
+    Args:
+        name: the variant's.
+        losses: by batch.
+        tables: by batch: parameter -> (sum of squares of the difference, of the reference, of the variant, of products).
+        means: the same of the means over batches.
+        updates: of the optimizer's updates by those means; empty where the optimizer is not known.
+        reference: the losses in high precision.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        losses: Sequence[float],
+        tables: Sequence[Table],
+        means: Table,
+        updates: Table,
+        reference: Sequence[float],
+    ):
+        self.name, self.losses, self.tables = name, tuple(losses), list(tables)
+        self.loss_changes = Paired(tuple(a - b for a, b in zip(losses, reference, strict=True)))
+        self.gradient_errors = Paired(tuple(_error(table.values()) for table in tables))
+        self.cosine = fmean(_cosine(table.values()) for table in tables)
+        self.bias = _error(means.values())
+        self.update_error = _error(updates.values()) if updates else None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all losses and gradients are."""
+        return all(map(math.isfinite, self.losses)) and all(
+            math.isfinite(sums[2]) for table in self.tables for sums in table.values()
+        )
+
+    def errors(self) -> dict[str, float]:
+        """Parameter -> relative error of its gradient, the root mean square over batches."""
+        return {
+            name: math.sqrt(fmean(_error([table[name]]) ** 2 for table in self.tables))
+            for name in self.tables[0]
+        }
+
+    def distances(self, counted: Sequence[str]) -> Paired:
+        """By batch, over these parameters; 1 at most."""
+        if not counted:
+            return Paired(tuple(min(error, 1.0) for error in self.gradient_errors.values))
+        found = []
+        for table in self.tables:
+            squares = [min(_error([table[name]]), 1.0) ** 2 for name in counted]
+            found.append(math.sqrt(fmean(squares)))
+        return Paired(tuple(found))
+
+
+def _error(sums: object) -> float:
+    rows = list(sums)  # type: ignore[call-overload]
+    difference, reference = (sum(row[i] for row in rows) for i in (0, 1))
+    if not math.isfinite(difference):
+        return math.inf
+    if not reference:
+        return math.inf if difference else 0.0
+    return math.sqrt(difference / reference)
+
+
+def _cosine(sums: object) -> float:
+    rows = list(sums)  # type: ignore[call-overload]
+    reference, variant, product = (sum(row[i] for row in rows) for i in (1, 2, 3))
+    if not (math.isfinite(variant) and math.isfinite(product)):
+        return 0.0
+    return product / math.sqrt(reference * variant) if reference and variant else 0.0
+
+
+def sums_of(variant: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Table:
+    """Parameter -> the four sums of Measured, float64; a gradient that one of the two lacks is zero."""
+    names = list(dict.fromkeys([*reference, *variant]))
+    rows = []
+    for name in names:
+        either = variant.get(name, reference.get(name))
+        assert either is not None
+        v = variant.get(name, torch.zeros_like(either)).to(torch.float32)
+        r = reference.get(name, torch.zeros_like(either)).to(torch.float32)
+        rows.append(torch.stack([_square(v - r), _square(r), _square(v), (v * r).sum(dtype=torch.float64)]))
+    values = torch.stack(rows).tolist() if rows else []
+    return {name: tuple(row) for name, row in zip(names, values, strict=True)}
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64) ** 2

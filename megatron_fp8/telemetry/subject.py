@@ -1,0 +1,280 @@
+"""What is diagnosed: a model whose passes can be repeated. Here one PyTorch model in one process.
+
+Every pass of a batch begins with the same random state and buffers, and leaves nothing behind: gradients are asked of
+autograd and never accumulated, so that nobody's hooks on them run.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..linear.site import GemmSite
+from ..params.fp8_parameter import Fp8Parameter
+from ..plan.site_plan import SitePlan
+
+Gradients = dict[str, torch.Tensor]
+
+Table = dict[str, tuple[float, ...]]
+"""Parameter -> sums over its elements."""
+
+
+@dataclass
+class Pass:
+    """What one forward and backward gave: the loss, the gradient of each parameter that has one (detached), and how many
+    FP8 GEMMs ran."""
+
+    loss: float
+    gradients: Gradients
+    fp8_gemms: int
+
+
+class Subject(Protocol):
+    """A model, its loss, and batches to run it on.
+
+    Attributes:
+        sites: this rank's GEMM sites with FP8, by name.
+        plans: those of all ranks.
+        batches: how many there are.
+    """
+
+    @property
+    def sites(self) -> Mapping[str, GemmSite]: ...
+    @property
+    def plans(self) -> Mapping[str, SitePlan]: ...
+    @property
+    def batches(self) -> int: ...
+
+    def run(self, batch: int) -> Pass:
+        """Forward and backward of a batch, always the same one."""
+
+    def merge(self, table: Table) -> Table:
+        """This rank's parameters and all others', each element once; the same on all ranks. Collective."""
+
+    def update_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The change that the optimizer would make to a parameter by this gradient; None: it is not known."""
+
+
+class ModuleSubject:
+    """A model in this process.
+
+    Args:
+        model: whose layers have an ``fp8_site``; wrapped by DistributedDataParallel or torch.compile or not.
+        loss_of: (model, batch) -> the loss, a scalar tensor.
+        batches: whatever ``loss_of`` takes.
+        optimizer: whose update is looked at; of Adam's kind, else it is ignored.
+
+    Raises ValueError: the model has no FP8 site, or none whose plan can be changed; too few batches.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_of: Callable[[Any, Any], torch.Tensor],
+        batches: Sequence[Any],
+        optimizer: torch.optim.Optimizer | None = None,
+    ):
+        self.model, self._loss_of, self._batches = bare(model), loss_of, list(batches)
+        self.batches = len(self._batches)
+        self.sites = sites_of(self.model)
+        self.plans = {name: site.plan for name, site in self.sites.items()}
+        self._parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        _check_parameters(self._parameters)
+        self._random: dict[int, _Random] = {}
+        self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        self._adam = {} if optimizer is None else _adam_states(optimizer)
+
+    def run(self, batch: int) -> Pass:
+        """As Subject's. ValueError: the loss is no scalar that depends on a parameter."""
+        _put_back(self.model, self._buffers)
+        if batch in self._random:
+            self._random[batch].put_back()
+        else:
+            self._random[batch] = _Random()
+        states = {id(site.state): site.state for site in self.sites.values()}
+        before = sum(state.counts.fp8_gemms for state in states.values())
+        with torch.enable_grad():
+            loss = self._loss_of(self.model, self._batches[batch])
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            told = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_of(model, batch) gave {told}: diagnose needs a scalar tensor that depends on parameters which"
+                " require a gradient"
+            )
+        gradients = self._gradients(loss)
+        ran = sum(state.counts.fp8_gemms for state in states.values()) - before
+        return Pass(float(loss.detach()), gradients, ran)
+
+    def _gradients(self, loss: torch.Tensor) -> Gradients:
+        """Where wgrad is added to a buffer of Megatron's (``main_grad``), the gradient is what was added."""
+        fused = {
+            name: (parameter, parameter.main_grad.clone(), parameter.grad_added_to_main_grad)
+            for name, parameter in self._parameters.items()
+            if hasattr(parameter, "main_grad") and hasattr(parameter, "grad_added_to_main_grad")
+        }
+        for parameter, _, _ in fused.values():
+            parameter.main_grad.zero_()
+            parameter.grad_added_to_main_grad = False
+        try:
+            found = torch.autograd.grad(loss.reshape(()), list(self._parameters.values()), allow_unused=True)
+            gradients = {n: g for n, g in zip(self._parameters, found, strict=True) if g is not None}
+            for name, (parameter, _, _) in fused.items():
+                if parameter.grad_added_to_main_grad:
+                    gradients[name] = parameter.main_grad.clone()
+        finally:
+            for parameter, before, added in fused.values():
+                parameter.main_grad.copy_(before)
+                parameter.grad_added_to_main_grad = added
+        return gradients
+
+    def merge(self, table: Table) -> Table:
+        """One process has all."""
+        return table
+
+    def update_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Adam's step, of its moments as they are."""
+        adam = self._adam.get(id(self._parameters[name]))
+        return None if adam is None else adam_update(gradient, *adam)
+
+
+def bare(model: torch.nn.Module) -> Any:
+    """The model without what DistributedDataParallel and torch.compile put around it."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def sites_of(model: torch.nn.Module) -> dict[str, GemmSite]:
+    """Name -> site of a model's layers that run FP8 GEMMs. ValueError: there are none, or not all are GemmSites."""
+    found: dict[str, GemmSite] = {}
+    for name, module in model.named_modules():
+        if not hasattr(type(module), "fp8_site"):
+            continue
+        site: Any = module.fp8_site
+        if not isinstance(site, GemmSite):
+            raise ValueError(
+                f"{name} is a layer of backend {site.plan.backend!r}, which has its own GEMMs: diagnose a model on the"
+                " emulated or native backend"
+            )
+        if isinstance(module.weight, Fp8Parameter):
+            raise ValueError(
+                f"{name}: its weight lives as FP8, and what it was in high precision is not here: diagnose a model whose"
+                " weights are not FP8 (fp8_param=False, no enable_fp8_all_gather)"
+            )
+        if site.is_fp8:
+            found[name if site.plan.name in found else site.plan.name] = site
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no layer with FP8 GEMMs: there is nothing to diagnose")
+    return found
+
+
+def _check_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    if not parameters:
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to diagnose")
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "to_local"):
+            raise ValueError(
+                f"{name} is sharded by fully_shard: diagnose the model before it is sharded, in one process"
+            )
+
+
+# --------------------------------------------------------------------------------------------------- as it was before
+
+
+@contextmanager
+def as_it_was(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
+    """Inside, the model is in training mode; afterwards it is what it was, bit for bit, and so is the random state.
+
+    Buffers, modes, numbers and flags that modules keep, amaxes, counts and observers come back. A model that is in
+    training mode keeps its modes (frozen parts stay so). torch.compile is off: compiled code knows one plan.
+    """
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    plain = [{k: v for k, v in vars(module).items() if _is_plain(v)} for module in modules]
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    rng = _Random()
+    with ExitStack() as stack:
+        for state in {id(site.state): site.state for site in sites.values()}.values():
+            stack.enter_context(state.unrecorded())
+        stack.enter_context(_eagerly())
+        try:
+            if not model.training:
+                model.train()
+            yield
+        finally:
+            for module, mode, values in zip(modules, modes, plain, strict=True):
+                module.training = mode
+                for name, value in values.items():
+                    if name not in vars(module) or vars(module)[name] is not value:
+                        setattr(module, name, value)
+            _put_back(model, buffers)
+            rng.put_back()
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _eagerly() -> Any:
+    """torch.compile switched off, if anything can have been compiled."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@torch.no_grad()
+def _put_back(model: Any, buffers: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+
+
+class _Random:
+    """The random state of torch on every device, of Python and of NumPy."""
+
+    def __init__(self) -> None:
+        self._cpu, self._python = torch.get_rng_state(), random.getstate()
+        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._cpu)
+        random.setstate(self._python)
+        if self._gpus is not None:
+            torch.cuda.set_rng_state_all(self._gpus)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+# ------------------------------------------------------------------------------------------------------ the optimizer
+
+
+def _adam_states(optimizer: torch.optim.Optimizer) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+    """Parameter's id -> (its state, its group's settings), of those with Adam's moments."""
+    found = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "exp_avg" in state and "exp_avg_sq" in state and "betas" in group:
+                found[id(parameter)] = (state, group)
+    return found
+
+
+def adam_update(gradient: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> torch.Tensor:
+    """Adam's next update by this gradient, float32, without weight decay and in units of the learning rate (arXiv
+    1412.6980). The state is not changed."""
+    beta1, beta2 = group["betas"]
+    g = gradient.to(torch.float32)
+    step = float(state.get("step", group.get("step", 0))) + 1
+    first = state["exp_avg"].to(torch.float32).lerp(g, 1 - beta1) / (1 - beta1**step)
+    second = (state["exp_avg_sq"].to(torch.float32) * beta2 + g * g * (1 - beta2)) / (1 - beta2**step)
+    return first / (second.sqrt() + group["eps"])

@@ -1,0 +1,298 @@
+"""diagnose(model, loss_of, batches): what it names, what it says, and that the model comes back as it was."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from megatron_fp8 import Fp8Config, convert_from_fp8, convert_to_fp8, diagnose
+from megatron_fp8.nn import Fp8Linear, fp8_step
+from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from tests.support.planted import (
+    Tower,
+    batches,
+    draw,
+    grow_channel,
+    huge_gradient_channel,
+    loss_of,
+    sites,
+    stick_scale,
+    trained,
+    wrong_scale,
+)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_product_with_a_wrong_scale_is_named(seed):
+    model, _ = trained(seed)
+    name, gemm = draw(seed, model)
+    factor = random.Random(seed).choice([0.25, 0.5, 2.0, 4.0])
+    with wrong_scale(model, name, gemm, factor):
+        found = diagnose(model, loss_of, batches(seed))
+    worst = found.ranking[0]
+    assert (worst.site, worst.gemm, worst.role, worst.stands_out) == (name, gemm, None, True), found.verdict
+    assert found.overrides == {f"{name}:{gemm}": "bf16"}
+    assert not found.clean and f"{name}:{gemm}" in found.verdict
+    assert found.cure.given_back > 0.9
+    assert {finding.site for finding in found.ranking if finding.stands_out} == {name}
+
+
+def test_a_wrong_scale_in_dgrad_does_not_touch_the_loss():
+    model, _ = trained(0)
+    with wrong_scale(model, "blocks.1.fc2", "dgrad", 2.0):
+        worst = diagnose(model, loss_of, batches(0)).ranking[0]
+    assert worst.key == "blocks.1.fc2:dgrad"
+    assert worst.loss_change == 0.0 and worst.gradient_error > 0.1
+
+
+def _stuck(model):
+    stick_scale(model, "blocks.0.fc2", "input", 2.0**10)
+
+
+def _outlier(model):
+    grow_channel(model, 1, 2.0**17)
+
+
+def _underflow(model):
+    huge_gradient_channel(model, "blocks.1.fc1", 2.0**18)
+
+
+FAULTS = {
+    "stuck delayed scale": (DelayedScaling(amax_history_len=4), _stuck, "blocks.0.fc2", "input"),
+    "outlier channel": ("tensorwise", _outlier, "blocks.1.fc1", "input"),
+    "gradients that underflow": (
+        Float8CurrentScaling(fp8_format="E4M3"),
+        _underflow,
+        "blocks.1.fc1",
+        "dgrad",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_precision_is_ranked_first_and_cured(fault):
+    recipe, plant, site, part = FAULTS[fault]
+    model, _ = trained(3, recipe)
+    plant(model)
+    found = diagnose(model, loss_of, batches(3))
+    assert found.ranking[0].key == f"{site}:{part}", found.verdict
+    assert list(found.overrides) == [f"{site}:{part}"]
+    assert found.cure.complete and found.cure.given_back > 0.9
+    assert found.cure.gradient_error < found.attribution.planned.gradient_errors.mean / 2
+
+
+def test_a_recipe_too_coarse_for_one_layer_is_found():
+    """Channels whose sizes span more than a format: one scale a tensor loses the small ones."""
+    model, _ = trained(5, blocks=3)
+    grow_channel(model, 2, 2.0**17)
+    worst = diagnose(model, loss_of, batches(5)).ranking[0]
+    assert worst.site == "blocks.2.fc1" and worst.stands_out
+
+
+def test_two_faults_are_both_in_the_overrides_and_nothing_else():
+    model, _ = trained(4)
+    with (
+        wrong_scale(model, "blocks.0.fc1", "wgrad", 2.0),
+        wrong_scale(model, "blocks.1.fc2", "dgrad", 0.5),
+    ):
+        found = diagnose(model, loss_of, batches(4), share=1.0)
+    assert set(found.overrides) == {"blocks.0.fc1:wgrad", "blocks.1.fc2:dgrad"}
+
+
+def test_overrides_are_what_a_conversion_takes_and_cure_it():
+    model, _ = trained(3)
+    grow_channel(model, 1, 2.0**17)
+    found = diagnose(model, loss_of, batches(3))
+    cured = convert_to_fp8(convert_from_fp8(model), config=Fp8Config(overrides=found.overrides))
+    assert diagnose(cured, loss_of, batches(3)).clean
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_stands_out_in_a_clean_model(seed):
+    recipe = ["tensorwise", DelayedScaling(), Float8BlockScaling(), "mxfp8", "rowwise"][seed % 5]
+    model, _ = trained(seed, recipe)
+    found = diagnose(model, loss_of, batches(seed))
+    assert found.clean, found.verdict
+    assert "nothing stands out" in found.verdict and found.overrides == {}
+
+
+def test_stochastic_rounding_is_no_fault():
+    model, _ = trained(1, Float8CurrentScaling(stochastic_rounding=True))
+    assert diagnose(model, loss_of, batches(1)).clean
+
+
+def test_of_a_layer_with_nan_it_says_that_high_precision_has_it_too():
+    model, _ = trained(0)
+    with torch.no_grad():
+        model.blocks[1].fc2.weight[0, 0] = float("nan")
+    found = diagnose(model, loss_of, batches(0))
+    assert "bad in high precision too: not FP8" in found.verdict
+    assert found.ranking == [] and found.overrides == {}
+
+
+def test_of_a_learning_rate_too_high_it_says_that_high_precision_has_it_too():
+    model, _ = trained(0, lr=1.0, steps=6)
+    found = diagnose(model, loss_of, batches(0), good_loss=3.2)
+    assert found.clean, found.verdict
+    assert "bad in high precision too" in found.verdict and "not FP8" in found.verdict
+
+
+# ------------------------------------------------------------------------------------------------------ as it was
+
+
+def _bytes(model, optimizer):
+    """All that must come back."""
+    found = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found[name] = tensor.detach().clone().reshape(-1).view(torch.uint8)
+        if tensor.grad is not None:
+            found[f"{name}.grad"] = (id(tensor.grad), tensor.grad.clone().view(torch.uint8))
+    for site in {module.fp8_site for module in model.modules() if hasattr(type(module), "fp8_site")}:
+        for quantizer in site.quantizers.values():
+            if quantizer is not None:
+                arena, slot = quantizer.slot.arena, quantizer.slot
+                found[f"{slot.name} row"] = arena.rows[:, slot.index].clone()
+                found[f"{slot.name} warm"] = slot.warm
+                if slot.delayed is not None:
+                    found[f"{slot.name} kept"] = list(arena.saved_slot(slot).values())
+        found[f"{site.plan.name} state"] = (
+            repr(vars(site.state.counts)),
+            site.state.iteration,
+            site.state.weight_generation,
+            site.state.observer,
+            site.has_run,
+            site.acting is site,
+        )
+    found["random"] = (torch.get_rng_state(), repr(random.getstate()), repr(numpy.random.get_state()))
+    found["modes"] = [module.training for module in model.modules()]
+    found["calls"] = model.calls
+    found["hooks"] = [
+        (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()
+    ]
+    found["optimizer"] = [t.clone() for state in optimizer.state.values() for t in state.values()]
+    return found
+
+
+def _same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_comes_back_bit_for_bit(training):
+    model, optimizer = trained(2, DelayedScaling(amax_history_len=4))
+    model.train()
+    loss_of(model, batches(9)[0]).backward()  # amaxes that no fp8_step has settled, and gradients
+    model.train(training)
+    model.blocks[0].eval()
+    before = _bytes(model, optimizer)
+    diagnose(model, loss_of, batches(2), optimizer=optimizer)
+    after = _bytes(model, optimizer)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert _same(value, after[name]), name
+
+
+def test_training_goes_on_as_if_nothing_had_been():
+    losses = []
+    for look in (False, True):
+        model, optimizer = trained(2, DelayedScaling(amax_history_len=4))
+        if look:
+            diagnose(model, loss_of, batches(2), optimizer=optimizer)
+        for batch in batches(7):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            fp8_step(model)
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:4] == losses[4:]
+
+
+def test_it_comes_back_after_an_error_too():
+    model, optimizer = trained(2, DelayedScaling(amax_history_len=4))
+    before, calls = _bytes(model, optimizer), []
+
+    def breaks(model, batch):
+        calls.append(1)
+        if len(calls) == 9:
+            raise KeyError("enough")
+        return loss_of(model, batch)
+
+    with pytest.raises(KeyError, match="enough"):
+        diagnose(model, breaks, batches(2))
+    after = _bytes(model, optimizer)
+    assert all(_same(value, after[name]) for name, value in before.items())
+
+
+def test_two_diagnoses_say_the_same():
+    model, _ = trained(6)
+    first, second = (diagnose(model, loss_of, batches(6)) for _ in range(2))
+    assert first.as_dict() == second.as_dict()
+
+
+def test_a_checkpointed_model_gives_the_same_figures():
+    model, _ = trained(6)
+    plain = diagnose(model, loss_of, batches(6))
+
+    def recomputed(model, tokens):
+        x = model.embedding(tokens)
+        for block in model.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        logits = model.lm_head(model.norm(x))
+        return nn.functional.cross_entropy(logits.float(), (3 * tokens + 1) % 24)
+
+    assert diagnose(model, recomputed, batches(6)).as_dict()["ranking"] == plain.as_dict()["ranking"]
+
+
+# -------------------------------------------------------------------------------------------------- budget, errors
+
+
+def test_groups_are_screened_where_there_is_no_room_for_every_site():
+    model, _ = trained(0, blocks=8)
+    with wrong_scale(model, "blocks.5.fc1", "dgrad", 2.0):
+        found = diagnose(model, loss_of, batches(0), budget=4 * 50)
+    assert found.passes <= 200
+    assert found.ranking[0].key == "blocks.5.fc1:dgrad", found.verdict
+    assert found.attribution.groups and max(found.attribution.groups, key=found.attribution.groups.get) == (
+        next(name for name in found.attribution.groups if "blocks.5" in name)
+    )
+    assert found.attribution.interaction is None
+    assert len(found.attribution.skipped) + len({f.site for f in found.ranking}) == len(sites(model))
+
+
+def test_progress_ends_with_all_passes():
+    model, _ = trained(0)
+    told = []
+    found = diagnose(model, loss_of, batches(0), progress=told.append)
+    assert [step.done for step in told] == list(range(1, found.passes + 1))
+    assert all(step.seconds_left >= 0 and step.expected >= step.done for step in told)
+
+
+def test_what_cannot_be_diagnosed_is_refused_with_the_reason():
+    model, _ = trained(0)
+    with pytest.raises(ValueError, match=r"3 batches are too few.*give 4 or more"):
+        diagnose(model, loss_of, batches(0, 3))
+    with pytest.raises(ValueError, match=r"gave a tensor .48, 24.*scalar"):
+        diagnose(model, lambda model, batch: model(batch), batches(0))
+    with pytest.raises(ValueError, match="no layer with FP8 GEMMs"):
+        diagnose(Tower(1), loss_of, batches(0))
+    with pytest.raises(ValueError, match="share=0"):
+        diagnose(model, loss_of, batches(0), share=0)
+    with pytest.raises(ValueError, match="budget=20 passes are too few: 4 batches need 32"):
+        diagnose(model, loss_of, batches(0), budget=20)
+
+
+def test_linears_made_one_by_one_are_told_apart():
+    torch.manual_seed(0)
+    model = nn.Sequential(Fp8Linear(32, 32), nn.GELU(), Fp8Linear(32, 32))
+    data = [torch.randn(16, 32) for _ in range(4)]
+    found = diagnose(model, lambda model, x: model(x).square().mean(), data)
+    assert found.clean and {finding.site for finding in found.ranking} == {"linear", "2"}
