@@ -19,7 +19,7 @@ class Cure:
         parts: in the order in which they were added.
         given_back: of the distance from high precision that all that stands out costs together, the share that is back;
             None if nothing stands out, or taking it out does not help.
-        loss_change, gradient_error: with these overrides, against high precision.
+        loss_change, gradient_error, distance: with these overrides, against high precision.
         complete: whether the share that was asked for is back.
     """
 
@@ -27,6 +27,7 @@ class Cure:
     given_back: float | None = None
     loss_change: float | None = None
     gradient_error: float | None = None
+    distance: float | None = None
     complete: bool = True
 
     @property
@@ -72,6 +73,7 @@ def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
         goal.given_back(now),
         now.loss_changes.mean,
         now.gradient_errors.mean,
+        goal.distance(now),
         goal.met(now),
     )
 

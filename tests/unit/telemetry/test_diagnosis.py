@@ -82,7 +82,8 @@ def test_a_fault_of_precision_is_ranked_first_and_cured(fault):
     assert found.ranking[0].key == f"{site}:{part}", found.verdict
     assert list(found.overrides) == [f"{site}:{part}"]
     assert found.cure.complete and found.cure.given_back > 0.9
-    assert found.cure.gradient_error < found.attribution.planned.gradient_errors.mean / 2
+    attribution = found.attribution
+    assert found.cure.distance < attribution.planned.distances(attribution.counted).mean / 1.5
 
 
 def test_a_recipe_too_coarse_for_one_layer_is_found():
