@@ -62,7 +62,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_fp8", "megatron_fp8.*"]),
-    package_data={"megatron_fp8.kernels.cpu": ["*.c"]},
+    package_data={"megatron_fp8.kernels.cpu": ["*.c", "*.h"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-fp8=megatron_fp8.commands.main:main"]},

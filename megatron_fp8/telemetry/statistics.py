@@ -26,8 +26,9 @@ from typing import NamedTuple
 import torch
 
 from ..backends.base import Direction
+from ..kernels import in_memory
 from ..numerics.cast import check_float
-from ..tensor import Float8Tensor
+from ..tensor import Float8Tensor, QuantizedSide
 from .codes import measure_codes
 from .names import Blocks, Variant, Wanted, parse_all
 from .values import measure_values
@@ -107,7 +108,12 @@ def _layout(wanted: tuple[Wanted, ...]) -> Layout:
 
 VALUE_SUMS = ("numel", "finite", "sum", "magnitudes", "squares", "cubes", "fourths")
 VALUE_EXTREMES = ("max", "-min", "-amin")
-CODE_SUMS = ("numel", "finite", "signal", "error", "underflows", "overflows")
+CODE_SUMS = ("coded", "finite_coded", "signal", "error", "underflows", "overflows")
+_OF_VALUES = [
+    0,
+    1,
+    4,
+]  # numel, finite, squares: each variant has its own, since codes may be there at times only
 CODE_EXTREMES = ("scale_inv_max", "-scale_inv_min")
 
 
@@ -127,27 +133,34 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
         ValueError: x is of a dtype that cannot be quantised, or codes are of another shape than x.
     """
     check_float(x)
-    last = x.shape[-1] if x.ndim else 1
-    matrix = x.detach().reshape(x.numel() // max(last, 1), last)
-    found, extremes = measure_values(matrix, layout.blocks)
-    sums = dict(zip(VALUE_SUMS, found, strict=True))
-    missing = [torch.zeros((), dtype=torch.float64, device=x.device)] * len(CODE_SUMS)
-    nothing = [torch.full((), -math.inf, dtype=torch.float64, device=x.device)] * len(CODE_EXTREMES)
+    matrix = in_memory(x)
+    if x.ndim != 2:
+        last = x.shape[-1] if x.ndim else 1
+        matrix = matrix.reshape(x.numel() // max(last, 1), last)
+    matrix = matrix.contiguous()
+    of_values, extremes_of_values = measure_values(matrix, layout.blocks)
+    sums, extremes = [of_values], [extremes_of_values]
+    shared = of_values[_OF_VALUES]
     for variant in layout.variants:
-        quantized = (codes or {}).get(variant.recipe)
-        side = (
-            None if quantized is None else quantized.columnwise if variant.columnwise else quantized.rowwise
-        )
-        turned = variant.columnwise
-        if quantized is not None and side is None and not variant.columnwise:
-            side, turned = quantized.columnwise, True
+        side, turned = _side(codes or {}, variant)
         if side is None:
-            found, extremes = found + missing, extremes + nothing
-            continue
-        error, underflows, overflows, largest, smallest = measure_codes(matrix, side, columnwise=turned)
-        found = [*found, sums["numel"], sums["finite"], sums["squares"], error, underflows, overflows]
-        extremes = [*extremes, largest, smallest]
-    return Measured(torch.stack(found), torch.stack(extremes))
+            sums.append(torch.zeros(len(CODE_SUMS), dtype=torch.float64, device=x.device))
+            extremes.append(torch.full((2,), -math.inf, dtype=torch.float64, device=x.device))
+        else:
+            of_codes, scales = measure_codes(matrix, side, columnwise=turned)
+            sums += [shared, of_codes]
+            extremes.append(scales)
+    return Measured(torch.cat(sums), torch.cat(extremes))
+
+
+def _side(codes: Mapping[str, Float8Tensor], variant: Variant) -> tuple[QuantizedSide | None, bool]:
+    """The side that a variant is about, None if it is not there, and whether it is the columnwise one."""
+    quantized = codes.get(variant.recipe)
+    if quantized is None:
+        return None, False
+    if variant.columnwise or quantized.rowwise is None:
+        return quantized.columnwise, True
+    return quantized.rowwise, False
 
 
 def merge(pieces: Iterable[Measured]) -> Measured:
@@ -234,7 +247,7 @@ def _of_codes(wanted: Wanted, total: _Figures, most: _Figures) -> float | None:
     if wanted.blocks is not None:
         return math.log2(ratio) if (ratio := most[wanted.name]) > 0 else None
     named, base = wanted.variant.named, wanted.statistic.name
-    numel, finite = total[named("numel")], total[named("finite")]
+    numel, finite = total[named("coded")], total[named("finite_coded")]
     signal, error = total[named("signal")], total[named("error")]
     if base in ("underflows%", "overflows%"):
         return 100 * total[named(base.removesuffix("%"))] / numel if numel else None

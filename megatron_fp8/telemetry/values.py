@@ -1,4 +1,4 @@
-"""Sums and extremes of a matrix's values, in float64: a chunk is converted once, and stays in the cache."""
+"""Sums and extremes of a matrix's values: in C where it can be, else in torch; the same to the last bits of the sums."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..kernels.cpu import figures
 from ..numerics import waiting
 from ..numerics.cast import chunks
 from ..numerics.scaling import blocked
@@ -15,16 +16,18 @@ from .names import Blocks
 
 
 @keeping_subnormals
-def measure_values(
-    x: torch.Tensor, blocks: Sequence[Blocks]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Sums and extremes of the finite elements of x [rows, cols]; every one float64 [].
+def measure_values(x: torch.Tensor, blocks: Sequence[Blocks]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and extremes of the finite elements of a contiguous matrix x [rows, cols].
 
     Returns:
-        [how many elements there are, how many are finite, sums of x, |x|, x^2, x^3, x^4], and
-        [max of x, max of -x, max of -|x| where x is not zero, then for each of blocks the largest ratio of a block's
-        largest magnitude to its smallest that is not zero (1 for zeros)]; -Inf is the maximum of nothing.
+        float64 [7]: how many elements there are, how many are finite, the sums of x, |x|, x^2, x^3, x^4; and float64
+        [3 + len(blocks)]: the maxima of x, of -x, of -|x| where x is not zero, then for each of blocks the largest ratio
+        of a block's largest magnitude to its smallest that is not zero (1 for zeros). -Inf is the maximum of nothing.
     """
+    if figures.usable(x):
+        finite, *told = figures.values(x)
+        ratios = [max(figures.largest_ratio(x, tile) for tile in _tiles(cut)) for cut in blocks]
+        return _vector([x.numel(), finite, *told[:5]]), _vector([*told[5:], *ratios])
     flat = x.reshape(-1)
     sums = torch.zeros(7, dtype=torch.float64, device=x.device)
     extremes = torch.full((3,), -math.inf, dtype=torch.float64, device=x.device)
@@ -32,7 +35,19 @@ def measure_values(
         found = _chunk(flat[part])
         sums += found[0]
         extremes = torch.maximum(extremes, found[1])
-    return [*sums], [*extremes, *(_largest_ratio(x, cut) for cut in blocks)]
+    largest = [torch.stack([_ratio(x, tile) for tile in _tiles(cut)]).amax(0, keepdim=True) for cut in blocks]
+    return sums, torch.cat([extremes, *largest])
+
+
+def _vector(numbers: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def _tiles(cut: Blocks) -> list[tuple[int, int]]:
+    """The blocks as rows and columns."""
+    height = cut.size if cut.dims == 2 else 1
+    turned = cut.both_orientations and cut.dims == 1
+    return [(height, cut.size), (cut.size, height)] if turned else [(height, cut.size)]
 
 
 def _chunk(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,18 +71,12 @@ def _chunk(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(sums), torch.stack([highest, -lowest, -smallest])
 
 
-def _largest_ratio(x: torch.Tensor, cut: Blocks) -> torch.Tensor:
+def _ratio(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """The largest ratio of magnitudes inside a block, float64 []."""
-    ratio = _ratio(x, cut)
-    return torch.maximum(ratio, _ratio(x.t().contiguous(), cut)) if cut.both_orientations else ratio
-
-
-def _ratio(x: torch.Tensor, cut: Blocks) -> torch.Tensor:
     if x.numel() == 0:
         return torch.full((), -math.inf, dtype=torch.float64, device=x.device)
     magnitude = x.abs().to(torch.float32)
-    magnitude = torch.where(magnitude.isfinite(), magnitude, 0.0)
-    tiles = blocked(magnitude, cut.size if cut.dims == 2 else 1, cut.size)
+    tiles = blocked(torch.where(magnitude.isfinite(), magnitude, 0.0), *tile)
     largest = tiles.amax((1, 3)).to(torch.float64)
     smallest = torch.where(tiles == 0, math.inf, tiles).amin((1, 3)).to(torch.float64)
     return torch.where(largest == 0, 1.0, largest / smallest).amax()

@@ -31,7 +31,7 @@ from ...files.disk import sync
 
 
 def load(sources: Sequence[Path], flags: str) -> tuple[ctypes.CDLL | None, str | None]:
-    """(the library of these C sources, None), or (None, why there is none)."""
+    """(the library of these C sources, None), or (None, why there is none). They include headers that lie beside them."""
     given = os.environ.get("CC") or "cc"
     try:
         compiler = shlex.split(given)
@@ -42,7 +42,8 @@ def load(sources: Sequence[Path], flags: str) -> tuple[ctypes.CDLL | None, str |
         return None, f"no C compiler: {given} --version exits with {error.returncode}"
     except (ValueError, OSError, subprocess.TimeoutExpired) as error:
         return None, f"no C compiler: {given}: {error}"
-    inputs = [*compiler, version, flags, *(source.read_text() for source in sources), _processor()]
+    headers = sorted({header for source in sources for header in source.parent.glob("*.h")})
+    inputs = [*compiler, version, flags, *(path.read_text() for path in (*sources, *headers)), _processor()]
     key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
     try:
         return _find_or_compile(key, [*compiler, *flags.split(), *map(str, sources)]), None

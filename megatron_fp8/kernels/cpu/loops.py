@@ -1,10 +1,10 @@
 """Emulated FP8's inner loops in C, for CPU tensors: cast, block amax and decode, 3 to 10 times torch's speed; a GEMM.
 
-loops.c and gemm.c are compiled by the machine's own C compiler when the first large tensor needs them (library.py). Where
+The C sources are compiled by the machine's own C compiler when the first large tensor needs them (library.py). Where
 that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that
 differ by their order of summation.
 
-C trusts what it is handed, so every tensor's address goes through ``_address``, which checks the tensor first, and every
+C trusts what it is handed, so every tensor's address goes through ``address``, which checks the tensor first, and every
 tensor made here names its dtype and device: torch's defaults for both may be anything.
 
 Rejected: torch.utils.cpp_extension (needs ninja, a C++ compiler and a minute). Rejected: wheels with binaries, which
@@ -23,7 +23,7 @@ import torch
 
 from . import library
 
-SOURCES = [Path(__file__).with_name(name) for name in ("loops.c", "gemm.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("loops.c", "gemm.c", "figures.c")]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
     "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
@@ -38,7 +38,7 @@ _BITS = {
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
 }
-_NAMES = {
+NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -52,15 +52,17 @@ class _Cut(ctypes.Structure):
 
 
 def usable(x: torch.Tensor) -> bool:
-    """Whether x is for these kernels: a plain, contiguous, large CPU tensor, its numbers in its memory (in_memory), on a
-    machine that could compile them."""
+    """Whether x is for these kernels: ``plain`` and large, on a machine that could compile them."""
+    return x.device.type == "cpu" and x.numel() >= MIN_ELEMENTS and plain(x) and reason() is None
+
+
+def plain(x: torch.Tensor) -> bool:
+    """Whether C can read x: a plain, contiguous CPU tensor, its numbers in its memory (in_memory)."""
     return (
         x.device.type == "cpu"
-        and x.numel() >= MIN_ELEMENTS
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.is_contiguous()
         and not (x.is_neg() or x._is_zerotensor())
-        and reason() is None
     )
 
 
@@ -81,7 +83,7 @@ def cast(
         dtype: float8_e4m3fn or float8_e5m2.
     """
     codes = torch.empty(x.shape, dtype=dtype, device="cpu")
-    _elementwise(f"cast_{_NAMES[dtype]}_{_NAMES[x.dtype]}", x, codes, scale, block)
+    _elementwise(f"cast_{NAMES[dtype]}_{NAMES[x.dtype]}", x, codes, scale, block)
     return codes
 
 
@@ -93,7 +95,7 @@ def decode(
     Args as in ``cast``. A NaN code gives the canonical quiet NaN of dtype, Inf codes give Inf.
     """
     values = torch.empty(codes.shape, dtype=dtype, device="cpu")
-    _elementwise(f"decode_{_NAMES[codes.dtype]}_{_NAMES[dtype]}", codes, values, scale, block)
+    _elementwise(f"decode_{NAMES[codes.dtype]}_{NAMES[dtype]}", codes, values, scale, block)
     return values
 
 
@@ -106,15 +108,15 @@ def _elementwise(
     scale = torch.ones((), dtype=torch.float32, device="cpu") if scale is None else scale.contiguous()
     block_rows, block_cols = block[0] or rows, block[1] or cols
     blocks = -(-rows // block_rows) * -(-cols // block_cols)
-    getattr(_library(), name)(
-        _address(x, x.dtype, rows * cols),
-        _address(out, out.dtype, rows * cols),
+    getattr(compiled(), name)(
+        address(x, x.dtype, rows * cols),
+        address(out, out.dtype, rows * cols),
         ctypes.c_int64(rows),
         ctypes.c_int64(cols),
-        _address(scale, torch.float32, blocks),
+        address(scale, torch.float32, blocks),
         ctypes.c_int64(block_rows),
         ctypes.c_int64(block_cols),
-        _threads(x.numel()),
+        thread_count(x.numel()),
     )
 
 
@@ -123,7 +125,7 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
     rows, cols = x.shape
     integer, inf = _BITS[x.dtype]
     unit = math.lcm(*(r for r, _ in blocks if r))  # no block of rows is shared by two threads
-    threads = _threads(x.numel())
+    threads = thread_count(x.numel())
     largest = [
         torch.zeros(
             -(-rows // r) if r else threads, -(-cols // (c or max(cols, 1))), dtype=integer, device="cpu"
@@ -131,13 +133,13 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
         for r, c in blocks
     ]
     cuts = [
-        _Cut(r, c or max(cols, 1), _address(found, integer, found.numel()))
+        _Cut(r, c or max(cols, 1), address(found, integer, found.numel()))
         for (r, c), found in zip(blocks, largest, strict=True)
     ]
-    kernel = _library().amax32 if integer == torch.int32 else _library().amax16
+    kernel = compiled().amax32 if integer == torch.int32 else compiled().amax16
     kernel.restype = ctypes.c_int64
     nonfinite = kernel(
-        _address(x, x.dtype, rows * cols),
+        address(x, x.dtype, rows * cols),
         ctypes.c_int64(rows),
         ctypes.c_int64(cols),
         ctypes.c_uint32(inf),
@@ -156,7 +158,7 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
 
 def has_matmul() -> bool:
     """Whether this processor has the instruction for which gemm.c is written, and the kernels could be compiled."""
-    return reason() is None and bool(_library().has_gemm())
+    return reason() is None and bool(compiled().has_gemm())
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -169,11 +171,11 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     c = torch.empty(m, n, dtype=torch.float32, device="cpu")
     if not (m and n and k):
         return c.zero_()
-    failed = _library().gemm(
+    failed = compiled().gemm(
         *(_strided(a) + _strided(b)),
-        _address(c, torch.float32, m * n),
+        address(c, torch.float32, m * n),
         *(ctypes.c_int64(size) for size in (m, n, k)),
-        _threads(max(a.numel(), b.numel(), c.numel())),
+        thread_count(max(a.numel(), b.numel(), c.numel())),
     )
     if failed:
         raise MemoryError(f"no memory to pack matrices of {m} x {k} and {n} x {k}")
@@ -198,8 +200,8 @@ def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
     """As ``numerics.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
     n = amax.numel()
     e8m0 = torch.empty(amax.shape, dtype=torch.uint8, device="cpu")
-    _library().e8m0_of_amax(
-        _address(amax, torch.float32, n), _address(e8m0, torch.uint8, n), ctypes.c_int64(n), max_exponent
+    compiled().e8m0_of_amax(
+        address(amax, torch.float32, n), address(e8m0, torch.uint8, n), ctypes.c_int64(n), max_exponent
     )
     return e8m0
 
@@ -208,13 +210,13 @@ def power_of_e8m0(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:
     """float32 2^(e8m0 - 127) of uint8 exponents, or 2^(127 - e8m0); NaN of 0xFF."""
     n = e8m0.numel()
     power = torch.empty(e8m0.shape, dtype=torch.float32, device="cpu")
-    _library().power_of_e8m0(
-        _address(e8m0, torch.uint8, n), _address(power, torch.float32, n), ctypes.c_int64(n), int(inverse)
+    compiled().power_of_e8m0(
+        address(e8m0, torch.uint8, n), address(power, torch.float32, n), ctypes.c_int64(n), int(inverse)
     )
     return power
 
 
-def _address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void_p:
+def address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void_p:
     """Where x lies, for C, which trusts it; AssertionError unless it is so many elements of dtype, dense, on the CPU."""
     if x.dtype != dtype or x.numel() != elements or x.device.type != "cpu" or not x.is_contiguous():
         raise AssertionError(
@@ -227,11 +229,13 @@ def _described(x: torch.Tensor) -> str:
     return f"{list(x.shape)}, strides {list(x.stride())}, {x.dtype} on {x.device}"
 
 
-def _threads(elements: int) -> int:
+def thread_count(elements: int) -> int:
+    """How many threads so many elements are worth."""
     return max(1, min(torch.get_num_threads(), MAX_THREADS, elements // _THREAD_ELEMENTS))
 
 
-def _library() -> ctypes.CDLL:
+def compiled() -> ctypes.CDLL:
+    """The kernels; only where ``reason()`` is None."""
     loaded, why = _load()
     assert loaded is not None, why
     return loaded

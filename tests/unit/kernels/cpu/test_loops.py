@@ -331,7 +331,7 @@ def test_defaults_of_dtype_and_device_are_not_asked(dtype, both):
 
 def test_no_more_threads_than_a_system_gives(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 100_000)
-    assert cpu._threads(1 << 40) == cpu.MAX_THREADS and cpu._threads(1) == 1
+    assert cpu.thread_count(1 << 40) == cpu.MAX_THREADS and cpu.thread_count(1) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
