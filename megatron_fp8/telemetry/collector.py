@@ -110,7 +110,7 @@ class Collector:
         assert isinstance(weight, Fp8Parameter)
         wanted = self._asked[row].layout.directions.get("", "rowwise")
         values, codes, whole = held(weight, columnwise=wanted != "rowwise")
-        if whole and not self.agreed.mine[row[0]].weight:
+        if not values.numel() or (whole and not self.agreed.mine[row[0]].weight):
             self._found[row] = self._asked[row].layout.empty(values.device)
             return
         self._measure(row, values, {} if codes is None else {"": codes})

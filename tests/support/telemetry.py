@@ -54,6 +54,16 @@ class Dump:
         self.inner.cast(slot, x, done, direction, recorded=recorded, shard=shard)
 
     def stored(self, slot, weight):
+        """The masters that this rank has, rounded as they were cast, and their codes."""
+        site, _, role = slot.rpartition(".")
+        start, stop = weight.piece or (0, weight.numel())
+        if start < stop:
+            side, x = weight.quantized.rowwise, _numbers(weight.main_param.to(weight.dtype)).reshape(-1)
+            scale = _numbers(side.expanded_scale_inv().expand(weight.shape)).reshape(-1)[start:stop]
+            meant = _numbers(side.codes.to(torch.float32)).reshape(-1)[start:stop].astype(np.float64) * scale
+            assert (abs(meant - x) <= abs(x) / 16 + scale / 512).all(), "these codes are not this master's"
+            largest = side.fmt.max * scale.astype(np.float64)
+            self.seen[site, role].append(Piece(x, meant, largest, scale))
         self.inner.stored(slot, weight)
 
     def product(self, site, gemm, a, b, y, *, recorded):
@@ -150,6 +160,7 @@ def trained(
     ddp: dict[str, Any] | None = None,
     steps: int = 1,
     validate: bool = False,
+    run: dict[str, Any] | None = None,
     **telemetry: Any,
 ) -> tuple[list[dict[str, Any]], dict[tuple[str, str], list[Piece]]]:
     """A rank case: trains the small GPT; the records of the last measured iteration, and what passed in the last."""
@@ -157,7 +168,9 @@ def trained(
     from tests.support.resume import Training
 
     with model_parallel(layout):
-        training = Training(layout, recipe, {**SMALL, **(fields or {})}, ddp or {}, seed=7, **RUN)
+        training = Training(
+            layout, recipe, {**SMALL, **(fields or {})}, ddp or {}, seed=7, **{**RUN, **(run or {})}
+        )
         with Telemetry(training.chunks, **telemetry) as measured:
             training.steps(steps - 1)
             if validate:
@@ -183,3 +196,21 @@ def merged(results: list[Any]) -> dict[tuple[str, str], list[Piece]]:
     """What all ranks saw, each element once."""
     keys = dict.fromkeys(key for _, seen in results for key in seen)
     return {key: once([seen[key] for _, seen in results if key in seen]) for key in keys}
+
+
+def counted(layout: Layout, recipe: str) -> list[list[tuple[str, str]]]:
+    """A rank case: the collectives of an iteration without telemetry, of one that is measured, of one that is not."""
+    from megatron_fp8.telemetry import Telemetry
+    from tests.support.collectives import recorded
+    from tests.support.resume import Training
+
+    with model_parallel(layout):
+        training = Training(layout, recipe, SMALL, {}, seed=7, **RUN)
+        training.steps(1)
+        found = []
+        for every in (0, 1, 100):
+            with Telemetry(training.chunks, every=every) as telemetry, recorded() as log:
+                training.steps(1)
+            assert bool(telemetry.records) == (every == 1)
+            found.append(sorted((sent.name, str(sent.dtype).removeprefix("torch.")) for sent in log.sent))
+        return found
