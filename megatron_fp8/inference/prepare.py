@@ -152,11 +152,15 @@ def _prepare(
     before = model_bytes(linear)
     linear._parameters["weight"] = weight  # its place among the parameters stays
     site.weights.forget()
-    if static is not None:
-        static(site)
-        if hasattr(linear, "fp8_family"):  # a copy, and another device, has a site of its own
-            linear.fp8_prepared = static
-    site.state.phases = Phases()  # those of the training: inference is FP8 throughout
+    # Not the phases of the training: inference is FP8 throughout.
+    if hasattr(linear, "fp8_sites"):  # nn's: copies, and other devices, have sites of their own
+        linear.fp8_group.run_in(Phases())
+        if static is not None:
+            linear.fp8_sites.prepare(static)
+    else:
+        site.state.phases = Phases()
+        if static is not None:
+            static(site)
     multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))
     # In sequence parallelism the output's tokens are not the input's, but all ranks' or this rank's part of them.
     if multiple > 1 and not getattr(linear, "sequence_parallel", False):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..state.arena import IterationCounts
+from ..state.counts import IterationCounts
 from ..tensor import QuantizedSide
 
 

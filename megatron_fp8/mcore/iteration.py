@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..state.arena import IterationCounts
+from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
 from . import is_installed

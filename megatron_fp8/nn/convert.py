@@ -27,11 +27,12 @@ from ..plan.overrides import check_overrides_match
 from ..plan.resolve import choose
 from ..recipe import Recipe, recipe_name
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
-from .family import Family, plan_linear
 from .fast_path import leave_fast_paths, restore_fast_paths
 from .fsdp import disable_fp8_all_gather
+from .group import Fp8Group
 from .linear import Fp8Layer, Fp8Linear
-from .report import Fp8Report, Row
+from .report import Fp8Report, Row, keep_report
+from .sites import plan_linear
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,7 +75,6 @@ def convert_to_fp8(
             raise ValueError("skip is given twice, to convert_to_fp8 and in its config: give it once")
         settings = Fp8Config(**{**vars(settings), "skip": skip})
     _check_globs(model, settings.skip)
-    family = Family(settings, model)
     tied = _embedding_weights(model) if settings.skip == DEFAULT_SKIP else set()
     rows, modules, chosen = [], [], []
     for name, module in _modules_with_weights(model):
@@ -88,12 +88,13 @@ def convert_to_fp8(
         raise ValueError(_nothing_to_convert(model, report, settings))
     planned = [row.name for row in rows if row.planned]
     check_overrides_match(settings.overrides, planned, "overrides")
+    group = Fp8Group(settings, model)
     for name, module in chosen:
         module.__class__ = _fp8_class(module)  # type: ignore[assignment]
         assert isinstance(module, Fp8Layer)
-        module.join_family(family, name)
+        module.join_group(group, name)
     leave_fast_paths(model)
-    model.fp8_report = report  # type: ignore[assignment]
+    keep_report(model, report)
     if not (dist.is_initialized() and dist.get_rank() != 0):
         print(report)
     return model
@@ -118,13 +119,11 @@ def convert_from_fp8(model: M) -> M:
         )
     disable_fp8_all_gather(model)
     for linear in linears:
-        linear.fp8_family.leave(linear)
-        for key in ("_family", "fp8_name", "_sites", "_ready_on", "_left", "_forwards"):
-            del linear.__dict__[key]
+        linear.leave_group()
         linear.__class__ = linear.plain_class  # type: ignore[assignment]
     restore_fast_paths(model)
     for module in model.modules():
-        module.__dict__.pop("fp8_report", None)
+        keep_report(module, None)
     return model
 
 
@@ -217,7 +216,7 @@ def _reason_to_skip(
         return "has no shape yet: run a batch through the model, then convert"
     if _fp8_class(module) is None:
         return f"{type(module).__name__} is a subclass of nn.Linear, which may compute something else"
-    if "forward" in module.__dict__:
+    if "forward" in vars(module):
         return "its forward was replaced on the instance, and would go past FP8"
     if id(module.weight) in tied:
         return "tied to an embedding"

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_map
 from ..numerics.scaling import compute_amax
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import Quantizer
-from .family import Family
+from .find import fp8_linears
+from .group import Fp8Group
 from .linear import Fp8Linear
-from .step import fp8_linears
 
 aten = torch.ops.aten
 
@@ -165,8 +165,8 @@ class GatheredAsCodes(torch.Tensor):
         assert isinstance(module, Fp8Linear)
         dtype, world = mp_policy.param_dtype or self.dtype, mesh.size()
         value = _padded(self._value.to(dtype), -(-outer_size[0] // world))
-        module.fp8_family.bind(value.device)
-        site = module.make_site(value.device)
+        module.fp8_group.make_sites(value.device)
+        site = module.fp8_sites.on(value.device)
         quantizer = site.casts["weight"].shared
         if quantizer is None or not _whole_blocks(quantizer, outer_size, world):
             why = (
@@ -181,7 +181,7 @@ class GatheredAsCodes(torch.Tensor):
         scales_travel = world > 1 and not per_tensor
 
         def share(amax: torch.Tensor) -> None:
-            amax.copy_(self._whole_amax(module.fp8_family, mesh.get_group(), dtype))
+            amax.copy_(self._whole_amax(module.fp8_group, mesh.get_group(), dtype))
 
         done = quantizer.quantize(value, "rowwise", reduce_amax=share if per_tensor else None)
         side = done.tensor.rowwise
@@ -219,17 +219,17 @@ class GatheredAsCodes(torch.Tensor):
         )
         return gathered, ()
 
-    def _whole_amax(self, family: Family, group: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _whole_amax(self, fp8_group: Fp8Group, ranks: Any, dtype: torch.dtype) -> torch.Tensor:
         """float32 [], the amax of the whole weight; shared for all weights that changed, in one all-reduce."""
-        weight_generation = family.state(self._value.device).weight_generation
+        weight_generation = fp8_group.state(self._value.device).weight_generation
         if self._amax is None or self._amax[0] != (weight_generation, self._value._version):
             # Not to_local(): it gives another tensor object each time, and the amax is kept by this one.
-            local = [getattr(linear.weight, "_local_tensor", None) for linear in family.members]
+            local = [getattr(linear.weight, "_local_tensor", None) for linear in fp8_group.linears]
             stale = {id(s): s for s in local if isinstance(s, GatheredAsCodes) and s.device == self.device}
             shards = list({**stale, id(self): self}.values())
             amaxes = torch.stack([compute_amax(shard._value.to(dtype)) for shard in shards])
-            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-            family.state(self._value.device).counts.scaling_collectives += 1
+            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=ranks)
+            fp8_group.state(self._value.device).counts.scaling_collectives += 1
             for shard, amax in zip(shards, amaxes.unbind(), strict=True):
                 shard._amax = ((weight_generation, shard._value._version), amax)
         assert self._amax is not None

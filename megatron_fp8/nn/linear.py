@@ -1,63 +1,59 @@
 """Fp8Linear: nn.Linear with its GEMMs in FP8. Parameters, initialisation, state-dict keys and hooks are nn.Linear's.
 
-What does not depend on how the weight lies is Fp8Layer's, for conv1d.py.
+Of FP8 a linear holds two references: to its model's group (group.py), and to its own sites there (sites.py). The rest is
+theirs, so that whatever happens to a module (a change of class, a copy, a pickle, a move) has these two to think of.
+
+Fp8Layer is what does not depend on how the weight lies; conv1d.py has the other class that is built on it.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..linear.function import fp8_linear, observe_high_precision, watch_high_precision
 from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import Forwards, current_switch, in_recompute, runs_fp8, without_autocast
+from ..plan.switch import current_switch, in_recompute, runs_fp8, without_autocast
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
-from .family import LONE, Family, lone_family, rank, site_of, take_over
+from .group import LONE, Fp8Group
 from .inputs import call_in_graph, call_on_values
-
-_making = threading.Lock()  # threads that run a model at once must not each give it slots
+from .sites import LinearSites, rank
 
 
 class Fp8Layer(torch.nn.Module):
-    """What a linear layer is in FP8, whichever way its class keeps the weight: Fp8Linear, Fp8Conv1D."""
+    """What a linear layer is in FP8, whichever way its class keeps the weight: Fp8Linear, Fp8Conv1D.
 
-    plain_class: type[torch.nn.Module]  # what convert_to_fp8 makes it of, and convert_from_fp8 again
+    Attributes:
+        plain_class: what convert_to_fp8 makes it of, and convert_from_fp8 again.
+        fp8_group: what it shares with the other linears of its model.
+        fp8_sites: its GEMM sites there, under its name.
+    """
+
+    plain_class: type[torch.nn.Module]
     in_features: Any
     out_features: Any
     weight: Any
     bias: Any
-    fp8_name: str
-    _family: Family
-    _sites: dict[tuple[torch.device, str], GemmSite]  # '' is its own recipe, others are recipe labels
-    _ready_on: torch.device | None
-    _left: GemmSite | None  # on the device that it was moved from, until it runs on another
-    _forwards: Forwards
-    # What inference has changed of its own recipe, told to each site that is made of it; copies and pickles take it.
-    fp8_prepared: Callable[[GemmSite], None] | None = None
+    fp8_group: Fp8Group
+    fp8_sites: LinearSites
 
-    # ------------------------------------------------------------------------------------------------------- its family
+    # --------------------------------------------------------------------------------------------------- its place in FP8
 
-    def join_family(self, family: Family, name: str) -> None:
+    def join_group(self, group: Fp8Group, name: str) -> None:
         """Become one of a model's linears, under this name."""
-        self.__dict__.update(
-            _family=family,
-            fp8_name=name,
-            _sites={},
-            _ready_on=None,
-            _left=None,
-            _forwards=Forwards(by_recipe=True),
-        )
-        family.join(self)
+        self.fp8_group = group
+        self.fp8_sites = group.join(self, name, (self.out_features, self.in_features))
+
+    def leave_group(self) -> None:
+        """Undo it: nothing of FP8 is left but the class."""
+        self.fp8_group.leave(self.fp8_sites)
+        del self.fp8_group, self.fp8_sites
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -69,68 +65,41 @@ class Fp8Layer(torch.nn.Module):
         return matrix
 
     @property
-    def fp8_family(self) -> Family:
-        """What it shares with the other linears of its model."""
-        return self._family
+    def fp8_name(self) -> str:
+        """Its name in the model that was converted."""
+        return self.fp8_sites.name
 
     @property
     def fp8_config(self) -> Fp8Config:
         """How it runs."""
-        return self._family.config
+        return self.fp8_group.config
 
     @property
     def fp8_site(self) -> GemmSite:
         """Its GEMM site on the weight's device: plan, quantizers and slots."""
-        return self.make_site(self.weight.device)
+        return self.fp8_sites.on(self.weight.device)
 
     @staticmethod
     def name_sites(model: torch.nn.Module) -> None:
         """Give every FP8 linear of the model its site, under its name there."""
-        from .step import families_of  # right of this file
+        from .find import groups_of  # right of this file
 
-        for family in families_of(model):
-            for device in dict.fromkeys(linear.weight.device for linear in family.members):
-                if device.type != "meta":
-                    family.bind(device)
+        for group in groups_of(model):
+            group.make_all_sites()
 
     @property
     def fp8_share(self) -> Share:
         """This rank's part of the site: the whole weight, and tokens that no other rank has."""
         return Share(tokens=rank())
 
-    @property
-    def has_run(self) -> bool:
-        """Whether a call of it ran in FP8, by its own recipe or fp8_autocast's."""
-        return any(site.has_run for site in self._sites.values())
-
-    def make_site(self, device: torch.device, recipe: Recipe | None = None) -> GemmSite:
-        """The site on a device, under fp8_autocast's recipe if one is given; made when first asked for."""
-        key = (device, "" if recipe is None else repr(recipe))
-        if key not in self._sites:
-            shape = (self.out_features, self.in_features)
-            with _making, _disable_current_modes():  # fake tensors and tracers go, the site stays
-                if key not in self._sites:
-                    self._sites[key] = site_of(self._family, self.fp8_name, shape, device, recipe)
-                    if self.fp8_prepared is not None and recipe is None:
-                        self.fp8_prepared(self._sites[key])
-            self.__dict__["_ready_on"] = device if recipe is None else self._ready_on
-        if self._left is not None and recipe is None and device.type != "meta":
-            take_over(self._left, self._sites[key])
-            self.__dict__.update(_left=None, _ready_on=device)
-        return self._sites[key]
-
     def make_sites(self) -> None:
-        """The sites that a call here and now uses: the model's on the weight's device, one for fp8_autocast's recipe."""
-        device, recipe = self.weight.device, current_switch().recipe
-        if (device, "") not in self._sites or self._left is not None:
-            self._family.bind(device)
-        if recipe is not None and self._sites[device, ""].is_fp8:
-            self.make_site(device, recipe)
+        """The sites that a call here and now uses."""
+        self.fp8_sites.get_ready(self.weight.device, current_switch().recipe)
 
     def _require_sites(self, device: torch.device, label: str) -> None:
         """make_sites, unless they are there: traced code then has nothing of this layer that others do not share."""
-        # Not asked of _sites: a tracer that has looked into it would not see what is put there now.
-        if self._ready_on == device and not label:
+        # Not asked of .made: a tracer that has looked into it would not see what is put there now.
+        if self.fp8_sites.ready_on == device and not label:
             return
         if torch.compiler.is_compiling():
             from ..linear.compiled import prepare_layer  # loads torch's compiler
@@ -144,43 +113,15 @@ class Fp8Layer(torch.nn.Module):
         before = self.weight.device
         super()._apply(fn, recurse)
         if self.weight.device != before:
-            for (device, _), site in self._sites.items():
-                if device == before:
-                    site.weights.forget()
-            ran = None if before.type == "meta" else self._sites.get((before, ""))
-            self.__dict__.update(_left=ran or self._left, _ready_on=None)
-            self._family.leave_device(before)
+            self.fp8_sites.leave(before)
+            self.fp8_group.leave_device(before)
         return self
 
-    def forget_sites(self, device: torch.device) -> None:
-        """Its sites on a device are of a state that is gone."""
-        self.__dict__["_sites"] = {key: site for key, site in self._sites.items() if key[0] != device}
-
-    def _without_sites(self) -> dict[str, Any]:
-        """What copies and pickles take: sites hold slots of this model's state, so a copy makes its own."""
-        drop = ("_sites", "_ready_on", "_left", "_forwards")
-        return {key: value for key, value in self.__dict__.items() if key not in drop}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self._without_sites()
-
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a deep copy and of a pickle, group and sites are its own. A shallow copy joins the original's group."""
         super().__setstate__(state)
-        self.join_family(self._family, self.fp8_name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Layer:
-        """Not by way of __getstate__: parametrizations (weight_norm) replace that, to forbid pickles.
-
-        The copy's site is another one, with the histories of delayed scaling as they are now.
-        """
-        copied = memo[id(self)] = self.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self._without_sites(), memo))
-        copied.join_family(copied._family, copied.fp8_name)
-        device = self.weight.device
-        ran = self._sites.get((device, "")) or self._left
-        if ran is not None and ran.has_histories and device.type != "meta":
-            take_over(ran, copied.make_site(device))
-        return copied
+        if self.fp8_sites.linear is not self:
+            self.fp8_sites = self.fp8_sites.of_copy(self, self.fp8_group)
 
     # ---------------------------------------------------------------------------------------------------------- forward
 
@@ -190,22 +131,18 @@ class Fp8Layer(torch.nn.Module):
             return call_in_graph(self, input)
         if input.is_nested:
             return call_on_values(self, input)
-        family, device = self._family, self.weight.device
-        if family.owed and self.training and not in_recompute():
+        if self.fp8_group.owed and self.training and not in_recompute():
             raise RuntimeError(
                 "the optimizer stepped and fp8_step was not called: scales and histories would never be updated. Call"
                 " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
                 " register_fp8_step(optimizer, model) once, and again for copies: those of optimizers have no hooks"
             )
+        sites, device = self.fp8_sites, self.weight.device
         self._require_sites(device, current_switch().label)
-        site = self._sites[device, ""]
-        switch = self._forwards.switch(site, self.training)
+        site = sites.made[device, ""]
+        switch = sites.forwards.switch(site, self.training)
         if switch.label and site.is_fp8:
-            if (device, switch.label) not in self._sites:
-                raise RuntimeError(
-                    f"{self.fp8_name}: enter fp8_autocast(recipe=...) outside of compiled code"
-                )
-            site = self._sites[device, switch.label]
+            site = sites.by_recipe(device, switch.label)
         site = site.acting
         fp8 = runs_fp8(site, switch)
         if type(self.weight) is not torch.nn.Parameter:
@@ -275,7 +212,7 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
     ):
         resolved = make_config(recipe, config)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.join_family(lone_family(resolved), LONE)
+        self.join_group(Fp8Group.lone(resolved), LONE)
 
     @classmethod
     def from_linear(
@@ -294,10 +231,10 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
                 f"from_linear({type(linear).__name__}): exactly an nn.Linear is needed, a subclass may compute"
                 " something else in its forward"
             )
-        family = lone_family(make_config(recipe, config))
+        group = Fp8Group.lone(make_config(recipe, config))
         linear.__class__ = cls
         assert isinstance(linear, Fp8Linear)
-        linear.join_family(family, LONE)
+        linear.join_group(group, LONE)
         return linear
 
 

@@ -8,57 +8,73 @@ report.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 
-from .family import Family
-from .linear import Fp8Layer
+from .report import Row, keep_report, report_of
+
+if TYPE_CHECKING:
+    from .group import Fp8Group
 
 LOOK_AFTER = 3
 """Iterations with FP8 GEMMs after which a linear that ran in none of them is named."""
 
-
-def note_unused(family: Family) -> None:
-    """Warn of linears that did not run in FP8 in the first iterations, once, and mark them in the model's report; those
-    that ran later (experts that got their first tokens) lose the mark."""
-    family.fp8_iterations += 1
-    if family.fp8_iterations < LOOK_AFTER or (family.fp8_iterations > LOOK_AFTER and not family.idle):
-        return
-    report = getattr(family.root, "fp8_report", None)
-    if family.fp8_iterations > LOOK_AFTER:
-        awake = [m.fp8_name for m in family.members if m.fp8_name in family.idle and m.has_run]
-        rows = [family.idle.pop(name) for name in awake]
-        if rows and report is not None:
-            family.root.fp8_report = report.with_rows(rows)  # type: ignore[union-attr]
-        return
-    idle = [linear.fp8_name for linear in family.members if linear.fp8_site.is_fp8 and not linear.has_run]
-    if not idle:
-        return
-    if report is not None:
-        family.idle = {row.name: row for row in report.rows if row.name in idle}
-    _mark(family, idle, "not in FP8", f"converted, but did not run in the first {LOOK_AFTER} iterations")
-    warnings.warn(
-        f"{len(idle)} of {len(family.members)} FP8 linears did not run in the first {LOOK_AFTER} iterations"
-        f" ({_some(idle)}): where other code reads a linear's weight, or no token was sent, nothing runs in FP8;"
-        " model.fp8_report marks them",
-        stacklevel=3,
-    )
+_NOT_IN_FP8 = "not in FP8"
 
 
-def note_replaced(family: Family, found: Mapping[str, Fp8Layer]) -> None:
+class Unused:
+    """The linears of a group that did not run in FP8 in its first iterations."""
+
+    def __init__(self) -> None:
+        self._iterations = 0  # that had FP8 GEMMs
+        self._marked: dict[str, Row] = {}  # rows of the report, as they were before the mark
+
+    def look(self, group: Fp8Group) -> None:
+        """After an iteration with FP8 GEMMs. Linears that ran in none of the first are warned of, once, and marked in the
+        model's report; those that run later (experts that get their first tokens) lose the mark."""
+        self._iterations += 1
+        if self._iterations > LOOK_AFTER and self._marked:
+            self._unmark(group)
+        if self._iterations != LOOK_AFTER:
+            return
+        members = group.members
+        idle = [sites.name for sites, linear in members if linear.fp8_site.is_fp8 and not sites.has_run]
+        if not idle:
+            return
+        report = report_of(group.root)
+        if report is not None:
+            self._marked = {row.name: row for row in report.rows if row.name in idle}
+        _mark(group, idle, f"converted, but did not run in the first {LOOK_AFTER} iterations")
+        warnings.warn(
+            f"{len(idle)} of {len(members)} FP8 linears did not run in the first {LOOK_AFTER} iterations"
+            f" ({_some(idle)}): where other code reads a linear's weight, or no token was sent, nothing runs in FP8;"
+            " model.fp8_report marks them",
+            stacklevel=3,
+        )
+
+    def _unmark(self, group: Fp8Group) -> None:
+        awake = [sites.name for sites, _ in group.members if sites.name in self._marked and sites.has_run]
+        rows = [self._marked.pop(name) for name in awake]
+        root, report = group.root, report_of(group.root)
+        if rows and root is not None and report is not None:
+            keep_report(root, report.with_rows(rows))
+
+
+def note_replaced(group: Fp8Group, found: Collection[torch.nn.Module]) -> None:
     """Warn of converted linears in whose place stands a linear without FP8 (a resized lm_head), once, and mark them.
 
     Args:
         found: the model's FP8 linears.
     """
-    root = family.root
-    if root is None or len(found) >= family.joined:
+    root = group.root
+    if root is None or len(found) >= len(group.names):
         return
-    names = [name for name in family.names() if _is_plain(root, name)]
-    family.forget(names)
+    names = [name for name in group.names if _is_plain(root, name)]
+    group.forget(names)
     if names:
-        _mark(family, names, "not in FP8", "replaced by a linear without FP8 since the conversion")
+        _mark(group, names, "replaced by a linear without FP8 since the conversion")
         warnings.warn(
             f"a linear without FP8 stands in the place of {len(names)} that were converted ({_some(names)}): call"
             " convert_to_fp8(model) again to have it run in FP8",
@@ -72,13 +88,13 @@ def _is_plain(root: torch.nn.Module, name: str) -> bool:
         module = root.get_submodule(name)
     except AttributeError:
         return False  # the model was cut, or wrapped
-    return isinstance(module, torch.nn.Linear) and not isinstance(module, Fp8Layer)
+    return isinstance(module, torch.nn.Linear) and not hasattr(module, "fp8_sites")
 
 
-def _mark(family: Family, names: list[str], runs: str, reason: str) -> None:
-    report = getattr(family.root, "fp8_report", None)
-    if report is not None:
-        family.root.fp8_report = report.without(names, runs, reason)  # type: ignore[union-attr]
+def _mark(group: Fp8Group, names: list[str], reason: str) -> None:
+    root, report = group.root, report_of(group.root)
+    if root is not None and report is not None:
+        keep_report(root, report.without(names, _NOT_IN_FP8, reason))
 
 
 def _some(names: list[str]) -> str:

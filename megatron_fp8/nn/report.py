@@ -119,6 +119,19 @@ class Fp8Report:
         return part / whole if whole else 0.0
 
 
+def keep_report(model: Any, report: Fp8Report | None) -> None:
+    """Keep it as ``model.fp8_report``, where users look for it; None takes away what is there."""
+    if report is not None:
+        model.fp8_report = report
+    elif "fp8_report" in vars(model):
+        del model.fp8_report
+
+
+def report_of(model: Any) -> Fp8Report | None:
+    """``model.fp8_report``, if there is a model and it has one."""
+    return getattr(model, "fp8_report", None)
+
+
 def _percent(share: float) -> str:
     """'42 %'; not '100 %' of something that lacks a little, nor '0 %' of a little."""
     if 0 < share < 0.01:

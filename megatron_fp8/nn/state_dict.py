@@ -14,8 +14,8 @@ import torch
 
 from ..linear.site import GemmSite
 from ..state.arena import Slot
+from .find import fp8_linears, groups_of
 from .linear import Fp8Layer
-from .step import families_of, fp8_linears
 
 
 def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -31,9 +31,7 @@ def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     saved = {}
     for name, linear in _linears(model):
-        saved[f"{name}.iteration"] = torch.tensor(
-            linear.fp8_family.iteration, dtype=torch.int64, device="cpu"
-        )
+        saved[f"{name}.iteration"] = torch.tensor(linear.fp8_group.iteration, dtype=torch.int64, device="cpu")
         for key, slot in _delayed_slots(name, linear.fp8_site):
             for part, tensor in slot.arena.saved_slot(slot).items():
                 saved[f"{key}.{part}"] = tensor.cpu()
@@ -64,19 +62,15 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
         if not fits:
             raise ValueError(f"the saved FP8 state is damaged: {key} has the shape {tuple(tensor.shape)}")
     for name, linear in _linears(model):
-        family, iteration = linear.fp8_family, int(saved[f"{name}.iteration"])
-        family.iteration = iteration
-        site = linear.fp8_site
-        site.state.iteration = iteration
-        site.state.weight_generation += 1
-        for key, slot in _delayed_slots(name, site):
+        linear.fp8_group.resume(int(saved[f"{name}.iteration"]))
+        for key, slot in _delayed_slots(name, linear.fp8_site):
             slot.arena.load_slot(slot, {part: saved[f"{key}.{part}"] for part in slot.arena.saved_slot(slot)})
 
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
-    for family in families_of(model):
-        for linear in family.members:
-            family.bind(linear.weight.device)
+    for group in groups_of(model):
+        for linear in group.linears:
+            group.make_sites(linear.weight.device)
     yield from fp8_linears(model).items()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,37 +15,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..linear.site import GemmSite
-from ..state.arena import IterationCounts
-from ..state.fp8_state import Fp8State
-from .family import Family, take_over
-from .linear import Fp8Layer
-from .observed import note_replaced, note_unused
+from ..state.counts import IterationCounts
+from .find import fp8_linears, groups_of
+from .observed import note_replaced
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Layer]:
-    """Name -> FP8 linear of a model, bare or wrapped; a linear with two names under the first. ValueError if none is.
-
-    Names are those in the bare model, without what torch.compile, checkpoint wrappers and DistributedDataParallel add.
-    """
-    found: dict[str, Fp8Layer] = {}
-    added: set[str] = set()  # names whose last part is a wrapper's
-    for name, module in model.named_modules():
-        if list(module._modules) == ["module"] and not module._parameters:  # all that such a wrapper holds
-            added.add(f"{name}.module" if name else "module")
-        if isinstance(module, Fp8Layer):
-            parts = name.split(".")
-            plain = [
-                part
-                for i, part in enumerate(parts)
-                if part not in _WRAPPERS and ".".join(parts[: i + 1]) not in added
-            ]
-            found[".".join(plain)] = module
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no FP8 linear: call convert_to_fp8(model) first")
-    return found
+families_of = groups_of
+"""The name that docs/performance.md once gave."""
 
 
 def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
@@ -68,24 +42,16 @@ def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
         ValueError: the model has no FP8 linear.
         RuntimeError: ranks hold different FP8 linears.
     """
+    if group is None and dist.is_initialized():  # now: the model may have been converted before that
+        group = dist.group.WORLD
     total = IterationCounts()
-    found = fp8_linears(model)
-    for family in families_of(model):
-        note_replaced(family, found)
-        # In module order, not a set's: ranks with GPUs of other numbers must reduce their states in the same order.
-        for device in dict.fromkeys(linear.weight.device for linear in family.members):
-            if device.type != "meta":
-                family.bind(device)
-        ran = family.waiting
-        for state in family.states.values():
-            _set_group(state, group)
-            counts = state.finish_iteration()
-            for field in fields(IterationCounts):
-                setattr(total, field.name, getattr(total, field.name) + getattr(counts, field.name))
-        if ran:
-            note_unused(family)
-        family.iteration += 1
-        family.owed = False
+    found = fp8_linears(model).values()
+    for fp8_group in groups_of(model):
+        note_replaced(fp8_group, found)
+        counts = fp8_group.finish_iteration(group)
+        if counts.fp8_gemms:
+            fp8_group.unused.look(fp8_group)
+        total.add(counts)
     return total
 
 
@@ -168,42 +134,3 @@ def _optimizer_with_hooks(optimizer: Any) -> Optimizer:
                 " .optimizer; call fp8_step(model) once an iteration, before its step()"
             )
     return inner
-
-
-def _set_group(state: Fp8State, group: Any) -> None:
-    """The model may have been converted before torch.distributed was initialised, so ranks are looked for now."""
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    for arena in state.arenas:
-        arena.group = group
-
-
-def families_of(model: torch.nn.Module) -> list[Family]:
-    """The families of a model's linears; linears made one by one are united into one family here."""
-    linears = fp8_linears(model)
-    lone = {name: linear for name, linear in linears.items() if linear.fp8_family.lone}
-    by_config: dict[Any, dict[str, Fp8Layer]] = {}
-    for name, linear in lone.items():
-        by_config.setdefault(linear.fp8_config, {})[name] = linear
-    for config, members in by_config.items():
-        _unite(Family(config, model), members)
-    return list({id(linear.fp8_family): linear.fp8_family for linear in linears.values()}.values())
-
-
-def _unite(family: Family, members: dict[str, Fp8Layer]) -> None:
-    """Make these linears one family; what their slots have recorded so far goes with them."""
-    recorded: dict[str, GemmSite] = {}
-    for name, linear in members.items():
-        old = linear.fp8_family
-        if old.states:
-            recorded[name] = linear.fp8_site
-            family.owed = family.owed or old.owed
-            state = family.state(linear.weight.device)
-            for field in fields(IterationCounts):
-                done = sum(getattr(s.counts, field.name) for s in old.states.values())
-                setattr(state.counts, field.name, getattr(state.counts, field.name) + done)
-        old.leave(linear)
-        linear.join_family(family, name)
-    for name, linear in members.items():
-        if name in recorded:
-            take_over(recorded[name], linear.fp8_site)

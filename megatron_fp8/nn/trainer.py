@@ -31,8 +31,10 @@ from ..files.disk import sync
 from ..params.fp8_parameter import Fp8Parameter
 from ..state.loss_scaler import LossScaler, agree, unscale_
 from ..state.phases import Phases
-from . import fp8_state_dict, fp8_step, load_fp8_state_dict
+from .find import groups_of
 from .linear import Fp8Layer
+from .state_dict import fp8_state_dict, load_fp8_state_dict
+from .step import fp8_step
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,8 @@ class Fp8Trainer:
         if any(isinstance(parameter, Fp8Parameter) for parameter in self.model.parameters()):
             raise ValueError(f"{given}: weights live as FP8, and a phase in high precision needs others")
         phases = Phases(warmup, healing, length)
-        for module in self.model.modules():
-            if isinstance(module, Fp8Layer):
-                module.fp8_site.state.phases = phases
+        for group in groups_of(self.model):
+            group.run_in(phases)
 
     def _reducing(self, last: bool) -> Any:
         """DistributedDataParallel reduces gradients once a step: in the backward of the last microbatch."""

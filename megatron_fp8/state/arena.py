@@ -29,6 +29,7 @@ from ..numerics.formats import FloatFormat
 from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import DelayedScaling
+from .counts import IterationCounts
 from .history import History
 from .observer import Observer
 
@@ -66,18 +67,6 @@ class Slot:
     def scale(self) -> torch.Tensor:
         """float32 [], the delayed scale of the last update. A copy: a later update does not reach into saved tensors."""
         return self.arena.scale[self.index].clone()
-
-
-@dataclass
-class IterationCounts:
-    """What one iteration did on this rank. ``nonfinite`` sums the slots' counts after the reduction."""
-
-    fp8_gemms: int = 0
-    hp_gemms: int = 0
-    casts: int = 0
-    amax_collectives: int = 0
-    scaling_collectives: int = 0
-    nonfinite: int = 0
 
 
 class Arena:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .arena import Arena, Group, IterationCounts, Slot
+from .arena import Arena, Group, Slot
+from .counts import IterationCounts
 from .guard import Finding, Guard
 from .observer import Observer
 from .phases import Phase, Phases
@@ -68,6 +69,11 @@ class Fp8State:
                 return arena
         self.arenas.append(Arena(group, self.device, self.counts, self.observer))
         return self.arenas[-1]
+
+    def reduce_over(self, group: Group) -> None:
+        """Every arena is shared by these ranks from now on: those of a model that was built before they were known."""
+        for arena in self.arenas:
+            arena.group = group
 
     def watch(self, observer: Observer | None) -> None:
         """From now on this one is told of casts and products; None: nobody is. There is one at a time."""

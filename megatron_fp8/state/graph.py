@@ -30,12 +30,13 @@ silence at every replay; whoever replays has to call something.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .arena import Arena, IterationCounts
+from .arena import Arena
+from .counts import IterationCounts
 from .fp8_state import Fp8State
 
 
@@ -91,9 +92,7 @@ class CapturedStep:
         total = IterationCounts()
         for state, counts in zip(self.states, self._counts, strict=True):
             nonfinite_here = sum(int(arena.last_nonfinite.sum()) for arena in state.arenas)
-            last = state.count_replay(replace(counts, nonfinite=nonfinite_here))
-            for field in fields(IterationCounts):
-                setattr(total, field.name, getattr(total, field.name) + getattr(last, field.name))
+            total.add(state.count_replay(replace(counts, nonfinite=nonfinite_here)))
         return total
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.state.arena import IterationCounts
+from megatron_fp8.state.counts import IterationCounts
 from tests.support.fp8_gpt import fp8_config
 from tests.support.ranks import Layout, RankPool, model_parallel
 

@@ -59,7 +59,7 @@ def assert_same_training(mine: nn.Module, other: nn.Module) -> None:
 
 
 def iterations(model: nn.Module) -> set[int]:
-    return {m.fp8_family.iteration for m in model.modules() if isinstance(m, Fp8Linear)}
+    return {m.fp8_group.iteration for m in model.modules() if isinstance(m, Fp8Linear)}
 
 
 def test_accelerate_with_accumulation():

@@ -229,9 +229,9 @@ def test_a_shared_linear_is_converted_once():
 
 def test_converted_before_is_left_as_it_is():
     model = convert_to_fp8(make(), "mxfp8")
-    family = model.blocks[0][0].fp8_family
+    group = model.blocks[0][0].fp8_group
     convert_to_fp8(model, "delayed", skip=())
-    assert model.blocks[0][0].fp8_family is family
+    assert model.blocks[0][0].fp8_group is group
     rows = {row.name: row for row in model.fp8_report.rows}
     assert (
         rows["blocks.0.0"].reason == "is an Fp8Linear already: left as it is"
@@ -276,11 +276,11 @@ def test_copies_run_alike_with_state_of_their_own(how):
         torch.save(model, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-    families = {id(m.fp8_family) for m in twin.modules() if isinstance(m, Fp8Linear)}
-    assert len(families) == 1 and id(model.blocks[0][0].fp8_family) not in families
+    groups = {id(m.fp8_group) for m in twin.modules() if isinstance(m, Fp8Linear)}
+    assert len(groups) == 1 and id(model.blocks[0][0].fp8_group) not in groups
     assert_same_bytes(model(TOKENS), twin(TOKENS))
     fp8_step(model)
-    assert (model.blocks[0][0].fp8_family.iteration, twin.blocks[0][0].fp8_family.iteration) == (1, 0)
+    assert (model.blocks[0][0].fp8_group.iteration, twin.blocks[0][0].fp8_group.iteration) == (1, 0)
     assert twin.fp8_report.converted == CONVERTED
 
 
@@ -379,37 +379,6 @@ def test_conv1d_elsewhere():
     assert model.fp8_inference.sites[0].bytes_after < model.fp8_inference.sites[0].bytes_before / 2
     with pytest.raises(ValueError, match="no weight of this model can travel"):
         enable_fp8_all_gather(convert_to_fp8(nn.Sequential(Conv1D(80, 48))))
-
-
-def test_attention_modules_of_torch(capsys):
-    """MultiheadAttention and the encoder layer's inference kernel read weights of linears that they never call."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    convert_to_fp8(layer)
-    assert layer.fp8_report.converted == ["linear1", "linear2"]
-    assert "never calls it" in layer.fp8_report.skipped["self_attn.out_proj"]
-    x = torch.randn(2, 8, 64)
-    with torch.no_grad():
-        trained, evaluated = layer.train()(x), layer.eval()(x)
-    convert_from_fp8(layer)
-    with torch.no_grad():
-        plain = layer(x)
-    # Attention has another kernel in evaluation, so bits differ; the distance to high precision does not.
-    assert (evaluated - trained).norm() < 0.05 * (plain - trained).norm()
-    assert not layer.linear1._forward_pre_hooks
-
-
-def test_padded_batches_of_torchs_encoder():
-    """In evaluation the encoder would hand its layers nested tensors, of which FP8 knows nothing."""
-    torch.manual_seed(0)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True), 2)
-    convert_to_fp8(encoder)
-    x, padding = torch.randn(2, 8, 64), torch.arange(8).expand(2, 8) > 5
-    with torch.no_grad():
-        trained, evaluated = (encoder.train(mode)(x, src_key_padding_mask=padding) for mode in (True, False))
-    kept = ~padding
-    assert (evaluated - trained)[kept].norm() < 0.01 * trained[kept].norm()
-    assert convert_from_fp8(encoder).use_nested_tensor
 
 
 def test_bad_arguments():

@@ -308,7 +308,7 @@ def test_threads_that_meet_at_the_first_forward_share_its_slots():
         together, x = Barrier(2), torch.randn(8, 32)
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda _, m=model, x=x, b=together: (b.wait(), m(x)), range(2)))
-        (state,) = model[0].fp8_family.states.values()
+        (state,) = model[0].fp8_group.states.values()
         assert [slot.name for slot in state.slots()] == [
             f"{i}.{role}" for i in range(4) for role in ("input", "weight", "grad_output")
         ]

@@ -67,7 +67,7 @@ def test_an_iteration_without_fp8_tells_nothing():
 def test_compiled_linears_have_run():
     model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(16, 32)).sum().backward()
-    assert all(linear.has_run for linear in model)
+    assert all(linear.fp8_sites.has_run for linear in model)
 
 
 def test_a_linear_in_the_place_of_an_fp8_one_is_said_once():

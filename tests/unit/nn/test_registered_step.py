@@ -95,7 +95,7 @@ def test_registered_optimizers_run_closures_inside_of_their_step(kind):
     steps(model, optimizer, lambda: None)
     steps(by_hand, kind(by_hand.parameters()), lambda: fp8_step(by_hand))
     assert_same_state(model, by_hand)
-    assert model.up.fp8_family.iteration == 3
+    assert model.up.fp8_group.iteration == 3
 
 
 def test_registered_twice_is_registered_once():
@@ -103,7 +103,7 @@ def test_registered_twice_is_registered_once():
     optimizer = sgd(model)
     first, second = (register_fp8_step(optimizer, model) for _ in range(2))
     train(model, optimizer, range(2), hook=True)
-    assert model.up.fp8_family.iteration == 2
+    assert model.up.fp8_group.iteration == 2
     first.remove()
     train(model, optimizer, range(2), hook=True)
     second.remove()
@@ -122,7 +122,7 @@ def test_an_optimizer_that_calls_its_base_class_steps_once():
     optimizer = Own(model.parameters(), lr=0.1)
     register_fp8_step(optimizer, model)
     train(model, optimizer, range(2), hook=True)
-    assert model.up.fp8_family.iteration == 2
+    assert model.up.fp8_group.iteration == 2
 
     def failing() -> torch.Tensor:
         raise ArithmeticError
@@ -130,7 +130,7 @@ def test_an_optimizer_that_calls_its_base_class_steps_once():
     with pytest.raises(ArithmeticError):
         optimizer.step(failing)
     train(model, optimizer, range(1), hook=True)
-    assert model.up.fp8_family.iteration == 3
+    assert model.up.fp8_group.iteration == 3
 
 
 def test_wrapped_optimizers_and_what_is_none():
@@ -147,7 +147,7 @@ def test_wrapped_optimizers_and_what_is_none():
     for i in range(2):
         model(batch(i)).sum().backward()
         wrapper.step()
-    assert model.up.fp8_family.iteration == 2
+    assert model.up.fp8_group.iteration == 2
     with pytest.raises(ValueError, match=r"register_fp8_step\(object\): it is no torch.optim.Optimizer"):
         register_fp8_step(object(), model)
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatron_fp8.nn import (
-    Fp8Linear,
     convert_from_fp8,
     convert_to_fp8,
     fp8_state_dict,
@@ -116,27 +115,10 @@ def test_several_models_keep_apart():
         fp8_step(generator)
         g.step()
         fp8_step(critic)
-    assert (generator.up.fp8_family.iteration, critic.up.fp8_family.iteration) == (2, 6)
+    assert (generator.up.fp8_group.iteration, critic.up.fp8_group.iteration) == (2, 6)
     both = nn.ModuleList([generator, critic])
     fp8_step(both)
-    assert (generator.up.fp8_family.iteration, critic.up.fp8_family.iteration) == (3, 7)
-
-
-def test_linears_made_one_by_one_become_one_family():
-    class Own(Tower):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.up, self.down = Fp8Linear(32, 64, recipe=DELAYED), Fp8Linear(64, 32, recipe=DELAYED)
-
-    model, converted = Own(), convert_to_fp8(Tower(), DELAYED)
-    assert train(model, sgd(model), range(3)) == train(converted, sgd(converted), range(3))
-    assert model.up.fp8_family is model.down.fp8_family
-    assert_same_state(model, converted)
-    model(batch(0)).sum().backward()
-    sgd(model).step()
-    with pytest.raises(RuntimeError, match="fp8_step was not called"):
-        model(batch(0))
+    assert (generator.up.fp8_group.iteration, critic.up.fp8_group.iteration) == (3, 7)
 
 
 def test_state_saved_and_resumed_bit_for_bit():
@@ -194,10 +176,10 @@ def test_a_model_that_leaves_its_device_keeps_histories_and_no_codes(moved):
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model(batch(i))
         twin(batch(i))
-        before = model.up.fp8_family.states[torch.device("cpu")]
+        before = model.up.fp8_group.states[torch.device("cpu")]
         model.get_submodule("" if moved == "all" else moved).to("meta")
         assert model.up.fp8_site.weights.kept is None and model.up.fp8_site.state.device.type == "meta"
-        assert (torch.device("cpu") in model.up.fp8_family.states) == (moved == "up")
+        assert (torch.device("cpu") in model.up.fp8_group.states) == (moved == "up")
         model.to_empty(device="cpu").load_state_dict(weights)
         train(model, sgd(model), range(i, i + 1)), train(twin, optimizers[1], range(i, i + 1))
         assert_same_state(model, twin)

@@ -173,7 +173,7 @@ def test_copies_of_parametrized_linears():
     parametrizations.weight_norm(linear)
     copied = copy.deepcopy(linear)
     assert_same_bytes(copied(tokens(4)), linear(tokens(4)))
-    assert copied.fp8_family is not linear.fp8_family and copied.fp8_site is not linear.fp8_site
+    assert copied.fp8_group is not linear.fp8_group and copied.fp8_site is not linear.fp8_site
 
 
 def test_conversions_that_swap_parameters():

@@ -200,7 +200,7 @@ def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
     from megatron_fp8.commands import bench as bench_command
     from megatron_fp8.mcore.sites import resolve
     from megatron_fp8.nn.config import Fp8Config
-    from megatron_fp8.nn.family import plan_linear
+    from megatron_fp8.nn.sites import plan_linear
 
     monkeypatch.setattr(bench_command, "SECTIONS", {"gemm": lambda *_: None})
     config = TransformerConfig(

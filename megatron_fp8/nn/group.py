@@ -1,0 +1,230 @@
+"""Fp8Group: the FP8 linears of one model, and everything that FP8 keeps for them.
+
+A group has one Fp8Config and, for every device its weights are on, one Fp8State: one arena, so one collective an
+iteration, however many linears. It owns the GEMM sites of its linears (sites.py). Those are made when the first of its
+linears runs, all together and in module order: then the weights are where they will be (a model may be converted on the
+meta device and moved later), and ranks whose data takes different branches still hold the same slots.
+
+``convert_to_fp8`` makes the group of a model. A linear made by itself is a group of its own, until ``fp8_step(model)``
+finds it in a model and unites the model's.
+
+A copy of a model is another group: the same config, and state of its own, into which a deep copy takes the histories as
+they were then. What was pickled starts cold (fp8_state_dict keeps histories).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ..plan.overrides import check_overrides_match
+from ..state.counts import IterationCounts
+from ..state.fp8_state import Fp8State
+from ..state.phases import Phases
+from .config import Fp8Config
+from .observed import Unused
+from .sites import LinearSites, Preparation
+
+if TYPE_CHECKING:
+    from .linear import Fp8Layer
+
+LONE = "linear"
+"""What a linear is called that no conversion has named."""
+
+
+class Fp8Group:
+    """The FP8 linears of one model.
+
+    Args:
+        config: how they run.
+        root: the model that is converted; None for a lone linear.
+
+    Attributes:
+        states: device -> FP8 state.
+        owed: the optimizer stepped after casts that no ``fp8_step`` has settled.
+        iteration: how many iterations ``fp8_step`` has finished.
+        unused: finds linears that do not run.
+        making: held while a site is made.
+    """
+
+    def __init__(self, config: Fp8Config, root: torch.nn.Module | None = None):
+        self.config = config
+        self.states: dict[torch.device, Fp8State] = {}
+        self.owed = False
+        self.iteration = 0
+        self.unused = Unused()
+        self.making = threading.Lock()
+        self._phases = Phases()
+        self._members: list[LinearSites] = []
+        self._root = None if root is None else weakref.ref(root)
+        _watch.add(self)
+
+    @staticmethod
+    def lone(config: Fp8Config) -> Fp8Group:
+        """That of one linear which belongs to no model yet, named LONE. ValueError: an override means another name."""
+        check_overrides_match(config.overrides, [LONE], "overrides")
+        return Fp8Group(config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy takes the config; its linears join it as they are copied."""
+        return Fp8Group, (self.config,)
+
+    # -------------------------------------------------------------------------------------------------------- members
+
+    def join(
+        self, linear: Fp8Layer, name: str, shape: tuple[int, int], prepared: Preparation | None = None
+    ) -> LinearSites:
+        """Take in a linear of shape (out features, in features): its sites, of which none is made yet."""
+        self._members.append(LinearSites(self, linear, name, shape, prepared))
+        return self._members[-1]
+
+    def leave(self, sites: LinearSites) -> None:
+        """Let go of a linear, given by its sites."""
+        self._members = [s for s in self._members if s is not sites]
+
+    def forget(self, names: list[str]) -> None:
+        """Let go of what is no more, and of linears under these names."""
+        gone = set(names)
+        self._members = [s for s in self._members if s.linear is not None and s.name not in gone]
+
+    @property
+    def members(self) -> list[tuple[LinearSites, Fp8Layer]]:
+        """The linears that are alive, in module order, behind their sites."""
+        return [(sites, linear) for sites in self._members if (linear := sites.linear) is not None]
+
+    @property
+    def linears(self) -> list[Fp8Layer]:
+        """The linears that are alive, in module order."""
+        return [linear for _, linear in self.members]
+
+    @property
+    def names(self) -> list[str]:
+        """Names that linears joined under, in the model that was converted; also of those that are no more."""
+        return [sites.name for sites in self._members]
+
+    @property
+    def root(self) -> torch.nn.Module | None:
+        """The model that was converted, if it is alive."""
+        return None if self._root is None else self._root()
+
+    @property
+    def is_lone(self) -> bool:
+        """Whether it is that of one linear which no conversion has put into a model's, and is at its start."""
+        return self._root is None and len(self._members) == 1 and self.iteration == 0
+
+    def trains(self, parameters: set[int]) -> bool:
+        """Whether an optimizer of parameters with these ids trains the model."""
+        return any(id(parameter) in parameters for parameter in self._parameters())
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        if self.root is not None:
+            yield from self.root.parameters()
+        for linear in self.linears:
+            yield from linear.parameters()
+
+    # --------------------------------------------------------------------------------------------------- state and sites
+
+    def state(self, device: torch.device) -> Fp8State:
+        """The state on a device, made on first use."""
+        if device not in self.states:
+            self.states[device] = Fp8State(
+                device,
+                iteration=self.iteration,
+                phases=self._phases,
+                keeps_weights=False,  # loops, adapters and moving averages write through .data, and tell nobody
+            )
+        return self.states[device]
+
+    def make_sites(self, device: torch.device) -> None:
+        """Make the sites of every linear whose weight is on this device."""
+        for sites, linear in self.members:
+            if linear.weight.device == device:
+                sites.on(device)
+
+    def make_all_sites(self) -> None:
+        """Make the sites of every linear whose weight is somewhere."""
+        # In module order, not a set's: ranks with GPUs of other numbers must reduce their states in the same order.
+        for device in dict.fromkeys(linear.weight.device for linear in self.linears):
+            if device.type != "meta":
+                self.make_sites(device)
+
+    def leave_device(self, device: torch.device) -> None:
+        """Drop the state on a device when no weight is left there: its collectives may not even be possible any more."""
+        if device in self.states and all(linear.weight.device != device for linear in self.linears):
+            del self.states[device]
+            for sites in self._members:
+                sites.forget(device)
+
+    def run_in(self, phases: Phases) -> None:
+        """FP8 runs in these phases of the training, on every device, also where nothing has run yet."""
+        self._phases = phases
+        for state in self.states.values():
+            state.phases = phases
+
+    # -------------------------------------------------------------------------------------------------------- iterations
+
+    def finish_iteration(self, ranks: Any) -> IterationCounts:
+        """Settle what casts have recorded, over these ranks (a process group; None: this process alone)."""
+        self.make_all_sites()
+        total = IterationCounts()
+        for state in self.states.values():
+            state.reduce_over(ranks)
+            total.add(state.finish_iteration())
+        self.iteration += 1
+        self.owed = False
+        return total
+
+    def resume(self, iteration: int) -> None:
+        """Go on from a saved iteration; the weights may be other ones."""
+        self.iteration = iteration
+        for state in self.states.values():
+            state.iteration = iteration
+            state.weight_generation += 1
+
+    def after_optimizer_step(self) -> None:
+        """The weights are other ones now; casts before this step must be settled before the next."""
+        self.owed = self.owed or any(state.counts.fp8_gemms for state in self.states.values())
+        for state in self.states.values():
+            state.weight_generation += 1  # kept codes are stale, even where no version of a weight says so
+
+    def take_in(self, other: Fp8Group, device: torch.device) -> None:
+        """What another group has counted and owes is this one's, on the device where its linear is now."""
+        self.owed = self.owed or other.owed
+        for state in other.states.values():
+            self.state(device).counts.add(state.counts)
+
+
+class _OptimizerWatch:
+    """Tells groups that an optimizer of their models stepped.
+
+    One for the process, since torch's hook for every optimizer is: a hook for each group would look through an
+    optimizer's parameters once a group, and linears made one by one are a group each.
+    """
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakSet[Fp8Group] = weakref.WeakSet()
+        self._hook: Any = None
+
+    def add(self, group: Fp8Group) -> None:
+        """Tell this group, for as long as it lives."""
+        self._groups.add(group)
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        stepped: set[int] | None = None
+        for group in list(self._groups):
+            if not group.states:
+                continue
+            if stepped is None:
+                stepped = {id(p) for parameters in optimizer.param_groups for p in parameters["params"]}
+            if group.trains(stepped):
+                group.after_optimizer_step()
+
+
+_watch = _OptimizerWatch()

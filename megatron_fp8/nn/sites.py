@@ -1,0 +1,220 @@
+"""The GEMM sites of one linear of a model: one for each device and recipe that it runs on and by.
+
+They belong to the model's group (group.py), and the linear refers to them. Rejected: one table in the group, by name,
+device and recipe, in which a linear looks itself up. torch.compile guards on what it reads: a name differs from layer to
+layer, so each block of a model that is compiled block by block would need a graph of its own.
+
+The references back, to the group and to the linear, are weak. The chain that owns is linear -> group -> sites, without a
+cycle: memory of a model that is gone is free at once, and not when Python next looks for cycles.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..linear.site import GemmSite
+from ..plan.overrides import matching
+from ..plan.resolve import resolve
+from ..plan.site_plan import SitePlan, bf16_site
+from ..plan.size_table import Gemm, load_table
+from ..plan.switch import Forwards
+from ..plan.timing import device_label
+from ..recipe import Recipe, recipe_name
+from .config import Fp8Config
+
+if TYPE_CHECKING:
+    from .group import Fp8Group
+    from .linear import Fp8Layer
+
+Preparation = Callable[[GemmSite], None]
+"""What inference changes in a site that was made by the linear's own recipe, such as static scales."""
+
+
+class LinearSites:
+    """The sites of one linear, made when they are first needed.
+
+    Args:
+        group: of the linear's model.
+        name: the linear's, in the model that was converted.
+        shape: (out features, in features).
+        prepared: what inference has changed, told to each site that is made.
+
+    Attributes:
+        made: (device, '') -> the site by the linear's own recipe, (device, label) -> that by another (Switch.label).
+        ready_on: the device for which a call needs to ask nothing: its site is there, and no history has to move to it.
+        forwards: the switches around the linear's forwards, for recomputations.
+    """
+
+    def __init__(
+        self,
+        group: Fp8Group,
+        linear: Fp8Layer,
+        name: str,
+        shape: tuple[int, int],
+        prepared: Preparation | None = None,
+    ):
+        self.name = name
+        self.made: dict[tuple[torch.device, str], GemmSite] = {}
+        self.ready_on: torch.device | None = None
+        self.forwards = Forwards(by_recipe=True)
+        self._shape, self._prepared = shape, prepared
+        self._left: GemmSite | None = None  # where the linear ran before it was moved, until it runs again
+        self._group, self._linear = weakref.ref(group), weakref.ref(linear)
+
+    @property
+    def linear(self) -> Fp8Layer | None:
+        """The linear, if it is alive."""
+        return self._linear()
+
+    @property
+    def group(self) -> Fp8Group:
+        """The group whose these are."""
+        group = self._group()
+        assert group is not None, "a linear keeps its group"
+        return group
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a call of the linear ran in FP8, by its own recipe or fp8_autocast's."""
+        return any(site.has_run for site in self.made.values())
+
+    # ------------------------------------------------------------------------------------------------------ making them
+
+    def get_ready(self, device: torch.device, recipe: Recipe | None) -> None:
+        """Make what a call on this device needs: the own sites of all the group's linears there, so that ranks have the
+        same slots in the same order whichever linears they call; and this linear's site by fp8_autocast's recipe."""
+        if (device, "") not in self.made or self._left is not None:
+            self.group.make_sites(device)
+        own = self.on(device)
+        if recipe is not None and own.is_fp8:
+            self.on(device, recipe)
+
+    def on(self, device: torch.device, recipe: Recipe | None = None) -> GemmSite:
+        """The site on a device, by fp8_autocast's recipe if one is given; made when first asked for."""
+        key = (device, "" if recipe is None else repr(recipe))
+        if key not in self.made:
+            # Threads that run a model at once must not each give it slots.
+            with self.group.making, _disable_current_modes():  # fake tensors and tracers go, the site stays
+                if key not in self.made:
+                    self.made[key] = self._make(device, recipe)
+        site = self.made[key]
+        if recipe is None:
+            if self._left is not None and device.type != "meta":
+                take_over(self._left, site)
+                self._left = None
+            self.ready_on = device
+        return site
+
+    def _make(self, device: torch.device, recipe: Recipe | None) -> GemmSite:
+        group = self.group
+        plan = plan_linear(group.config, self.name, self._shape, device, recipe)
+        if recipe is not None:  # its slots are others than those of the own recipe
+            plan = replace(plan, name=f"{self.name}@{recipe_name(recipe)}")
+        state = group.state(device)
+        site = GemmSite(plan, state, None, seed=state.seed, stream=rank())
+        if self._prepared is not None and recipe is None:
+            self._prepared(site)
+        return site
+
+    def by_recipe(self, device: torch.device, label: str) -> GemmSite:
+        """The site by fp8_autocast's recipe. RuntimeError: there is none, since traced code entered the region."""
+        if (device, label) not in self.made:
+            raise RuntimeError(f"{self.name}: enter fp8_autocast(recipe=...) outside of compiled code")
+        return self.made[device, label]
+
+    def prepare(self, change: Preparation) -> None:
+        """Change the sites by the linear's own recipe for inference: those that are there, and all made later, on other
+        devices or for copies."""
+        self._prepared = change
+        for (_, label), site in self.made.items():
+            if not label:
+                change(site)
+
+    # ---------------------------------------------------------------------------------------------- moves and copies
+
+    def leave(self, device: torch.device) -> None:
+        """The linear was moved from this device: no codes stay there, and its histories go where it runs next."""
+        for (where, _), site in self.made.items():
+            if where == device:
+                site.weights.forget()
+        ran = None if device.type == "meta" else self.made.get((device, ""))
+        self._left, self.ready_on = ran or self._left, None
+
+    def forget(self, device: torch.device) -> None:
+        """The sites on a device are of a state that is gone."""
+        self.made = {key: site for key, site in self.made.items() if key[0] != device}
+
+    def of_copy(self, linear: Fp8Layer, group: Fp8Group, memo: dict[int, Any] | None = None) -> LinearSites:
+        """Sites for a copy of the linear, of which nothing is made yet; inference's changes go along."""
+        prepared = self._prepared if memo is None else copy.deepcopy(self._prepared, memo)
+        return group.join(linear, self.name, self._shape, prepared)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearSites:
+        """Those of the linear's copy, in its group's copy, with the histories of delayed scaling as they are now.
+
+        ``memo`` has the linear's copy, whose attributes are being copied: whoever copies a module enters it first.
+        """
+        linear = self.linear
+        assert linear is not None, "a linear is alive while it is copied"
+        copied = self.of_copy(memo[id(linear)], copy.deepcopy(self.group, memo), memo)
+        device = linear.weight.device
+        ran = self.made.get((device, "")) or self._left
+        if ran is not None and ran.has_histories and device.type != "meta":
+            take_over(ran, copied.on(device))
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle has no slots: what is read back starts cold (fp8_state_dict keeps histories)."""
+        return _join, (self.group, self.linear, self.name, self._shape, self._prepared)
+
+
+def _join(group: Fp8Group, *of_linear: Any) -> LinearSites:
+    """Called by pickle: the linear is there, its attributes are not yet."""
+    return group.join(*of_linear)
+
+
+def plan_linear(
+    config: Fp8Config, name: str, shape: tuple[int, int], device: torch.device, recipe: Recipe | None = None
+) -> SitePlan:
+    """What a linear of shape (out features, in features) runs on a device, and why.
+
+    Args:
+        recipe: in place of the config's.
+
+    Raises:
+        ValueError: the backend cannot run there, unless config.fallback is 'warn'; or the size filter's table is wrong.
+    """
+    plan = resolve(config.asked(recipe), name, None, device)
+    by_name = recipe is not None or matching(name, config.overrides)
+    if config.size_filter is None or plan.precision == "bf16" or by_name:
+        return plan
+    assert plan.backend is not None and plan.recipe is not None
+    table = load_table(config.size_filter)
+    table.check(device_label(device), plan.backend, plan.recipe)
+    verdict = table.verdict(Gemm(shape[1], shape[0], table.tokens(config.size_filter_tokens)))
+    return plan if verdict.pays else bf16_site(name, None, f"does not pay: {verdict.reason}")
+
+
+def take_over(old: GemmSite, new: GemmSite) -> None:
+    """What a site remembers goes to the one that takes its place: histories, and what this iteration has recorded."""
+    for role, quantizer in old.quantizers.items():
+        taker = new.quantizers.get(role)
+        if quantizer is None or taker is None or quantizer is taker:
+            continue
+        giver, arena = quantizer.slot, taker.slot.arena
+        if giver.delayed is not None:
+            arena.load_slot(taker.slot, giver.arena.saved_slot(giver))
+        amax, nonfinite = giver.arena.rows[:, giver.index].to(arena.device)
+        taker.slot.record(amax, nonfinite)
+
+
+def rank() -> int:
+    """Data-parallel ranks see other tokens, so stochastic rounding draws other bits; 0 without torch.distributed."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

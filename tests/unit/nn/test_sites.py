@@ -1,0 +1,78 @@
+"""LinearSites: one site for each device and recipe; what inference changed, and histories, go where the linear goes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_step
+from megatron_fp8.recipe import MXFP8BlockScaling
+from tests.support.tower import DELAYED, Tower, batch
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+CHANGED: list[str] = []
+
+
+def change(site: GemmSite) -> None:
+    CHANGED.append(site.plan.name)
+
+
+def test_a_site_for_each_device_and_recipe():
+    model = convert_to_fp8(Tower(), DELAYED)
+    sites = model.up.fp8_sites
+    model(batch(0))
+    with fp8_autocast(recipe="mxfp8"):
+        model(batch(0))
+    assert list(sites.made) == [(CPU, ""), (CPU, repr(MXFP8BlockScaling()))]
+    own, other = sites.made.values()
+    assert (own.plan.name, other.plan.name) == ("up", "up@mxfp8") and own.state is other.state
+    assert sites.on(CPU) is own is model.up.fp8_site and sites.on(CPU, MXFP8BlockScaling()) is other
+    assert sites.on(META).state is not own.state
+
+
+def test_ready_until_it_moves():
+    model = convert_to_fp8(Tower(), DELAYED)
+    sites = model.up.fp8_sites
+    assert sites.ready_on is None
+    model.down(torch.ones(4, 64))
+    assert sites.ready_on == CPU, "made with its group's"
+    model.to("meta")
+    assert sites.ready_on is None and sites.made == {}, "the state on the device went with the last weight"
+
+
+def test_histories_wait_until_it_runs_elsewhere():
+    model = convert_to_fp8(Tower(), DELAYED)
+    model(batch(0)).sum().backward()
+    fp8_step(model)
+    scale = model.up.fp8_site.quantizers["input"].slot.scale
+    model.to("meta")
+    model.up.fp8_sites.on(META)
+    model.to_empty(device="cpu")
+    assert model.up.fp8_site.quantizers["input"].slot.scale == scale != 1
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_what_inference_changed_is_told_to_sites_made_later(how):
+    model = convert_to_fp8(Tower(), DELAYED)
+    model(batch(0))
+    CHANGED.clear()
+    model.up.fp8_sites.prepare(change)
+    assert CHANGED == ["up"]
+    with fp8_autocast(recipe="mxfp8"):
+        model(batch(0))
+    assert CHANGED == ["up"], "another recipe's site is not its own"
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    twin(batch(0))
+    assert CHANGED == ["up", "up"]
+    model.up.fp8_sites.on(META)
+    assert CHANGED == ["up"] * 3
+
+
+def test_a_recipe_entered_in_traced_code_has_no_site():
+    model = convert_to_fp8(Tower())
+    with pytest.raises(RuntimeError, match=r"up: enter fp8_autocast\(recipe=...\) outside of compiled code"):
+        model.up.fp8_sites.by_recipe(CPU, "mxfp8")
