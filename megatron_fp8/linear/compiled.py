@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -59,16 +58,15 @@ from .saved_layout import SideLayout
 from .site import GemmSite
 from .tensor_parallel import TensorParallel
 
-_KEPT_OUT_OF_GRAPHS = hasattr(
-    torch.Tag, "cudagraph_unsafe"
-)  # not in the first versions of torch that run this
+# The first versions of torch that this runs on lack the tag.
+_KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
 _TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
 _calls = itertools.count()
 
 
 @torch.compiler.assume_constant_result
 def _next_call() -> int:
-    """The number of a call, asked while tracing; a constant of that graph."""
+    """The number of a call; the tracer runs this, and the graph has its result as a constant."""
     return next(_calls)
 
 
@@ -84,8 +82,8 @@ def traced_linear(
 ) -> Tensor:
     """fp8_linear while torch.compile traces, or under a dispatch mode.
 
-    Whether the weight is quantised at each call of training, or once an iteration, is the state's to say
-    (``keeps_weights``), whatever its layer was told; in evaluation it is at each.
+    In training the weight is quantised once an iteration if the state ``keeps_weights``, else at each call; in evaluation
+    at each call. Megatron's ``is_first_microbatch`` is not asked: there would be a graph for each of its values.
     """
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
     call = Call(site, tp, training, False, save_original_input)
@@ -105,7 +103,7 @@ def traced_linear(
 
 
 def _handle_for(site: GemmSite, *given: Tensor) -> Tensor:
-    """The site's handle, as a fake tensor where others are and real ones are refused: nobody will read it there."""
+    """The site's handle. A fake mode that refuses real tensors gets a fake one, since nothing is computed there."""
     handle = site.traced.handle
     if torch.compiler.is_compiling():
         return handle
@@ -134,7 +132,8 @@ def linear(
     training: bool,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [..., N]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else empty; WeightCache.stamp.
+    """y [..., N] of x [..., K] and weight [N, K]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else
+    empty; and WeightCache.stamp.
 
     Args:
         site: int64 [] on the CPU, a GemmSite's handle.
@@ -152,7 +151,7 @@ def linear(
         )
     call = Call(found, _parallel(tp), training and not in_recompute(), not training, not keeps)
     if not in_recompute():
-        found.traced.gradient_owner = weakref.ref(weight) if hasattr(weight, "main_grad") else None
+        found.traced.multiplied_by(weight)
     with nullcontext() if training else found.state.uncounted():
         done = forward(x, weight, bias, call, keeps)
     stamp = found.weights.stamp(x.device)
@@ -243,9 +242,8 @@ def linear_backward(
     elif kept:
         saved_x = SideLayout.parse(layout).put_together(*kept)
     saved_w = found.weights.columnwise(weight, stamp, weight_scale) if needs_dgrad else None
-    owner = None if found.traced.gradient_owner is None else found.traced.gradient_owner()
-    needs = (needs_dgrad, needs_wgrad)
-    done = backward(dy, saved_x, saved_w, weight if owner is None else owner, call, needs, bias_dtype)
+    parameter, needs = found.traced.parameter(weight), (needs_dgrad, needs_wgrad)
+    done = backward(dy, saved_x, saved_w, parameter, call, needs, bias_dtype)
     empty = dy.new_empty(0)
     dx = empty if done.dx is None else done.dx.view(*_dx_shape(dy, call.tp), weight.shape[1])
     dw = dy.new_empty(0) if done.dw is None else done.dw
@@ -331,13 +329,13 @@ torch.library.register_autograd("megatron_fp8::observe", _pass_observed, setup_c
 
 @torch.compiler.assume_constant_result
 def prepare_layer(layer: Any) -> bool:
-    """layer.make_sites(), run by the tracer and not traced: what a first forward makes is there before the graph."""
+    """layer.make_sites(). The tracer runs it and does not look inside: sites are there before the graph reads them."""
     layer.make_sites()
     return True
 
 
 def _site(handle: Tensor) -> GemmSite:
-    """The site; RuntimeError where this torch captures the operator, and a replay would leave out what Python does."""
+    """The site. RuntimeError where this torch captures the operator: a replay would leave out what it does in Python."""
     site = site_by_handle(handle)
     captured = (
         not _KEPT_OUT_OF_GRAPHS and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -351,7 +349,7 @@ def _site(handle: Tensor) -> GemmSite:
 
 
 def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:
-    """Leading dimensions of dx: dy's, but for tokens that are shards on one side of the layer."""
+    """Leading dimensions of dx: dy's, times or over the group's size where one side of the layer has shards of tokens."""
     shape = list(dy.shape[:-1])
     if tp.sequence_parallel:
         shape[0] = shape[0] // tp.size if tp.kind == "column" else shape[0] * tp.size
@@ -370,7 +368,7 @@ def _describe(tp: TensorParallel) -> str:
 
 
 def _parallel(described: str) -> TensorParallel:
-    """The TensorParallel that was described. Its group is looked up each time: a name may be another group's later."""
+    """The TensorParallel that was described. Its group is looked up each time: names are given to other groups later."""
     if not described:
         return TensorParallel()
     kind: Any

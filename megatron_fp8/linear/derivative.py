@@ -22,9 +22,10 @@ _NO_BATCHES = (
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For the backward of an autograd function, outermost but for staticmethod: differentiating it is a RuntimeError.
 
-    torch's ``once_differentiable`` says so only where the incoming gradient depends on something, and where the error
-    lies on the way. A constant gradient, such as a sum's, still meets operands that depend on something: their part of a
-    gradient penalty would be missing without a word. And who asks for certain inputs (``hessian``) would get zeros.
+    torch's ``once_differentiable`` is not enough. It raises only where the incoming gradient itself requires a gradient.
+    That of a sum is a constant, but what the backward multiplies it by depends on weights: a gradient penalty would lack
+    that part without a word. And a second derivative by certain inputs (``hessian``) would be zeros, where the way to
+    them does not lead past the error.
     """
 
     @functools.wraps(backward)

@@ -6,7 +6,7 @@ TensorParallel); it chooses neither. Rejected: the forty loose arguments and the
 functions grow elsewhere.
 
 While torch.compile traces, or a dispatch mode is on, the same passes are called as two opaque operators (compiled.py).
-Else they are not: an operator's way through the dispatcher costs a small linear more than autograd's function does.
+Elsewhere they are called directly: for a small linear, torch's dispatcher would take longer than autograd's function.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import in_recompute, without_autocast
@@ -52,11 +52,11 @@ def fp8_linear(
         site, tp: the GEMMs and the communication.
         training: amaxes and health are recorded (a recomputed forward records nothing).
         fresh_weight: quantise the weight again even if this iteration has done so.
-        save_original_input: keep x itself for wgrad and quantise it again there, for callers that recompute x anyway.
+        save_original_input: keep x itself for wgrad, and quantise it again there. For callers that recompute x anyway.
 
     Returns:
-        [..., N] in x's dtype. NaN in x or weight gives NaN where it is multiplied; Inf saturates and is
-        counted (under MX's largest scale the saturated value itself is beyond bfloat16).
+        [..., N] in x's dtype. NaN in x or weight gives NaN where it is multiplied; Inf saturates and is counted (under
+        MX's largest scale the saturated value itself is beyond bfloat16).
 
     Raises:
         ValueError: x's last dimension is not the weight's.
@@ -78,7 +78,7 @@ def fp8_linear(
         if isinstance(weight, Fp8Parameter):
             return break_graph(_eager_linear, *eager)
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
-    as_operator = site.as_operator(is_watched(x, weight))
+    as_operator = site.forwards.as_operator(x, weight)
     if as_operator and isinstance(weight, Fp8Parameter):
         with _disable_current_modes():
             return _eager_linear(*eager)
@@ -89,21 +89,9 @@ def fp8_linear(
     return _eager_linear(*eager)
 
 
-def is_watched(*tensors: torch.Tensor) -> bool:
-    """Whether somebody looks at each operation, or there is nothing to compute with: such callers get one operator.
-
-    Selective activation checkpointing keeps results of operations to hand them out again, tracers write operations down,
-    fake and meta tensors have no memory. The steps inside the linear are no business of theirs: it changes results in
-    place, and a recomputation takes other steps.
-    """
-    return _get_current_dispatch_mode() is not None or any(
-        x.is_meta or isinstance(x, FakeTensor) for x in tensors
-    )
-
-
 def _refuse_tracers(site: GemmSite) -> None:
-    """RuntimeError where the call is being made into something that outlives the model, or is transformed."""
-    # Not is_exporting(): up to torch 2.12 Dynamo takes it for true in whatever it traces.
+    """RuntimeError where a program is made of the call, to run without the model, or where torch.func transforms it."""
+    # Not is_exporting(): up to torch 2.12 Dynamo takes it to be true in everything that it traces.
     if torch.compiler._is_exporting_flag:
         raise RuntimeError(
             f"{site.plan.name}: torch.export (torch.onnx and pipelining's pipeline() use it) makes a program that"
@@ -141,11 +129,11 @@ def _eager_linear(
 def observe_high_precision(
     x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, site: GemmSite
 ) -> torch.Tensor:
-    """y of a linear that ran in high precision in training, its amaxes recorded for delayed scaling (GemmSite.observe).
+    """Record the amaxes of a linear that ran in high precision in training, for delayed scaling (GemmSite.observe).
 
-    Use what is returned: traced code records on the way from y to it.
+    Returns y [..., N], unchanged. Go on with what is returned: in traced code the recording hangs on it.
     """
-    if torch.compiler.is_compiling() or site.as_operator(is_watched(x, weight)):
+    if torch.compiler.is_compiling() or site.forwards.as_operator(x, weight):
         from .compiled import traced_observation
 
         return traced_observation(x, weight, y, site)
@@ -181,7 +169,7 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad = (need and grad_enabled for need in ctx.needs_input_grad[:2])
         done = forward(x, weight, bias, call, needs_wgrad)
         if not call.site.state.keeps_weights:
-            call.site.weights.forget()  # the next call quantises again; backward has its own hold of what it needs
+            call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
         ctx.call, ctx.x_shape, ctx.weight = call, x.shape, weight
         ctx.bias_dtype = None if bias is None else bias.dtype
         kept_x = _Kept.of(done.x if needs_wgrad else None)

@@ -72,11 +72,14 @@ def forward(
 ) -> Forward:
     """y [..., N] of x [..., K], with what backward needs of it (``x`` only if there will be a wgrad)."""
     site, tp = call.site, call.tp
-    site.has_run = True
-    operand, saved = quantize_input(x.reshape(-1, x.shape[-1]), call, needs_wgrad)
+    site.note_forward()
+    tokens = x.reshape(-1, x.shape[-1])  # [M, K]
+    operand, saved = quantize_input(tokens, call, needs_wgrad)  # [M of all ranks, K], [K, M]
     quantized_weight = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
     assert quantized_weight.rowwise is not None
-    y = site.multiply("fprop", operand, quantized_weight.rowwise, x.dtype, bias, record=call.record)
+    y = site.multiply(
+        "fprop", operand, quantized_weight.rowwise, x.dtype, bias, record=call.record
+    )  # [.., N]
     sequence = x.shape[0] * (tp.size if call.gathers else 1)
     if tp.kind == "row" and tp.sequence_parallel:
         y = tp.reduce_scatter(y).wait()
@@ -111,7 +114,8 @@ def backward(
     """
     site, tp = call.site, call.tp
     needs_dgrad, needs_wgrad = needs
-    dy = grad_output.reshape(-1, grad_output.shape[-1])
+    # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
+    dy = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
     dbias = None if bias_dtype is None else dy.to(torch.float32).sum(0).to(bias_dtype)
     rowwise, pending_columnwise = _quantize_grad_output(dy, call, needs_dgrad, needs_wgrad)
     if needs_wgrad and isinstance(saved_x, torch.Tensor):
@@ -120,7 +124,7 @@ def backward(
     dx, pending_dx = None, None
     if needs_dgrad:
         assert rowwise is not None and saved_w is not None
-        dx = site.multiply("dgrad", rowwise, saved_w, grad_output.dtype)
+        dx = site.multiply("dgrad", rowwise, saved_w, grad_output.dtype)  # [M, N] @ [K, N]^T
     columnwise = None
     if needs_wgrad:
         columnwise = (
@@ -134,7 +138,8 @@ def backward(
     dw = None
     if needs_wgrad:
         assert columnwise is not None and x_side is not None
-        dw = _accumulate(weight, site.multiply("wgrad", columnwise, x_side, torch.float32))
+        dw = site.multiply("wgrad", columnwise, x_side, torch.float32)  # [N, M] @ [K, M]^T
+        dw = _accumulate(weight, dw)
     if pending_dx is not None:
         dx = pending_dx.wait()
     return Backward(dx, dw, dbias)
@@ -148,9 +153,8 @@ def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple
     site, tp, casts = call.site, call.tp, call.site.casts["input"]
     row = casts.rowwise
     keeps = needs_wgrad and keeps_codes(tokens.shape[0], call)
-    plain = (
-        tokens.t() if needs_wgrad and not keeps else None
-    )  # asked of a DeferredTensor, it would be written
+    # Only where it is needed: asked for its transpose, a DeferredTensor computes its values and writes them out.
+    plain = tokens.t() if needs_wgrad and not keeps else None
     if call.record and not keeps:
         _record_late_cast(tokens, casts)
     direction: Any = "both" if keeps else "rowwise"
@@ -194,15 +198,16 @@ def _misaligned_note(role: str, tokens: int, granularity: Granularity) -> str:
 
 
 def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
-    """What wgrad's own cast would record is recorded now: it comes in the backward, or in a recomputation, where nothing
-    is, because other casts were recorded in the forward."""
+    """Record now what wgrad's own cast would record. That cast comes in the backward or in a recomputation, and those
+    record no amax of the input: the forward has done so."""
     column = casts.columnwise
     if column is not None and column.rule.delayed and column is not casts.rowwise:
         column.slot.observe(tokens)
 
 
 def _requantize_input(saved: torch.Tensor, call: Call) -> Operand:
-    """A saved plain input [K, M], quantised now if wgrad reads codes and shards' codes are those of the whole."""
+    """A saved plain input [K, M], quantised now if wgrad reads codes, and if codes made of a shard of the tokens are
+    those that the gathered tokens would get; else as it is."""
     quantizer = call.site.casts["input"].columnwise
     if quantizer is None or (
         call.gathers and not _shards_aligned(saved.shape[1], quantizer.rule.granularity)
@@ -213,7 +218,7 @@ def _requantize_input(saved: torch.Tensor, call: Call) -> Operand:
 
 
 def _gather_input(saved: Operand | None, call: Call) -> Pending:
-    """Start collecting all tokens of the saved columnwise input."""
+    """Start collecting all ranks' tokens of the saved columnwise input [K, M]."""
     assert saved is not None
     if isinstance(saved, QuantizedSide):
         return call.tp.gather_side(saved, by_column=True, async_op=True)
@@ -221,7 +226,8 @@ def _gather_input(saved: Operand | None, call: Call) -> Pending:
 
 
 def _columnwise_input(gathered: Operand, call: Call) -> Operand:
-    """wgrad's operand from what was gathered: codes as they are; high precision quantised now if wgrad reads codes."""
+    """wgrad's operand [K, M of all ranks] from what was gathered: codes [K, M] as they are; tokens [M, K] in high
+    precision transposed, and quantised if wgrad reads codes."""
     if isinstance(gathered, QuantizedSide):
         return gathered
     quantizer = call.site.casts["input"].columnwise
@@ -236,7 +242,7 @@ def _columnwise_input(gathered: Operand, call: Call) -> Operand:
 def _quantize_grad_output(
     dy: torch.Tensor, call: Call, needs_dgrad: bool, needs_wgrad: bool
 ) -> tuple[Operand | None, Operand | Pending | None]:
-    """(dgrad's operand, wgrad's operand or its gather under way), over all tokens."""
+    """(dgrad's operand [M, N], wgrad's operand [N, M] or its gather under way), over all ranks' tokens, of dy [M, N]."""
     site, tp = call.site, call.tp
     casts = site.casts["grad_output"]
     row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None
@@ -274,7 +280,8 @@ def _quantize_grad_output(
 def _gather_grad_output(
     quantized: Float8Tensor, tp: TensorParallel
 ) -> tuple[QuantizedSide | None, QuantizedSide | Pending | None]:
-    """All tokens' sides: the rowwise one now, since dgrad waits for it; the columnwise one while dgrad runs."""
+    """Both sides of all ranks' tokens: the rowwise one is waited for, since dgrad comes next; the columnwise one arrives
+    while dgrad runs."""
     row, column = quantized.rowwise, quantized.columnwise
     gathered_row = None if row is None else tp.gather_side(row, by_column=False).wait()
     if column is None:
@@ -285,17 +292,20 @@ def _gather_grad_output(
 
 
 def _region(dy: torch.Tensor, call: Call) -> Region:
-    """Where dy lies in the matrix that all ranks share, if it holds all tokens: column-parallel ranks have columns."""
+    """Where dy [M, N] lies in the matrix of the whole group, which names the random bits of each element. It has all
+    rows; a column-parallel rank has some of the columns."""
     tp, cols = call.tp, dy.shape[1]
     by_column = tp.kind == "column"
-    return call.site.next_region(0, tp.rank * cols if by_column else 0, cols * (tp.size if by_column else 1))
+    return call.site.gradients.next_region(
+        0, tp.rank * cols if by_column else 0, cols * (tp.size if by_column else 1)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ wgrad
 
 
 def _accumulate(weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
-    """The gradient autograd gets: dw itself, or, once dw was added to main_grad, a dummy that DDP will drop."""
+    """What autograd gets: dw itself [N, K]; or, where dw was added to main_grad, a dummy that DDP will drop."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
         return dw.to(weight.dtype)

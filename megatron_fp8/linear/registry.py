@@ -1,10 +1,9 @@
-"""By what compiled code knows a GEMM site: a number, which it can hold as a tensor, and what else only it asks for."""
+"""How compiled code finds a GEMM site: by a number, which a graph can hold as a tensor. And what else only it needs."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,20 +15,26 @@ _sites: weakref.WeakValueDictionary[int, GemmSite] = weakref.WeakValueDictionary
 _numbers = itertools.count()
 
 
-@dataclass(eq=False)
 class Traced:
     """A site's part for compiled code.
 
     Attributes:
         handle: int64 [] on the CPU, the site's number.
         saved_layout: how its input's codes and scales lie (a SideLayout as text); empty without FP8.
-        gradient_owner: the parameter with a main_grad that compiled code last multiplied by: what it hands back in
-            backward may be a copy that offloading made.
     """
 
-    handle: torch.Tensor
-    saved_layout: str
-    gradient_owner: weakref.ref[torch.Tensor] | None = None
+    def __init__(self, handle: torch.Tensor, saved_layout: str):
+        self.handle, self.saved_layout = handle, saved_layout
+        self._parameter: weakref.ref[torch.Tensor] | None = None
+
+    def multiplied_by(self, weight: torch.Tensor) -> None:
+        """A forward has used this weight."""
+        self._parameter = weakref.ref(weight) if hasattr(weight, "main_grad") else None
+
+    def parameter(self, weight: torch.Tensor) -> torch.Tensor:
+        """The parameter with a main_grad whose values a backward was given: those may be a copy, made by offloading."""
+        found = None if self._parameter is None else self._parameter()
+        return weight if found is None else found
 
 
 def register(site: GemmSite, saved_layout: str) -> Traced:

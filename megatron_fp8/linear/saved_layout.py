@@ -1,7 +1,8 @@
-"""How the columnwise side of a layer's input lies in memory, in a string: what a graph knows before there is a tensor.
+"""How the columnwise side of a layer's input lies in memory, written as a string that a graph can hold as a constant.
 
-Both backends promise a layout: the emulated one turns codes that it wrote in the input's order, the native one writes
-them as tensor cores read them. A compiler must know shape, strides and dtype of everything that an operator will return.
+A compiler has to know shape, strides and dtype of everything that an operator will return, before there is a tensor. So
+both backends promise a layout: the emulated one writes codes in the input's order and returns a transposed view, the
+native one writes them as tensor cores read them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -10,18 +9,17 @@ from types import ModuleType
 import torch
 
 from ..backends import BACKENDS
-from ..backends.base import Region
 from ..backends.high_precision import matmul_high_precision
-from ..numerics.cast import RandomKey
 from ..plan.operands import READERS, Cast
 from ..plan.site_plan import SitePlan
-from ..plan.switch import in_recompute
 from ..quantizer import Casts, Quantizer
 from ..state.arena import Group
 from ..state.fp8_state import Fp8State
 from ..tensor import Operand, QuantizedSide
+from .gradient_stream import GradientStream
 from .registry import register
 from .saved_layout import SideLayout
+from .watched import WatchedForwards
 from .weight_cache import WeightCache
 
 
@@ -36,7 +34,15 @@ class GemmSite:
         stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
         casts: what quantises each role, where another site's quantizers are to serve; None: quantizers of its own.
 
-    ``weights`` quantises the weight and keeps it, ``traced`` is what compiled code knows the site by.
+    Attributes:
+        casts: role -> its quantizers.
+        backend: what they and the GEMMs run on; None if nothing is in FP8.
+        weights: quantises the weight and keeps it.
+        gradients: names the random bits by which grad_output is rounded.
+        forwards: whether calls go as one operator, and recomputations as their forwards.
+        traced: what compiled code knows the site by.
+        notes: what the report says of how the site ran.
+        has_run: whether a forward came here.
     """
 
     @torch.inference_mode(False)  # slots and handle must be writable and savable in training later
@@ -59,9 +65,10 @@ class GemmSite:
         self.traced = register(self, layout)
         self.weights = WeightCache(self.casts["weight"], state)
         self.seed, self.stream = seed, stream
-        self._backwards = (-1, 0)  # (iteration, how many backward passes it had)
-        self.has_run = False  # a forward came here
-        self._ways: tuple[int, set[bool]] = (-1, set())  # how the iteration's forwards were called
+        stochastic = any(quantizer.rule.stochastic for quantizer in self.casts["grad_output"].quantizers)
+        self.gradients = GradientStream(plan.name, state, stochastic=stochastic, seed=seed, rank=stream)
+        self.forwards = WatchedForwards(state)
+        self.has_run = False
         self._stand_in: GemmSite | None = None
 
     def _casts(self, role: str, group: Group) -> Casts:
@@ -117,33 +124,10 @@ class GemmSite:
         """Whether scales of some operand are delayed."""
         return any(q.slot.delayed is not None for casts in self.casts.values() for q in casts.quantizers)
 
-    @property
-    def rounds_stochastically(self) -> bool:
-        """Whether grad_output is rounded by random bits."""
-        return any(quantizer.rule.stochastic for quantizer in self.casts["grad_output"].quantizers)
-
     def computes(self, role: str) -> bool:
         """Whether this operand is only ever quantised, by kernels that can compute it: all its GEMMs are FP8."""
         in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm in READERS[role])
         return in_fp8 and all(quantizer.computes for quantizer in self.casts[role].quantizers)
-
-    def as_operator(self, watched: bool) -> bool:
-        """Whether a call in eager mode goes as one operator: where somebody watches operations (linear.is_watched).
-
-        A recomputation goes as the forwards of its iteration did, since what it saves has to match, and the mode that was
-        on around them may be off now. Who stands in for a CUDA graph wants all steps.
-        """
-        if self.state.capturing:
-            return False
-        iteration, ways = self._ways
-        if not in_recompute():
-            self._ways = (
-                self.state.iteration,
-                {watched} | (ways if iteration == self.state.iteration else set()),
-            )
-        elif iteration == self.state.iteration and len(ways) == 1:
-            return next(iter(ways))
-        return watched
 
     def observe(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, record: bool) -> None:
         """Fill delayed scaling's histories from a linear that ran in high precision: y [..., N] = x [..., K] @ weight^T.
@@ -170,23 +154,9 @@ class GemmSite:
     def _observe(self, role: str, x: torch.Tensor) -> None:
         self.casts[role].observe(x.reshape(-1, x.shape[-1]))
 
-    def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
-        """Place and random stream of this backward's grad_output; each backward of an iteration has its own stream."""
-        if self.state.capturing and self.rounds_stochastically:
-            raise RuntimeError(
-                f"{self.plan.name} rounds gradients stochastically, by bits that the host names in each iteration: a CUDA"
-                " graph would repeat them. Switch stochastic rounding off, or train without the graph"
-            )
-        iteration, count = self._backwards
-        count = count + 1 if iteration == self.state.iteration else 0
-        self._backwards = (self.state.iteration, count)
-        key = RandomKey(
-            self.seed,
-            zlib.crc32(self.plan.name.encode()),
-            self.state.iteration,
-            (self.stream << 16) + count,
-        )
-        return Region(key, row_offset, col_offset, total_cols)
+    def note_forward(self) -> None:
+        """A forward came here."""
+        self.has_run = True
 
     def multiply(
         self,
@@ -198,7 +168,7 @@ class GemmSite:
         *,
         record: bool = True,
     ) -> torch.Tensor:
-        """a [M, K] @ b [N, K]^T (+ bias [N]) as the plan has it for 'fprop', 'dgrad' or 'wgrad'; counted.
+        """a [M, K] @ b [N, K]^T (+ bias [N]) = [M, N] as the plan has it for 'fprop', 'dgrad' or 'wgrad'; counted.
 
         ``record`` False: a forward of evaluation, or again in a recomputation.
         """

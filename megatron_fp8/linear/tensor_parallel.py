@@ -1,4 +1,4 @@
-"""What a linear layer says to the other ranks of its tensor-parallel group, counted in bytes of FP8 where it can be.
+"""What a linear layer sends to the other ranks of its tensor-parallel group: FP8 codes, a byte a value, where it can be.
 
 Tokens are [sequence, batch] flattened, so a gather along the sequence is a gather along the rows. The columnwise side of
 a quantised matrix has the tokens last. The emulated backend keeps it as a transposed view of codes in row order: its
@@ -41,7 +41,7 @@ class TensorParallel:
     """The communication of one linear layer.
 
     Attributes:
-        kind: 'none' (nothing is said), 'column' (weight split by output features) or 'row' (by input features).
+        kind: 'none' (nothing is sent), 'column' (weight split by output features) or 'row' (by input features).
         group: the tensor-parallel process group; None with kind 'none'.
         sequence_parallel: column: the input arrives sharded by tokens and is gathered; row: the output leaves so.
         reduce_dgrad: column without sequence parallelism: dgrad is summed over the group.
@@ -86,11 +86,12 @@ class TensorParallel:
         return Pending([work], lambda: gathered.view(x.dtype))
 
     def gather_side(self, side: QuantizedSide, by_column: bool, *, async_op: bool = False) -> Pending:
-        """All ranks' tokens of a side whose shards hold whole blocks: codes at a byte a value, scales where they differ.
-        The same layout on all ranks.
+        """All ranks' tokens of a side whose shards hold whole blocks, in the same layout on all ranks.
 
-        Per-tensor scales, and per-row scales along the tokens' own direction, were shared before the cast and do not
-        travel.
+        by_column False: [M, K] of each rank -> [size * M, K]. True: tokens are the columns, [K, M] -> [K, size * M].
+
+        Codes travel at a byte a value, and scales where ranks have different ones. Per-tensor scales were shared before
+        the cast, and so were scales per row of a side whose columns are the tokens.
         """
         codes, scale_inv = side.codes, side.scale_inv
         side_by_side = by_column and codes.is_contiguous()

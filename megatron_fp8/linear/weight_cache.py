@@ -28,7 +28,7 @@ class _Kept:
     quantized: Float8Tensor
 
     def serves(self, version: tuple[Any, ...], record: bool) -> bool:
-        """Whether it is this weight's, as it is. What evaluation quantised misses the slot, so training does it again."""
+        """Whether it is this weight's, as it is now, and was recorded if that is asked: evaluation records no amax."""
         return self.version == version and (self.recorded or not record)
 
 
@@ -51,8 +51,9 @@ class WeightCache:
         return None if self._kept is None else self._kept.quantized
 
     def quantized(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Sides:
-        """The weight [N, K] in both directions, in each quantised or as it is. It is quantised once an iteration if the
-        state ``keeps_weights``, else at each call.
+        """The weight [N, K], and [K, N] columnwise: each quantised, or as it is where the plan has high precision.
+
+        It is quantised once an iteration if the state ``keeps_weights``, else at each call.
 
         Args:
             fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
@@ -99,10 +100,13 @@ class WeightCache:
         return stamp, used
 
     def columnwise(self, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor) -> Operand:
-        """dgrad's operand of the weight that compiled code hands back: what forward made of it if that is here still,
-        else made again, the same bits (what offloading brought back is another tensor with the same values).
+        """dgrad's operand [K, N] of the weight [N, K] that compiled code hands back in its backward.
 
-        stamp and scale are the forward's: ``fp8_step`` may have been called since, and another forward.
+        It is what forward made of the weight, if that is still here. Else it is made again, with the same bits:
+        ``fp8_step`` or another forward came in between, or offloading brought the weight back as another tensor.
+
+        Args:
+            stamp, scale: the forward's.
         """
         quantizer = self._casts.columnwise
         if quantizer is None:
@@ -117,7 +121,7 @@ class WeightCache:
         return side
 
     def forget(self) -> None:
-        """Drop what is kept: another weight took its place for good, or the next call quantises again."""
+        """Drop what is kept: another weight took this one's place, or the next call will quantise anyway."""
         self._kept = None
 
     def _first_this_iteration(self) -> bool:
@@ -127,8 +131,8 @@ class WeightCache:
     def _version(self, weight: torch.Tensor, weight_generation: int) -> tuple[Any, ...]:
         """The weight's memory, how it lies there, and what is known of writes to it.
 
-        An address may be that of memory which is gone; a weak reference to the storage keeps its identity from being
-        given out again. Codes that a CUDA graph will make are not those of what runs now.
+        The storage is named by a weak reference, and not by its address, which freed memory gives to another. Codes made
+        in the capture of a CUDA graph exist at its replay only, so they are another version.
         """
         captured = self._state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         version = 0 if weight.is_inference() else weight._version

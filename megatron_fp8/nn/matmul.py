@@ -7,8 +7,9 @@ from functools import lru_cache, partial
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..linear.function import fp8_linear, is_watched
+from ..linear.function import fp8_linear
 from ..linear.site import GemmSite
+from ..linear.watched import is_watched
 from ..plan.resolve import Asked, resolve
 from ..plan.switch import without_autocast
 from ..recipe import Recipe, recipe_name

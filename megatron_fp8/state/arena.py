@@ -17,7 +17,6 @@ The counts are max-reduced with the amaxes, since one collective has one operato
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch

@@ -84,32 +84,6 @@ def test_sides():
         side_of(quantize(x, RECIPES["mxfp8"], "input"), "columnwise")
 
 
-def test_each_backward_has_its_own_random_stream():
-    """Named by seed, site, iteration, data-parallel rank and which backward of the iteration it is."""
-    state = Fp8State()
-    site, _ = make_site("mxfp8", state=state, seed=3)
-
-    def key(site: GemmSite = site):
-        return site.next_region(0, 0, 0).key
-
-    keys = [key(), key()]
-    state.iteration += 1
-    keys += [key(), key()]
-    assert len(set(keys)) == 4
-    again, _ = make_site("mxfp8", seed=3)
-    assert [key(again), key(again)] == keys[:2]
-    again.state.iteration += 1
-    assert [key(again), key(again)] == keys[2:], "an iteration starts from its first stream"
-    for other in ({"seed": 4}, {"seed": 3, "stream": 1}, {"seed": 3, "name": "layers.1.linear"}):
-        assert key(make_site("mxfp8", **other)[0]) != keys[0], other
-
-
-def test_region_tells_where_the_matrix_lies():
-    region = make_site("mxfp8")[0].next_region(4, 6, 12)
-    index = region.index(2, 3, torch.device("cpu"))
-    assert index.tolist() == [[54, 55, 56], [66, 67, 68]]
-
-
 def test_sites_of_one_state_share_its_counts():
     state = Fp8State()
     sites = [make_site(name, state=state, name=name)[0] for name in ("mxfp8", "delayed")]
