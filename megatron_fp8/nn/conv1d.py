@@ -1,7 +1,7 @@
 """Fp8Conv1D: the linear layer of GPT-2 in FP8. transformers keeps its weight as [in, out], and calls it Conv1D.
 
-It is no nn.Linear, as Conv1D is none: what reads ``weight`` (adapters that merge, loaders) asks for the class to know how
-the weight lies. Loaded only where a model holds a Conv1D, so transformers is there.
+Like Conv1D it is no nn.Linear: who reads ``weight`` (adapters that merge, loaders) asks for the class, to know how the
+weight lies. This file is imported only where a model holds a Conv1D, so transformers is there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """convert_to_fp8: the linears of a PyTorch model become Fp8Linears, in place, and a table says which and why.
 
 A linear is converted by changing its class. The module stays the same object with the same parameters, buffers and hooks,
-so optimizers, tied weights, references held elsewhere and state-dict keys cannot notice; nor can a model that is one
-linear. Rejected: a new module in its place, which has to copy all of that, and copies what it knows of.
+so optimizers, tied weights, references held elsewhere and state-dict keys are as they were, and a model that is a single
+linear can be converted too. Rejected: a new module in its place. It would have to copy all of that, and would miss what
+it has never heard of.
 """
 
 from __future__ import annotations
@@ -141,9 +142,7 @@ def _fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
     kind = module if isinstance(module, type) else type(module)
     if kind is nn.Linear:
         return Fp8Linear
-    transformers = sys.modules.get(
-        "transformers.pytorch_utils"
-    )  # where no one loaded it, no model has a Conv1D
+    transformers = sys.modules.get("transformers.pytorch_utils")  # not loaded: no model has a Conv1D
     if transformers is not None and kind is transformers.Conv1D:
         from .conv1d import Fp8Conv1D
 
@@ -175,7 +174,7 @@ def _consider(model: nn.Module, name: str, module: nn.Module, config: Fp8Config,
     kind = type(module).__name__
     shape: tuple[int, ...] = () if weight is None or is_lazy(weight) else tuple(weight.shape)
     if shape and _is_linear(module):
-        shape = _features(module)  # its first parameter can be another, such as a norm
+        shape = _features(module)  # its first parameter need not be the weight: weight_norm's is a norm
     dtype = "" if weight is None else str(weight.dtype).removeprefix("torch.")
     if isinstance(module, Fp8Layer):
         recipe = recipe_name(module.fp8_config.resolved_recipe)
@@ -253,7 +252,7 @@ def _is_stack(parameter: nn.Parameter) -> bool:
 
 
 def _with_sizes(rows: list[Row], modules: list[nn.Module]) -> tuple[Row, ...]:
-    """The rows with how much of the model they are; a shared parameter counts once, in FP8 if one of its users is."""
+    """The rows, with how much of the model each is. A shared parameter counts once: in an FP8 layer, if one uses it."""
     counted: set[int] = set()
     sized = list(rows)
     for i in sorted(range(len(rows)), key=lambda i: not rows[i].converted):
@@ -266,11 +265,11 @@ def _with_sizes(rows: list[Row], modules: list[nn.Module]) -> tuple[Row, ...]:
 
 
 def _multiplied(module: nn.Module, own: list[nn.Parameter]) -> int:
-    """How many of its values are matrices that a token is multiplied by: all, where nobody here knows the module."""
+    """How many of its values a token is multiplied by. Of a module that is not known here: those of its matrices."""
     if _is_linear(module) and own:
         return math.prod(_features(module))
     if isinstance(module, nn.Embedding | nn.EmbeddingBag | _ConvNd | ParametrizationList):
-        return 0  # of a parametrization: its layer multiplies
+        return 0  # a parametrization's values are multiplied by its layer, which is counted
     return sum(p.numel() for p in own if p.squeeze().ndim == 2 or _is_stack(p))
 
 

@@ -5,8 +5,8 @@ with the scale of the whole weight, so the gathered codes are those of the gathe
 after the network is the same arithmetic. What the linear gets is an Fp8Parameter over FSDP's own buffer, which FSDP frees
 after the forward and fills again for the backward; no rank holds the codes of all weights in between.
 
-The scale of a whole weight needs its largest magnitude over all ranks. One all-reduce shares those of all weights of the
-model, the first time that one is gathered after the weights changed. Delayed scaling knows its scales, and needs none.
+The scale of a whole weight needs its largest magnitude over all ranks. When the weights have changed, the first one that
+is gathered shares those of all in one all-reduce. Delayed scaling knows its scales, and needs none.
 
 Codes that serve one direction only (per row, 1x32) cannot be turned into the other's: those weights travel in high
 precision and are quantised after the gather, and so do 128x128 blocks that a shard's boundary would cut.
@@ -94,7 +94,7 @@ def disable_fp8_all_gather(model: torch.nn.Module) -> None:
 
 
 class _Cast(NamedTuple):
-    """What travels beside the codes, or is known without travelling."""
+    """What a rank knows of the gathered weight without being sent it."""
 
     quantizer: Quantizer
     outer_size: torch.Size
@@ -249,7 +249,7 @@ class _Gathered(Fp8Parameter):
 
 
 def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
-    """Zero rows below, where shards are uneven; FSDP gathers equal ones."""
+    """The shard [own rows, cols] as [rows, cols], with zeros below: FSDP gathers shards of one size."""
     return torch.nn.functional.pad(value, (0, 0, 0, rows - value.shape[0]))
 
 

@@ -30,7 +30,7 @@ def call_on_values(module: torch.nn.Module, nested: torch.Tensor) -> torch.Tenso
             "an FP8 linear takes nested tensors whose layout is torch.jagged and whose last dimension is the same for"
             " all: torch.nested.nested_tensor(list, layout=torch.jagged)"
         )
-    if jagged.lengths() is not None:  # it has holes, in which there may be anything
+    if jagged.lengths() is not None:  # between its sequences is memory with any content, which would be cast
         jagged = jagged.contiguous()
     return torch.nested.nested_tensor_from_jagged(
         module.forward(jagged.values()),

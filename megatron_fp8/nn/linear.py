@@ -158,7 +158,7 @@ class Fp8Layer(torch.nn.Module):
             return fp8_linear(input, self.matrix, self.bias, site, training=self.training)
 
     def _high_precision(self, x: torch.Tensor, site: GemmSite, *, observe: bool) -> torch.Tensor:
-        """The unconverted layer's own forward; outside the FP8 phase delayed scaling learns from it."""
+        """y [..., N] by the unconverted layer's own forward. ``observe``: it fills delayed scaling's histories."""
         y = self.plain_forward(x)
         if self.training:
             _count(site, x, self.weight, y)
@@ -239,7 +239,10 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
 
 
 def _count(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
-    """One GEMM now, dgrad and wgrad in the backward. Traced code counts none: a number it wrote would be guarded on."""
+    """Count one GEMM now, and dgrad and wgrad when the gradient comes.
+
+    Traced code counts none: torch.compile would guard on the number, and compile anew in each iteration.
+    """
     if torch.compiler.is_compiling():
         return
     site.state.counts.hp_gemms += 1
@@ -253,7 +256,10 @@ def _count(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, y: torch.Tenso
 
 
 def _check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
-    """RuntimeError for a weight that cannot be used as it is, or as this call is asked to."""
+    """RuntimeError for a weight that is no plain parameter, and that this call cannot use.
+
+    ``as_built``: the call is in FP8 by the linear's own recipe, which codes that live as the weight were made by.
+    """
     if hasattr(weight, "to_local"):
         raise RuntimeError(
             f"{name}: its weight is a DTensor, and FP8 multiplies whole matrices: for tensor parallelism use"

@@ -21,10 +21,10 @@ class Row:
         converted: whether it was made to run in FP8.
         runs: the recipe and the backend, or the dtype it stays in.
         reason: why.
-        weights: how many values its own parameters have; those that modules share count in one of them.
-        multiplied: how many of a linear's, an RNN's or unknown module's are matrices, which take part in products.
-        lazy: it has parameters without a shape, whose size nobody knows yet.
-        planned: it is a linear that nothing but the plan kept from FP8, so overrides by name reach it.
+        weights: how many values its own parameters have. A parameter that modules share counts in one of them.
+        multiplied: how many of these a token is multiplied by: the matrices of linears, RNNs and unknown modules.
+        lazy: it has parameters without a shape yet, which count nowhere.
+        planned: it is a linear for which the plan decided, so overrides by name reach it.
         in_use: False for a converted one that did not run in FP8 in the first iterations, or was replaced since.
     """
 
@@ -69,8 +69,10 @@ class Fp8Report:
 
     @property
     def flops_in_fp8(self) -> float:
-        """The share of multiplications, each weight matrix used once a token. Not counted: convolutions, and products of
-        two activations, as attention has them. Of experts all count."""
+        """The share of multiplications by weights that are in FP8, if each token meets each weight matrix once.
+
+        All experts count. Convolutions do not, nor do products of two activations, as attention has them.
+        """
         return self._share("multiplied")
 
     def with_rows(self, rows: Iterable[Row]) -> Fp8Report:
@@ -133,7 +135,7 @@ def report_of(model: Any) -> Fp8Report | None:
 
 
 def _percent(share: float) -> str:
-    """'42 %'; not '100 %' of something that lacks a little, nor '0 %' of a little."""
+    """'42 %'. '100 %' means all and '0 %' means nothing: what is close to either is '> 99 %' or '< 1 %'."""
     if 0 < share < 0.01:
         return "< 1 %"
     return "> 99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")

@@ -1,7 +1,7 @@
 """The state of delayed scaling as plain tensors by name, apart from the model's state dict.
 
-A converted model's ``state_dict()`` has the keys of the unconverted one, so weights load either way, strictly. What else
-resumes bit for bit is here: amax histories, scales and the number of the iteration.
+A converted model's ``state_dict()`` has the keys of the unconverted one, so weights load either way, strictly. Here is
+what a training needs besides, to go on bit for bit: amax histories, scales and the number of the iteration.
 
 Rejected: buffers of the modules. Every BF16 checkpoint would then lack keys, and every FP8 one have too many.
 """

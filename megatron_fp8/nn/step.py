@@ -110,9 +110,10 @@ def _say_ruined(model: torch.nn.Module, nonfinite: int) -> bool:
 
 
 def _within_its_own_step(optimizer: Optimizer) -> bool:
-    """Whether a hook is called for ``super().step()`` of a subclass: torch wraps the step of each class, hooks and all.
+    """Whether a hook is called for the ``super().step()`` inside an optimizer's step.
 
-    Found on the stack: a count of steps begun would be wrong for good after a closure that raised.
+    torch wraps the step of each class, so the hooks of a subclass that calls it run twice. Found on the stack: a count of
+    steps begun would be wrong for good after a closure that raised.
     """
     frame = sys._getframe(2)  # torch's wrapper, which calls the hook
     wrapper, outer = frame.f_code, frame.f_back

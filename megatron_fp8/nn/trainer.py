@@ -9,7 +9,7 @@ matters in two places. Gradients are unscaled before they are clipped, since the
 FP8's iteration ends before the optimizer steps: a cast saturates an Inf, which the gradients then do not show, so what
 casts met must be known when it is decided whether to step.
 
-Rejected: a torch.amp.GradScaler in here. It decides on each rank alone, and from gradients alone.
+Rejected: torch.amp.GradScaler. Each rank would decide by itself, and by gradients alone.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Fp8Trainer:
         model, optimizer: of torch. The optimizer's parameters are float32 or bfloat16; for float16 keep them float32 and
             use torch.autocast(dtype=torch.float16) in ``compute_loss``.
         compute_loss: (model, microbatch) -> the microbatch's mean loss, a scalar.
-        scaler: needed where activations and gradients are float16; None multiplies by 1. Either way a step is skipped in
-            which a gradient or an FP8 cast met NaN or Inf.
+        scaler: of the loss, needed where activations and gradients are float16; None: the loss is not scaled. With or
+            without it, a step is skipped in which a gradient or an FP8 cast met NaN or Inf.
         clip_grad: largest norm of the whole gradient; None: no clipping.
         warmup, healing: the first and the last fraction of the training in high precision (phases.py).
         length: steps of the whole training; needed with ``warmup`` or ``healing``.

@@ -22,9 +22,9 @@ def traffic(layout: str, name: str, m: int, needs: tuple[int, int]) -> tuple[lis
     multiply, forward = site.multiply, Log()
     with recorded() as log:
 
-        def logged(gemm: str, *args: Any) -> torch.Tensor:
+        def logged(gemm: str, *args: Any, **options: Any) -> torch.Tensor:
             log.events.append(gemm)
-            return multiply(gemm, *args)
+            return multiply(gemm, *args, **options)
 
         site.multiply = logged  # type: ignore[method-assign]
         rank = dist.get_rank()
