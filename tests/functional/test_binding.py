@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import yaml
 
 from megatron_fp8.files.checkpoint import read_manifest
 from tests.support.command import APP, environment
+from tests.support.forked import python
 from tests.support.kept_checkpoints import options, unpacked
 from tests.support.manifests import edit
 
@@ -111,11 +110,8 @@ def heard(folder) -> Heard:
         "own code": [*generate, "--model.fp8_quantizer_factory=own_factory.factory"],
     }  # fmt: skip
     (folder / "commands.json").write_text(json.dumps(list(commands.values())))
-    done = subprocess.run(
-        [sys.executable, APP, "heard", "commands.json"], cwd=folder,
-        capture_output=True, text=True, timeout=200, env=environment(PYTHONPATH=f"{environment()['PYTHONPATH']}:."),
-        check=False,
-    )  # fmt: skip
+    here = environment(PYTHONPATH=f"{environment()['PYTHONPATH']}:.")
+    done = python(APP, "heard", "commands.json", cwd=folder, env=here, timeout=200)
     assert done.returncode == 0, done.stderr
     return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
 

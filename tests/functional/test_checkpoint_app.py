@@ -26,7 +26,7 @@ from megatron_fp8.files.checkpoint import (
     read_manifest,
     read_metadata,
 )
-from tests.support.command import APP, MEASURED, MODEL, environment, lines
+from tests.support.command import APP, MEASURED, MODEL, environment, lines, run
 from tests.support.manifests import edit, relist
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
@@ -60,10 +60,7 @@ def run_many(folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:
     """(exit code, what was said on stderr) of each command, one after the other in one process."""
     path = folder / "commands.json"
     path.write_text(json.dumps(commands))
-    done = subprocess.run(
-        [sys.executable, APP, "many", str(path)],
-        capture_output=True, text=True, timeout=200, env=environment(), check=False,
-    )  # fmt: skip
+    done = run(APP, "many", path, timeout=200)
     assert done.returncode == 0, done.stderr
     return [(code, said) for code, said in json.loads(done.stdout.splitlines()[-1])]
 

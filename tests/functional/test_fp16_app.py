@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import yaml
 
 from megatron_fp8.train.report import format_report
-from tests.support.command import APP, MEASURED, MODEL, environment, lines
+from tests.support.command import APP, MEASURED, MODEL, lines, run
 
 OPTIONS = [
     "--model.fp16=true", "--optimizer.use_distributed_optimizer=true", "--optimizer.initial_loss_scale=4194304",
@@ -68,10 +66,7 @@ def results(tmp_path_factory: Any) -> tuple[Path, list[tuple[int, str]]]:
         *([*start, *options.split(), f"--run_dir={folder / 'refused'}"] for options in REFUSED),
     ]
     (folder / "commands.json").write_text(json.dumps(commands))
-    done = subprocess.run(
-        [sys.executable, APP, "many", str(folder / "commands.json")],
-        capture_output=True, text=True, timeout=200, env=environment(), check=False,
-    )  # fmt: skip
+    done = run(APP, "many", folder / "commands.json", timeout=200)
     assert done.returncode == 0, done.stderr
     return folder, [(code, said) for code, said in json.loads(done.stdout.splitlines()[-1])]
 

@@ -15,6 +15,7 @@ import yaml
 from megatron_fp8.files.checkpoint import latest_checkpoint
 from megatron_fp8.inference.calibration import load_calibration
 from tests.support.command import APP, MODEL, environment
+from tests.support.forked import python
 from tests.support.manifests import edit
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
@@ -28,10 +29,7 @@ def run(folder: Path, commands: dict[str, list[Any]]) -> Heard:
     """(exit code, stderr, stdout) of each command, one after the other in one process."""
     path = folder / "commands.json"
     path.write_text(json.dumps([list(map(str, command)) for command in commands.values()]))
-    done = subprocess.run(
-        [sys.executable, APP, "heard", str(path)],
-        capture_output=True, text=True, timeout=200, env=environment(), check=False,
-    )  # fmt: skip
+    done = python(APP, "heard", str(path), env=environment(), timeout=200)
     assert done.returncode == 0, done.stderr
     return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
 

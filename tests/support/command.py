@@ -1,10 +1,12 @@
-"""The command line as people run it: subprocesses, torchrun, an environment without anything of a launcher."""
+"""The command line as people run it: processes, torchrun, an environment without anything of a launcher."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.forked import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,15 +43,18 @@ def environment(**more):
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
-def run(*command, timeout=150, **variables):
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True, text=True, timeout=timeout, env=environment(**variables), check=False,
-    )  # fmt: skip
+def run(*command, timeout=150, cwd=None, **variables):
+    """python COMMAND, in a forked process: without the seconds of imports."""
+    return python(*map(str, command), env=environment(**variables), timeout=timeout, cwd=cwd)
 
 
 def torchrun(*command):
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command)
+    """Two ranks of a command, by torch's own launcher, in real processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [sys.executable, *launcher, *map(str, command)],
+        capture_output=True, text=True, timeout=150, env=environment(), check=False,
+    )  # fmt: skip
 
 
 def lines(path):

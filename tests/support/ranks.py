@@ -8,10 +8,10 @@
     def test_it(ranks):
         first, second = ranks(2).run(case, 128, timeout=60)
 
-Importing torch and Megatron-Core takes seconds a rank, so ranks stay alive for the whole test session and are
-shared by all world sizes. Every case gets a process group of its own over a file, destroyed after it: a rank
-that raises cannot leave half a collective behind for the next case, and its peers see a closed connection
-instead of hanging.
+Importing torch and Megatron-Core takes seconds, so ranks are forked from a process that has done it (forked.py), stay
+alive for the whole test session and are shared by all world sizes. Every case gets a process group of its own over a
+file, destroyed after it: a rank that raises cannot leave half a collective behind for the next case, and its peers see
+a closed connection instead of hanging.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -37,6 +36,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.support.forked import CONTEXT
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -229,11 +230,10 @@ class _Worker:
     """The parent's side of one rank."""
 
     def __init__(self, folder: Path, index: int):
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+        ours, theirs = CONTEXT.Pipe()
         self.connection: Connection = ours
         self._log = folder / f"rank{index}-{time.monotonic_ns()}.log"
-        self._process = context.Process(target=_serve, args=(theirs, str(self._log)), daemon=True)
+        self._process = CONTEXT.Process(target=_serve, args=(theirs, str(self._log)), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -1,0 +1,86 @@
+"""Processes that need not import torch and Megatron-Core again: forked from one that has.
+
+The fork server of `multiprocessing` imports tests/support/warm.py once for each pytest process: four seconds of a core.
+The ranks of tests/support/ranks.py, and the commands that `python` runs, are its children and start within 0.1 s. It
+has no threads and has computed nothing, so OpenMP and gloo start anew in every child.
+
+A forked command differs from a real process in what happens before its first line: the interpreter's start, imports, and
+environment variables that are read at import. Tests of these, of signals and of launchers start real processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.support.warm"])
+
+
+def python(
+    *command: str, env: Mapping[str, str], timeout: float, cwd: str | Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, ...)`.
+
+    `command` begins with a script's path or with '-m' and a module.
+    """
+    with tempfile.TemporaryDirectory(prefix="forked-") as folder:
+        said = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = CONTEXT.Process(
+            target=_as_command, args=(command, dict(env), str(cwd or os.getcwd()), *map(str, said))
+        )
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(command, timeout, *(path.read_bytes() for path in said))
+        return subprocess.CompletedProcess(command, process.exitcode, *(path.read_text() for path in said))
+
+
+def _as_command(command: Sequence[str], env: Mapping[str, str], cwd: str, stdout: str, stderr: str) -> None:
+    """What the interpreter does with its command line, in a forked child."""
+    for number, path in ((1, stdout), (2, stderr)):
+        stream = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    entries = env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*entries, *(entry for entry in sys.path if entry not in entries)]
+    import torch
+
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+    if command[0] == "-m":
+        sys.argv[:] = command[1:]
+        code = _exit_code(lambda: runpy.run_module(command[1], run_name="__main__", alter_sys=True))
+    else:
+        sys.argv[:] = command
+        code = _exit_code(lambda: runpy.run_path(command[0], run_name="__main__"))
+    sys.exit(code)
+
+
+def _exit_code(program: Callable[[], Any]) -> int:
+    """Runs a program to its end, functions of atexit included; prints what ended it, as the interpreter does."""
+    code = 0
+    try:
+        program()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, (int, type(None))):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()  # multiprocessing's children leave by os._exit, without them
+    return code
