@@ -12,7 +12,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help train test test-quick unit test-slurm test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
+.PHONY: help train test test-quick .slurm test-slurm test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -22,27 +22,37 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) \
 		-m megatron_fp8 train --config $(CONFIG) $(ARGS)
 
-test: lint unit test-slurm ## install everything the tests need, lint, run the suite
+# Whole files go to one of several processes, in the order of their names: functional tests first, which are long, so that
+# small files are left for the end. Each process forks its own ranks. Idle OpenMP threads do not spin meanwhile.
+SUITE := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+START := $(shell date +%s)
 
-# Whole files go to one of several processes; each keeps ranks of its own warm. Idle OpenMP threads do not spin meanwhile.
-unit: $(VENV)/.test
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+test: lint .slurm ## install everything the tests need, lint, run the suite
+	$(SUITE) -m "not long$$($(SLURM_HERE) || echo ' and not slurm')" $(ARGS)
+	@$(SLURM_HERE) || echo "The tests of SLURM DID NOT RUN: see above, before pytest's first line."
+	@echo "make test took $$(( $$(date +%s) - $(START) )) s. Without installation, on two quiet cores, it may take 720."
 
 test-quick: $(VENV)/.test ## the unit tests alone, for daily work
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit $(ARGS)
+	$(SUITE) tests/unit $(ARGS)
 
-test-slurm: $(VENV)/.test ## the SLURM scripts on a real two-node cluster on this machine (as root, on Debian)
+test-slurm: $(VENV)/.test .slurm ## the SLURM scripts on a real two-node cluster on this machine (as root, on Debian)
+	@if $(SLURM_HERE); then $(PY) -m pytest -m slurm tests/functional/test_slurm.py; fi
+
+SLURM_HERE := test "$$(id -u)" = 0 && $(PY) -m tests.support.slurm_cluster
+.slurm: $(VENV)/.test
 	@if test "$$(id -u)" != 0; then \
-		echo "test-slurm DID NOT RUN: starting a SLURM cluster needs root"; \
-	elif $(PY) -m tests.support.slurm_cluster || { command -v apt-get >/dev/null && apt-get -qq update \
+		echo "The tests of SLURM DO NOT RUN: starting a SLURM cluster needs root"; \
+	elif ! { $(SLURM_HERE) || { command -v apt-get >/dev/null && apt-get -qq update \
 			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null \
-			&& $(PY) -m tests.support.slurm_cluster; }; then \
-		$(PY) -m pytest -m slurm tests/functional/test_slurm.py; \
-	else \
-		echo "test-slurm DID NOT RUN: it needs Debian's packages slurm-wlm and munge, which could not be installed"; \
+			&& $(SLURM_HERE); }; }; then \
+		echo "The tests of SLURM DO NOT RUN: they need Debian's packages slurm-wlm and munge, which could not be installed"; \
 	fi
 
-test-long: $(VENV)/.test ## what takes too long for make test: transformers' own model tests, on converted models (with network)
+# Each of these has a small case in make test: hypothesis with a twentieth of the inputs, values drawn from all that are
+# tried here, two kills (tests/functional/test_kills.py), two models (tests/functional/test_hf_specified.py).
+test-long: $(VENV)/.test ## every nonsense value of every option, 20 times the drawn inputs, 20 kills, transformers' own tests (network)
+	DRAWS_TIMES=20 $(SUITE) -m "long or draws" --timeout 3600 tests/unit $(ARGS)
+	$(PY) -m benchmarks.kills --kills 20
 	$(PY) -m benchmarks.transformers_tests
 
 lint: $(VENV)/.test ## ruff (rules and formatting) and mypy

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torchao.float8.config import ScalingGranularity
@@ -28,6 +28,7 @@ from megatron_fp8.recipe import (
 )
 from tests.support import reference
 from tests.support.compare import assert_same_bytes
+from tests.support.draws import draws
 
 TENSOR, ROW, WIDE, SQUARE, MX = (None, None), (1, None), (1, 128), (128, 128), (1, 32)
 
@@ -190,7 +191,7 @@ def test_chunks_do_not_matter(name, size, monkeypatch):
         assert_same_bytes(back, torch.from_numpy(exact).float().bfloat16())
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     x=hnp.arrays(
         np.float32,

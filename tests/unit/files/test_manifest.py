@@ -7,10 +7,11 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from megatron_fp8.files.manifest import FORMAT, Manifest, NotAManifest, is_plain_name, parse
+from tests.support.draws import draws
 
 FILE = {"bytes": 3, "sha256": "0" * 64}
 STATE = {
@@ -128,7 +129,7 @@ VALUES = st.recursive(
 NAMES = ("iteration", "state", "facts", "files")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@draws(60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4) | st.binary(max_size=200))
 def test_any_bytes_are_a_manifest_or_a_line(changes):
     data = changes if isinstance(changes, bytes) else earlier(**changes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fp8.commands.generate import prompt_ids
@@ -16,6 +16,7 @@ from megatron_fp8.commands.main import main
 from megatron_fp8.huggingface.config import model_section
 from megatron_fp8.huggingface.config_types import check_types
 from megatron_fp8.train.data.tokenizers import JsonTokenizer, load_tokenizer
+from tests.support.draws import draws
 from tests.support.hf_small import CONFIG, write
 
 NONSENSE: list[Any] = [
@@ -41,7 +42,7 @@ def refused(capsys, *arguments: object) -> str:
     return said
 
 
-@settings(max_examples=300, deadline=None)
+@draws(300)
 @given(
     st.sampled_from([*READ, "quantization_config"]),
     st.sampled_from(NONSENSE)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gfloat.formats import format_info_ocp_e4m3, format_info_ocp_e5m2
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -19,6 +19,7 @@ from megatron_fp8.numerics.cast import count_nonfinite
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from tests.support import reference
 from tests.support.compare import assert_same_bytes
+from tests.support.draws import draws
 
 FORMATS = [
     pytest.param(E4M3, reference.E4M3, ml_dtypes.float8_e4m3fn, format_info_ocp_e4m3, id="e4m3"),
@@ -158,7 +159,7 @@ def test_input_is_left_alone_and_strides_do_not_matter():
     assert torch.equal(x, before)
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(
     x=hnp.arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32, allow_subnormal=True)),
     scale=st.floats(min_value=2.0**-149, max_value=float(reference.F32_MAX), width=32),

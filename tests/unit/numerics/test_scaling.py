@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
@@ -17,6 +17,7 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import compute_amax, compute_scale, compute_scale_inv
 from tests.support import reference
 from tests.support.compare import assert_same_bytes
+from tests.support.draws import draws
 
 FORMATS = [pytest.param(E4M3, reference.E4M3, id="e4m3"), pytest.param(E5M2, reference.E5M2, id="e5m2")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -116,7 +117,7 @@ def test_margin_keeps_headroom_at_every_exponent(fmt, pow2):
                 assert reach <= Fraction(fmt.max) * (1 + Fraction(1, 2**24)), (margin, of, found)
 
 
-@settings(max_examples=300, deadline=None)
+@draws(300)
 @given(amax=st.floats(min_value=0, width=32), epsilon=st.floats(0, 2.0**40, width=32), pow2=st.booleans())
 def test_scale_of_any_amax(amax, epsilon, pow2):
     for fmt, spec in ((E4M3, reference.E4M3), (E5M2, reference.E5M2)):
@@ -206,7 +207,7 @@ def test_e8m0_at_every_exponent_and_mantissa_edge(fmt, spec):
     assert_same_bytes(actual, expected, "e8m0")
 
 
-@settings(max_examples=300, deadline=None)
+@draws(300)
 @given(amax=st.floats(min_value=0, width=32))
 def test_e8m0_of_any_amax(amax):
     for fmt, spec in ((E4M3, reference.E4M3), (E5M2, reference.E5M2)):

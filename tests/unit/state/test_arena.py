@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fp8.backends import emulated
@@ -19,6 +19,7 @@ from megatron_fp8.state.arena import Arena, Slot
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.compare import assert_same_bytes
 from tests.support.delayed import PlainSlot
+from tests.support.draws import draws
 from tests.support.slots import make_slots, observe
 
 INF = math.inf
@@ -59,7 +60,7 @@ RECIPE = st.builds(
 ITERATIONS = st.lists(st.lists(st.lists(OBSERVATION, max_size=3), min_size=3, max_size=3), max_size=8)
 
 
-@settings(max_examples=150, deadline=None)
+@draws(150)
 @given(recipe=RECIPE, iterations=ITERATIONS)
 def test_update_equals_the_written_rule(recipe, iterations):
     """Three slots in two formats, each seen any number of times an iteration."""

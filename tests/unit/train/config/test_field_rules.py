@@ -4,13 +4,14 @@ import dataclasses
 import warnings
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_fp8.train.config.field_rules import MODEL, RELATIONS, RULES, check_rules
 from megatron_fp8.train.config.model_section import GPTOptions, transformer_config
 from megatron_fp8.train.config.run_config import _SECTIONS, RunConfig, known_keys, parse, rule_of
 from megatron_fp8.train.launch.parallel import Launch, check_layout, find_launch
+from tests.support.draws import draws
 from tests.support.nonsense import NONSENSE, WRITTEN, edges
 
 SMALL = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_attention_heads=4"]
@@ -30,11 +31,23 @@ def test_every_default_keeps_its_rule():
         check_rules(name, getattr(run, name) if name else run)
 
 
+@draws(100)
 @given(st.data())
 def test_any_value_of_any_option_keeps_its_rule_or_is_named(data):
     section = data.draw(st.sampled_from(sorted(RULES)))
     name = data.draw(st.sampled_from(sorted(RULES[section])))
-    value = data.draw(st.sampled_from([*edges(RULES[section][name]), *NONSENSE]))
+    kept_or_named(section, name, data.draw(st.sampled_from([*edges(RULES[section][name]), *NONSENSE])))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("section", sorted(RULES))
+def test_every_value_of_every_option_keeps_its_rule_or_is_named(section):
+    for name, rule in RULES[section].items():
+        for value in [*edges(rule), *NONSENSE]:
+            kept_or_named(section, name, value)
+
+
+def kept_or_named(section, name, value):
     settings = (
         GPTOptions() if section == "model" else getattr(RunConfig(), section) if section else RunConfig()
     )
@@ -59,12 +72,23 @@ def taken(arguments):
             return str(error)
 
 
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(st.sampled_from(known_keys()), st.sampled_from(WRITTEN), st.sampled_from(["", "null", "hybrid"]))
 @example("model.rotary_percent", "0.01", "")
 @example("model.kv_channels", "1", "")
 @example("train.seed", "9223372036854775808", "hybrid")
 def test_any_text_on_the_command_line_is_taken_or_refused_in_one_line(key, written, fp8):
+    taken_or_named(key, written, fp8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", known_keys())
+def test_every_text_on_the_command_line_is_taken_or_refused_in_one_line(key):
+    for written in WRITTEN:
+        taken_or_named(key, written, "hybrid")
+
+
+def taken_or_named(key, written, fp8):
     said = taken([*SMALL, *([f"--model.fp8={fp8}"] if fp8 else []), f"--{key}={written}"])
     if said is not None:
         assert key.rpartition(".")[2] in said and len(said.splitlines()) == 1, said

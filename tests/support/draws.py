@@ -1,0 +1,18 @@
+"""How many inputs hypothesis draws: `@draws(60)` above `@given` draws 60, twenty times as many in `make test-long`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+TIMES = int(os.environ.get("DRAWS_TIMES", "1"))
+
+
+def draws(count: int, **options: Any) -> Callable[[Any], Any]:
+    """`hypothesis.settings` with that many inputs, and the mark by which `make test-long` finds the test."""
+    drawn = settings(max_examples=count * TIMES, deadline=None, **options)
+    return lambda test: pytest.mark.draws(drawn(test))
