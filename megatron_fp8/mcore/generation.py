@@ -26,7 +26,7 @@ from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
 
 from ..inference import Sampler
-from .sites import unwrap
+from .runtime import unwrap
 
 
 class Decoder:

@@ -20,7 +20,8 @@ from ..plan.overrides import matching
 from ..recipe import recipe_name
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
-from .sites import fp8_linears, make_site, unwrap
+from .runtime import unwrap
+from .sites import fp8_linears, make_site
 
 
 def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -> list[Move]:

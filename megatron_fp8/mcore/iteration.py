@@ -1,7 +1,8 @@
 """The end of an FP8 iteration under Megatron-Core: one amax collective per group, then one shared verdict on health.
 
-It runs after ``finalize_model_grads_func`` and before the optimizer step, which asks ``found_nonfinite`` and skips on all
-ranks together: saturating casts hide an Inf from the gradients, so a loss scaler downstream would see nothing.
+It runs after ``finalize_model_grads_func`` and before the optimizer step, which asks the runtimes of the models that it
+steps (``found_nonfinite``) and skips on all ranks together: saturating casts hide an Inf from the gradients, so a loss
+scaler downstream would see nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
 from . import is_installed
 from .guard import move_ill_sites
-from .sites import check_plan, state_of, unwrap
+from .runtime import runtime_of, state_of, unwrap
+from .sites import check_plan
 
-_last = IterationCounts()
-_last_is_fp8 = False
+_latest = IterationCounts()
+"""Of the iteration that ended last in this process, for ``iteration_counts()`` to tell. Nothing is decided by it."""
 
 
 def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
@@ -35,7 +37,6 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
     Raises:
         RuntimeError: FP8 was asked for and install() was not called; or ranks of a group hold different FP8 tensors.
     """
-    global _last, _last_is_fp8
     config = unwrap(model_chunks[0]).config
     if config.fp8 and not is_installed():
         raise RuntimeError(
@@ -45,14 +46,13 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
     state = state_of(config)
     if config.fp8 and state.iteration == 0:
         check_plan(model_chunks)
-    _last = state.finish_iteration()
-    _last_is_fp8 = bool(config.fp8)
-    if _last_is_fp8:
+    state.finish_iteration()
+    if config.fp8:
         _announce_switch(state, "FP16" if config.fp16 else "BF16")
-    if _last_is_fp8:
-        _share_verdict(config)
+    counts = _finished(config, state)
+    if config.fp8:
         move_ill_sites(model_chunks, state, partial=_groups_are_partial(config))
-    return _last
+    return counts
 
 
 class CapturedIteration(CapturedStep):
@@ -60,22 +60,27 @@ class CapturedIteration(CapturedStep):
 
     def __init__(self, model_chunks: list[Any]):
         self._config = unwrap(model_chunks[0]).config
-        super().__init__(state_of(self._config))
+        self._state = state_of(self._config)
+        super().__init__(self._state)
 
     def replayed(self) -> IterationCounts:
         """As CapturedStep's. Collective over all ranks where a reduction group is not all of them."""
-        global _last, _last_is_fp8
-        _last, _last_is_fp8 = super().replayed(), True
-        _share_verdict(self._config)
-        return _last
+        super().replayed()
+        return _finished(self._config, self._state)
 
 
-def _share_verdict(config: Any) -> None:
-    """A pipeline stage, or an expert's ranks, saw only its own tensors: everybody takes the worst of all."""
-    if _groups_are_partial(config):
-        worst = torch.tensor(_last.nonfinite, dtype=torch.int64, device=state_of(config).device)
+def _finished(config: Any, state: Fp8State) -> IterationCounts:
+    """What the state's last iteration did, with the verdict of all ranks. Collective where groups are partial.
+
+    A pipeline stage, or an expert's ranks, saw only its own tensors: everybody takes the worst of all.
+    """
+    global _latest
+    _latest = state.last
+    if config.fp8 and _groups_are_partial(config):
+        worst = torch.tensor(state.last.nonfinite, dtype=torch.int64, device=state.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        _last.nonfinite = int(worst)
+        state.last.nonfinite = int(worst)
+    return state.last
 
 
 def set_training_length(config: Any, iterations: int) -> None:
@@ -111,11 +116,15 @@ def _groups_are_partial(config: Any) -> bool:
     )
 
 
-def found_nonfinite() -> bool:
-    """Whether the last finished iteration quantised a NaN or an Inf, on any rank."""
-    return _last_is_fp8 and _last.nonfinite > 0
+def found_nonfinite(config: Any) -> bool:
+    """Whether the last finished iteration of this config's models quantised a NaN or an Inf, on any rank."""
+    return runtime_of(config).found_nonfinite
 
 
-def iteration_counts() -> dict[str, int]:
-    """What the last finished iteration did on this rank: fp8_gemms, hp_gemms, casts, amax_collectives, ..."""
-    return asdict(_last)
+def iteration_counts(config: Any = None) -> dict[str, int]:
+    """What an iteration did on this rank: fp8_gemms, hp_gemms, casts, amax_collectives, ...; nonfinite, on all ranks.
+
+    Args:
+        config: whose last finished iteration; None: the one that ended last in this process, of whatever model.
+    """
+    return asdict(_latest if config is None else state_of(config).last)

@@ -9,22 +9,26 @@ from __future__ import annotations
 import weakref
 from typing import Any, NoReturn
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..state.fp8_state import Fp8State
-
-_models: weakref.WeakKeyDictionary[torch.nn.Module, Fp8State] = weakref.WeakKeyDictionary()
-_hook: Any = None
+from .runtime import Fp8Runtime
 
 
-def watch(model: torch.nn.Module, state: Fp8State) -> None:
-    """Look out for optimizers that step this model's parameters, or their masters. One hook for the process."""
-    global _hook
-    _models[model] = state
-    if _hook is None:
-        _hook = register_optimizer_step_post_hook(_after_optimizer_step)
+def watch(runtime: Fp8Runtime) -> None:
+    """Look out for optimizers that step these models' parameters, or their masters. Once a runtime."""
+    watched = weakref.ref(runtime)  # the hook is the process's, and must not keep the models' state
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        runtime = watched()
+        if runtime is None:
+            return
+        state = runtime.state
+        if state.counts.fp8_gemms and not state.capturing and not state.owed:
+            state.owed = runtime.is_stepped_by(optimizer)
+
+    hook = register_optimizer_step_post_hook(after_step)
+    weakref.finalize(runtime, hook.remove).atexit = False
 
 
 def refuse_unsettled() -> NoReturn:
@@ -34,14 +38,3 @@ def refuse_unsettled() -> NoReturn:
         " megatron_fp8.mcore.iteration.finish_iteration([model]) once an iteration, after the last backward, or train"
         " by Megatron-Core's schedules, which do"
     )
-
-
-def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for model, state in list(_models.items()):
-        if state.counts.fp8_gemms == 0 or state.capturing or state.owed:
-            continue
-        for param in model.parameters():
-            if id(param) in stepped or id(getattr(param, "main_param", None)) in stepped:
-                state.owed = True
-                break

@@ -31,7 +31,8 @@ from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, 
 from ..plan.overrides import Override
 from ..recipe import RECIPES
 from .patches.patching import Patch
-from .sites import fp8_linears, prepare, unwrap
+from .runtime import runtime_of, unwrap
+from .sites import fp8_linears, prepare
 
 
 def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[str]:
@@ -72,7 +73,8 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
                 )
             linear.weight = fp8_parameter(weight, quantizer)
             done.append(f"{site.plan.name}.weight")
-        unwrap(chunk).__dict__["_fp8_params"] = True
+        model = unwrap(chunk)
+        runtime_of(model.config).fp8_params.add(model)
     return done
 
 
@@ -229,7 +231,8 @@ def broadcast_codes_too(original: Callable[[Any], None]) -> Callable[[Any], None
 def refuse_bf16_weights(model: Any) -> None:
     """RuntimeError if FP8 parameters were asked for and this model, about to train, was never given any."""
     config = model.config
-    if config.fp8 and getattr(config, "fp8_param", False) and not unwrap(model).__dict__.get("_fp8_params"):
+    wanted = config.fp8 and getattr(config, "fp8_param", False)
+    if wanted and unwrap(model) not in runtime_of(unwrap(model).config).fp8_params:
         raise RuntimeError(
             "fp8_param=True, and the model's weights are still BF16: wrap it in Megatron-Core's DistributedDataParallel"
             " after megatron_fp8.mcore.install(), or call megatron_fp8.mcore.params.make_fp8_params([model]) before the"

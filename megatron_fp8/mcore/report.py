@@ -9,7 +9,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..plan.site_plan import bf16_site
-from .sites import prepare, unwrap
+from .runtime import unwrap
+from .sites import prepare
 
 
 def parallel_layout(config: Any) -> dict[str, Any]:

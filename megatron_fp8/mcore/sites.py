@@ -27,38 +27,13 @@ from ..plan.overrides import check_overrides_match, matching
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left
 from ..plan.switch import LayerBeingBuilt
 from ..state.fp8_state import Fp8State
-from ..state.guard import Guard, Move, Thresholds
-from ..state.phases import Phases
+from ..state.guard import Move
 from . import installed as compat
 from .foreign import foreign_linears, is_te_linear, refuse_foreign_layers, require_mtp_block
 from .owed import watch
+from .runtime import runtime_of, state_of, unwrap
 from .sizes import announce, filtered
 from .te.site import TeSite
-
-
-def state_of(config: Any) -> Fp8State:
-    """The FP8 state of all models built from this config object, made on first use. Its phases are the config's."""
-    state = config.__dict__.get("_fp8_state")
-    if state is None:
-        state = config.__dict__["_fp8_state"] = Fp8State(
-            model_device(), keeps_weights=False, guard=_guard(config)
-        )
-    warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
-    state.phases = Phases(warmup, healing, state.phases.length)
-    return state
-
-
-def _guard(config: Any) -> Guard | None:
-    """What ``fp8_guard`` asks for: True or 'bf16', or 'ladder'; None where it is False."""
-    wanted = getattr(config, "fp8_guard", False)
-    if not config.fp8 or not wanted:
-        return None
-    return Guard(Thresholds(config.fp8_guard_patience), "bf16" if wanted is True else wanted)
-
-
-def model_device() -> torch.device:
-    """Where Megatron-Core puts models in this process."""
-    return torch.device("cuda", torch.cuda.current_device()) if compat.has_cuda() else torch.device("cpu")
 
 
 def resolve(
@@ -139,10 +114,10 @@ def _moved(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePlan:
     """The plan of a site that the guard has moved."""
     reason = f"fp8_guard, from iteration {move.iteration + 1} on: {move.why}"
     if move.to == "bf16" or plan.precision == "bf16":
-        return bf16_site(plan.name, plan.layer, reason)
+        return bf16_site(plan.name, plan.layer, reason, "guard")
     wanted = dataclasses.replace(asked(config), overrides={plan.name: move.to})
     moved = resolver.resolve(wanted, plan.name, plan.layer, linear.weight.device, layers=True)
-    return dataclasses.replace(moved, reason=reason)
+    return dataclasses.replace(moved, reason=reason, cause="guard")
 
 
 def prepare(model_chunks: list[Any]) -> None:
@@ -155,7 +130,8 @@ def prepare(model_chunks: list[Any]) -> None:
     """
     for chunk in model_chunks:
         model = unwrap(chunk)
-        if model.__dict__.get("_fp8_prepared"):
+        runtime = runtime_of(model.config)
+        if model in runtime.prepared:
             continue
         refuse_foreign_layers(model)
         require_mtp_block(model)
@@ -170,17 +146,16 @@ def prepare(model_chunks: list[Any]) -> None:
                 module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer), state))
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 count_plain_linear(module, state)
-        announce(linear.fp8_site.plan for linear in fp8_linears([model]))
-        if (
-            model.config.fp8 and model.config.pipeline_model_parallel_size == 1
-        ):  # else all stages together, check_plan
-            plans = [linear.fp8_site.plan for linear in fp8_linears([model])]
+        plans = [linear.fp8_site.plan for linear in fp8_linears([model])]
+        announce(plans)
+        # With more than one pipeline stage check_plan asks all of them together.
+        if model.config.fp8 and model.config.pipeline_model_parallel_size == 1:
             check_something_left((plan.precision, plan.cause, plan.reason) for plan in plans)
-        if model.config.fp8:
-            watch(model, state)
         if hasattr(model.config, "freeze"):
             model.config.freeze()
-        model.__dict__["_fp8_prepared"] = True
+        if model.config.fp8 and not runtime.prepared:
+            watch(runtime)
+        runtime.prepared.add(model)
 
 
 @contextmanager
@@ -189,22 +164,13 @@ def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
     configs = [unwrap(chunk).config for chunk in model_chunks]
     states = [state_of(config) for config in configs if getattr(config, "fp8", None)]
     for state in states:
-        state.keeps_weights, state.weight_generation = (
-            True,
-            state.weight_generation + 1,
-        )  # what was kept before may be stale
+        state.keeps_weights = True
+        state.weight_generation += 1  # what was kept before may be stale
     try:
         yield
     finally:
         for state in states:
             state.keeps_weights = False
-
-
-def unwrap(chunk: Any) -> Any:
-    """The model inside DistributedDataParallel and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def global_name(name: str, layer: LayerBeingBuilt | None) -> str:

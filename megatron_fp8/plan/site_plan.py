@@ -20,9 +20,10 @@ from .operands import READERS, Choices, Operands
 
 Precision = Literal["fp8", "bf16"]
 
-Cause = Literal["asked", "fallback", "size"]
-"""Who decided a site's precision: the settings; ``fp8_fallback`` (it cannot run as asked, and the user allowed BF16); or
-the table of ``fp8_size_filter`` (FP8 does not pay there). Reasons are for people: nothing is decided by their words."""
+Cause = Literal["asked", "fallback", "size", "guard"]
+"""Who decided a site's precision: the settings; ``fp8_fallback`` (it cannot run as asked, and the user allowed BF16); the
+table of ``fp8_size_filter`` (FP8 does not pay there); or ``fp8_guard`` (it ran, and fell ill). Reasons are for people:
+nothing is decided by their words."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..mcore.sites import state_of, unwrap
+from ..mcore.runtime import state_of, unwrap
 
 
 class TrainingFailed(RuntimeError):

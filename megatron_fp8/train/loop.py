@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..mcore.iteration import iteration_counts
 from ..mcore.optimizer.loss_scaler import scalers
+from ..mcore.runtime import unwrap
 from .checkpoints import Checkpoints, Start, checkpoint_before
 from .failure import TrainingFailed, first_not_finite
 from .liveness import Liveness
@@ -147,7 +148,7 @@ class Trainer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        counts, peak = iteration_counts(), bf16_peak()
+        counts, peak = iteration_counts(unwrap(self.stepper.chunks[0]).config), bf16_peak()
         return IterationMetrics(
             iteration=iteration,
             lm_loss=finite(loss),

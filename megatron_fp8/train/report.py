@@ -29,7 +29,7 @@ def build_report(
     from ..mcore.params import parameter_bytes
     from ..mcore.patches.apex import apex_use
     from ..mcore.report import own_precision, site_report
-    from ..mcore.sites import state_of
+    from ..mcore.runtime import state_of
 
     return {
         "device": device_name(),

@@ -25,7 +25,7 @@ def visited() -> dict[str, list[str]]:
     """A rank case: files and functions of an iteration whose delayed scales have a history."""
     from megatron_fp8.mcore import install, uninstall
     from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
 
     layout = Layout(tp=2, sp=True)
     seen: dict[str, set[str]] = {}

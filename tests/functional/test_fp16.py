@@ -60,7 +60,7 @@ def fp16_training(
     """A rank case: steps in FP16, in some of them NaN or Inf in weights, inputs or gradients of one rank."""
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.optimizer.loss_scaler import scalers
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     seen = Seen()

@@ -37,7 +37,7 @@ def make_layer(layout: Layout, recipe: str, **fields: Any) -> Any:
 
 def steps(layer: Any, run: Callable[..., Any], rows: int) -> tuple[list[torch.Tensor], list[IterationCounts]]:
     """Three iterations of two microbatches: results, gradients and what was counted."""
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
 
     state = state_of(layer.config)
     tensors, counts = [], []
@@ -152,33 +152,38 @@ def test_offloaded_activations_are_codes_and_change_no_bit(ranks: RankPool):
     )
 
 
-def captured_iterations() -> dict[str, Any]:
-    """A rank case: what would be captured runs once, with good numbers and with a NaN; the optimizer's question."""
+def captured_iterations() -> list[Any]:
+    """A rank case: what would be captured of two models runs once, with a NaN in one of them; who of them is ill then, as
+    the captured iteration says, and as their optimizers ask."""
     from megatron_fp8.mcore.iteration import CapturedIteration, found_nonfinite
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
 
+    found = []
     with model_parallel():
-        layer = make_layer(Layout(), "delayed")
-        run, found = forward_of(layer), []
-        for iteration in range(3):
-            x = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(iteration)).bfloat16()
-            if iteration == 1:
-                x[0, 0, 0] = torch.nan
-            if iteration == 0:
-                run(x).sum().backward()
-                state_of(layer.config).finish_iteration()
-                continue
-            captured = CapturedIteration([layer])
-            with captured:
-                run(x).sum().backward()
-            counts = captured.replayed()
-            found.append((counts.nonfinite > 0, found_nonfinite(), counts.fp8_gemms))
-    return {"found": found}
+        layers = [make_layer(Layout(), "delayed") for _ in range(2)]
+        x = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+        for layer in layers:
+            forward_of(layer)(x).sum().backward()
+            state_of(layer.config).finish_iteration()
+        for ill, order in ((None, (0, 1)), (0, (0, 1)), (0, (1, 0)), (1, (0, 1)), (1, (1, 0))):
+            counts = {}
+            for which in order:
+                bad = x.clone()
+                bad[0, 0, 0] = torch.nan if which == ill else 0
+                captured = CapturedIteration([layers[which]])
+                with captured:
+                    forward_of(layers[which])(bad).sum().backward()
+                counts[which] = captured.replayed()
+            said = [counts[which].nonfinite > 0 for which in (0, 1)]
+            asked = [found_nonfinite(layer.config) for layer in layers]
+            found.append((ill, said, asked, counts[0].fp8_gemms))
+    return found
 
 
-def test_a_captured_iteration_tells_the_optimizer(ranks: RankPool):
-    (result,) = ranks(1).run(captured_iterations)
-    assert result["found"] == [(True, True, 12), (False, False, 12)]
+def test_a_captured_iteration_tells_its_own_optimizer(ranks: RankPool):
+    (found,) = ranks(1).run(captured_iterations)
+    for ill, said, asked, fp8_gemms in found:
+        assert said == asked == [which == ill for which in (0, 1)] and fp8_gemms == 12, found
 
 
 def breaks_of_a_model() -> dict[str, Any]:

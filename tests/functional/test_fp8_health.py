@@ -45,7 +45,7 @@ def sick_training(
 ) -> Health:
     """A rank case: seven steps, three of them with NaN or Inf in weights, inputs or gradients of one rank."""
     from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     seen = Health([], [], [], [], [], [], [])
@@ -136,7 +136,7 @@ def test_history_keeps_no_inf(ranks: RankPool) -> None:
 def histories(sick: bool) -> tuple[list[dict[str, float]], list[str]]:
     """A rank case: scales by slot name after each of two steps without learning, the second with an Inf gradient on one
     rank, or not; and the slots that saw an infinite amax."""
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     layout, scales = Layout(tp=2), []

@@ -68,7 +68,7 @@ def collectives(
 ) -> tuple[list[int], list[int], dict[str, int]]:
     """A rank case, of the second iteration: slots that each amax collective settled; sizes of other maxima; counts."""
     from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel(layout):
@@ -392,7 +392,7 @@ def test_an_override_puts_a_bf16_layer_back(ranks: RankPool, recipe: str) -> Non
 
 
 def scales_over_time(interval: int) -> list[list[float]]:
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     found: list[list[float]] = []
@@ -418,7 +418,7 @@ def plain_config(layout: Layout) -> tuple[list[dict[str, int]], list[bool], int,
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
 
     counts, moved, losses = [], [], []
     for fp8 in (DELAYED, {}):

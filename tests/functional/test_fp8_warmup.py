@@ -51,7 +51,7 @@ def trained(
 ) -> Seen:
     """A rank case: ``steps`` iterations, an evaluation before each; ``watch`` hooks on the linears see their tensors."""
     from megatron_fp8.mcore.iteration import iteration_counts, set_training_length
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     seen, watched, said = Seen(), Watched(), io.StringIO()
@@ -82,7 +82,8 @@ def trained(
 
 def watch_tensors(chunks: list[Any], amaxes: list[Amaxes]) -> None:
     """The largest magnitude of every layer's linears' input, weight and output gradient, by hooks of torch alone."""
-    from megatron_fp8.mcore.sites import fp8_linears, unwrap
+    from megatron_fp8.mcore.runtime import unwrap
+    from megatron_fp8.mcore.sites import fp8_linears
 
     def note(name: str, x: torch.Tensor) -> None:
         amaxes[-1][name] = max(amaxes[-1].get(name, 0.0), x.detach().float().abs().max().item())

@@ -32,7 +32,8 @@ def guarded_training(layout: Layout, recipe: str, fields: dict[str, Any], ill: s
     """A rank case: the output of one layer's SwiGLU grows threefold in each iteration, as outliers do."""
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.sites import fp8_linears, prepare, state_of
+    from megatron_fp8.mcore.runtime import state_of
+    from megatron_fp8.mcore.sites import fp8_linears, prepare
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     seen = Seen()

@@ -106,7 +106,7 @@ def loop_of_ones_own(ends: bool) -> tuple[str, list[bool]]:
 
     from megatron_fp8 import TransformerConfig
     from megatron_fp8.mcore.iteration import finish_iteration
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
     from tests.support.mcore_behaviours import _gpt_loss
 

@@ -122,7 +122,7 @@ def whole_masters(everyone: list[Trained]) -> dict[tuple[Any, ...], str]:
 @contextmanager
 def poisoned_input(chunk: Any) -> Iterator[None]:
     """Inf in one element of the input of the first layer's last linear: the cast saturates it, all else stays finite."""
-    from megatron_fp8.mcore.sites import unwrap
+    from megatron_fp8.mcore.runtime import unwrap
 
     def poison(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x = args[0].clone()

@@ -17,7 +17,7 @@ def masters(optimizer: Any) -> list[bytes]:
 @contextmanager
 def made_sick(chunk: Any, where: str, value: float) -> Iterator[None]:
     """`value` in one element of a weight, of the first layer's input or of the last layer's gradient; undone after."""
-    from megatron_fp8.mcore.sites import unwrap
+    from megatron_fp8.mcore.runtime import unwrap
 
     layers = unwrap(chunk).decoder.layers
     if where == "weights":

@@ -30,7 +30,8 @@ from ...files.checkpoint import Manifest, read_metadata, use_another
 from ...fp8_utils import is_float8tensor
 from ..optimizer.loss_scaler import scalers
 from ..report import parallel_layout
-from ..sites import fp8_linears, prepare, state_of, unwrap
+from ..runtime import state_of, unwrap
+from ..sites import fp8_linears, prepare
 from .fp8_state import fit_to_checkpoint, is_slot_key, recipes_of, warm_from_weights
 from .rng import fit_here, put_back, sharded_streams
 from .store import load_shards

@@ -10,6 +10,7 @@ Megatron-Core validates neither string, and refuses combinations that only Trans
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer import transformer_config as megatron_config
 
+from ..runtime import find_runtime, runtime_of
 from .checks import DEFAULT_RECIPE, FP8_FORMATS, RECIPES, announce_settings, check_fp8_settings, one_of, plain
 
 # Versions that Megatron-Core asks of Transformer Engine only because of FP8; without it they mean nothing.
@@ -84,8 +86,18 @@ class TransformerConfig(megatron_config.TransformerConfig):
     def __post_init__(self) -> None:
         check_fp8_settings(self)
         announce_settings(self)
-        with _megatron_checks_eased(self):
+        if not self.fp8:
             super().__post_init__()
+            return
+        # Megatron-Core refuses delayed scaling with BF16 layers and with recomputed norms, which this package runs, so it
+        # is shown a copy that has neither; what it derives from the other fields is taken over.
+        shown = copy.copy(self)
+        shown.fp8_recipe, shown.first_last_layers_bf16 = "tensorwise", False
+        with _versions_asked_for_fp8():
+            super(TransformerConfig, shown).__post_init__()
+        for name, derived in vars(shown).items():
+            if name not in _SHOWN_OTHERWISE and derived is not vars(self).get(name):
+                setattr(self, name, derived)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.is_frozen and _is_fp8_setting(name):
@@ -98,13 +110,14 @@ class TransformerConfig(megatron_config.TransformerConfig):
     @property
     def is_frozen(self) -> bool:
         """True once a model was built from this config."""
-        return bool(self.__dict__.get("_frozen"))
+        runtime = find_runtime(self)
+        return runtime is not None and runtime.frozen
 
     def freeze(self) -> None:
         """Check the FP8 settings as they are now and close them to changes. May be called again."""
         if not self.is_frozen:
             check_fp8_settings(self)
-            self.__dict__["_frozen"] = True
+            runtime_of(self).frozen = True
 
 
 def _own_fp8_format(config: TransformerConfig) -> str:
@@ -143,16 +156,18 @@ class IterationEnd:
         return hash(self.function)
 
 
+_FINALIZE = "finalize_model_grads_func"
+"""A field of the config, before which a property stands. Its value lies where any field's does; copies take it along."""
+
+
 def _finalize(config: TransformerConfig) -> Callable[..., Any] | None:
-    function = config.__dict__.get("_finalize_model_grads")
+    function = vars(config).get(_FINALIZE)
     return None if function is None and not config.fp8 else IterationEnd(function)
 
 
 def _assign_finalize(config: TransformerConfig, function: Callable[..., Any] | None) -> None:
     # What was read from a config may be assigned to a config (dataclasses.replace does): never wrap twice.
-    config.__dict__["_finalize_model_grads"] = (
-        function.function if isinstance(function, IterationEnd) else function
-    )
+    config.__dict__[_FINALIZE] = function.function if isinstance(function, IterationEnd) else function
 
 
 def _accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., None]:
@@ -206,22 +221,20 @@ def _is_fp8_setting(name: str) -> bool:
     return name.startswith("fp8") or name in _ALSO_FP8
 
 
+_SHOWN_OTHERWISE = frozenset({"fp8_recipe", "first_last_layers_bf16"})
+
+
 @contextmanager
-def _megatron_checks_eased(config: TransformerConfig) -> Iterator[None]:
-    """For one __post_init__: FP8 needs no Transformer Engine; delayed scaling composes with BF16 layers."""
-    if not config.fp8:
-        yield
-        return
+def _versions_asked_for_fp8() -> Iterator[None]:
+    """Inside, the versions of Transformer Engine that Megatron-Core's config asks for because of FP8 are there: it needs
+    none."""
     original = megatron_config.is_te_min_version
 
     def is_te_min_version(version: str, check_equality: bool = True) -> bool:
         return version in _FP8_TE_VERSIONS or original(version, check_equality)
 
-    recipe, first_last = config.fp8_recipe, config.first_last_layers_bf16
-    config.fp8_recipe, config.first_last_layers_bf16 = "tensorwise", False
     megatron_config.is_te_min_version = is_te_min_version
     try:
         yield
     finally:
         megatron_config.is_te_min_version = original
-        config.fp8_recipe, config.first_last_layers_bf16 = recipe, first_last

@@ -28,9 +28,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...linear.derivative import first_derivative_only
 from ...numerics import waiting
+from ..runtime import runtime_of
 
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -87,7 +89,8 @@ class CoreAttention(DotProductAttention):
                 )
             context = _zigzag(query, key, value, self.cp_group, self.softmax_scale, causal)
         elif packed_seq_params is not None and not self._extra and plain and attention_bias is None:
-            return _packed(query, key, value, packed_seq_params, self.softmax_scale, causal).flatten(1)
+            read = runtime_of(self.config).sequence_ends
+            return _packed(query, key, value, packed_seq_params, self.softmax_scale, causal, read).flatten(1)
         elif self._extra or not plain or any(x is not None for x in given):
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
@@ -145,16 +148,19 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
     return context.permute(2, 0, 1, 3).contiguous()
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: bool) -> Tensor:
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: bool, read: WeakTensorKeyDictionary
+) -> Tensor:
     """q [t, heads, d], k and v [t, groups, d], sequence after sequence: attention within each, [t, heads, dv]."""
     parts = []
+    # Each [sequences + 1], int32; padded: with the padding between sequences, None without any.
     ends = (
         packed.cu_seqlens_q,
         packed.cu_seqlens_q_padded,
         packed.cu_seqlens_kv,
         packed.cu_seqlens_kv_padded,
     )
-    of_q, padded_q, of_k, padded_k = _read_once(packed, ends)
+    of_q, padded_q, of_k, padded_k = (None if end is None else _numbers(end, read) for end in ends)
     assert of_q is not None and of_k is not None, "packed sequences say where they end"
     queries, keys = _sequences(of_q, padded_q, len(q)), _sequences(of_k, padded_k, len(k))
     for (start, length, room), (first, seen, _) in zip(queries, keys, strict=True):
@@ -167,14 +173,16 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: 
     return torch.cat(parts)
 
 
-def _read_once(packed: Any, ends: tuple[Tensor | None, ...]) -> list[list[int] | None]:
-    """The numbers of a PackedSeqParams, which all layers of a microbatch share: to read them waits for a GPU."""
-    state = [(t, None if t is None or t.is_inference() else t._version) for t in ends]
-    kept = vars(packed).get("_fp8_ends")
-    same = kept is not None and all(a is b and n == m for (a, n), (b, m) in zip(kept[0], state, strict=True))
-    if not same:
-        kept = vars(packed)["_fp8_ends"] = (state, [None if t is None else t.tolist() for t in ends])
-    numbers: list[list[int] | None] = kept[1]
+def _numbers(ends: Tensor, read: WeakTensorKeyDictionary) -> list[int]:
+    """The numbers of an integer tensor, which all layers of a microbatch share: to read them waits for a GPU.
+
+    ``read``: what layers read before, with the version that the tensor had.
+    """
+    version = None if ends.is_inference() else ends._version
+    kept = read.get(ends)
+    if kept is None or kept[0] != version:
+        kept = read[ends] = (version, ends.tolist())
+    numbers: list[int] = kept[1]
     return numbers
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 
 from ...state.loss_scaler import LossScaler, agree
-from ..iteration import found_nonfinite
 from ..patches.patching import Patch
+from .models import parts_of, runtimes_stepped_by
 
 MAX_SCALE = 2.0**32
 """Megatron-Core has no name for an upper bound; its own initial scale is one that no float16 gradient needs more than."""
@@ -105,37 +106,36 @@ def set_max_scale(optimizer: Any, max_scale: float) -> None:
 
 def scalers(optimizer: Any) -> list[Float16GradScaler]:
     """The dynamic loss scalers of an optimizer or of a chain, all in the same state; empty unless it is FP16."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    found = [getattr(part, "grad_scaler", None) for part in parts]
+    found = [getattr(part, "grad_scaler", None) for part in parts_of(optimizer)]
     return [scaler for scaler in found if isinstance(scaler, Float16GradScaler)]
 
 
-_preparing = False
-"""Whether a chain's optimizers prepare their gradients: only the outermost prepare_grads settles."""
+_preparing: ContextVar[bool] = ContextVar("preparing", default=False)
+"""Whether an optimizer of this call stack prepares its gradients: only the outermost, a chain, settles."""
 
 
 def one_verdict(original: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """prepare_grads, which says whether to skip the step: the same on all ranks, for gradients and for FP8 casts."""
+    """prepare_grads, which says whether to skip the step: the same on all ranks, for gradients and for the FP8 casts of
+    the models that the optimizer steps."""
 
     @functools.wraps(original)
     def prepare_grads(self: Any) -> bool:
-        global _preparing
-        if _preparing:
+        if _preparing.get():
             return bool(original(self))
-        _preparing = True
+        token = _preparing.set(True)
         try:
             found = bool(original(self))
         finally:
-            _preparing = False
-        return _settle(self, found or found_nonfinite())
+            _preparing.reset(token)
+        ill = [runtime for runtime in runtimes_stepped_by(self) if runtime.found_nonfinite]
+        return _settle(self, found or bool(ill))
 
     return prepare_grads
 
 
 def _settle(optimizer: Any, overflow: bool) -> bool:
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
     # Without a scaler no gradient is looked at, and what casts met is known to all ranks.
-    if any(getattr(part, "grad_scaler", None) is not None for part in parts):
+    if any(getattr(part, "grad_scaler", None) is not None for part in parts_of(optimizer)):
         overflow = agree(overflow)
     for scaler in scalers(optimizer):
         scaler.settle(overflow)

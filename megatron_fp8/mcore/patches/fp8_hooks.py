@@ -20,7 +20,7 @@ def patches() -> list[Patch]:
     from ..layers import fusion
     from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from ..optimizer import fp8_params as param_optimizer
-    from ..optimizer import grad_norm, loss_scaler
+    from ..optimizer import grad_norm, loss_scaler, models
     from ..substitute import build_own_modules, final_norm_of_the_layers
     from ..te import context as te_context
 
@@ -129,6 +129,7 @@ def patches() -> list[Patch]:
         *grad_norm.patches(),
         *fusion.patches(),
         *loss_scaler.patches(),
+        *models.patches(),
     ]
 
 

@@ -19,7 +19,7 @@ from ...backends import choose_backend
 from ...backends import transformer_engine as engine
 from ...plan.switch import current_switch
 from .. import installed as compat
-from ..sites import model_device
+from ..runtime import model_device, runtime_of
 from .checks import wants_te
 
 
@@ -43,14 +43,14 @@ def choose_te_layers(config: Any) -> bool:
             if config.fp8_fallback != "warn":
                 raise
             chosen = False
-    config.__dict__["_te_layers"] = chosen
+        runtime_of(config).te_layers = chosen
     return chosen
 
 
 def _has_te_layers(config: Any) -> bool:
     if not wants_te(config):
         return False
-    chosen = config.__dict__.get("_te_layers")
+    chosen = runtime_of(config).te_layers
     return choose_te_layers(config) if chosen is None else chosen
 
 
@@ -66,10 +66,10 @@ def _both(ours: AbstractContextManager[None], config: Any) -> Iterator[None]:
 
 def recipe_of(config: Any) -> Any:
     """TE's recipe object of this config, made once."""
-    made = config.__dict__.get("_te_recipe")
-    if made is None:
-        made = config.__dict__["_te_recipe"] = engine.te_recipe(fp8_utils.get_fp8_recipe(config))
-    return made
+    runtime = runtime_of(config)
+    if runtime.te_recipe is None:
+        runtime.te_recipe = engine.te_recipe(fp8_utils.get_fp8_recipe(config))
+    return runtime.te_recipe
 
 
 def amax_group(config: Any) -> Any:

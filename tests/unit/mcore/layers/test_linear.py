@@ -47,7 +47,8 @@ def test_planned_in_bf16_is_megatrons_to_the_bit(ranks: RankPool) -> None:
 
 
 def called_twice(recipe: str) -> dict[str, Any]:
-    from megatron_fp8.mcore.sites import keeping_weights, state_of
+    from megatron_fp8.mcore.runtime import state_of
+    from megatron_fp8.mcore.sites import keeping_weights
 
     with model_parallel():
         config = fp8_config(ONE, recipe)
@@ -119,7 +120,8 @@ def test_empty_input_frozen_weight_separate_bias(ranks: RankPool) -> None:
 
 
 def naming() -> None:
-    from megatron_fp8.mcore.sites import global_name, resolve, state_of
+    from megatron_fp8.mcore.runtime import state_of
+    from megatron_fp8.mcore.sites import global_name, resolve
     from megatron_fp8.plan.switch import LayerBeingBuilt
 
     at = LayerBeingBuilt(7, None)

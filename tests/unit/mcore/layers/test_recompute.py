@@ -34,7 +34,7 @@ def gradients(
 
     ``backward``: the context of the backward. ``way``: 'plain', 'reentrant' or 'saved' (the other checkpoint).
     """
-    from megatron_fp8.mcore.sites import state_of
+    from megatron_fp8.mcore.runtime import state_of
 
     with model_parallel():
         config = fp8_config(Layout(), "mxfp8")

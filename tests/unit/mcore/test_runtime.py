@@ -1,0 +1,98 @@
+"""The runtime of a config: where it is found, who shares it, and what it keeps alive."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
+
+from megatron_fp8 import TransformerConfig
+from megatron_fp8.mcore.iteration import found_nonfinite, iteration_counts
+from megatron_fp8.mcore.owed import watch
+from megatron_fp8.mcore.runtime import Fp8Runtime, find_runtime, living_runtimes, runtime_of, state_of
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.recipe import DelayedScaling
+from tests.support.slots import make_slots, observe
+
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.fixture(params=[MegatronConfig, TransformerConfig], ids=["Megatron's", "ours"])
+def config(request):
+    return request.param(**SIZES)
+
+
+def test_one_for_a_config_and_for_copies_made_since(config):
+    early = copy.deepcopy(config)
+    assert find_runtime(config) is None
+    runtime = runtime_of(config)
+    assert find_runtime(config) is runtime is runtime_of(config) and state_of(config) is runtime.state
+    for twin in (copy.copy(config), copy.deepcopy(config)):
+        assert runtime_of(twin) is runtime
+    assert find_runtime(early) is None and runtime_of(early) is not runtime, "another model's"
+    assert find_runtime(dataclasses.replace(config)) is None
+    hidden = set(vars(config)) - {field.name for field in dataclasses.fields(config)}
+    assert hidden <= {"_fp8_runtime"}
+
+
+def test_in_another_process_it_begins_anew():
+    config = TransformerConfig(**SIZES, fp8="hybrid")
+    config.init_method = config.output_layer_init_method = config.embedding_init_method = None
+    config.freeze()
+    runtime_of(config).prepared.add(torch.nn.Linear(1, 1))
+    state_of(config).iteration = 7
+    again = pickle.loads(pickle.dumps(config))
+    assert again.is_frozen and state_of(again).iteration == 0 and not runtime_of(again).prepared
+
+
+def test_each_has_its_own_verdict():
+    """Either may end first; the counts of the latest are what the call without a config tells."""
+    configs = [TransformerConfig(**SIZES, fp8="hybrid") for _ in range(2)]
+    for ill in (0, 1):
+        for order in ((0, 1), (1, 0)):
+            for which in order:
+                state = state_of(configs[which])
+                (slot,) = state.slots() or make_slots(state.arena(None), DelayedScaling(), [E4M3])
+                observe(slot, 1.0, nonfinite=int(which == ill))
+                state.finish_iteration()
+            assert [found_nonfinite(c) for c in configs] == [which == ill for which in (0, 1)]
+            assert [iteration_counts(c)["nonfinite"] for c in configs] == [which == ill for which in (0, 1)]
+
+
+def test_nothing_keeps_it_alive():
+    runtime = Fp8Runtime()
+    watch(runtime)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    model = torch.nn.Module()
+    model.weight = parameter
+    runtime.prepared.add(model)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    assert not runtime.state.owed, "no FP8 GEMM ran"
+    runtime.state.counts.fp8_gemms = 3
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert not runtime.state.owed, "another model's optimizer"
+    optimizer.step()
+    assert runtime.state.owed and runtime in living_runtimes()
+    gone = weakref.ref(runtime)
+    del runtime
+    gc.collect()
+    assert gone() is None
+    optimizer.step()
+
+
+def test_tensors_that_were_read_are_let_go_of(config):
+    read = runtime_of(config).sequence_ends
+    ends = torch.tensor([0, 3])
+    read[ends] = (0, [0, 3])
+    assert len(read) == 1
+    del ends
+    gc.collect()
+    assert len(read) == 0
