@@ -47,7 +47,7 @@ class Selection:
             )
         for name in ("sites", "tensors", "statistics", "what_if"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        object.__setattr__(self, "windows", tuple(_window(window) for window in self.windows))
+        object.__setattr__(self, "windows", _windows(self.windows))
         for tensor in self.tensors:
             if tensor not in TENSORS:
                 raise ValueError(f"telemetry tensors: {tensor!r} is none of {', '.join(TENSORS)}")
@@ -147,6 +147,12 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     if not value and name != "what_if":
         raise ValueError(f"telemetry {name} is empty: then nothing is measured; every=0 says so")
     return tuple(value)
+
+
+def _windows(windows: Any) -> tuple[Window, ...]:
+    if not isinstance(windows, (list, tuple)):
+        raise ValueError(f"telemetry windows: {windows!r} must be a list of (first, last)")
+    return tuple(map(_window, windows))
 
 
 def _window(window: Any) -> Window:
