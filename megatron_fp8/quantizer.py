@@ -8,10 +8,11 @@ from types import ModuleType
 import torch
 
 from .backends import specified
-from .backends.base import AmaxReduction, Direction, Quantized, Region
+from .backends.base import AmaxReduction, Quantized, Region, check_matrix
 from .backends.native import backend as native
 from .numerics.cast import RandomKey
-from .recipe import Recipe, Rule
+from .numerics.rule import Direction, Rule
+from .recipe import Recipe
 from .state.arena import Slot
 from .tensor import Float8Tensor
 
@@ -38,6 +39,7 @@ def quantize(
     Raises:
         ValueError: shape, dtype, role or direction is wrong, or the recipe leaves this role in high precision.
     """
+    check_matrix(x, direction)
     rule = recipe.rule(role)
     if rule is None:
         raise ValueError(f"{recipe!r} leaves {role!r} in high precision: there is nothing to quantise")

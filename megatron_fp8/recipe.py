@@ -1,7 +1,8 @@
 """Recipes: which format, which granularity and which kind of scale each operand gets. Frozen data, no state.
 
 A recipe answers one question, ``rule(role)``: how is the operand 'input', 'weight' or 'grad_output' quantised? The
-answer is a Rule, or None for "not at all". Class names and keywords are Transformer Engine's where it has them.
+answer is a Rule (numerics/rule.py), or None for "not at all". Class names and keywords are Transformer Engine's where it
+has them.
 
 Everything that changes a number is a field, so two recipes are equal exactly when they quantise alike; equality, hash and
 repr are the dataclass's own and may serve as cache keys.
@@ -10,127 +11,48 @@ repr are the dataclass's own and may serve as cache keys.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from .numerics.formats import E4M3, E5M2, ROLES, FloatFormat, Format, parse_format
+from .numerics.formats import E5M2, ROLES, Format, parse_format
+from .numerics.rule import (
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    ROW,
+    TENSOR,
+    Granularity,
+    Rule,
+    ScaleKind,
+    check_flags,
+)
 
-ScaleKind = Literal["fp32", "pow2", "e8m0"]
-
-
-@dataclass(frozen=True)
-class Granularity:
-    """How many elements share a scale: a block of rows x cols elements; 0 means the whole extent of that dimension.
-
-    Raises:
-        ValueError: not whole numbers >= 0.
-    """
-
-    rows: int
-    cols: int
-
-    def __post_init__(self) -> None:
-        if not all(type(size) is int and size >= 0 for size in (self.rows, self.cols)):
-            raise ValueError(f"Granularity({self.rows!r}, {self.cols!r}): whole numbers >= 0 are needed")
-
-    @property
-    def is_tensor(self) -> bool:
-        """One scale for the whole tensor."""
-        return self.rows == 0 and self.cols == 0
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the columnwise side is the rowwise side transposed (no second quantisation)."""
-        return self.rows == self.cols
-
-    def __str__(self) -> str:
-        if self.is_tensor:
-            return "tensor"
-        return "row" if self.cols == 0 else f"{self.rows}x{self.cols}"
-
-
-TENSOR = Granularity(0, 0)
-ROW = Granularity(1, 0)
-BLOCK_1X128 = Granularity(1, 128)
-BLOCK_128X128 = Granularity(128, 128)
-BLOCK_1X32 = Granularity(1, 32)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one role is quantised.
-
-    Args:
-        fmt: E4M3 or E5M2.
-        granularity: elements that share a scale.
-        scale: 'fp32', 'pow2' (float32, rounded down to a power of two) or 'e8m0' (MX: rounded up, stored in 8 bits).
-        margin, epsilon: as in scaling.compute_scale; not for 'e8m0'.
-        delayed: the scale comes from the amax history instead of the tensor at hand (granularity TENSOR, 'fp32' only).
-        stochastic: stochastic instead of nearest-even rounding.
-
-    Raises:
-        ValueError: a value that is none of these, or that would have no effect.
-    """
-
-    fmt: FloatFormat
-    granularity: Granularity
-    scale: ScaleKind = "fp32"
-    margin: int = 0
-    epsilon: float = 0.0
-    delayed: bool = False
-    stochastic: bool = False
-
-    def __post_init__(self) -> None:
-        if self.fmt not in (E4M3, E5M2):
-            raise ValueError(f"Rule fmt {self.fmt!r}: use megatron_fp8.numerics.formats.E4M3 or E5M2")
-        if not isinstance(self.granularity, Granularity):
-            raise ValueError(f"Rule granularity {self.granularity!r}: use Granularity(rows, cols)")
-        if 0 in (self.granularity.rows, self.granularity.cols) and self.granularity not in (TENSOR, ROW):
-            raise ValueError(
-                f"Rule granularity {self.granularity!r}: use Granularity(0, 0) for one scale a tensor, (1, 0) for one a"
-                " row along the contraction, or a block of rows x cols elements, each 1 or more"
-            )
-        if self.scale not in get_args(ScaleKind):
-            raise ValueError(
-                f"Rule scale {self.scale!r} is unknown: use {', '.join(map(repr, get_args(ScaleKind)))}"
-            )
-        _check_flags(self, "delayed", "stochastic")
-        if self.delayed and not (self.granularity.is_tensor and self.scale == "fp32"):
-            raise ValueError(
-                f"delayed scaling keeps one fp32 scale per tensor, not one {self.scale} scale per {self.granularity}"
-            )
-        _check_margin(self.margin)
-        _check_epsilon(self.epsilon)
-        if self.scale == "e8m0" and (self.margin or self.epsilon):
-            raise ValueError(
-                f"Rule margin {self.margin} and epsilon {self.epsilon} have no effect on 'e8m0' scales: leave them out"
-            )
-
-    def __str__(self) -> str:
-        return f"{self.fmt.name} {self.granularity} {'delayed ' if self.delayed else ''}{self.scale}"
-
-
-def _check_flags(of: Any, *names: str) -> None:
-    """'false' is true in Python, and so is every other text."""
-    for name in names:
-        value = getattr(of, name, False)
-        if not isinstance(value, bool):
-            raise ValueError(f"{type(of).__name__} {name} {value!r}: True or False is needed")
-
-
-def _check_margin(margin: int) -> None:
-    if not isinstance(margin, int) or isinstance(margin, bool) or not 0 <= margin <= 64:
-        raise ValueError(
-            f"margin {margin!r}: a whole number from 0 to 64 (powers of two of headroom) is needed"
-        )
-
-
-def _check_epsilon(epsilon: float) -> None:
-    if not (isinstance(epsilon, (int, float)) and math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"amax_epsilon {epsilon!r}: a finite number >= 0 is needed; 0 turns it off")
-
+__all__ = [
+    "BLOCK_1X32",
+    "BLOCK_1X128",
+    "BLOCK_128X128",
+    "GEMM_OPERANDS",
+    "RECIPES",
+    "ROW",
+    "TENSOR",
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Granularity",
+    "MXFP8BlockScaling",
+    "Products",
+    "Recipe",
+    "RoleFactory",
+    "Rule",
+    "ScaleKind",
+    "check_recipe_name",
+    "products_of",
+    "recipe_name",
+    "refuse_e5m2_twice",
+]
 
 GEMM_OPERANDS = {
     "fprop": ("input", "weight"),
@@ -175,7 +97,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if hasattr(self, "fp8_format"):
             object.__setattr__(self, "fp8_format", parse_format(self.fp8_format))
-        _check_flags(self, "use_power_2_scales", "use_f32_scales", "stochastic_rounding")
+        check_flags(self, "use_power_2_scales", "use_f32_scales", "stochastic_rounding")
         rules = {role: self.rule(role) for role in ROLES}
         for role, rule in rules.items():
             if rule is not None and rule.delayed and not isinstance(self, DelayedScaling):
@@ -403,8 +325,3 @@ def check_recipe_name(name: str) -> str:
     if name not in RECIPES:
         raise ValueError(f"fp8 recipe {name!r} is unknown: use one of {', '.join(RECIPES)}")
     return name
-
-
-def without_stochastic_rounding(rule: Rule) -> Rule:
-    """The same rule, rounding to nearest even."""
-    return replace(rule, stochastic=False)

@@ -19,8 +19,8 @@ from .kernels.codes import decode, decode_blocks, e8m0_to_scale_inv
 from .numerics import waiting
 from .numerics.cast import known_finite, one_nan_
 from .numerics.formats import FloatFormat, format_of
+from .numerics.rule import Granularity
 from .numerics.subnormals import keeping_subnormals
-from .recipe import Granularity
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,6 @@ class Float8Tensor:
     dtype: torch.dtype
 
     @property
-    def sides(self) -> tuple[QuantizedSide | None, QuantizedSide | None]:
-        """Rowwise and columnwise."""
-        return self.rowwise, self.columnwise
-
-    @property
     def shape(self) -> torch.Size:
         """[rows, cols] of the matrix that was quantised."""
         if self.rowwise is not None:
@@ -123,19 +118,6 @@ class Sides(NamedTuple):
 
     rowwise: Operand | None
     columnwise: Operand | None
-
-    @staticmethod
-    def of(quantized: Float8Tensor, x: torch.Tensor) -> Sides:
-        """The sides that were quantised, and x itself in place of those that were not."""
-        row, column = quantized.rowwise, quantized.columnwise
-        return Sides(x if row is None else row, x.t() if column is None else column)
-
-
-def side_of(quantized: Float8Tensor, direction: str) -> QuantizedSide:
-    """The rowwise side, or the columnwise one."""
-    side = quantized.rowwise if direction == "rowwise" else quantized.columnwise
-    assert side is not None, f"the operand was not quantised {direction}"
-    return side
 
 
 def _float_scale(scale_inv: torch.Tensor) -> torch.Tensor:

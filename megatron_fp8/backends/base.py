@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from ..numerics.cast import RandomKey, check_float
-from ..numerics.formats import E4M3
 from ..tensor import Float8Tensor, QuantizedSide
 
-Direction = Literal["rowwise", "columnwise", "both"]
 AmaxReduction = Callable[[torch.Tensor], None]
 """Maxes a float32 tensor over ranks, in place."""
 
@@ -53,11 +50,10 @@ def check_matrix(x: torch.Tensor, direction: str) -> None:
         raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
 
 
-def check_operands(a: QuantizedSide, b: QuantizedSide) -> None:
-    """ValueError unless a [M, K] and b [N, K] contract, and at most one of them is E5M2."""
+def unfit(a: QuantizedSide, b: QuantizedSide) -> ValueError:
+    """What a gemm raises unless a [M, K] and b [N, K] contract, and at most one of them is E5M2."""
     if a.codes.shape[1] != b.codes.shape[1]:
-        raise ValueError(
+        return ValueError(
             f"gemm contracts the last dimensions, {tuple(a.codes.shape)} and {tuple(b.codes.shape)}: they must be equal"
         )
-    if a.fmt is not E4M3 and b.fmt is not E4M3:
-        raise ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")
+    return ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels import gemms
 from ..kernels.codes import decode
-from ..kernels.cpu import gemms
+from ..kernels.gemms import finish, keeps_float32, matmul_fp32
+from ..numerics.formats import E5M2
+from ..numerics.rule import Rule
 from ..numerics.subnormals import keeping_subnormals
-from ..recipe import Products, Recipe, Rule
+from ..recipe import Products, Recipe
 from ..tensor import QuantizedSide, expand_scale
-from .base import check_operands
-from .high_precision import finish, keeps_float32, matmul_fp32
+from .base import unfit
 from .specified import quantize
 
 __all__ = ["gemm", "name", "notes", "quantize", "supports", "turns_codes"]
@@ -81,7 +83,8 @@ def gemm(
     Raises:
         ValueError: contractions differ, or both operands are E5M2 (no hardware multiplies those).
     """
-    check_operands(a, b)
+    if a.codes.shape[1] != b.codes.shape[1] or a.codes.dtype == b.codes.dtype == E5M2.dtype:
+        raise unfit(a, b)
     short = _is_short(a) and _is_short(b)
     if exact or not _foldable(a, b) or not (short or keeps_float32(a.codes.device)):
         return finish(values64(a) @ values64(b).t(), None, bias, out_dtype)
@@ -135,5 +138,7 @@ def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     Powers of two go into the values; other scales stay outside the contraction where they are constant along it.
     """
     if side.granularity.cols == 0 and not side.pow2:
-        return decode(side.codes, dtype, finite=side.finite), side.float_scale_inv()
+        return decode(
+            side.codes, dtype, finite=side.finite
+        ), side.scale_inv  # float32: E8M0 is a power of two
     return side.dequantize(dtype), None

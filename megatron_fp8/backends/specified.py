@@ -9,17 +9,16 @@ shards gathered along the rows need no permutation.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from ..kernels import codes, in_memory
+from ..kernels import codes
+from ..kernels.codes import in_memory
 from ..numerics.cast import cast_stochastic
+from ..numerics.rule import Direction, Granularity, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..numerics.subnormals import keeping_subnormals
-from ..recipe import Granularity, Rule
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
-from .base import AmaxReduction, Direction, Quantized, Region, check_matrix
+from .base import AmaxReduction, Quantized, Region
 
 
 @keeping_subnormals
@@ -45,48 +44,46 @@ def quantize(
         region: place and random stream for stochastic rounding, needed if rule.stochastic.
 
     Raises:
-        ValueError: x is not a matrix of a floating dtype, or direction is unknown.
+        ValueError: x's dtype is none of these.
     """
-    check_matrix(x, direction)
     x = in_memory(x).contiguous()
-    wants_row, wants_column = direction != "columnwise", direction != "rowwise"
     granularity = rule.granularity
-    along_cols = [granularity] if wants_row or granularity.symmetric else []
-    along_rows = (
-        [Granularity(granularity.cols, granularity.rows)]
-        if wants_column and not granularity.symmetric
-        else []
-    )
-    amaxes, nonfinite = codes.block_amaxes(x, [(g.rows, g.cols) for g in along_cols + along_rows])
+    wants_row, wants_column = direction != "columnwise", direction != "rowwise"
+    once = granularity.symmetric  # one cast serves both directions
+    # How x is cut into blocks (0: no cut), for each cast that is needed: along its columns, along its rows.
+    cuts = [(granularity.rows, granularity.cols)] if wants_row or once else []
+    if wants_column and not once:
+        cuts.append((granularity.cols, granularity.rows))
+    amaxes, nonfinite = codes.block_amaxes(x, cuts)
     amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device, dtype=torch.float32)
 
-    def side(granularity: Granularity, block_amax: torch.Tensor, by_column: bool) -> QuantizedSide:
+    def coded(cut: tuple[int, int], block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scale_inv), both as x lies."""
         if granularity.is_tensor:
             block_amax = amax
             if scale is None and reduce_amax is not None:
                 block_amax = amax.clone()
                 reduce_amax(block_amax)
-        elif by_column and granularity.rows == 0 and reduce_amax is not None:
+        elif cut[0] == 0 and reduce_amax is not None:  # whole columns, of which a shard has a part
             reduce_amax(block_amax)
         block_scale, scale_inv = (
             block_scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
         )
         # A scale made from x's own amax, or from a greater one, lets nothing saturate but an Inf.
         bounded = scale is None and nonfinite is None
-        codes = cast_blocks(x, block_scale, granularity, rule, bounded, region)
-        return QuantizedSide(codes, scale_inv, granularity, rule.scale != "fp32", finite=nonfinite is None)
+        return cast_blocks(x, block_scale, cut, rule, bounded, region), scale_inv
 
-    rowwise = side(along_cols[0], amaxes[0], False) if along_cols else None
-    columnwise = None
-    if wants_column and granularity.symmetric:
-        assert rowwise is not None
-        columnwise = rowwise.transposed()
-    elif wants_column:
-        turned = side(along_rows[0], amaxes[-1], True)
-        columnwise = replace(
-            turned, codes=turned.codes.t(), scale_inv=turned.scale_inv.t(), granularity=granularity
-        )
-    return Quantized(Float8Tensor(rowwise if wants_row else None, columnwise, x.dtype), amax, nonfinite)
+    rowwise = columnwise = None
+    pow2, finite = rule.scale != "fp32", nonfinite is None
+    made, scale_inv = coded(cuts[0], amaxes[0])
+    if wants_row:
+        rowwise = QuantizedSide(made, scale_inv, granularity, pow2, finite)
+    if wants_column:
+        if wants_row and not once:
+            made, scale_inv = coded(cuts[1], amaxes[1])
+        turned_scale = scale_inv if granularity.is_tensor else scale_inv.t()
+        columnwise = QuantizedSide(made.t(), turned_scale, granularity, pow2, finite)
+    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
 
 
 def block_scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,24 +98,24 @@ def block_scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Te
 def cast_blocks(
     x: torch.Tensor,
     scale: torch.Tensor,
-    granularity: Granularity,
+    cut: tuple[int, int],
     rule: Rule,
     bounded: bool,
     region: Region | None,
 ) -> torch.Tensor:
-    """Codes [rows, cols] of x under one scale per block."""
-    rows, cols = x.shape
+    """Codes [rows, cols] of x under one scale for every block of ``cut`` (rows, cols; 0: the whole extent)."""
     if rule.stochastic:
         assert region is not None, "stochastic rounding needs a region to draw its bits from"
-        per_element = scale if granularity.is_tensor else _expand_any(scale, granularity, x.shape)
-        return cast_stochastic(x, per_element, rule.fmt, region.key, index=region.index(rows, cols, x.device))
-    if granularity.is_tensor:
+        per_element = _expand_any(scale, Granularity(*cut), x.shape)
+        index = region.index(x.shape[0], x.shape[1], x.device)
+        return cast_stochastic(x, per_element, rule.fmt, region.key, index=index)
+    if rule.granularity.is_tensor:
         return codes.cast(x, scale, rule.fmt, bounded=bounded)
-    return codes.cast_blocks(x, scale, granularity.rows, granularity.cols, rule.fmt, bounded=bounded)
+    return codes.cast_blocks(x, scale, cut[0], cut[1], rule.fmt, bounded=bounded)
 
 
 def _expand_any(scale: torch.Tensor, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
     """expand_scale for either orientation of blocks (whole rows or whole columns too)."""
-    if granularity.rows == 0:
+    if granularity.rows == 0 and not granularity.is_tensor:
         return expand_scale(scale.t(), Granularity(granularity.cols, 0), (shape[1], shape[0])).t()
     return expand_scale(scale, granularity, shape)

@@ -17,10 +17,11 @@ import torch
 
 from ..inference.calibration import Calibration
 from ..numerics.formats import E4M3
+from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale_inv
 from ..plan.operands import Choices
 from ..plan.overrides import FORMATS, matching
-from ..recipe import TENSOR, Float8CurrentScaling, Rule
+from ..recipe import Float8CurrentScaling
 from .architectures import Entry, entries, gemms
 from .companions import describe, write_companions
 from .config import exported_architecture, heads_of

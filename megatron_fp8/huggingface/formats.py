@@ -30,18 +30,9 @@ from typing import Any
 import torch
 
 from ..fp8_utils import get_fp8_recipe
+from ..numerics.rule import BLOCK_128X128, ROW, TENSOR, Granularity
 from ..quantizer import quantize
-from ..recipe import (
-    BLOCK_128X128,
-    ROW,
-    TENSOR,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    Granularity,
-    Recipe,
-    recipe_name,
-)
+from ..recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, recipe_name
 from ..tensor import QuantizedSide
 
 BLOCK = 128

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from ..numerics.formats import E4M3
+from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..plan.switch import fp8_disabled
-from ..recipe import TENSOR, Rule
 
 FORMAT, VERSION = "megatron_fp8 calibration", 1
 TENSORS, RECORD = "calibration.safetensors", "calibration.json"

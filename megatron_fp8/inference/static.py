@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ..backends.base import Direction, Quantized
+from ..backends.base import Quantized
 from ..linear.site import GemmSite
+from ..numerics.rule import ROW, TENSOR, Direction, Rule
 from ..quantizer import Quantizer
-from ..recipe import ROW, TENSOR, Rule
 from ..state.arena import Slot
 from ..tensor import Float8Tensor
 

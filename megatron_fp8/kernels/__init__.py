@@ -23,15 +23,6 @@ def run_on(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.compiler.is_compiling() and refusal(device) is None
 
 
-def in_memory(x: torch.Tensor) -> torch.Tensor:
-    """x outside autograd, with its numbers in its memory, which is what kernels read.
-
-    torch keeps some negations (``z.conj().imag``) and some zeros (``torch._efficientzerotensor``) as a mark on a tensor.
-    """
-    x = x.detach().resolve_neg()
-    return torch.zeros_like(x) if x._is_zerotensor() else x
-
-
 def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:
     """A function that launches Triton kernels, on the device of its first argument, a tensor or a TileSource.
 

@@ -16,12 +16,20 @@ from ..numerics.formats import FloatFormat
 from .cpu import loops
 
 
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """x outside autograd, with its numbers in its memory, which is what kernels read.
+
+    torch keeps some negations (``z.conj().imag``) and some zeros (``torch._efficientzerotensor``) as a mark on a tensor.
+    """
+    x = x.detach().resolve_neg()
+    return torch.zeros_like(x) if x._is_zerotensor() else x
+
+
 def cast(
     x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False
 ) -> torch.Tensor:
     """Codes of ``x * scale``: arguments, result and errors as of ``numerics.cast.cast``."""
-    reference.check_float(x)
-    if (scale is None or scale.numel() == 1) and loops.usable(x):
+    if (scale is None or scale.numel() == 1) and x.dtype in loops.FLOATS and loops.usable(x):
         return loops.cast(x, scale, (0, 0), fmt.dtype)
     return reference.cast(x, scale, fmt, bounded=bounded)
 
@@ -35,7 +43,7 @@ def cast_blocks(
         scale: float32 [ceil(M / rows), ceil(N / cols)], finite and positive.
         bounded: as in ``cast``.
     """
-    if loops.usable(x):
+    if x.dtype in loops.FLOATS and loops.usable(x):
         return loops.cast(x, scale, (rows, cols), fmt.dtype)
     blocks = scaling.blocked(x, rows, cols)
     codes = reference.cast(blocks, scale[:, None, :, None], fmt, bounded=bounded)
@@ -69,7 +77,7 @@ def block_amaxes(
     x: torch.Tensor, blocks: Sequence[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The amax of every block, and how many elements are NaN or Inf: as ``numerics.scaling.block_amaxes``."""
-    if x.numel() and loops.usable(x):
+    if x.numel() and x.dtype in loops.FLOATS and loops.usable(x):
         amaxes, total = loops.block_amaxes(x, blocks)
         return amaxes, torch.tensor(total, dtype=torch.int64, device="cpu") if total else None
     return scaling.block_amaxes(x, blocks)

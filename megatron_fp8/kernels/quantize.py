@@ -22,20 +22,18 @@ or more on a multiprocessor, so that one loads while another computes. ``tile=``
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
 from ..numerics.formats import FloatFormat
+from ..numerics.rule import Direction, ScaleKind
 from . import on_its_device
 from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
 from .sources import Plain, TileSource
 from .swiglu_quantize import Swiglu, SwigluGradient
 from .tiles import Tile, as_bytes, codes_like, is_e4m3
-
-Direction = Literal["rowwise", "columnwise", "both"]
-ScaleKind = Literal["fp32", "pow2", "e8m0"]
 
 TENSOR_TILE = Tile(128, 64, 8)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import in_memory
+from .codes import in_memory
 from .elements import narrow, widen
 from .tiles import Tile, grid_of, place
 

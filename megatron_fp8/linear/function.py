@@ -18,9 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..numerics.rule import Granularity
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import in_recompute, without_autocast
-from ..recipe import Granularity
 from ..tensor import Operand, QuantizedSide
 from .derivative import first_derivative_only
 from .passes import Call, backward, forward

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends.base import Region
+from ..numerics.rule import Granularity
 from ..quantizer import Casts, Quantizer
-from ..recipe import Granularity
-from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides, side_of
+from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
 from .site import GemmSite
 from .tensor_parallel import Pending, TensorParallel
 
@@ -158,18 +158,22 @@ def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple
     if call.record and not keeps:
         _record_late_cast(tokens, casts)
     direction: Any = "both" if keeps else "rowwise"
+    operand: Operand | None
     if not call.gathers:
         done = casts(tokens, direction, record=call.record)
-        return tokens if row is None else side_of(done, "rowwise"), done.columnwise if keeps else plain
+        operand = tokens if row is None else done.rowwise
+        assert operand is not None
+        return operand, done.columnwise if keeps else plain
     reduce_amax = tp.amax_reduction(site.state.counts)
     if row is not None and _shards_aligned(tokens.shape[0], row.rule.granularity):
         done = casts(tokens, direction, record=call.record, reduce_amax=reduce_amax)
-        operand: Operand = tp.gather_side(side_of(done, "rowwise"), by_column=False).wait()
-        return operand, done.columnwise if keeps else plain
+        assert done.rowwise is not None
+        return tp.gather_side(done.rowwise, by_column=False).wait(), done.columnwise if keeps else plain
     whole = operand = tp.all_gather(tokens).wait()
     if row is not None:
         site.notes.add(_misaligned_note("input", tokens.shape[0], row.rule.granularity))
-        operand = side_of(casts(whole, "rowwise", record=call.record), "rowwise")
+        operand = casts(whole, "rowwise", record=call.record).rowwise
+    assert operand is not None
     if not keeps:
         return operand, plain
     done = casts(tokens, "columnwise", record=call.record, reduce_amax=reduce_amax)
@@ -205,7 +209,7 @@ def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
         column.slot.observe(tokens)
 
 
-def _requantize_input(saved: torch.Tensor, call: Call) -> Operand:
+def _requantize_input(saved: torch.Tensor, call: Call) -> Operand | None:
     """A saved plain input [K, M], quantised now if wgrad reads codes, and if codes made of a shard of the tokens are
     those that the gathered tokens would get; else as it is."""
     quantizer = call.site.casts["input"].columnwise
@@ -214,7 +218,7 @@ def _requantize_input(saved: torch.Tensor, call: Call) -> Operand:
     ):
         return saved
     reduce_amax = call.tp.amax_reduction(call.site.state.counts) if call.gathers else None
-    return side_of(quantizer(saved.t(), "columnwise", record=False, reduce_amax=reduce_amax), "columnwise")
+    return quantizer(saved.t(), "columnwise", record=False, reduce_amax=reduce_amax).columnwise
 
 
 def _gather_input(saved: Operand | None, call: Call) -> Pending:
@@ -225,7 +229,7 @@ def _gather_input(saved: Operand | None, call: Call) -> Pending:
     return call.tp.all_gather(saved.t(), async_op=True)
 
 
-def _columnwise_input(gathered: Operand, call: Call) -> Operand:
+def _columnwise_input(gathered: Operand, call: Call) -> Operand | None:
     """wgrad's operand [K, M of all ranks] from what was gathered: codes [K, M] as they are; tokens [M, K] in high
     precision transposed, and quantised if wgrad reads codes."""
     if isinstance(gathered, QuantizedSide):
@@ -233,7 +237,7 @@ def _columnwise_input(gathered: Operand, call: Call) -> Operand:
     quantizer = call.site.casts["input"].columnwise
     if quantizer is None:
         return gathered.t()
-    return side_of(quantizer(gathered, "columnwise", record=False), "columnwise")
+    return quantizer(gathered, "columnwise", record=False).columnwise
 
 
 # -------------------------------------------------------------------------------------------- grad_output, backward
@@ -272,7 +276,7 @@ def _quantize_grad_output(
             reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
             region=replace(region, row_offset=tp.rank * len(dy) if shards else 0),
         )
-        sides = _gather_grad_output(done, tp) if shards else done.sides
+        sides = _gather_grad_output(done, tp) if shards else (done.rowwise, done.columnwise)
         rowwise, columnwise = sides[0] or rowwise, sides[1] or columnwise
     return rowwise, columnwise
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..recipe import Granularity, Rule
+from ..numerics.rule import Granularity, Rule
 from ..tensor import QuantizedSide
 
 

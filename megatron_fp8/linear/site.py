@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 
 from ..backends import BACKENDS
-from ..backends.high_precision import matmul_high_precision
+from ..kernels.gemms import matmul_high_precision
 from ..plan.operands import READERS, Cast
 from ..plan.site_plan import SitePlan
 from ..quantizer import Casts, Quantizer

@@ -68,8 +68,8 @@ class WeightCache:
                 weight.record()
                 if (observer := self._state.observer) is not None:
                     observer.stored(weight.quantizer.slot.name, weight)
-            return Sides(*weight.quantized.sides)
-        if not self._casts.quantizers:
+            return Sides(weight.quantized.rowwise, weight.quantized.columnwise)
+        if self._casts.rowwise is self._casts.columnwise is None:
             return Sides(weight, weight.t())
         version, kept = self._version(weight, self._state.weight_generation), self._kept
         fresh = fresh or not self._state.keeps_weights
@@ -80,7 +80,8 @@ class WeightCache:
                 scale = None if column is None else column.delayed_scale()
                 quantized = self._casts(weight, "both", record=record)
             self._kept = kept = _Kept(version, record, scale, quantized)
-        return Sides.of(kept.quantized, weight)
+        made = kept.quantized
+        return Sides(made.rowwise or weight, weight.t() if made.columnwise is None else made.columnwise)
 
     def observe(self, weight: torch.Tensor) -> None:
         """Record the weight's amax, once an iteration, without a cast."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from . import waiting
-from .formats import E4M3, E5M2, FloatFormat, format_of
+from .formats import FloatFormat, format_of
 from .subnormals import keeping_subnormals
 
 NAN_CODE = 0x7F
@@ -49,12 +49,6 @@ def magnitude_bits(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     check_float(x)
     int_dtype = _INT_VIEW[x.dtype]
     return x.view(int_dtype) & torch.iinfo(int_dtype).max, _INF_BITS[x.dtype]
-
-
-def count_nonfinite(x: torch.Tensor) -> torch.Tensor:
-    """Number of NaN and +-Inf elements of x (any shape; float32, bfloat16, float16), as an int64 tensor of shape []."""
-    bits, inf = magnitude_bits(x)
-    return (bits >= inf).sum()
 
 
 def chunks(rows: int, elements: int, device: torch.device) -> Iterator[slice]:
@@ -247,6 +241,3 @@ def cast_stochastic(
     codes = torch.copysign(rounded.clamp_(max=fmt.max), product).to(fmt.dtype)
     codes.view(torch.uint8).masked_fill_(product.isnan(), NAN_CODE)
     return codes
-
-
-__all__ = ["E4M3", "E5M2", "RandomKey", "cast", "cast_stochastic", "count_nonfinite", "decode", "philox_bits"]

@@ -36,9 +36,9 @@ from .. import kernels
 from ..backends.base import Quantized
 from ..backends.native import backend as native
 from ..backends.specified import block_scales
+from ..numerics.rule import BLOCK_128X128, TENSOR, Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
 from ..quantizer import Quantizer
-from ..recipe import BLOCK_128X128, TENSOR, Granularity, Rule
 from ..tensor import Float8Tensor, QuantizedSide
 from .coded import CodedTensor
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from ..backends.specified import block_scales, cast_blocks
 from ..kernels.codes import block_amaxes
 from ..numerics import waiting
+from ..numerics.rule import Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
 from ..numerics.subnormals import keeping_subnormals
-from ..recipe import Granularity, Rule
 from .fp8_parameter import Fp8Parameter, cast_by_kernel, granularities
 
 
@@ -154,7 +154,7 @@ class _Piece:
                 self._cast_by_kernel(scale)
             elif self.master is not None:
                 own = scale if g.is_tensor else self._rows_of(scale, g)
-                codes = cast_blocks(self._matrix(self.master), own, g, param.rule, False, None)
+                codes = cast_blocks(self._matrix(self.master), own, (g.rows, g.cols), param.rule, False, None)
                 start = self.offset - self.top * param.shape[1]
                 param.set_shard(index, self.offset, codes.view(-1)[start : start + self.master.numel()])
         param.quantizer.slot.arena.counts.casts += self.master is not None

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..numerics.formats import E4M3, E5M2, ROLES, FloatFormat, Format
-from ..recipe import GEMM_OPERANDS, DelayedScaling, Products, Recipe, Rule
+from ..numerics.rule import Rule
+from ..recipe import GEMM_OPERANDS, DelayedScaling, Products, Recipe
 from .overrides import Override
 
 READERS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}

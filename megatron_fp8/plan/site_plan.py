@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..recipe import GEMM_OPERANDS, Recipe, Rule, recipe_name
+from ..numerics.rule import Rule
+from ..recipe import GEMM_OPERANDS, Recipe, recipe_name
 from .operands import READERS, Choices, Operands
 
 Precision = Literal["fp8", "bf16"]

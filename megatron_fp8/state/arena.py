@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .. import kernels
-from ..kernels.codes import block_amaxes
+from ..kernels.codes import block_amaxes, in_memory
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
@@ -59,7 +59,7 @@ class Slot:
 
         Non-finite elements are not counted: nothing saturates them, whoever uses x meets them.
         """
-        amaxes, _ = block_amaxes(kernels.in_memory(x).contiguous(), [(0, 0)])
+        amaxes, _ = block_amaxes(in_memory(x).contiguous(), [(0, 0)])
         self.record(amaxes[0].view([]), None)
 
     @property

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from ..backends.base import Direction, Quantized
+from ..backends.base import Quantized
+from ..numerics.rule import Direction
 from ..tensor import Operand
 
 

@@ -9,8 +9,8 @@ import torch
 from ..kernels.codes import decode
 from ..kernels.cpu import figures
 from ..numerics.cast import chunks
+from ..numerics.rule import Granularity
 from ..numerics.subnormals import keeping_subnormals
-from ..recipe import Granularity
 from ..tensor import QuantizedSide, scale_blocks_
 
 _BEYOND = 1 + 2.0**-21

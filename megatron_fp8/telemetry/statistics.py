@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.base import Direction
-from ..kernels import in_memory
+from ..kernels.codes import in_memory
 from ..numerics.cast import check_float
+from ..numerics.rule import Direction
 from ..tensor import Float8Tensor, QuantizedSide
 from .codes import measure_codes
 from .names import Blocks, Variant, Wanted, parse_all

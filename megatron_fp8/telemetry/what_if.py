@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 
 from ..backends import specified
-from ..backends.base import Direction
 from ..numerics.formats import FloatFormat
+from ..numerics.rule import Direction, Rule
 from ..numerics.scaling import compute_scale
-from ..recipe import RECIPES, DelayedScaling, Rule
+from ..recipe import RECIPES, DelayedScaling
 from ..tensor import Float8Tensor
 from .names import WHAT_IF
 

@@ -17,7 +17,7 @@ from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8
 
 from megatron_fp8 import Format, quantize
-from megatron_fp8.backends.high_precision import matmul_high_precision
+from megatron_fp8.kernels.gemms import matmul_high_precision
 from megatron_fp8.recipe import (
     CustomRecipe,
     DelayedScaling,

@@ -19,22 +19,12 @@ from dataclasses import replace
 import torch
 
 from ...kernels.deferred import source_of, written
-from ...numerics.formats import E4M3, ROLES
-from ...recipe import (
-    BLOCK_1X32,
-    BLOCK_1X128,
-    BLOCK_128X128,
-    GEMM_OPERANDS,
-    ROW,
-    TENSOR,
-    Products,
-    Recipe,
-    Rule,
-    products_of,
-)
+from ...numerics.formats import E4M3, E5M2, ROLES
+from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Rule
+from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
-from ..base import AmaxReduction, Direction, Quantized, Region, check_matrix, check_operands
+from ..base import AmaxReduction, Quantized, Region, unfit
 from .layout import Operand, ProductPlan, arguments, block_scales, place_codes, plan, row_scales
 from .probe import device_reason, refusals
 
@@ -161,7 +151,6 @@ def quantize(
     side's codes are contiguous [cols, rows], as the GEMM reads them, and block scales lie as it wants them. Nothing
     waits for the GPU: the amax and the non-finite count stay there.
     """
-    check_matrix(x, direction)
     if kernel_reason(rule) is not None:
         x = written(x)
         return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
@@ -232,7 +221,8 @@ def gemm(
     Raises:
         ValueError: contractions differ, both operands are E5M2, or nothing here multiplies such operands.
     """
-    check_operands(a, b)
+    if a.codes.shape[1] != b.codes.shape[1] or a.codes.dtype == b.codes.dtype == E5M2.dtype:
+        raise unfit(a, b)
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         result = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)

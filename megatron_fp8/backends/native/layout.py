@@ -35,7 +35,7 @@ from typing import Literal
 
 import torch
 
-from ...recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
+from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from ...tensor import QuantizedSide
 
 BLOCK, MX_BLOCK = 128, 32

@@ -19,7 +19,7 @@ import torch
 
 from ... import kernels
 from ...kernels.codes import decode
-from ...recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
+from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from ...tensor import QuantizedSide
 from .layout import Mode, Operand, ProductPlan, Request, plan
 

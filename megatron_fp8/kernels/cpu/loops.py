@@ -33,11 +33,12 @@ MIN_ELEMENTS = 1 << 14
 MAX_THREADS = 1024
 """More than a process can use. Asked for many more, torch's thread pool and OpenMP end the process."""
 _THREAD_ELEMENTS = 1 << 15
-_BITS = {
+FLOATS = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
 }
+"""The dtypes that are cast, each with the integer that has its bits and those of Inf."""
 NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -53,13 +54,13 @@ class _Cut(ctypes.Structure):
 
 def usable(x: torch.Tensor) -> bool:
     """Whether x is for these kernels: ``plain`` and large, on a machine that could compile them."""
-    return x.device.type == "cpu" and x.numel() >= MIN_ELEMENTS and plain(x) and reason() is None
+    return x.numel() >= MIN_ELEMENTS and plain(x) and reason() is None
 
 
 def plain(x: torch.Tensor) -> bool:
     """Whether C can read x: a plain, contiguous CPU tensor, its numbers in its memory (in_memory)."""
     return (
-        x.device.type == "cpu"
+        x.is_cpu
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.is_contiguous()
         and not (x.is_neg() or x._is_zerotensor())
@@ -123,7 +124,7 @@ def _elementwise(
 def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[list[torch.Tensor], int]:
     """As ``numerics.scaling.block_amaxes`` of a contiguous matrix; (amaxes, how many elements are NaN or Inf)."""
     rows, cols = x.shape
-    integer, inf = _BITS[x.dtype]
+    integer, inf = FLOATS[x.dtype]
     unit = math.lcm(*(r for r, _ in blocks if r))  # no block of rows is shared by two threads
     threads = thread_count(x.numel())
     largest = [
@@ -185,7 +186,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def check_matrices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Size, torch.Size]:
     """The shapes of a [M, K] and b [N, K]; AssertionError unless both are bfloat16 matrices on the CPU that contract."""
     for x in (a, b):
-        if not (x.ndim == 2 and x.dtype == torch.bfloat16 and x.device.type == "cpu"):
+        if not (x.ndim == 2 and x.dtype == torch.bfloat16 and x.is_cpu):
             raise AssertionError(f"a bfloat16 matrix on the CPU is needed, got {_described(x)}")
     if a.shape[1] != b.shape[1]:
         raise AssertionError(f"the last dimensions must be equal: {_described(a)}, {_described(b)}")
@@ -218,7 +219,7 @@ def power_of_e8m0(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:
 
 def address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void_p:
     """Where x lies, for C, which trusts it; AssertionError unless it is so many elements of dtype, dense, on the CPU."""
-    if x.dtype != dtype or x.numel() != elements or x.device.type != "cpu" or not x.is_contiguous():
+    if x.dtype != dtype or x.numel() != elements or not x.is_cpu or not x.is_contiguous():
         raise AssertionError(
             f"{elements} contiguous elements of {dtype} on the CPU are needed, got {_described(x)}"
         )

@@ -20,7 +20,7 @@ from ...backends.native import backend as native
 from ...kernels.deferred import DeferredTensor, written
 from ...linear.derivative import first_derivative_only
 from ...numerics.formats import E4M3
-from ...recipe import BLOCK_1X128, Rule
+from ...numerics.rule import BLOCK_1X128, Rule
 from ...tensor import QuantizedSide
 from . import fusion
 

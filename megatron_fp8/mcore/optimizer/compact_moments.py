@@ -30,9 +30,9 @@ import torch
 from ...backends.specified import quantize
 from ...kernels.codes import block_amaxes
 from ...numerics.formats import E4M3
+from ...numerics.rule import Granularity, Rule
 from ...numerics.scaling import FLT_MIN, round_down_to_power_of_two
 from ...params.coded import CodedTensor
-from ...recipe import Granularity, Rule
 from ...tensor import QuantizedSide, expand_scale
 from .adam import Adam
 

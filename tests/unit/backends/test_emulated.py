@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fp8 import Format, quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.emulated import gemm
-from megatron_fp8.backends.high_precision import keeps_float32, matmul_high_precision
-from megatron_fp8.kernels.cpu import gemms
+from megatron_fp8.kernels import gemms
+from megatron_fp8.kernels.gemms import keeps_float32, matmul_high_precision
 from megatron_fp8.recipe import (
     DelayedScaling,
     Float8BlockScaling,

@@ -10,7 +10,6 @@ from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import bf16_site, fp8_site
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.tensor import Sides, side_of
 from tests.support.compare import assert_same_bytes
 from tests.support.products import assert_close_to_exact, values
 from tests.support.sites import ALL_RECIPES, RECIPES, make_site, randn
@@ -70,18 +69,6 @@ def test_fp8_gemm_is_the_backends():
     assert_close_to_exact(y, values(a), values(b))
     with pytest.raises(AssertionError):
         site.multiply("fprop", x, w, torch.float32)
-
-
-def test_sides():
-    x = randn(4, 6, seed=1)
-    both = quantize(x, RECIPES["mxfp8"], "input", "both")
-    assert side_of(both, "rowwise") is both.rowwise and side_of(both, "columnwise") is both.columnwise
-    assert Sides.of(both, x) == (both.rowwise, both.columnwise)
-    for direction, plain in (("rowwise", x.t()), ("columnwise", x)):
-        sides = Sides.of(quantize(x, RECIPES["mxfp8"], "input", direction), x)
-        assert_same_bytes(sides[direction == "rowwise"], plain)
-    with pytest.raises(AssertionError, match="not quantised columnwise"):
-        side_of(quantize(x, RECIPES["mxfp8"], "input"), "columnwise")
 
 
 def test_sites_of_one_state_share_its_counts():

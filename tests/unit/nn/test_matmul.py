@@ -7,7 +7,6 @@ import torch
 
 from megatron_fp8 import fp8_matmul, quantize
 from megatron_fp8.recipe import RECIPES as CLASSES
-from megatron_fp8.tensor import side_of
 from tests.support.compare import assert_same_bytes
 from tests.support.products import assert_close_to_exact
 from tests.support.sites import ALL_RECIPES, randn
@@ -24,7 +23,7 @@ def operands(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 def seen(x: torch.Tensor, recipe, role: str, direction: str) -> torch.Tensor:
     """float64: the values that a GEMM sees of an operand, contraction last."""
-    side = side_of(quantize(x.detach(), recipe, role, direction), direction)
+    side = getattr(quantize(x.detach(), recipe, role, direction), direction)
     return side.dequantize(torch.float32).double()
 
 

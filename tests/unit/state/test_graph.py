@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from megatron_fp8 import recipe as recipes
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.kernels.cpu import gemms
+from megatron_fp8.kernels import gemms
 from megatron_fp8.kernels.cpu import loops as cpu
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.saved_layout import SideLayout

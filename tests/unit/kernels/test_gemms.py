@@ -11,9 +11,9 @@ import torch
 
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
-from megatron_fp8.backends.high_precision import matmul_high_precision
 from megatron_fp8.kernels.cpu import loops as cpu
 from megatron_fp8.kernels.cpu import mkl
+from megatron_fp8.kernels.gemms import matmul_high_precision
 from megatron_fp8.recipe import MXFP8BlockScaling
 
 SHAPES = [

@@ -1,0 +1,80 @@
+"""Products of matrices with float32 sums, on any device, and what follows them: scales, bias, one rounding.
+
+Which GEMM multiplies 16-bit operands, one rounding from float32 sums, is the processor's to say:
+
+| processor | GEMM |
+|---|---|
+| NVIDIA GPU | torch's, on tensor cores; float16 too |
+| with AMX, and MKL in torch | MKL's (cpu/mkl.py) |
+| with AVX512-BF16, and a C compiler | cpu/gemm.c |
+| any other | none: operands are multiplied in float32, which is as exact; CPUs without BF16 lose no time by it |
+
+On a GPU the difference is large: float32 operands are multiplied outside the tensor cores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .codes import in_memory
+from .cpu import loops as cpu
+from .cpu import mkl
+
+
+def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether there is a GEMM for bfloat16 operands that lie like these: on a GPU, or not small on a CPU that has one."""
+    if a.is_cuda and b.is_cuda:
+        return not vars(torch.version).get("hip")
+    # Other classes, such as fake tensors, have no memory of their own.
+    if {type(a), type(b)} - {torch.Tensor, torch.nn.Parameter}:
+        return False
+    large = a.numel() + b.numel() >= cpu.MIN_ELEMENTS
+    return large and a.is_cpu and b.is_cpu and (mkl.has_matmul() or cpu.has_matmul())
+
+
+def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """float32 [M, N] = a [M, K] @ b [N, K]^T of matrices of any strides.
+
+    Nothing that is the process's is set for it: other threads multiply meanwhile.
+    """
+    short = a.dtype == torch.bfloat16 or (a.dtype == torch.float16 and a.is_cuda)
+    if not (short and a.dtype == b.dtype and multiplies(a, b)):
+        return a.to(torch.float32) @ b.to(torch.float32).t()
+    if a.is_cuda:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    a, b = in_memory(a), in_memory(b)
+    return mkl.matmul(a, b) if mkl.has_matmul() else cpu.matmul(a, b)
+
+
+def matmul_high_precision(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """a [M, K] @ b [N, K]^T (+ bias [N]) of unquantised matrices, for GEMMs that a plan keeps out of FP8."""
+    if bias is None and out_dtype == a.dtype == b.dtype:
+        return a @ b.t()
+    return finish(matmul_fp32(a, b), None, bias, out_dtype)
+
+
+def finish(
+    acc: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """(acc [M, N] * scale + bias) rounded once to out_dtype; acc's memory is used."""
+    if scale is not None:
+        acc = acc.mul_(scale)
+    if bias is not None:
+        acc = acc.add_(bias.to(acc.dtype))
+    return acc.to(out_dtype)
+
+
+def keeps_float32(device: torch.device) -> bool:
+    """Whether float32 products keep all bits of their operands: users may let torch round them, to TF32 or bfloat16.
+
+    Short operands lose nothing by that.
+    """
+    matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
+    setting = getattr(matmul, "fp32_precision", None)
+    if setting is None:  # before torch 2.9
+        return torch.get_float32_matmul_precision() == "highest"
+    return setting in ("none", "ieee")

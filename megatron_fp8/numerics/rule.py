@@ -1,0 +1,127 @@
+"""What is said of one operand: which format, how many elements share a scale, and what kind of scale. Frozen data.
+
+A recipe gives a Rule for each operand (recipe.py); casts and scales are made by it, whichever recipe it came from.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from .formats import E4M3, E5M2, FloatFormat
+
+ScaleKind = Literal["fp32", "pow2", "e8m0"]
+Direction = Literal["rowwise", "columnwise", "both"]
+"""Along which dimension of a matrix blocks lie: its columns, its rows, or each for a GEMM of its own."""
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """How many elements share a scale: a block of rows x cols elements; 0 means the whole extent of that dimension.
+
+    Attributes:
+        is_tensor: one scale for the whole tensor.
+        symmetric: the columnwise side is the rowwise side transposed: there is no second quantisation.
+
+    Raises:
+        ValueError: not whole numbers >= 0.
+    """
+
+    rows: int
+    cols: int
+    is_tensor: bool = field(init=False, repr=False, compare=False)
+    symmetric: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not all(type(size) is int and size >= 0 for size in (self.rows, self.cols)):
+            raise ValueError(f"Granularity({self.rows!r}, {self.cols!r}): whole numbers >= 0 are needed")
+        # Settled here, since every cast and every product asks.
+        object.__setattr__(self, "is_tensor", self.rows == self.cols == 0)
+        object.__setattr__(self, "symmetric", self.rows == self.cols)
+
+    def __str__(self) -> str:
+        if self.is_tensor:
+            return "tensor"
+        return "row" if self.cols == 0 else f"{self.rows}x{self.cols}"
+
+
+TENSOR = Granularity(0, 0)
+ROW = Granularity(1, 0)
+BLOCK_1X128 = Granularity(1, 128)
+BLOCK_128X128 = Granularity(128, 128)
+BLOCK_1X32 = Granularity(1, 32)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one role is quantised.
+
+    Args:
+        fmt: E4M3 or E5M2.
+        granularity: elements that share a scale.
+        scale: 'fp32', 'pow2' (float32, rounded down to a power of two) or 'e8m0' (MX: rounded up, stored in 8 bits).
+        margin, epsilon: as in scaling.compute_scale; not for 'e8m0'.
+        delayed: the scale comes from the amax history instead of the tensor at hand (granularity TENSOR, 'fp32' only).
+        stochastic: stochastic instead of nearest-even rounding.
+
+    Raises:
+        ValueError: a value that is none of these, or that would have no effect.
+    """
+
+    fmt: FloatFormat
+    granularity: Granularity
+    scale: ScaleKind = "fp32"
+    margin: int = 0
+    epsilon: float = 0.0
+    delayed: bool = False
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fmt not in (E4M3, E5M2):
+            raise ValueError(f"Rule fmt {self.fmt!r}: use megatron_fp8.numerics.formats.E4M3 or E5M2")
+        if not isinstance(self.granularity, Granularity):
+            raise ValueError(f"Rule granularity {self.granularity!r}: use Granularity(rows, cols)")
+        if 0 in (self.granularity.rows, self.granularity.cols) and self.granularity not in (TENSOR, ROW):
+            raise ValueError(
+                f"Rule granularity {self.granularity!r}: use Granularity(0, 0) for one scale a tensor, (1, 0) for one a"
+                " row along the contraction, or a block of rows x cols elements, each 1 or more"
+            )
+        if self.scale not in get_args(ScaleKind):
+            raise ValueError(
+                f"Rule scale {self.scale!r} is unknown: use {', '.join(map(repr, get_args(ScaleKind)))}"
+            )
+        check_flags(self, "delayed", "stochastic")
+        if self.delayed and not (self.granularity.is_tensor and self.scale == "fp32"):
+            raise ValueError(
+                f"delayed scaling keeps one fp32 scale per tensor, not one {self.scale} scale per {self.granularity}"
+            )
+        _check_margin(self.margin)
+        _check_epsilon(self.epsilon)
+        if self.scale == "e8m0" and (self.margin or self.epsilon):
+            raise ValueError(
+                f"Rule margin {self.margin} and epsilon {self.epsilon} have no effect on 'e8m0' scales: leave them out"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.fmt.name} {self.granularity} {'delayed ' if self.delayed else ''}{self.scale}"
+
+
+def check_flags(of: Any, *names: str) -> None:
+    """'false' is true in Python, and so is every other text."""
+    for name in names:
+        value = getattr(of, name, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{type(of).__name__} {name} {value!r}: True or False is needed")
+
+
+def _check_margin(margin: int) -> None:
+    if not isinstance(margin, int) or isinstance(margin, bool) or not 0 <= margin <= 64:
+        raise ValueError(
+            f"margin {margin!r}: a whole number from 0 to 64 (powers of two of headroom) is needed"
+        )
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if not (isinstance(epsilon, (int, float)) and math.isfinite(epsilon) and epsilon >= 0):
+        raise ValueError(f"amax_epsilon {epsilon!r}: a finite number >= 0 is needed; 0 turns it off")
