@@ -93,6 +93,11 @@ class Float8Tensor:
     dtype: torch.dtype
 
     @property
+    def sides(self) -> tuple[QuantizedSide | None, QuantizedSide | None]:
+        """Rowwise and columnwise."""
+        return self.rowwise, self.columnwise
+
+    @property
     def shape(self) -> torch.Size:
         """[rows, cols] of the matrix that was quantised."""
         if self.rowwise is not None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from ..backends.high_precision import matmul_high_precision
+from ..kernels.gemms import matmul_high_precision
 from ..plan.operands import READERS
 from ..quantizer import Casts
 from ..recipe import GEMM_OPERANDS

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..backends.base import Direction, Quantized
-from ..kernels import in_memory
+from ..backends.base import Quantized
+from ..kernels.codes import in_memory
 from ..linear.site import GemmSite
+from ..numerics.rule import Direction
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.operands import READERS
 from ..state.fp8_state import Fp8State

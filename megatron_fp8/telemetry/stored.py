@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..numerics.rule import Granularity
 from ..params.fp8_parameter import Fp8Parameter
-from ..recipe import Granularity
 from ..tensor import Float8Tensor, QuantizedSide
 
 
