@@ -12,7 +12,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help train test test-quick .slurm test-slurm test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
+.PHONY: help train test test-quick .slurm test-slurm .browser test-browser test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -27,9 +27,10 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 SUITE := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 START := $(shell date +%s)
 
-test: lint .slurm ## install everything the tests need, lint, run the suite
-	$(SUITE) -m "not long$$($(SLURM_HERE) || echo ' and not slurm')" $(ARGS)
+test: lint .slurm .browser ## install everything the tests need, lint, run the suite
+	$(SUITE) -m "not long$$($(SLURM_HERE) || echo ' and not slurm')$$($(BROWSER_HERE) || echo ' and not browser')" $(ARGS)
 	@$(SLURM_HERE) || echo "The tests of SLURM DID NOT RUN: see above, before pytest's first line."
+	@$(BROWSER_HERE) || echo "The tests in a browser DID NOT RUN: see above, before pytest's first line."
 	@echo "make test took $$(( $$(date +%s) - $(START) )) s. Without installation, on two quiet cores, it may take 720."
 
 test-quick: $(VENV)/.test ## the unit tests alone, for daily work
@@ -46,6 +47,17 @@ SLURM_HERE := test "$$(id -u)" = 0 && $(PY) -m tests.support.slurm_cluster
 			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null \
 			&& $(SLURM_HERE); }; }; then \
 		echo "The tests of SLURM DO NOT RUN: they need Debian's packages slurm-wlm and munge, which could not be installed"; \
+	fi
+
+test-browser: $(VENV)/.test .browser ## the report of runs, driven in a real Chromium
+	@if $(BROWSER_HERE); then $(PY) -m pytest -m browser tests/functional/test_report_page.py; fi
+
+BROWSER_HERE := $(PY) -m tests.support.browser
+.browser: $(VENV)/.test
+	@if ! { $(BROWSER_HERE) || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update \
+			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null \
+			&& $(BROWSER_HERE); }; }; then \
+		echo "The tests in a browser DO NOT RUN: they need Debian's packages chromium and chromium-driver, which could not be installed"; \
 	fi
 
 # Each of these has a small case in make test: hypothesis with a twentieth of the inputs, values drawn from all that are

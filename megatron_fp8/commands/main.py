@@ -21,6 +21,7 @@ FP8 training for Megatron-Core models.
 
   train      train a GPT on real text: megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml
   report     show what a run ran, layer by layer, and how it went: megatron-fp8 report runs/tiny_gpt_cpu
+             as a page, of several runs too: megatron-fp8 report runs/a runs/b --html out.html
   inspect    show what is in a checkpoint: megatron-fp8 inspect runs/tiny_gpt_cpu
   calibrate  measure a trained model's activations, for static scales: megatron-fp8 calibrate runs/tiny_gpt_cpu
   generate   continue a prompt: megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def "

@@ -23,7 +23,7 @@ STREAM: list[tuple[str, ...]] = [
     ("fp8_utils",),
     ("mcore",),
     ("train",),
-    ("huggingface",),
+    ("huggingface", "report"),
     ("commands",),
     ("__main__", "moved"),
 ]

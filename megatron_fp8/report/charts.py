@@ -1,0 +1,163 @@
+"""The charts, as Bokeh models without data: the page's script fills their sources with the numbers in the file.
+
+So no name or text of a run is in a model, and a curve is kept once, deflated, and not again as Bokeh's JSON. The script
+finds models by name: figures by that of their quantity, sources by 'quantity/run', 'gaps/quantity/run' and so on.
+Colours are the script's too: it knows whether the reader's screen is light or dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bokeh.document import Document
+from bokeh.models import BasicTickFormatter, BoxAnnotation, ColumnDataSource, HoverTool, Range1d
+from bokeh.models.ranges import DataRange1d
+from bokeh.plotting import figure
+from bokeh.resources import INLINE
+
+from .curves import QUANTITIES, Quantity
+from .run import Run
+
+_DASHES = ("solid", "dashed", "dotted", "dotdash", "dashdot")
+_CURVE_HEIGHT, _MAP_ROW, _MAP_EDGES = 240, 5, 60
+_MAP_LEAST, _MAP_MOST = 220, 620
+
+
+def javascript() -> str:
+    """BokehJS: its core alone (charts, no widgets, no tables)."""
+    return INLINE.js_raw[INLINE.components.index("bokeh")]
+
+
+def shown(runs: Sequence[Run]) -> list[Quantity]:
+    """The quantities that a run has."""
+    return [quantity for quantity in QUANTITIES if any(quantity.name in run.curves for run in runs)]
+
+
+def models(runs: Sequence[Run]) -> Any:
+    """The document of all charts, as Bokeh's JSON; a root's place is the element 'chart-' and its name."""
+    document = Document()
+    iterations = Range1d(0, 1, name="iterations")
+    roots = [_curves(quantity, runs, iterations) for quantity in shown(runs)]
+    if any(run.statistics for run in runs):
+        roots += [_map(runs), _site(len(runs))]
+    for root in roots:
+        document.add_root(root)
+    return document.to_json(deferred=False)
+
+
+def _figure(name: str, **options: Any) -> Any:
+    chart = figure(
+        name=name, height=options.pop("height", _CURVE_HEIGHT), sizing_mode="stretch_width", toolbar_location=None,
+        background_fill_color=None, border_fill_color=None, outline_line_color=None, min_border_right=12, **options,
+    )  # fmt: skip
+    chart.subscribed_events = {
+        "mousemove",
+        "mouseleave",
+        "tap",
+        "doubletap",
+    }  # else the script never hears of them
+    return chart
+
+
+def _curves(quantity: Quantity, runs: Sequence[Run], iterations: Range1d) -> Any:
+    chart = _figure(
+        quantity.name, x_range=iterations, y_range=DataRange1d(name=f"range/{quantity.name}"),
+        y_axis_type="log" if quantity.log else "linear", tools="xbox_zoom", x_axis_label="iteration",
+    )  # fmt: skip
+    chart.extra_y_ranges = {"edge": Range1d(0, 1)}
+    if not quantity.log:
+        chart.yaxis.formatter = BasicTickFormatter(power_limit_low=-6)
+    lines = _lines(chart, quantity.name, len(runs))
+    points = []
+    if quantity.name == "lm_loss":
+        for number in range(len(runs)):
+            source = _source(f"validation_loss/{number}")
+            points.append(
+                chart.scatter(
+                    "x",
+                    "y",
+                    source=source,
+                    marker="circle",
+                    size=7,
+                    fill_alpha=0.35,
+                    name=f"color/validation/{number}",
+                )
+            )
+        _edge(chart, "events", len(runs), "triangle", 0.05)
+    _edge(chart, f"gaps/{quantity.name}", len(runs), "x", 0.95)
+    chart.y_range.renderers = [*lines, *points]
+    for number, run in enumerate(runs):
+        for _, precision, first, last in run.phases:
+            if precision != "fp8":
+                band = BoxAnnotation(
+                    left=first - 0.5,
+                    right=last + 0.5,
+                    fill_alpha=0.12,
+                    name=f"phase/{number}",
+                    level="underlay",
+                )
+                chart.add_layout(band)
+    return chart
+
+
+def _source(name: str, **columns: Any) -> ColumnDataSource:
+    return ColumnDataSource(data=columns or {"x": [], "y": [], "run": [], "text": []}, name=name)
+
+
+def _lines(chart: Any, name: str, runs: int) -> list[Any]:
+    lines = [
+        chart.line(
+            "x", "y", source=_source(f"{name}/{run}"), line_width=2, line_dash=_DASHES[run % len(_DASHES)],
+            line_join="round", name=f"color/{name}/{run}",
+        )
+        for run in range(runs)
+    ]  # fmt: skip
+    tips = [("", "@text"), ("iteration", "@x{0}")]
+    chart.add_tools(HoverTool(renderers=lines, mode="vline", tooltips=tips, line_policy="nearest"))
+    return lines
+
+
+def _edge(chart: Any, name: str, runs: int, marker: str, height: float) -> None:
+    """Marks at the edge of a chart, whatever its axis shows."""
+    marks = [
+        chart.scatter(
+            "x", "y", source=_source(f"{name}/{run}"), y_range_name="edge", marker=marker, size=9, line_width=2,
+            name=f"color/{name}/{run}", tags=[height],
+        )
+        for run in range(runs)
+    ]  # fmt: skip
+    tips = [("", "@text"), ("iteration", "@x{0}")]
+    chart.add_tools(HoverTool(renderers=marks, tooltips=tips))
+
+
+def _map(runs: Iterable[Run]) -> Any:
+    rows = max(len(run.statistics.sites) for run in runs if run.statistics)
+    height = min(max(_MAP_LEAST, rows * _MAP_ROW + _MAP_EDGES), _MAP_MOST)
+    chart = _figure(
+        "map", height=height, x_range=Range1d(0, 1), y_range=Range1d(0, 1), tools="box_zoom",
+        x_axis_label="iteration",
+    )  # fmt: skip
+    chart.grid.visible = False
+    empty: dict[str, list] = {"image": [], "x": [], "y": [], "dw": [], "dh": []}
+    chart.image_rgba(
+        "image", "x", "y", "dw", "dh", source=ColumnDataSource(data=empty, name="image"), dilate=True
+    )
+    for name in ("row", "cell"):
+        box = ColumnDataSource(data={"left": [], "right": [], "top": [], "bottom": []}, name=name)
+        chart.quad(
+            "left", "right", "top", "bottom", source=box, fill_color=None, line_width=2, name=f"box/{name}"
+        )
+    return chart
+
+
+def _site(runs: int) -> Any:
+    chart = _figure(
+        "site", x_range=DataRange1d(), y_range=DataRange1d(name="range/site"), tools="xbox_zoom",
+        x_axis_label="iteration",
+    )  # fmt: skip
+    chart.extra_y_ranges = {"edge": Range1d(0, 1)}
+    lines = _lines(chart, "site", runs)
+    chart.y_range.renderers = chart.x_range.renderers = lines
+    _edge(chart, "gaps/site", runs, "x", 0.95)
+    return chart

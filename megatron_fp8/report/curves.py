@@ -1,0 +1,127 @@
+"""What a run measured once an iteration: loss, gradient norm, speed, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .lines import Line
+
+_POINTS = 4000
+"""Points of one curve: more than a screen has columns. Longer ones keep the extremes of neighbouring iterations."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One chart of iterations.
+
+    Attributes:
+        name: its field in metrics.jsonl or validation.jsonl.
+        title, unit: for people.
+        log: drawn with a logarithmic axis.
+        scale: what one unit of the field is in ``unit``.
+    """
+
+    name: str
+    title: str
+    unit: str
+    log: bool = False
+    scale: float = 1.0
+
+
+QUANTITIES = (
+    Quantity("lm_loss", "Loss", "nats per token"),
+    Quantity("grad_norm", "Gradient norm", "before clipping", log=True),
+    Quantity("tokens_per_s", "Speed", "tokens/s"),
+    Quantity("peak_memory", "Peak memory", "MiB", scale=2.0**-20),
+    Quantity("learning_rate", "Learning rate", ""),
+    Quantity("loss_scale", "Loss scale", "FP16", log=True),
+    Quantity("mtp_loss", "Loss of multi-token prediction", "nats per token"),
+    Quantity("nonfinite", "NaN and Inf in casts", "values"),
+)
+VALIDATION = Quantity("validation_loss", "Validation loss", "nats per token")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over iterations, rising.
+
+    Attributes:
+        iterations: int64 [n].
+        values: float64 [n], in the quantity's unit; NaN where there is none to draw.
+        gaps: (first iteration, last iteration, what is written there): runs of NaN, Infinity or null.
+    """
+
+    iterations: NDArray[np.int64]
+    values: NDArray[np.float64]
+    gaps: tuple[tuple[int, int, str], ...]
+
+    @property
+    def finite(self) -> NDArray[np.float64]:
+        """The values that are numbers, in order."""
+        return self.values[np.isfinite(self.values)]
+
+    def thinned(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """At most _POINTS points: of each stretch its smallest and its largest value, where they were."""
+        count = len(self.values)
+        if count <= _POINTS:
+            return self.iterations, self.values
+        stretches = np.array_split(np.arange(count), _POINTS // 2)
+        low = [part[np.argmin(np.nan_to_num(self.values[part], nan=np.inf))] for part in stretches]
+        high = [part[np.argmax(np.nan_to_num(self.values[part], nan=-np.inf))] for part in stretches]
+        kept = np.unique([low, high])
+        return self.iterations[kept], self.values[kept]
+
+
+def read_curves(lines: Iterable[Line], quantities: Iterable[Quantity]) -> dict[str, Curve]:
+    """The curves of a file's lines by the names of their quantities; of an iteration told twice, the last counts.
+
+    A quantity that has no number in any line is left out where it has nothing but null. Raises ValueError.
+    """
+    quantities = tuple(quantities)
+    found: dict[str, dict[int, float | None]] = {quantity.name: {} for quantity in quantities}
+    for line in lines:
+        iteration = line.iteration()
+        for name, values in found.items():
+            if name in line.content:
+                values[iteration] = line.number_of(name)
+    return {
+        quantity.name: _curve(found[quantity.name], quantity.scale)
+        for quantity in quantities
+        if any(value is not None for value in found[quantity.name].values())
+    }
+
+
+def _curve(found: dict[int, float | None], scale: float) -> Curve:
+    iterations = sorted(found)
+    values = (
+        np.array([np.nan if found[i] is None else found[i] for i in iterations], dtype=np.float64) * scale
+    )
+    return Curve(
+        np.array(iterations, dtype=np.int64), np.where(np.isfinite(values), values, np.nan), _gaps(found)
+    )
+
+
+def _gaps(found: dict[int, float | None]) -> tuple[tuple[int, int, str], ...]:
+    gaps: list[tuple[int, int, str]] = []
+    before = None
+    for iteration in sorted(found):
+        word = in_words(found[iteration])
+        if word is not None and gaps and before == gaps[-1][1] and gaps[-1][2] == word:
+            gaps[-1] = (gaps[-1][0], iteration, word)
+        elif word is not None:
+            gaps.append((iteration, iteration, word))
+        before = iteration
+    return tuple(gaps)
+
+
+def in_words(value: float | None) -> str | None:
+    """'null', 'NaN', 'Infinity' or '-Infinity'; None for a number."""
+    if value is None:
+        return "null"
+    if np.isnan(value):
+        return "NaN"
+    return None if np.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,65 @@
+"""What happened in a run beside its steps: skipped ones, starts, saves, and what the guard did.
+
+events.jsonl has an object each: {"iteration", "event", "text"}. Skipped steps are in metrics.jsonl; the checkpoints of a
+run that wrote no events are seen in its folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..files.checkpoint import complete_checkpoints, not_finite_checkpoints
+from .lines import Line
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in the iterations ``first`` to ``last``: ``kind`` in one word, ``text`` for people."""
+
+    first: int
+    last: int
+    kind: str
+    text: str
+
+
+def skipped_steps(lines: Iterable[Line]) -> list[Event]:
+    """One event for each stretch of steps that the optimizer skipped. ValueError of a line that is no record."""
+    found: list[Event] = []
+    counts: dict[int, float] = {}
+    for line in lines:
+        if "skipped" in line.content and line.number_of("skipped"):
+            counts[line.iteration()] = line.number_of("nonfinite") or 0 if "nonfinite" in line.content else 0
+        else:
+            counts.pop(line.iteration(), None)
+    stretches: list[list[int]] = []
+    for iteration in sorted(counts):
+        if stretches and stretches[-1][-1] == iteration - 1:
+            stretches[-1].append(iteration)
+        else:
+            stretches.append([iteration])
+    for stretch in stretches:
+        values = sum(counts[i] for i in stretch)
+        text = "step skipped" if len(stretch) == 1 else f"{len(stretch)} steps skipped"
+        text += f"; FP8 casts met {values:,.0f} values that were NaN or infinite" if values else ""
+        found.append(Event(stretch[0], stretch[-1], "skip", text))
+    return found
+
+
+def recorded(lines: Iterable[Line]) -> list[Event]:
+    """The events of events.jsonl. Raises ValueError."""
+    return [
+        Event(line.iteration(), line.iteration(), line.text("event"), line.text("text")) for line in lines
+    ]
+
+
+def seen_checkpoints(folder: Path) -> list[Event]:
+    """A save for each checkpoint that is in a folder now; earlier ones may have been removed."""
+    good = [(path, f"{path.name}, still there") for path in complete_checkpoints(folder)]
+    bad = [
+        (path, f"{path.name}: it holds NaN or Inf, and no training starts from it")
+        for path in not_finite_checkpoints(folder)
+    ]
+    found = [(int(path.name.rpartition("_")[2]), text) for path, text in (*good, *bad)]
+    return [Event(iteration, iteration, "save", text) for iteration, text in found]

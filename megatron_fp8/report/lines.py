@@ -1,0 +1,96 @@
+"""Files of one JSON object a line, as runs write them and other people may have changed them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..files.disk import ordinary
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_LAST_EXACT = 2**53
+"""Iterations up to here are whole numbers in JavaScript too."""
+
+
+class Line:
+    """One object of a file, and where it stands: what is wrong with it is said with the file and the line's number."""
+
+    def __init__(self, path: Path, number: int, content: dict[str, Any]) -> None:
+        self.path, self.number, self.content = path, number, content
+
+    def wrong(self, problem: str) -> ValueError:
+        """The error to raise."""
+        return ValueError(
+            f"line {self.number} of {str(self.path)!r} {problem}: correct it or remove the line."
+        )
+
+    def iteration(self) -> int:
+        """Its iteration; ValueError if that is no count."""
+        value = self.content.get("iteration")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LAST_EXACT:
+            raise self.wrong(f"has the iteration {value!r}, and that is a whole number from 0 on")
+        return value
+
+    def text(self, name: str) -> str:
+        """A field that is text; ValueError if it is not."""
+        value = self.content.get(name)
+        if not isinstance(value, str):
+            raise self.wrong(f"has {name} {value!r}, and that is a text")
+        return value
+
+    def number_of(self, name: str) -> float | None:
+        """A field that is a number, NaN, an infinity or null; these may be in words. Else ValueError."""
+        value = self.content[name]
+        if value is None:
+            return None
+        if isinstance(value, str) and value in _WORDS:
+            return _WORDS[value]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.wrong(f"has {name} {_short(value)}, and that is a number")
+        try:
+            return float(value)
+        except OverflowError:  # an integer beyond float64
+            return math.inf if value > 0 else -math.inf
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:60]}..."
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The objects of a file in its order; an unfinished last line, of a run that was killed, is left out.
+
+    No file: nothing. ValueError: it cannot be read, is no ordinary file, or a line is no JSON object.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}).") from error
+    try:
+        ordinary(os.fstat(handle))
+    except OSError as error:
+        os.close(handle)
+        raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}).") from error
+    with open(handle, "rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.endswith(b"\n"):
+                yield Line(path, number, _parsed(path, number, line))
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"line {number} of {str(path)!r} is no JSON ({error}): correct or remove it."
+        ) from error
+    if not isinstance(content, dict):
+        raise Line(path, number, {}).wrong("is no JSON object")
+    return content

@@ -1,0 +1,256 @@
+"""The page: what is written by the server side of it (tables, texts), and the numbers that its script draws."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..files.disk import replace_file
+from .advice import understood
+from .curves import VALIDATION, Curve
+from .packing import ABSENT, BITS, NAN, NULL, packed, packed_map
+from .precision import GEMMS, Row, precision_map, sentence
+from .run import Run
+from .statistics import Statistics, meaning
+
+LARGEST = 3_000_000
+"""Bytes that a report has at most, whatever was measured."""
+_LEAST_FOR_MAPS = 200_000
+_COLUMNS = 8
+_EVENTS = 300
+"""Rows of the table of events, for each run."""
+_START = ("sqnr_db", "underflows%", "cur_amax")
+"""Statistics that the page opens with, the first that there is."""
+
+
+def write_html(runs: Sequence[Run], path: Path, advice: Sequence[Iterable[Any] | None] | None = None) -> int:
+    """Write the report of ``runs`` to ``path``, whole or not at all; its size in bytes.
+
+    Raises ValueError: the file cannot be written, or it is there and is no HTML (a mistaken name would lose it).
+    """
+    if path.is_dir():
+        raise ValueError(f"--html={path}: it is a folder. Give the name of a file to write.")
+    try:
+        if path.exists() and not path.read_bytes()[:1024].lstrip().lower().startswith(b"<!doctype html"):
+            raise ValueError(
+                f"--html={path}: it is there and is no HTML file, so it is not replaced. Give another name."
+            )
+        text = html_of(runs, advice)
+        replace_file(path, text)
+    except OSError as error:
+        raise ValueError(f"--html={path} cannot be written ({error.strerror}): give another file.") from error
+    return len(text.encode())
+
+
+def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None = None) -> str:
+    """The page as text.
+
+    Args:
+        advice: for each run what telemetry.advice or a diagnosis gives (texts or objects: advice.py), or None for what
+            the run's folder has.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    from .charts import javascript, models, shown
+
+    templates = Environment(
+        loader=PackageLoader("megatron_fp8.report", "templates"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    given = [run.advice if own is None else understood(own)
+             for run, own in zip(runs, advice or [None] * len(runs), strict=True)]  # fmt: skip
+    texts: dict[str, Any] = {
+        "runs": [_summary(run) for run in runs],
+        "charts": [
+            {"name": q.name, "title": q.title, "unit": q.unit, "words": _words(runs, q.name)}
+            for q in shown(runs)
+        ],
+        "events": [_events(run) for run in runs],
+        "several": len(runs) > 1,
+        "advice": [(run.name, pieces) for run, pieces in zip(runs, given, strict=True) if pieces],
+        "statistics": [run.name for run in runs if run.statistics],
+        "without_statistics": [run.name for run in runs if not run.statistics],
+        "maps": _maps_of_precision(runs),
+        "gemms": GEMMS,
+        "bokeh": packed(np.frombuffer(javascript().encode(), dtype=np.uint8)),
+        "models": _json(models(runs)),
+    }  # fmt: skip
+    template = templates.get_template("page.html")
+    without = template.render(**texts, data=_json(_data(runs, [None] * len(runs))))
+    room = max(LARGEST - len(without.encode()), _LEAST_FOR_MAPS)
+    return template.render(**texts, data=_json(_data(runs, _fitting(runs, room))))
+
+
+def _json(value: Any) -> str:
+    """JSON that may stand in a script element: it has no '<'. The template does not escape it again."""
+    from markupsafe import Markup
+
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+# ------------------------------------------------------------------------------------------------ numbers for the script
+
+
+def _data(runs: Sequence[Run], maps: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    from bokeh.palettes import Viridis256
+
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "last": run.last,
+                "curves": {name: _curve(curve) for name, curve in run.curves.items()},
+                "events": [
+                    [e.first, e.last, e.kind, e.text] for e in run.events[:_EVENTS] if e.kind != "skip"
+                ],
+                "statistics": found,
+            }
+            for run, found in zip(runs, maps, strict=True)
+        ],
+        "codes": {"nan": NAN, "null": NULL, "absent": ABSENT},
+        "palette": "".join(colour.removeprefix("#") for colour in Viridis256),
+        "start": _START,
+        "meanings": {
+            name: words
+            for run in runs
+            if run.statistics
+            for name in sorted({statistic for _, statistic in run.statistics.maps})
+            if (words := meaning(name))
+        },
+    }
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    iterations, values = curve.thinned()
+    return {
+        "x": packed(iterations.astype(np.float64)),
+        "y": packed(values.astype(np.float32)),
+        "gaps": curve.gaps[:_EVENTS],
+    }
+
+
+def _fitting(runs: Sequence[Run], room: int) -> list[dict[str, Any] | None]:
+    """Every run's maps in at most ``room`` bytes: all in as many bits, and if need be in as few columns, as fit."""
+    found = [run.statistics for run in runs]
+    while True:
+        for bits in BITS:
+            maps = [_statistics(run, s, bits) for run, s in zip(runs, found, strict=True)]
+            if len(_json(maps)) <= room:
+                return maps
+        if all(s is None or len(s.iterations) <= _COLUMNS for s in found):
+            raise ValueError(
+                f"a report of {len(runs)} runs with these many sites and statistics does not fit into {LARGEST:,} bytes:"
+                " give fewer runs, or measure fewer sites."
+            )
+        found = [s.coarser() if s and len(s.iterations) > _COLUMNS else s for s in found]
+
+
+def _statistics(run: Run, found: Statistics | None, bits: int) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    plans: dict[str, int] = {}
+    sentences = {site["name"]: sentence(site) for site in run.sites}
+    planned = [plans.setdefault(sentences.get(name, ""), len(plans)) for name in found.sites]
+    maps: dict[str, dict[str, str]] = {}
+    for (tensor, statistic), codes in found.maps.items():
+        maps.setdefault(tensor, {})[statistic] = packed_map(codes, bits)
+    return {
+        "sites": found.sites,
+        "plans": list(plans),
+        "planned": planned,
+        "iterations": packed(found.iterations.astype(np.float64)),
+        "merged": found.merged,
+        "bits": bits,
+        "maps": maps,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ tables and texts
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    precision = run.report.get("precision")
+    precision = precision if isinstance(precision, dict) else {}
+    loss, validation = run.curves.get("lm_loss"), run.curves.get(VALIDATION.name)
+    speed, memory = run.curves.get("tokens_per_s"), run.curves.get("peak_memory")
+    fp8 = f"FP8 {precision.get('fp8')}, {precision.get('fp8_recipe')}" if precision.get("fp8") else "no FP8"
+    return {
+        "name": run.name,
+        "device": run.report.get("device") or "not known",
+        "precision": fp8 if precision else "not known",
+        "iterations": run.last,
+        "first": _figure(loss, 0),
+        "last": _figure(loss, -1),
+        "validation": _figure(validation, -1),
+        "skipped": sum(event.last - event.first + 1 for event in run.events if event.kind == "skip"),
+        "speed": f"{np.median(speed.finite):,.0f}" if speed and len(speed.finite) else "–",
+        "memory": f"{memory.finite.max():,.0f}" if memory and len(memory.finite) else "–",
+        "phases": [{"name": n, "precision": p, "first": a, "last": b} for n, p, a, b in run.phases],
+    }
+
+
+def _figure(curve: Curve | None, place: int) -> str:
+    """The value at an end of a curve, what stands there in place of one, or a dash."""
+    if curve is None or not len(curve.iterations):
+        return "–"
+    value, iteration = curve.values[place], int(curve.iterations[place])
+    if np.isfinite(value):
+        return f"{value:.4f}"
+    return next((word for first, last, word in curve.gaps if first <= iteration <= last), "–")
+
+
+def _words(runs: Sequence[Run], name: str) -> str:
+    """What a chart shows, for those who do not see it."""
+    parts = []
+    for run in runs:
+        curve = run.curves.get(name)
+        if curve is not None and len(curve.finite):
+            low, high = curve.finite.min(), curve.finite.max()
+            ends = f"from {curve.finite[0]:.4g} to {curve.finite[-1]:.4g}, between {low:.4g} and {high:.4g}"
+            ends = f"always {low:.4g}" if low == high else ends
+        else:
+            ends = "no number"
+        gaps = sum(last - first + 1 for first, last, _ in curve.gaps) if curve is not None else 0
+        parts.append(f"{run.name}: {ends}" + (f", {gaps} iterations without one" if gaps else ""))
+    return "; ".join(parts)
+
+
+def _events(run: Run) -> dict[str, Any]:
+    """Phases are events too: where one begins."""
+    rows = [
+        (first, f"iteration {first}", "phase", f"{name}: iterations {first}–{last} in {precision.upper()}")
+        for name, precision, first, last in run.phases
+    ]
+    rows += [
+        (
+            e.first,
+            f"iteration {e.first}" if e.first == e.last else f"iterations {e.first}–{e.last}",
+            e.kind,
+            e.text,
+        )
+        for e in run.events
+    ]
+    rows.sort(key=lambda row: row[0])
+    return {
+        "name": run.name,
+        "rows": [row[1:] for row in rows[:_EVENTS]],
+        "more": max(len(rows) - _EVENTS, 0),
+    }
+
+
+def _maps_of_precision(runs: Sequence[Run]) -> list[tuple[list[str], list[Row]]]:
+    """(names of runs, their rows): runs with the same map share one table."""
+    found: list[tuple[list[str], list[Row]]] = []
+    for run in runs:
+        rows = precision_map(run.sites)
+        same = next((names for names, others in found if others == rows), None)
+        if same is not None:
+            same.append(run.name)
+        else:
+            found.append(([run.name], rows))
+    return [(names, rows) for names, rows in found if rows]

@@ -1,0 +1,117 @@
+"""The precision map: every site and GEMM of report.json; sites that are alike in all but their numbers share a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+_LISTED = 500
+"""Names of one row that are listed where ranges cannot say which they are."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sites that run the same for the same reason.
+
+    Attributes:
+        name: of the site; with several, ranges in place of numbers: 'decoder.layers.1–30.mlp.linear_fc1'.
+        sites: how many.
+        listed: their names, where ``name`` has '*' because ranges would name others too; else empty.
+        precision, recipe, backend, reason: as in the plan; '' for none.
+        gemms: of GEMMS, each 'fp8', 'bf16', ...; '' if the report does not say.
+        roles: 'input: e4m3 tensor fp32', ...
+        notes: what was found out while it ran.
+    """
+
+    name: str
+    sites: int
+    listed: tuple[str, ...]
+    precision: str
+    recipe: str
+    backend: str
+    reason: str
+    gemms: tuple[str, ...]
+    roles: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def checked_sites(report: Any, path: str) -> list[Mapping[str, Any]]:
+    """The sites of a report; ValueError if it is no report, or an entry is no site."""
+    sites = report.get("sites", []) if isinstance(report, dict) else None
+    if not isinstance(sites, list):
+        raise ValueError(f"{path!r} is no run's report: it has no list of sites. Give the folder of a run.")
+    for number, site in enumerate(sites, 1):
+        if not isinstance(site, dict) or not isinstance(site.get("name"), str):
+            raise ValueError(f"{path!r} is no run's report: its site {number} has no name.")
+    return sites
+
+
+def precision_map(sites: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Rows in the order in which the first site of each comes."""
+    groups: dict[tuple, list[str]] = {}
+    for site in sites:
+        stem = tuple("*" if part.isdecimal() else part for part in site["name"].split("."))
+        groups.setdefault((stem, _content(site)), []).append(site["name"])
+    return [Row(_together(stem, names), len(names), _listed(stem, names), *content)
+            for (stem, content), names in groups.items()]  # fmt: skip
+
+
+def sentence(site: Mapping[str, Any]) -> str:
+    """What a site runs in and why, in one line."""
+    precision, recipe, backend, reason, *_ = _content(site)
+    what = " ".join(part for part in (precision.upper(), recipe) if part)
+    return f"{what} on {backend}: {reason}" if backend else f"{what}: {reason}"
+
+
+def _content(site: Mapping[str, Any]) -> tuple:
+    gemms, roles, notes = site.get("gemms"), site.get("roles"), site.get("notes")
+    gemms = gemms if isinstance(gemms, dict) else {}
+    roles = roles if isinstance(roles, dict) else {}
+    return (
+        *(_text(site.get(name)) for name in ("precision", "recipe", "backend", "reason")),
+        tuple(_text(gemms.get(gemm)) for gemm in GEMMS),
+        tuple(f"{role}: {rule}" for role, rule in roles.items() if rule),
+        tuple(str(note) for note in notes) if isinstance(notes, list) else (),
+    )
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _numbers(stem: tuple[str, ...], names: list[str]) -> list[set[int]]:
+    """For each '*' of the stem the numbers that stand there."""
+    places = [i for i, part in enumerate(stem) if part == "*"]
+    return [{int(name.split(".")[place]) for name in names} for place in places]
+
+
+def _ranges_name_them(stem: tuple[str, ...], names: list[str]) -> bool:
+    return prod(len(numbers) for numbers in _numbers(stem, names)) == len(set(names))
+
+
+def _together(stem: tuple[str, ...], names: list[str]) -> str:
+    if not _ranges_name_them(stem, names):
+        return ".".join(stem)
+    numbers = iter(_numbers(stem, names))
+    return ".".join(ranges(next(numbers)) if part == "*" else part for part in stem)
+
+
+def _listed(stem: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
+    if _ranges_name_them(stem, names):
+        return ()
+    more = (f"and {len(names) - _LISTED} more",) if len(names) > _LISTED else ()
+    return (*names[:_LISTED], *more)
+
+
+def ranges(numbers: set[int]) -> str:
+    """{0, 1, 2, 5} as '0–2,5'."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}–{b}" for a, b in found)

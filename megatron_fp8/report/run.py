@@ -1,0 +1,127 @@
+"""A run as its folder tells it. Nothing is needed but one of its files, and what is missing is empty here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..files.disk import read_ordinary
+from ..files.manifest import LARGEST
+from ..train.report import read_report
+from .advice import Advice, read_advice
+from .curves import QUANTITIES, VALIDATION, Curve, read_curves
+from .events import Event, recorded, seen_checkpoints, skipped_steps
+from .lines import read_lines
+from .precision import checked_sites
+from .statistics import Statistics, read_statistics
+
+FILES = ("report.json", "metrics.jsonl", "telemetry.jsonl")
+"""A folder that has one of these is a run's."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: for people; different for each run of a report.
+        report: report.json, {} if there is none; ``sites`` are its sites.
+        curves: quantity -> values over iterations.
+        phases: (name, precision, first iteration, last iteration), empty where FP8 (or nothing) ran throughout.
+        events: in the order of their iterations.
+        statistics: of telemetry.jsonl; None if the run has none.
+        advice: what somebody found out from its figures.
+    """
+
+    name: str
+    report: dict[str, Any]
+    sites: list
+    curves: dict[str, Curve]
+    phases: tuple[tuple[str, str, int, int], ...]
+    events: tuple[Event, ...]
+    statistics: Statistics | None
+    advice: tuple[Advice, ...]
+
+    @property
+    def last(self) -> int:
+        """The last iteration that anything is known of; 0 for none."""
+        ends = [int(curve.iterations[-1]) for curve in self.curves.values() if len(curve.iterations)]
+        ends += [int(self.statistics.iterations[-1])] if self.statistics else []
+        return max(ends, default=0)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs, each under the shortest end of its path that no other one has.
+
+    Raises ValueError: none was given, one is no run's folder or was given twice, a file of it cannot be understood.
+    """
+    if not folders:
+        raise ValueError("no run was given: name the folder of one or of several.")
+    real = [(f.parent if f.name in FILES else f).resolve() for f in folders]
+    for folder, given in zip(real, folders, strict=True):
+        if real.count(folder) > 1:
+            raise ValueError(f"{str(given)!r} was given twice: name each run once.")
+    return [read_run(folder, name) for folder, name in zip(real, _names(real), strict=True)]
+
+
+def read_run(folder: Path, name: str | None = None) -> Run:
+    """The run of a folder. Raises ValueError as ``read_runs`` does."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}: give the folder of a run.")
+    if not any((folder / file).exists() for file in FILES):
+        raise ValueError(
+            f"{str(folder)!r} is not a run's folder: it has neither of {', '.join(FILES)}. Give the folder that train"
+            " calls run_dir."
+        )
+    report_path = folder / "report.json"
+    report = read_report(folder) if report_path.exists() else {}
+    sites = checked_sites(report, str(report_path))
+    metrics = list(read_lines(folder / "metrics.jsonl"))
+    events = skipped_steps(metrics) + recorded(read_lines(folder / "events.jsonl"))
+    if not any(event.kind == "save" for event in events):
+        events += seen_checkpoints(folder / "checkpoints")
+    return Run(
+        name=folder.name if name is None else name,
+        report=report,
+        sites=sites,
+        curves={
+            **read_curves(metrics, QUANTITIES),
+            **read_curves(read_lines(folder / "validation.jsonl"), [VALIDATION]),
+        },
+        phases=_phases(report, str(report_path)),
+        events=tuple(sorted(events, key=lambda event: (event.first, event.kind))),
+        statistics=read_statistics(read_lines(folder / "telemetry.jsonl"), [site["name"] for site in sites]),
+        advice=_advice(folder / "advice.json"),
+    )
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _phases(report: dict[str, Any], path: str) -> tuple[tuple[str, str, int, int], ...]:
+    precision = report.get("precision")
+    phases = precision.get("phases") if isinstance(precision, dict) else None
+    if not phases:
+        return ()
+    try:
+        return tuple((str(p["phase"]), str(p["precision"]), int(p["first"]), int(p["last"])) for p in phases)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{path!r} is no run's report: its phases cannot be understood ({error!r})."
+        ) from error
+
+
+def _advice(path: Path) -> tuple[Advice, ...]:
+    try:
+        return read_advice(read_ordinary(path, LARGEST), str(path))
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error

@@ -1,0 +1,161 @@
+"""What telemetry.jsonl says: for each tensor and statistic a map, sites x measured iterations.
+
+One line has all statistics of one tensor of one site in one iteration. A map is kept as BF16 codes (packing.py): the file
+of a long training of a large model has tens of millions of numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .lines import Line
+from .packing import ABSENT, NULL, codes_of
+
+TENSORS = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
+"""The tensors of a GEMM site in the order in which they are offered; others come after them."""
+_NAMES = ("iteration", "site", "tensor")
+
+MEANINGS = {
+    "cur_amax": "the largest magnitude",
+    "underflows%": "percent of the values that were not zero and became zero in FP8",
+    "overflows%": "percent of the values beyond the largest that FP8 holds at this scale: they saturate",
+    "sqnr_db": "signal to quantisation noise in dB: the higher the better",
+    "mse": "mean squared error of the quantised values",
+    "nonfinite": "values that were NaN or infinite",
+    "mean": "the mean",
+    "std": "the standard deviation",
+    "min": "the smallest value",
+    "max": "the largest value",
+    "l1_norm": "sum of magnitudes",
+    "l2_norm": "root of the sum of squares",
+    "dynamic_range": "largest over smallest magnitude above zero, as a power of two",
+    "kurtosis": "fourth moment over the squared second: outliers make it large",
+    "scale_inv_min": "the smallest factor that turns codes back into values",
+    "scale_inv_max": "the largest factor that turns codes back into values",
+}
+"""What statistics say, for people. A name with a recipe in front is what that recipe would have given."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """All of one run.
+
+    Attributes:
+        sites: names; the first dimension of a map.
+        iterations: int64 [measured], rising; the second dimension.
+        maps: (tensor, statistic) -> codes, uint16 [sites, measured].
+        merged: how many measured iterations share a column, of which the one that is furthest from the site's median is
+            shown; 1 unless ``coarser`` was called.
+    """
+
+    sites: tuple[str, ...]
+    iterations: NDArray[np.int64]
+    maps: dict[tuple[str, str], NDArray[np.uint16]] = field(repr=False)
+    merged: int = 1
+
+    def coarser(self) -> Statistics:
+        """The same with two neighbouring columns in one; what is no number is kept before any number."""
+        columns = len(self.iterations)
+        ends = self.iterations[0::2]
+        maps = {key: _paired(codes, columns) for key, codes in self.maps.items()}
+        return Statistics(self.sites, ends, maps, 2 * self.merged)
+
+
+def _paired(codes: NDArray[np.uint16], columns: int) -> NDArray[np.uint16]:
+    if columns % 2:
+        codes = np.concatenate([codes, codes[:, -1:]], axis=1)
+    left, right = codes[:, 0::2], codes[:, 1::2]
+    values = (codes.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    measured = codes != ABSENT
+    some = measured.any(axis=1)
+    middle = np.zeros(len(codes))
+    finite = np.where(np.isfinite(values), values, np.nan)
+    rows = some & np.isfinite(finite).any(axis=1)
+    middle[rows] = np.nanmedian(finite[rows], axis=1)
+    away = np.where(np.isfinite(values), np.abs(values - middle[:, None]), np.inf)
+    away = np.where(measured, away, -1.0)
+    return np.where(away[:, 0::2] >= away[:, 1::2], left, right)
+
+
+def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statistics | None:
+    """The statistics of telemetry.jsonl's lines; None if there is none. Of what is told twice the last counts.
+
+    Args:
+        order: sites in the model's order, which come first; others follow by name, numbers by their size.
+
+    Raises ValueError, with the line: a field is missing or of the wrong kind.
+    """
+    sites: dict[str, int] = {}
+    iterations: dict[int, int] = {}
+    columns: dict[tuple[str, str], tuple[array, array, array]] = {}
+    nulls: dict[tuple[str, str], list[int]] = {}
+    for line in lines:
+        when = iterations.setdefault(line.iteration(), len(iterations))
+        where = sites.setdefault(line.text("site"), len(sites))
+        tensor = line.text("tensor")
+        for name in line.content:
+            if name in _NAMES:
+                continue
+            value = line.number_of(name)
+            key = (tensor, name)
+            if key not in columns:
+                columns[key] = (array("l"), array("l"), array("d"))
+            rows, times, values = columns[key]
+            rows.append(where)
+            times.append(when)
+            if value is None:
+                nulls.setdefault(key, []).append(len(values))
+            values.append(0.0 if value is None else value)
+    if not columns:
+        return None
+    names = _ordered(sites, order)
+    row = np.empty(len(sites), dtype=np.int64)
+    row[[sites[name] for name in names]] = np.arange(len(sites))
+    times_sorted = sorted(iterations)
+    column = np.empty(len(iterations), dtype=np.int64)
+    column[[iterations[i] for i in times_sorted]] = np.arange(len(iterations))
+    maps = {}
+    for key in sorted(columns, key=_offered):
+        rows, times, values = columns.pop(key)
+        codes = codes_of(np.frombuffer(values, dtype=np.float64))
+        codes[nulls.get(key, [])] = NULL
+        shown = np.full((len(sites), len(iterations)), ABSENT, dtype=np.uint16)
+        shown[row[np.frombuffer(rows, dtype="l")], column[np.frombuffer(times, dtype="l")]] = codes
+        maps[key] = shown
+    return Statistics(tuple(names), np.array(times_sorted, dtype=np.int64), maps)
+
+
+def _offered(key: tuple[str, str]) -> tuple:
+    """The order of the choices: tensors as a GEMM has them, statistics as MEANINGS has them, then by name."""
+    tensor, statistic = key
+    known = list(MEANINGS)
+    return (
+        TENSORS.index(tensor) if tensor in TENSORS else len(TENSORS), tensor,
+        known.index(statistic) if statistic in known else len(known), statistic,
+    )  # fmt: skip
+
+
+def _ordered(sites: Iterable[str], order: Sequence[str]) -> list[str]:
+    place = {name: i for i, name in enumerate(order)}
+
+    def key(name: str) -> tuple:
+        parts = re.split(r"(\d+)", name)
+        return place.get(name, len(place)), [int(p) if p.isdecimal() else p for p in parts[1::2]], parts[0::2]
+
+    return sorted(sites, key=key)
+
+
+def meaning(statistic: str) -> str:
+    """What a statistic says, '' if it is not known; of a what-if, which recipe it speaks of."""
+    if statistic in MEANINGS:
+        return MEANINGS[statistic]
+    for name, words in MEANINGS.items():
+        if statistic.endswith(f"_{name}"):
+            return f"{words}; if the recipe were {statistic.removesuffix(f'_{name}')}"
+    return ""

@@ -1,0 +1,51 @@
+"""`megatron-fp8 report --html`: one file, or one line that says what is wrong."""
+
+import sys
+
+import pytest
+
+from megatron_fp8.commands.main import main
+from tests.support.written_runs import write_run
+
+
+def test_a_page_of_several_runs(tmp_path, capsys):
+    runs = [str(write_run(tmp_path / name, every=every)) for name, every in (("a", 0), ("b", 10))]
+    assert main(["report", *runs, "--html", str(tmp_path / "out.html")]) == 0
+    text = (tmp_path / "out.html").read_text()
+    assert text.startswith("<!doctype html>") and "<title>Report: a, b</title>" in text
+    assert (
+        capsys.readouterr().out
+        == f"{tmp_path / 'out.html'} ({len(text.encode()) / 1e6:.1f} MB): open it in a browser\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "give one run folder"),
+        (["RUN", "RUN"], "give one run folder"),
+        (["--html", "x.html"], "no run was given"),
+        (["RUN", "RUN", "--html", "x.html"], "was given twice"),
+        (["FOLDER", "--html", "x.html"], "is not a run's folder"),
+        (["BROKEN", "--html", "x.html"], "line 3 of"),
+        (["RUN", "--page", "x.html"], "--page"),
+        (["RUN", "--html", "FOLDER"], "is a folder"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, arguments, said):
+    places = {"RUN": write_run(tmp_path / "run", every=0), "FOLDER": tmp_path}
+    places["BROKEN"] = write_run(tmp_path / "broken", every=0)
+    with (places["BROKEN"] / "metrics.jsonl").open("r+") as stream:
+        text = stream.readlines()
+        stream.seek(0)
+        stream.writelines([*text[:2], "?" + text[2], *text[3:]])
+    assert main(["report", *(str(places.get(a, a)) for a in arguments)]) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and out.err.count("\n") == 1 and said in out.err
+
+
+def test_without_bokeh_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    run = write_run(tmp_path / "run", every=0)
+    assert main(["report", str(run), "--html", str(tmp_path / "x.html")]) == 2
+    assert "pip install 'bokeh" in capsys.readouterr().err

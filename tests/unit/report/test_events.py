@@ -1,0 +1,41 @@
+"""Events: stretches of skipped steps, what a run wrote, and the checkpoints of one that wrote nothing."""
+
+import json
+
+import pytest
+
+from megatron_fp8.report.events import Event, recorded, seen_checkpoints, skipped_steps
+from megatron_fp8.report.lines import read_lines
+
+
+def lines(tmp_path, objects):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in objects))
+    return read_lines(path)
+
+
+def test_skipped_steps_in_a_row_are_one_event(tmp_path):
+    skipped = {3: 12, 4: 0, 7: 0, 9: 1}
+    metrics = [
+        {"iteration": i, "skipped": int(i in skipped), "nonfinite": skipped.get(i, 0)} for i in range(1, 10)
+    ]
+    metrics.append({"iteration": 9, "skipped": 0})  # done again, by a resumed run
+    assert skipped_steps(lines(tmp_path, metrics)) == [
+        Event(3, 4, "skip", "2 steps skipped; FP8 casts met 12 values that were NaN or infinite"),
+        Event(7, 7, "skip", "step skipped"),
+    ]
+
+
+def test_what_a_run_wrote(tmp_path):
+    written = [{"iteration": 5, "event": "guard", "text": "fc1 goes to BF16"}]
+    assert recorded(lines(tmp_path, written)) == [Event(5, 5, "guard", "fc1 goes to BF16")]
+    with pytest.raises(ValueError, match=r"line 2 of .* has text None"):
+        recorded(lines(tmp_path, [*written, {"iteration": 6, "event": "guard"}]))
+
+
+def test_checkpoints_that_are_there(tmp_path):
+    for name in ("iter_0000010", "not_finite_0000020", ".saving-1", "else"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    assert [(e.first, e.kind) for e in seen_checkpoints(tmp_path)] == [(10, "save"), (20, "save")]
+    assert seen_checkpoints(tmp_path / "none") == []
