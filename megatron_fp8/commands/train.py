@@ -230,16 +230,19 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         writer=writer,
         display=display,
         after_first_step=after_first_step,
+        sites_moved=lambda: _note_what_ran(report, chunks, folder, first),
         checkpoints=checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts),
     )
 
 
 def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, first: bool) -> None:
     """What sites noted in their first iteration (a gather in high precision, say) joins the report. All ranks call."""
+    from ..mcore.guard import guard_moves
     from ..mcore.report import site_report
     from ..train.report import format_notes, write_report
 
     report["sites"] = site_report(chunks)
+    report["guard"] = [move._asdict() for move in guard_moves(chunks)]
     if not first:
         return
     try:

@@ -157,6 +157,13 @@ def _check(content: dict[str, Any]) -> None:
     state, facts = content["state"], content["facts"]
     _require(_present("state", state, _COUNTS), _COUNT)
     _require(_present("state", state, ("loss_scaler",)), _SCALER)
+    for move in _list("state.guard", state.get("guard", [])):
+        if not isinstance(move, list) or len(move) != 4:
+            raise ValueError(
+                "state.guard must hold lists of a site, what it moved to, an iteration and a reason"
+            )
+        _require([("state.guard", move[i]) for i in (0, 1, 3)], _TEXT)
+        _require([("state.guard", move[2])], _COUNT)
     groups = _present("facts", facts, ("layout", "precision", "versions", "run"))
     _require(groups, _SECTION)
     _require(_members("facts.layout", facts.get("layout", {})), _LAYOUT)

@@ -18,6 +18,7 @@ from ..files.checkpoint import (
     without_checksum,
 )
 from ..plan.overrides import check_overrides
+from ..state.guard import as_overrides
 from ..train.config.model_fields import differences, kind_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -86,6 +87,8 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
     settled = {name: precision[name] for name in ("params_dtype", "fp8", "fp8_recipe") if name in precision}
     metadata = read_metadata(folder)
     section = {**run["model"], **settled}
+    if section.get("fp8_guard"):
+        section["fp8_overrides"] = {**as_overrides(manifest.state), **(section.get("fp8_overrides") or {})}
     _check_types(folder, section, len(metadata.state_dict_metadata))
     return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), without_checksum(manifest))
 

@@ -20,7 +20,7 @@ from ..plan.overrides import matching
 from ..recipe import recipe_name
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
-from .runtime import unwrap
+from .runtime import state_of, unwrap
 from .sites import fp8_linears, make_site
 
 
@@ -65,6 +65,12 @@ def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
                 if quantizer is not None:
                     quantizer.slot.name += " (left)"
             linear.bind_fp8_site(make_site(linear, site.plan.name, state))
+
+
+def guard_moves(model_chunks: list[Any]) -> list[Move]:
+    """The last move of each site that the guard has moved, on every rank the same."""
+    guard = state_of(unwrap(model_chunks[0]).config).guard
+    return [] if guard is None else list(guard.moves.values())
 
 
 def _everybodys(moves: list[Move], device: torch.device) -> list[Move]:

@@ -170,7 +170,7 @@ class Fp8State:
             self.ill = []
             for arena, (more, nonfinite) in zip(self.arenas, told, strict=True):
                 self.counts.nonfinite += int(arena.reduce_new() if more else nonfinite)
-                if self.guard is not None:
+                if self.guard is not None and self.phase == "fp8":  # no cast uses a scale in other phases
                     self.ill += self.guard.look(arena)  # before the update: by the scales that were used
                 arena.update(self.iteration)
         if self.observer is not None:

@@ -21,8 +21,9 @@ A site with an ill tensor moves for good to the next rung of the guard's ladder,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -101,6 +102,16 @@ class Move(NamedTuple):
     to: str
     iteration: int
     why: str
+
+
+def saved_moves(state: Mapping[str, Any]) -> list[Move]:
+    """The moves in a checkpoint's numbers, one a site; none if it was saved without."""
+    return [Move(*move) for move in state.get("guard", [])]
+
+
+def as_overrides(state: Mapping[str, Any]) -> dict[str, str]:
+    """The same as overrides by name, for what runs the model as training did."""
+    return {move.site: move.to for move in saved_moves(state)}
 
 
 LADDERS = {"bf16": ("bf16",), "ladder": ("delayed", "tensorwise", "blockwise", "bf16")}

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..mcore.guard import guard_moves
 from ..mcore.iteration import iteration_counts
 from ..mcore.optimizer.loss_scaler import scalers
 from ..mcore.runtime import unwrap
@@ -29,6 +30,7 @@ class Trainer:
         flops_per_token: forward and backward.
         writer, display: on rank 0; None elsewhere.
         after_first_step: called on every rank once sites have run.
+        sites_moved: called on every rank after a later step in which the guard moved sites.
         checkpoints: saves; None saves nothing.
 
     ``samples``: consumed so far.
@@ -43,13 +45,14 @@ class Trainer:
         writer: MetricsWriter | None = None,
         display: Display | None = None,
         after_first_step: Callable[[], None] = lambda: None,
+        sites_moved: Callable[[], None] = lambda: None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self.stepper, self.run = stepper, stepper.run
         self.finished, self.samples = start.iteration, start.samples
         self.writer, self.display, self.checkpoints = writer, display, checkpoints
         self.liveness = Liveness(self.run.train.max_skipped_steps)
-        self._after_first_step = after_first_step
+        self._after_first_step, self._sites_moved = after_first_step, sites_moved
         self._tokens_per_step = self.run.train.global_batch_size * self.run.train.seq_length
         self._flops_per_step = self._tokens_per_step * flops_per_token
 
@@ -61,11 +64,15 @@ class Trainer:
         wanted = self.run.train
         training = self.stepper.training_data(self.samples)
         summary: dict[str, float] = {"iteration": self.finished}
+        moves = guard_moves(self.stepper.chunks)
         for iteration in range(self.finished + 1, wanted.train_iters + 1):
             metrics = self._timed_step(iteration, training)
             summary["iteration"] = iteration
             if iteration == self.finished + 1:
                 self._after_first_step()
+            elif guard_moves(self.stepper.chunks) != moves:
+                self._sites_moved()
+            moves = guard_moves(self.stepper.chunks)
             if metrics.lm_loss is not None:
                 summary.setdefault("first_loss", metrics.lm_loss)
                 summary["last_loss"] = metrics.lm_loss

@@ -21,6 +21,7 @@ from ..files.disk import remedy
 from ..mcore.checkpoint.training import load_weights
 from ..mcore.sites import check_plan
 from ..recipe import check_recipe_name
+from ..state.guard import as_overrides
 from . import binding
 from .config import run_config
 from .config.model_fields import IMPORT_PATHS
@@ -43,6 +44,7 @@ _FOR_INFERENCE: dict[str, Any] = {
     "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
     "recompute_granularity": None,
+    "fp8_guard": False,
     "fp8_param": False,  # prepare_for_inference does what is needed
     "fp8_high_precision_warmup": 0.0,
     "fp8_high_precision_healing": 0.0,
@@ -119,6 +121,8 @@ def restore(
     choose_recipe(run.model, recipe, fp8)
     if config is None:
         _refuse_its_code(folder, manifest.facts["run"]["model"], run.model)
+    moved = as_overrides(manifest.state) if run.model.fp8_guard else {}
+    run.model.fp8_overrides = {**moved, **run.model.fp8_overrides}  # the same layers in FP8 as in training
     for name, value in _FOR_INFERENCE.items():
         setattr(run.model, name, value)
     run.model.tensor_model_parallel_size = launch.world_size

@@ -1,13 +1,16 @@
-"""The guard in real training: a site whose input outgrows its delayed scale leaves FP8, on all ranks in one iteration."""
+"""The guard in real training: a site whose input outgrows its delayed scale leaves FP8, on all ranks in one
+iteration."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.command import APP, MEASURED, lines, run
 from tests.support.fp8_gpt import MOE, OPTIONS, fp8_config, record_steps
 from tests.support.gpt import build_chunks, build_optimizer, train_step
 from tests.support.ranks import Layout, RankPool, model_parallel
@@ -127,3 +130,52 @@ def test_healthy_training_is_left_alone_to_the_bit(ranks: RankPool) -> None:
     (off,) = ranks(1).run(guarded_training, Layout(), "delayed", {}, "no such site")
     assert on.moves[-1] == [] and on.losses == off.losses
     assert torch.tensor(on.losses).isfinite().all()
+
+
+MOVED = "decoder.layers.2.mlp.linear_fc1"
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Any, config: Any) -> Any:
+    """run(name, *options): a training of four iterations with the guard; after the second one a weight outgrows its
+    scale."""
+
+    def train(name: str, *options: str) -> Any:
+        guard = ("--model.fp8_guard=true", "--model.fp8_guard_patience=1", "--train.log_interval=1")
+        out = folder / "runs" / name
+        done = run(APP, "outgrow", 2, "train", f"--config={config}", f"--run_dir={out}", *guard, *options)
+        assert done.returncode == 0, done.stderr
+        return done, out
+
+    return train
+
+
+def measured(out: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines(out / "metrics.jsonl")]
+
+
+def test_a_run_says_it_records_it_and_goes_on_from_it(guarded: Any) -> None:
+    done, whole = guarded("whole", "--checkpoint.save_interval=1")
+    said = [line for line in done.stderr.splitlines() if "guard" in line]
+    report = json.loads((whole / "report.json").read_text())
+    moves = {move["site"]: move for move in report["guard"]}
+    assert len(said) == len(moves) and moves[MOVED]["why"].startswith(
+        "weight saturates for 1 iterations (amax 8"
+    )
+    assert any(
+        line.startswith(f"megatron_fp8: guard: {MOVED} runs in bf16 from iteration 4 on: ") for line in said
+    )
+    assert {(move["to"], move["iteration"]) for move in moves.values()} == {("bf16", 3)}
+    precision = {site["name"]: site["precision"] for site in report["sites"]}
+    assert all(precision[name] == "bf16" for name in moves)
+    fp8 = [line["fp8_gemms"] for line in measured(whole)]
+    assert fp8[0] == fp8[1] == fp8[2] == fp8[3] + len(moves) * 3 * 2  # three GEMMs, two micro-batches
+
+    done, again = guarded("again", f"--resume={whole / 'checkpoints' / 'iter_0000003'}")
+    assert f"fp8_guard had moved {len(moves)} sites" in done.stdout
+    assert measured(again) == measured(whole)[3:]
+
+    undo = f"--model.fp8_overrides={{'{MOVED}': 'delayed'}}"
+    done, back = guarded("back", f"--resume={whole / 'checkpoints' / 'iter_0000003'}", undo)
+    assert f"fp8_guard had moved {len(moves) - 1} sites" in done.stdout
+    assert measured(back)[0]["fp8_gemms"] == fp8[3] + 6

@@ -4,6 +4,7 @@ python tests/support/app.py watch COUNTS.json train ...     count calls into Meg
 python tests/support/app.py poison 2 train ...              the second step's loss is infinite
 python tests/support/app.py ranks OPTIONS.json train ...    further options by rank: {"1": ["--optimizer.lr=1"]}
 python tests/support/app.py spoil 2 train ...              a weight of the last rank is NaN after the second iteration
+python tests/support/app.py outgrow 2 train ...            a weight is eight times as large after the second iteration
 python tests/support/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
 python tests/support/app.py many CASES.json                 several commands; prints [code, stderr] of each
 python tests/support/app.py heard CASES.json                the same; prints [code, stderr, stdout]
@@ -106,6 +107,19 @@ def spoil(trainer):
             parameter.data.view(-1)[0] = torch.nan
 
 
+def outgrow(trainer):
+    """Make a weight of the third layer eight times as large, in the master too."""
+    import torch
+
+    name = "layers.2.mlp.linear_fc1.weight"
+    (weight,) = (p for n, p in trainer.stepper.chunks[0].named_parameters() if name in n)
+    for group in trainer.stepper.optimizer.param_groups:
+        for master in group["params"]:
+            if master.shape == weight.shape and torch.equal(master.to(weight.dtype), weight):
+                master.data.mul_(8)
+    weight.data.mul_(8)
+
+
 def truncate(trainer):
     """Cut the data set short, as another program may."""
     prefix = trainer.stepper.datasets[0].dataset_path
@@ -129,6 +143,7 @@ if __name__ == "__main__":
     sys.exit(
         {
             "watch": watch,
+            "outgrow": lambda n, a: after_iteration(int(n), outgrow, a),
             "poison": lambda n, a: poison(int(n), a),
             "ranks": by_rank,
             "spoil": lambda n, a: after_iteration(int(n), spoil, a),

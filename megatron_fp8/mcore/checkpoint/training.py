@@ -28,6 +28,9 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from ...files.checkpoint import Manifest, read_metadata, use_another
 from ...fp8_utils import is_float8tensor
+from ...plan.overrides import matching
+from ...state.guard import Move, saved_moves
+from ..guard import take
 from ..optimizer.loss_scaler import scalers
 from ..report import parallel_layout
 from ..runtime import state_of, unwrap
@@ -67,9 +70,12 @@ def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     steps = {int(group["step"]) for group in optimizer.param_groups if "step" in group}
     assert len(steps) <= 1, f"parameter groups took different numbers of steps: {steps}"
     scaler = next(iter(scalers(optimizer)), None)
+    fp8 = state_of(unwrap(chunks[0]).config)
+    moves = [] if fp8.guard is None else [list(move) for move in fp8.guard.moves.values()]
     return {
+        **({"guard": moves} if moves else {}),
         "optimizer_step": steps.pop() if steps else 0,
-        "fp8_iteration": state_of(unwrap(chunks[0]).config).iteration,
+        "fp8_iteration": fp8.iteration,
         "loss_scaler": scaler and {name: float(value) for name, value in scaler.state_dict().items()},
     }
 
@@ -90,8 +96,8 @@ def layout_facts(chunks: list[Any]) -> dict[str, Any]:
 
 @dataclass
 class Resumed:
-    """What loading found. ``notes``: lines for people about what could not be taken over as it was. ``new_streams``: why
-    random streams have to be drawn anew; None if the checkpoint's go on."""
+    """What loading found. ``notes``: lines for people about what could not be taken over as it was. ``new_streams``:
+    why random streams have to be drawn anew; None if the checkpoint's go on."""
 
     manifest: Manifest
     new_streams: str | None = None
@@ -109,6 +115,7 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     prepare(chunks)
     stored = read_metadata(folder).state_dict_metadata
     resumed = Resumed(manifest)
+    resumed.notes += _take_moves(saved_moves(manifest.state), chunks)
     if manifest.facts.get("layout") != layout_facts(chunks)["layout"]:
         resumed.new_streams = "another parallel layout"
     elif not fit_here(stored):
@@ -289,6 +296,21 @@ def _check_same_model(
 def _weights(stored: dict[str, Any]) -> set[str]:
     """Names of the model's own tensors: not of optimizer, random streams and delayed scaling."""
     return {key for key in stored if not key.startswith(("optimizer.", "rng.")) and not is_slot_key(key)}
+
+
+def _take_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
+    """What the guard of the run that saved has moved, moved here too; lines about it. Before state is loaded: a site
+    that moved has other slots."""
+    config = unwrap(chunks[0]).config
+    moves = [move for move in moves if not matching(move.site, getattr(config, "fp8_overrides", None) or {})]
+    if not moves:
+        return []
+    names = f"{moves[0].site}: {moves[0].to}{', ...' if len(moves) > 1 else ''}"
+    state = state_of(config)
+    if state.guard is None:
+        return [f"fp8_guard is off: the {len(moves)} moves that it made are undone ({names})"]
+    take(chunks, state, moves)
+    return [f"fp8_guard had moved {len(moves)} sites ({names}); to undo one, name it in fp8_overrides"]
 
 
 def _take_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:

@@ -10,7 +10,8 @@ import torch
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.guard import Guard, Move, Thresholds
+from megatron_fp8.state.guard import Guard, Move, Thresholds, as_overrides
+from megatron_fp8.state.phases import Phases
 from tests.support.slots import observe
 
 RECIPE = DelayedScaling(amax_history_len=64)
@@ -115,6 +116,18 @@ def test_a_move_is_a_new_start_for_its_site_alone():
 )
 def test_the_ladder(ladder, recipe, illness, to):
     assert Guard(Thresholds(), ladder).next_rung(recipe, illness) == to
+
+
+def test_phases_in_high_precision_are_not_looked_at():
+    """Amaxes are recorded there for histories, and nothing is cast by a scale."""
+    state, slot = make(patience=1)
+    state.phases = Phases(0.5, 0.0, 6)
+    assert run(state, slot, [1.0, 9.0, 81.0, 1.0, 9.0, 900.0]) == [[], [], [], [], [], [("saturates", 1)]]
+
+
+def test_moves_in_a_checkpoint_are_overrides_for_inference():
+    saved = {"guard": [["fc1", "bf16", 3, "ill"], ["fc2", "tensorwise", 4, "ill"]]}
+    assert as_overrides(saved) == {"fc1": "bf16", "fc2": "tensorwise"} and as_overrides({}) == {}
 
 
 def test_without_a_guard_nothing_is_looked_at():

@@ -18,6 +18,8 @@ NOTED = [
     {"name": "layers.1.fc2", "notes": []},
 ]
 
+CHUNK = SimpleNamespace(config=SimpleNamespace(fp8=None))
+
 
 def test_notes_are_one_line_each_with_their_sites():
     assert format_notes(NOTED) == "note        gathered in high precision (2 sites, such as layers.0.fc1)"
@@ -27,9 +29,9 @@ def test_notes_are_one_line_each_with_their_sites():
 def test_the_first_rank_writes_and_prints_them(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(mcore_report, "site_report", lambda chunks: NOTED)
     for first in (False, True):
-        app._note_what_ran({"device": "d", "sites": []}, [], tmp_path, first)
+        app._note_what_ran({"device": "d", "sites": []}, [CHUNK], tmp_path, first)
         assert (tmp_path / "report.json").exists() is first
-    assert json.loads((tmp_path / "report.json").read_text()) == {"device": "d", "sites": NOTED}
+    assert json.loads((tmp_path / "report.json").read_text()) == {"device": "d", "sites": NOTED, "guard": []}
     assert "gathered in high precision" in capsys.readouterr().out
 
 
@@ -40,6 +42,7 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
     )
     stepper = SimpleNamespace(
         run=SimpleNamespace(train=wanted),
+        chunks=[CHUNK],
         optimizer=SimpleNamespace(),
         stop=SimpleNamespace(reason=None),
         training_data=lambda samples: [],
