@@ -27,7 +27,7 @@ Trains a GPT in FP8 (or BF16) with Megatron-Core: on CPU over gloo, on GPUs over
   several        torchrun --nproc-per-node 2 -m megatron_fp8 train --config examples/configs/tiny_gpt_cpu.yaml
   under SLURM    srun python -m megatron_fp8 train --config examples/configs/llama3_8b.yaml
 
-A config file has the sections model, train, optimizer, data and checkpoint; every key is also an option:
+A config file has the sections model, train, optimizer, data, checkpoint and telemetry; every key is also an option:
 
   --model.fp8=hybrid               FP8: E4M3, and E5M2 for gradients ('e4m3': E4M3 everywhere; null: BF16)
   --model.fp8_format=mxfp8         scaling recipe: delayed, tensorwise, rowwise, blockwise, mxfp8, custom
@@ -42,6 +42,7 @@ A config file has the sections model, train, optimizer, data and checkpoint; eve
   --data.tokenizer=tokenizer.json  a Hugging Face tokenizers file (default: bytes)
   --run_dir=runs/mine              where config.yaml, report.json, metrics.jsonl and tensorboard/ go
   --checkpoint.save_interval=100   save; also keep_last, async_save, folder
+  --telemetry.every=10             statistics of tensors and codes: telemetry.jsonl; also sites, what_if, wandb, ...
   --resume=auto                    go on from the run's latest checkpoint ('never', or the path of another one)
   --dry-run                        build, report, check that the first loss is near ln(vocabulary)
   --debug                          show tracebacks of bad input
@@ -156,6 +157,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     """Data, model, optimizer and report of a run whose ranks have met. The trainer; None after a dry run."""
     from ..mcore.iteration import set_training_length
     from ..mcore.sites import check_plan
+    from ..telemetry import Telemetry
     from ..train import binding, checkpoints, model
     from ..train.config.run_config import tokens_of_microbatch
     from ..train.data import datasets as data
@@ -190,6 +192,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     if first:
         print(format_report(report), flush=True)
     if run.dry_run:
+        Telemetry(chunks, run.telemetry.settings()).close()
         _dry_run(stepper, vocab_size, first)
         return None
     if run.checkpoint.save_interval:
@@ -217,6 +220,15 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
             write_report(report, folder)
             writer = MetricsWriter(folder, start.iteration if continues else 0)
         display = Display(run.train.train_iters, run.train.log_interval, start.iteration, start.skipped)
+    with naming("run_dir", folder):
+        telemetry = Telemetry(
+            chunks,
+            run.telemetry.settings(),
+            folder=folder,
+            wandb=run.telemetry.wandb,
+            finished=start.iteration if continues else 0,
+            say=display.say if display else print,
+        )
     return Trainer(
         stepper,
         start,
@@ -232,6 +244,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         after_first_step=after_first_step,
         sites_moved=lambda: _note_what_ran(report, chunks, folder, first),
         checkpoints=checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts),
+        telemetry=telemetry,
     )
 
 
@@ -284,6 +297,7 @@ def _train(trainer: Any) -> int:
     try:
         summary = trainer.train()
     finally:
+        trainer.telemetry.close()
         if trainer.display:
             trainer.display.close()
             trainer.writer.close()

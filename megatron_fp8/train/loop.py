@@ -14,6 +14,7 @@ from ..mcore.guard import guard_moves
 from ..mcore.iteration import iteration_counts
 from ..mcore.optimizer.loss_scaler import scalers
 from ..mcore.runtime import unwrap
+from ..telemetry import Telemetry
 from .checkpoints import Checkpoints, Start, checkpoint_before
 from .failure import TrainingFailed, first_not_finite
 from .liveness import Liveness
@@ -32,6 +33,7 @@ class Trainer:
         after_first_step: called on every rank once sites have run.
         sites_moved: called on every rank after a later step in which the guard moved sites.
         checkpoints: saves; None saves nothing.
+        telemetry: watches; None: nobody does.
 
     ``samples``: consumed so far.
     """
@@ -47,10 +49,12 @@ class Trainer:
         after_first_step: Callable[[], None] = lambda: None,
         sites_moved: Callable[[], None] = lambda: None,
         checkpoints: Checkpoints | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.stepper, self.run = stepper, stepper.run
         self.finished, self.samples = start.iteration, start.samples
         self.writer, self.display, self.checkpoints = writer, display, checkpoints
+        self.telemetry = telemetry
         self.liveness = Liveness(self.run.train.max_skipped_steps)
         self._after_first_step, self._sites_moved = after_first_step, sites_moved
         self._tokens_per_step = self.run.train.global_batch_size * self.run.train.seq_length

@@ -166,6 +166,8 @@ def _run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, opti
 _NOT_FROM_A_CHECKPOINT = (
     *(("model", name) for name in (*IMPORT_PATHS, "config_logger_dir")),
     ("checkpoint", "accept"),
+    ("telemetry", "te_config"),
+    ("telemetry", "wandb"),
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.fp8_gpt import MOE
 from tests.support.ranks import Layout
-from tests.support.telemetry import counted, differences, merged, reference, trained
+from tests.support.telemetry import counted, differences, losses, merged, reference, trained
 
 LAYOUTS = {
     "alone": (1, Layout(), {}),
@@ -85,6 +85,11 @@ def test_a_recomputation_is_not_counted_twice(ranks, plain, name):
 def test_a_validation_is_not_counted(ranks, plain):
     ((records, _),) = ranks(1).run(trained, Layout(), "delayed", steps=2, validate=True)
     assert records == plain
+
+
+def test_measuring_changes_no_bit(ranks):
+    (off,), (on,) = (ranks(1).run(losses, Layout(), "delayed", every=every) for every in (0, 1))
+    assert off == on
 
 
 def test_iterations_that_are_not_measured_leave_no_trace(ranks, plain):

@@ -183,6 +183,17 @@ def trained(
             return measured.records, dict(dump.seen)
 
 
+def losses(layout: Layout, recipe: str, **telemetry: Any) -> Any:
+    """A rank case: losses, gradient norms and all that training continues from, of two iterations."""
+    from megatron_fp8.telemetry import Telemetry
+    from tests.support.resume import Training
+
+    with model_parallel(layout):
+        training = Training(layout, recipe, SMALL, {}, seed=7, **RUN)
+        with Telemetry(training.chunks, **telemetry):
+            return training.steps(2), training.digests()
+
+
 def _validate(training: Any) -> None:
     from tests.support.gpt import train_step
 

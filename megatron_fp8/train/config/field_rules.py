@@ -21,6 +21,7 @@ from ...mcore.config.rules import (
     shown,
     text,
 )
+from ...telemetry.names import TENSORS
 
 _FLOAT32 = 3.4e38  # beyond it float32, in which masters and scales are kept, has only infinity
 _LEAST = 1e-37  # and below it only zero
@@ -93,6 +94,16 @@ CHECKPOINT: dict[str, Rule] = {
     "folder": optional(_PATH),
     "accept": list_of(text("the name of a setting")),
 }
+TELEMETRY: dict[str, Rule] = {
+    "every": _ITERATIONS_OR_0,
+    "windows": list_of(list_of(optional(_ITERATIONS_OR_0), 2)),
+    "sites": list_of(text("a glob, or 're:' and a regular expression")),
+    "tensors": list_of(one_of(*TENSORS)),
+    "statistics": list_of(text("the name of a statistic")),
+    "what_if": list_of(text("the name of a recipe")),
+    "te_config": optional(_PATH),
+    "wandb": FLAG,
+}
 MODEL: dict[str, Rule] = {
     "fp8_format": optional(text("a recipe's name, or 'hybrid' or 'e4m3'")),
     "vocab_size": optional(_ROWS),
@@ -119,6 +130,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "optimizer": OPTIMIZER,
     "data": DATA,
     "checkpoint": CHECKPOINT,
+    "telemetry": TELEMETRY,
     "model": MODEL,
     "": TOP,
 }

@@ -19,6 +19,7 @@ def check_paths(run: Any) -> None:
         "data.cache_dir": run.data.cache_dir,
         "checkpoint.folder": run.checkpoint.folder,
         "model.fp8_size_filter": run.model.fp8_size_filter,
+        "telemetry.te_config": run.telemetry.te_config,
     }
     for name, path in options.items():
         if isinstance(path, str):

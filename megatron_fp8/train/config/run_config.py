@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import json
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -29,9 +30,11 @@ from .sections import (
     CheckpointSection,
     DataSection,
     OptimizerSection,
+    TelemetrySection,
     TrainSection,
     check_loss_scaling,
     check_sections,
+    check_telemetry,
 )
 
 _SECTIONS: dict[str, Any] = {
@@ -40,8 +43,10 @@ _SECTIONS: dict[str, Any] = {
     "optimizer": OptimizerSection,
     "data": DataSection,
     "checkpoint": CheckpointSection,
+    "telemetry": TelemetrySection,
 }
 _FREE_FORM = frozenset({"model.fp8_overrides"})  # its keys are the user's
+_LISTS = frozenset(f"telemetry.{name}" for name in ("sites", "tensors", "statistics", "what_if"))
 _FLAGS = frozenset({"dry_run", "debug"})
 _LARGEST = 1 << 24  # bytes of a config file: a device has no end, and a pipe could be read once only
 _NOT_IN_FILES = frozenset({"config", "print_config"})
@@ -56,6 +61,7 @@ class RunConfig:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     data: DataSection = field(default_factory=DataSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    telemetry: TelemetrySection = field(default_factory=TelemetrySection)
     run_dir: str = "runs/train"
     """Where the run writes; the config file's name replaces 'train' when it is not given."""
     resume: str = "auto"
@@ -126,6 +132,7 @@ def parse(arguments: list[str]) -> RunConfig:
     check_sections(run.train, run.optimizer, run.checkpoint)
     check_loss_scaling(run.optimizer, fp16=run.model.fp16)
     check_paths(run)
+    check_telemetry(run.telemetry)
     return run
 
 
@@ -208,6 +215,8 @@ def _normalised(arguments: list[str]) -> Iterator[str]:
             taking_paths = name == "data" and not equals
             if name == "data" and equals:
                 yield f"--data.paths+={value}"
+            elif name in _LISTS and equals and not value.startswith("["):
+                yield f"--{name}={json.dumps(value.split(','))}"
             elif name == "checkpoint.accept" and equals and not value.startswith("["):
                 yield from (f"--checkpoint.accept+={part}" for part in value.split(","))
             elif name in _FLAGS and not equals:

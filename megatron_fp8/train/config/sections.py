@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from ...telemetry.names import DEFAULT, TENSORS
+from ...telemetry.output import require_wandb
+from ...telemetry.settings import Selection, TelemetrySettings
+from ...telemetry.te_config import te_settings
 from .model_fields import kind_of
 
 
@@ -112,6 +117,67 @@ class CheckpointSection:
     """Where checkpoints are; None: the folder checkpoints in run_dir."""
     accept: list[str] = field(default_factory=list)
     """Settings that may change what a checkpoint's model computes, such as model.rotary_base for a longer context."""
+
+
+@dataclass
+class TelemetrySection:
+    """What is measured of tensors and codes while training (docs/telemetry.md): telemetry.jsonl and TensorBoard."""
+
+    every: int = 0
+    """Measure the iterations that this divides. 0: none."""
+    windows: list[list[int | None]] = field(default_factory=list)
+    """Measure only between [first, last] iterations, both included; null: no end. Empty: in all."""
+    sites: list[str] = field(default_factory=lambda: ["*"])
+    """Globs over names of sites or their last parts, or 're:' and a regular expression."""
+    tensors: list[str] = field(default_factory=lambda: list(TENSORS))
+    """Which tensors of a site."""
+    statistics: list[str] = field(default_factory=lambda: list(DEFAULT))
+    """Statistics by name; each tensor gets those that it can have."""
+    what_if: list[str] = field(default_factory=list)
+    """Recipes of which the codes' statistics are measured as well, such as mxfp8 while another one trains."""
+    te_config: str | None = None
+    """A YAML file of Transformer Engine's debug features: what it logs is measured too."""
+    wandb: bool = False
+    """Send them to Weights & Biases too (WANDB_MODE=offline: without a network)."""
+
+    def settings(self) -> TelemetrySettings:
+        """What all of it asks for. ValueError names what is wrong."""
+        try:
+            windows: Any = tuple(map(tuple, self.windows))
+            own = Selection(
+                every=self.every,
+                windows=windows,
+                sites=tuple(self.sites),
+                tensors=tuple(self.tensors),
+                statistics=tuple(self.statistics),
+                what_if=tuple(self.what_if),
+            )
+            selections: tuple[Selection, ...] = (own,) if own.every else ()
+            if self.te_config is not None:
+                selections += te_settings(Path(self.te_config)).selections
+        except OSError as error:
+            raise ValueError(
+                f"telemetry.te_config={self.te_config!r} cannot be read: {error.strerror}"
+            ) from error
+        except ValueError as error:
+            raise ValueError(" ".join(str(error).split())) from error
+        return TelemetrySettings(selections)
+
+
+def check_telemetry(section: TelemetrySection) -> None:
+    """Raise ValueError if something is wrong with it, or could have no effect."""
+    settings = section.settings()
+    default = TelemetrySection(te_config=section.te_config, every=section.every)
+    if not section.every:
+        for name, value in vars(section).items():
+            unused = value != getattr(default, name) and not (name == "wandb" and settings.on)
+            if unused:
+                raise ValueError(
+                    f"telemetry.{name}={value!r} has no effect without telemetry.every: give telemetry.every=10, say,"
+                    " or leave it out."
+                )
+    if section.wandb:
+        require_wandb()
 
 
 def check_sections(train: TrainSection, optimizer: OptimizerSection, checkpoint: CheckpointSection) -> None:

@@ -24,7 +24,16 @@ from ..report import versions
 from .parallel import backend
 
 _LOCAL = frozenset(
-    {"run_dir", "debug", "resume", "data.paths", "data.tokenizer", "data.cache_dir", "checkpoint.folder"}
+    {
+        "run_dir",
+        "debug",
+        "resume",
+        "data.paths",
+        "data.tokenizer",
+        "data.cache_dir",
+        "checkpoint.folder",
+        "telemetry.te_config",
+    }
 )
 _ENVIRONMENT = (
     "NVTE_", "MEGATRON_FP8_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_INTERPRET", "NVIDIA_TF32_OVERRIDE",
@@ -59,6 +68,8 @@ def run_facts(
     table, factory = run.model.fp8_size_filter, run.model.fp8_quantizer_factory
     if isinstance(table, str) and Path(table).is_file():
         facts["model.fp8_size_filter"] = _digest(Path(table))
+    if run.telemetry.te_config is not None:
+        facts["telemetry.te_config"] = _digest(Path(run.telemetry.te_config))
     if factory:
         facts[f"the source of {factory}"] = _module_digest(factory)
     return facts

@@ -1,0 +1,99 @@
+"""`megatron-fp8 train` with telemetry: what is written, a resumed run, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_fp8.telemetry.output import scalars
+from tests.support.command import APP, ROOT, lines, run
+
+STAND_IN = f"{ROOT}:{ROOT / 'tests' / 'support' / 'wandb_standin'}"
+WATCHED = ["--telemetry.every=1", "--telemetry.sites=*.linear_fc1", "--telemetry.what_if=mxfp8"]
+
+
+@pytest.fixture(scope="module")
+def runs(folder, config):
+    """An uninterrupted run, and one that stopped after two iterations and went on, with what a killed run leaves."""
+    common = [f"--config={config}", *WATCHED, "--optimizer.lr_decay_iters=4", "--telemetry.wandb=true"]
+
+    def train(name, *more):
+        out = folder / name
+        done = run(
+            "-m", "megatron_fp8", "train", *common, f"--run_dir={out}", *more, PYTHONPATH=STAND_IN
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return out
+
+    whole = train("whole")
+    resumed = train("resumed", "--train.train_iters=2", "--checkpoint.save_interval=2")
+    with (resumed / "telemetry.jsonl").open("a") as file:
+        file.write('{"iteration": 3, "site": "decoder.layers.0.mlp.linear_fc1", "tensor": "input"}\n{"iterat')
+    train("resumed", "--checkpoint.save_interval=2")
+    return whole, resumed
+
+
+def test_a_record_for_each_iteration_site_and_tensor(runs):
+    whole, _ = runs
+    records = lines(whole / "telemetry.jsonl")
+    tensors = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
+    sites = [f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(4)]
+    assert [(r["iteration"], r["site"], r["tensor"]) for r in records] == [
+        (iteration, site, tensor) for iteration in range(1, 5) for site in sites for tensor in tensors
+    ]
+    for record in records:
+        assert list(record)[:3] == ["iteration", "site", "tensor"] and record["l1_norm"] > 0
+        fp8 = record["site"].split(".")[2] == "2"  # the others stay in BF16
+        operand = record["tensor"] in tensors[:3]
+        assert ("underflows%" in record) == (fp8 and operand)
+        assert ("mxfp8_underflows%" in record) == operand
+
+
+def test_a_resumed_run_goes_on_and_repeats_nothing(runs):
+    whole, resumed = runs
+    assert lines(resumed / "telemetry.jsonl") == lines(whole / "telemetry.jsonl")
+
+
+def test_tensorboard_and_wandb_have_every_statistic(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    whole, resumed = runs
+    wanted = scalars([r for r in lines(whole / "telemetry.jsonl") if r["iteration"] == 4])
+    events = EventAccumulator(str(whole / "tensorboard"))
+    events.Reload()
+    assert wanted.keys() <= set(events.Tags()["scalars"])
+    tag = "telemetry/decoder.layers.2.mlp.linear_fc1/grad_output/underflows%"
+    assert [event.step for event in events.Scalars(tag)] == [1, 2, 3, 4]
+    calls = lines(resumed / "wandb-calls.jsonl")
+    assert [(c["call"], c.get("step")) for c in calls] == [
+        *[("init", None), ("log", 1), ("log", 2), ("finish", None)],
+        *[("init", None), ("log", 3), ("log", 4), ("finish", None)],
+    ]
+    assert calls[0]["id"] == calls[4]["id"] and calls[-2]["values"] == wanted
+
+
+REFUSED = {
+    "--telemetry.every=-1": "telemetry.every=-1 must be a whole number",
+    "--telemetry.statistics=underflow%": "Did you mean 'underflows%'?",
+    "--telemetry.tensors=inputs": "telemetry.tensors=['inputs'] must be a list of items, each one of",
+    "--telemetry.what_if=fp4": "telemetry what_if: 'fp4' is none of tensorwise",
+    "--telemetry.windows=[[9, 3]]": "telemetry windows: (9, 3) must be (first, last)",
+    "--telemetry.te_config=nowhere.yaml": "telemetry.te_config='nowhere.yaml' cannot be read",
+    "--telemetry.wandb=true": "telemetry wandb=True needs Weights & Biases, which is not installed: pip install wandb",
+    "--telemetry.every=0": "has no effect without telemetry.every: give telemetry.every=10",
+    "--telemetry.sites=*.fc9": "telemetry sites: '*.fc9' matches no GEMM site",  # the last, since it builds the model
+}
+
+
+def test_bad_input_is_one_line(folder, config):
+    common = ["train", f"--config={config}", f"--run_dir={folder / 'bad'}", "--telemetry.every=2"]
+    cases = [[*common, "--telemetry.sites=*.linear_fc1", "--dry-run", option] for option in REFUSED]
+    path = folder / "cases.json"
+    path.write_text(json.dumps(cases))
+    done = run(APP, "many", path)
+    assert done.stdout, done.stderr
+    for (code, text), expected in zip(
+        json.loads(done.stdout.splitlines()[-1]), REFUSED.values(), strict=True
+    ):
+        assert code == 2 and expected in text and len(text.splitlines()) == 1, text
