@@ -10,11 +10,14 @@ python tests/support/app.py many CASES.json                 several commands; pr
 python tests/support/app.py heard CASES.json                the same; prints [code, stderr, stdout]
 """
 
+import sys
+
+sys.path.pop(0)  # this folder: its files are no top-level modules, though one is called as one of Python's
+
 import contextlib
 import io
 import json
 import os
-import sys
 from pathlib import Path
 
 from megatron_fp8.commands.main import main
