@@ -40,8 +40,6 @@ M = TypeVar("M", bound=nn.Module)
 DEFAULT: Any = object()
 """The skip list of the config: DEFAULT_SKIP, unless the config has another."""
 
-NO_LINEAR = "not a linear"
-
 
 def convert_to_fp8(
     model: M,
@@ -181,7 +179,8 @@ def _consider(model: nn.Module, name: str, module: nn.Module, config: Fp8Config,
         return Row(name, kind, shape, True, recipe, f"is an {kind} already: left as it is")
     reason = _reason_to_skip(model, name, module, config, tied)
     if reason is not None:
-        return Row(name, kind, shape, False, dtype, reason)
+        linear = _is_linear(module) or bool(_stacks(module))
+        return Row(name, kind, shape, False, dtype, reason, linear=linear)
     device = module.weight.device
     assert isinstance(device, torch.device)
     if device.type == "meta":
@@ -237,13 +236,17 @@ def _is_foreign(weight: Any) -> bool:
 
 def _what_it_is(module: nn.Module) -> str:
     """Why something that is no linear stays as it is."""
+    stacks = ", ".join(f"{name} {list(shape)}" for name, shape in _stacks(module).items())
+    if stacks:
+        return f"a stack of matrices stays in high precision, of experts as a rule: {stacks}"
+    return "not a linear"
+
+
+def _stacks(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Its parameters that are several matrices each, with their shapes."""
     if isinstance(module, _ConvNd):
-        return NO_LINEAR
-    experts = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if _is_stack(p)}
-    if experts:
-        named = ", ".join(f"{name} {list(shape)}" for name, shape in experts.items())
-        return f"a stack of matrices stays in high precision, of experts as a rule: {named}"
-    return NO_LINEAR
+        return {}
+    return {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if _is_stack(p)}
 
 
 def _is_stack(parameter: nn.Parameter) -> bool:
@@ -291,7 +294,7 @@ def _check_globs(model: nn.Module, skip: tuple[Skip, ...]) -> None:
 
 
 def _nothing_to_convert(model: nn.Module, report: Fp8Report, config: Fp8Config) -> str:
-    linears = [(row.name, row.reason) for row in report.rows if row.reason != NO_LINEAR]
+    linears = [(row.name, row.reason) for row in report.rows if row.linear]
     if not linears:
         return f"{type(model).__name__} has no nn.Linear: there is nothing to convert to FP8"
     reasons = "; ".join(f"{name or type(model).__name__}: {reason}" for name, reason in linears[:6])

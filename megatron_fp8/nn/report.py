@@ -25,6 +25,7 @@ class Row:
         multiplied: how many of these a token is multiplied by: the matrices of linears, RNNs and unknown modules.
         lazy: it has parameters without a shape yet, which count nowhere.
         planned: it is a linear for which the plan decided, so overrides by name reach it.
+        linear: it is a linear, or a stack of such matrices.
         in_use: False for a converted one that did not run in FP8 in the first iterations, or was replaced since.
     """
 
@@ -39,6 +40,7 @@ class Row:
     lazy: bool = False
     in_use: bool = True
     planned: bool = False
+    linear: bool = True
 
 
 @dataclass(frozen=True)

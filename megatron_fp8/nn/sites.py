@@ -199,7 +199,7 @@ def plan_linear(
     table = load_table(config.size_filter)
     table.check(device_label(device), plan.backend, plan.recipe)
     verdict = table.verdict(Gemm(shape[1], shape[0], table.tokens(config.size_filter_tokens)))
-    return plan if verdict.pays else bf16_site(name, None, f"does not pay: {verdict.reason}")
+    return plan if verdict.pays else bf16_site(name, None, f"does not pay: {verdict.reason}", "size")
 
 
 def take_over(old: GemmSite, new: GemmSite) -> None:
