@@ -42,6 +42,13 @@ class Line:
             raise self.wrong(f"has {name} {value!r}, and that is a text")
         return value
 
+    def texts(self, name: str) -> list[str]:
+        """A field that is a list of texts, empty where it is missing; ValueError if it is something else."""
+        values = self.content.get(name, [])
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self.wrong(f"has {name} {_short(values)}, and that is a list of texts")
+        return values
+
     def number_of(self, name: str) -> float | None:
         """A field that is a number, NaN, an infinity or null; these may be in words. Else ValueError."""
         value = self.content[name]

@@ -82,6 +82,9 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     events = skipped_steps(metrics) + recorded(read_lines(folder / "events.jsonl"))
     if not any(event.kind == "save" for event in events):
         events += seen_checkpoints(folder / "checkpoints")
+    lines = read_lines(folder / "telemetry.jsonl")
+    statistics = read_statistics(lines, [site["name"] for site in sites])
+    events += statistics.went_bad if statistics else ()
     return Run(
         name=folder.name if name is None else name,
         report=report,
@@ -92,7 +95,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         },
         phases=_phases(report, str(report_path)),
         events=tuple(sorted(events, key=lambda event: (event.first, event.kind))),
-        statistics=read_statistics(read_lines(folder / "telemetry.jsonl"), [site["name"] for site in sites]),
+        statistics=statistics,
         advice=_advice(folder / "advice.json"),
     )
 

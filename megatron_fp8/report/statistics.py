@@ -14,32 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ..telemetry.names import BY_NAME, TENSORS, WHAT_IF, parse
+from .events import Event
 from .lines import Line
 from .packing import ABSENT, NULL, codes_of
 
-TENSORS = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
-"""The tensors of a GEMM site in the order in which they are offered; others come after them."""
-_NAMES = ("iteration", "site", "tensor")
-
-MEANINGS = {
-    "cur_amax": "the largest magnitude",
-    "underflows%": "percent of the values that were not zero and became zero in FP8",
-    "overflows%": "percent of the values beyond the largest that FP8 holds at this scale: they saturate",
-    "sqnr_db": "signal to quantisation noise in dB: the higher the better",
-    "mse": "mean squared error of the quantised values",
-    "nonfinite": "values that were NaN or infinite",
-    "mean": "the mean",
-    "std": "the standard deviation",
-    "min": "the smallest value",
-    "max": "the largest value",
-    "l1_norm": "sum of magnitudes",
-    "l2_norm": "root of the sum of squares",
-    "dynamic_range": "largest over smallest magnitude above zero, as a power of two",
-    "kurtosis": "fourth moment over the squared second: outliers make it large",
-    "scale_inv_min": "the smallest factor that turns codes back into values",
-    "scale_inv_max": "the largest factor that turns codes back into values",
-}
-"""What statistics say, for people. A name with a recipe in front is what that recipe would have given."""
+_NAMES = ("iteration", "site", "tensor", "partial", "went_bad")
+"""Fields of a line that are no statistics."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +31,7 @@ class Statistics:
         sites: names; the first dimension of a map.
         iterations: int64 [measured], rising; the second dimension.
         maps: (tensor, statistic) -> codes, uint16 [sites, measured].
+        went_bad: the first iteration in which a tensor was found to be sick, with the reason.
         merged: how many measured iterations share a column, of which the one that is furthest from the site's median is
             shown; 1 unless ``coarser`` was called.
     """
@@ -57,6 +39,7 @@ class Statistics:
     sites: tuple[str, ...]
     iterations: NDArray[np.int64]
     maps: dict[tuple[str, str], NDArray[np.uint16]] = field(repr=False)
+    went_bad: tuple[Event, ...] = ()
     merged: int = 1
 
     def coarser(self) -> Statistics:
@@ -64,7 +47,7 @@ class Statistics:
         columns = len(self.iterations)
         ends = self.iterations[0::2]
         maps = {key: _paired(codes, columns) for key, codes in self.maps.items()}
-        return Statistics(self.sites, ends, maps, 2 * self.merged)
+        return Statistics(self.sites, ends, maps, self.went_bad, 2 * self.merged)
 
 
 def _paired(codes: NDArray[np.uint16], columns: int) -> NDArray[np.uint16]:
@@ -95,10 +78,16 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
     iterations: dict[int, int] = {}
     columns: dict[tuple[str, str], tuple[array, array, array]] = {}
     nulls: dict[tuple[str, str], list[int]] = {}
+    bad: list[Event] = []
     for line in lines:
         when = iterations.setdefault(line.iteration(), len(iterations))
         where = sites.setdefault(line.text("site"), len(sites))
         tensor = line.text("tensor")
+        if line.content.get("partial") is True:  # terms of a sum over ranks: other figures than the sum's
+            tensor += " (partial sums)"
+        for reason in line.texts("went_bad"):
+            text = f"{line.text('site')} {tensor}: {reason}"
+            bad.append(Event(line.iteration(), line.iteration(), "went bad", text))
         for name in line.content:
             if name in _NAMES:
                 continue
@@ -128,16 +117,18 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
         shown = np.full((len(sites), len(iterations)), ABSENT, dtype=np.uint16)
         shown[row[np.frombuffer(rows, dtype="l")], column[np.frombuffer(times, dtype="l")]] = codes
         maps[key] = shown
-    return Statistics(tuple(names), np.array(times_sorted, dtype=np.int64), maps)
+    return Statistics(tuple(names), np.array(times_sorted, dtype=np.int64), maps, tuple(bad))
+
+
+_KNOWN = list(BY_NAME)
 
 
 def _offered(key: tuple[str, str]) -> tuple:
-    """The order of the choices: tensors as a GEMM has them, statistics as MEANINGS has them, then by name."""
+    """The order of the choices: tensors as a GEMM has them, statistics as telemetry names them, then by name."""
     tensor, statistic = key
-    known = list(MEANINGS)
     return (
         TENSORS.index(tensor) if tensor in TENSORS else len(TENSORS), tensor,
-        known.index(statistic) if statistic in known else len(known), statistic,
+        _KNOWN.index(statistic) if statistic in _KNOWN else len(_KNOWN), statistic,
     )  # fmt: skip
 
 
@@ -152,10 +143,12 @@ def _ordered(sites: Iterable[str], order: Sequence[str]) -> list[str]:
 
 
 def meaning(statistic: str) -> str:
-    """What a statistic says, '' if it is not known; of a what-if, which recipe it speaks of."""
-    if statistic in MEANINGS:
-        return MEANINGS[statistic]
-    for name, words in MEANINGS.items():
-        if statistic.endswith(f"_{name}"):
-            return f"{words}; if the recipe were {statistic.removesuffix(f'_{name}')}"
-    return ""
+    """What a statistic says, in a sentence; '' if its name is not known."""
+    try:
+        known = parse(statistic)
+    except ValueError:
+        return ""
+    words = known.statistic.meaning
+    if known.variant.recipe:
+        words += f" What it would be with {WHAT_IF[known.variant.recipe]}."
+    return f"{words} Of the codes of the transposed matrix." if known.variant.columnwise else words

@@ -73,4 +73,17 @@ def test_coarser_columns_keep_what_stands_out(tmp_path):
 
 def test_what_a_statistic_says():
     assert "percent" in meaning("underflows%") and meaning("unheard_of") == ""
-    assert meaning("mxfp8_underflows%") == f"{meaning('underflows%')}; if the recipe were mxfp8"
+    assert meaning("mxfp8_underflows%_columnwise").startswith(meaning("underflows%"))
+    assert "with mxfp8. Of the codes of the transposed" in meaning("mxfp8_underflows%_columnwise")
+
+
+def test_partial_sums_are_a_tensor_of_their_own_and_what_went_bad_is_an_event(tmp_path):
+    lines = [line(5, "fc1", "output", partial=True, std=2.0), line(5, "fc1", "output", std=1.0)]
+    lines.append(line(10, "fc1", "output", std=1.0, went_bad=["underflows", "nonfinite"]))
+    found = read(tmp_path, lines)
+    assert list(found.maps) == [("output", "std"), ("output (partial sums)", "std")]
+    assert [(e.first, e.kind, e.text) for e in found.went_bad] == [
+        (10, "went bad", "fc1 output: underflows"), (10, "went bad", "fc1 output: nonfinite"),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"line 1 of .* a list of texts"):
+        read(tmp_path, [line(5, "fc1", went_bad="x")])
