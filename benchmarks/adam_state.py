@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.common import environment, table, write_results
 from benchmarks.param_bytes import adam_tensors, inner_optimizers, size
-from tests.support.fp8_gpt import fp8_config
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import fp8_config
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 SEEDS = (1, 2, 3)
 PRECISIONS: dict[str, tuple[str | None, dict[str, Any]]] = {

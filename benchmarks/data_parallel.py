@@ -26,10 +26,9 @@ from unittest import mock
 import torch
 
 from benchmarks.common import environment, table, write_results
-from tests.support.fp8_gpt import RECIPES, fp8_config
-from tests.support.fp8_params import CLIP, DISTRIBUTED, TWO_WAY
-from tests.support.gpt import train
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import CLIP, DISTRIBUTED, RECIPES, TWO_WAY, fp8_config
+from benchmarks.support.gpt import train
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 SEEDS, STEPS, SHOWN = range(1, 9), 30, (1, 3, 10, 30)
 SHARED = {"reuse_grad_buf_for_mxfp8_param_ag": True}

@@ -18,6 +18,8 @@ from benchmarks import gpu_contenders as contenders
 from benchmarks.gpu_common import Machine, NotRun, graphed, no_synchronisation, supported
 from benchmarks.gpu_kernels import Bench, random
 from benchmarks.gpu_models import TINY, Gpt, Training
+from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.launched import launched
 from megatron_fp8 import recipe
 from megatron_fp8.backends import BACKENDS
 from megatron_fp8.backends.native import backend as native
@@ -29,8 +31,6 @@ from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.state.arena import Arena
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.train.launch.deterministic import be_deterministic
-from tests.support.compare import assert_same_bytes
-from tests.support.launched import launched
 
 HOST = torch.device("cpu")
 

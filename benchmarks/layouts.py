@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import environment, table, write_results
-from tests.support.gpt import gpt_config, train
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.gpt import gpt_config, train
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 SEEDS = range(1, 17)
 FLOAT32 = {"bf16": False, "params_dtype": torch.float32}

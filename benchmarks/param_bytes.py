@@ -23,12 +23,11 @@ from unittest import mock
 import torch
 
 from benchmarks.common import environment, table, write_results
-from tests.support.fp8_gpt import RECIPES, fp8_config
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import RECIPES, TWO_WAY, fp8_config
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 RANKS = 2
-TWO_WAY = ("rowwise", "mxfp8")
 MODEL: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 512,

@@ -1,4 +1,4 @@
-"""Linears by the specification alone, tests/support/reference.py: slow numpy, and no line shared with the package.
+"""Linears by the specification alone, benchmarks/support/reference.py: slow numpy, and no line shared with the package.
 
 What a test makes of these numbers is what FP8 does to it, whoever computes it.
 """
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from tests.support import reference
-from tests.support.reference import E4M3, E5M2, Rule
+from benchmarks.support import reference
+from benchmarks.support.reference import E4M3, E5M2, Rule
 
 TENSOR, ROW, ONE_BY_128, SQUARE, ONE_BY_32 = (None, None), (1, None), (1, 128), (128, 128), (1, 32)
 RULES = {

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.ranks import RankPool
+from benchmarks.support.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """`ranks(n).run(case, *args, timeout=120)`: gloo ranks shared by the whole session (tests/support/ranks.py)."""
+    """`ranks(n).run(case, *args, timeout=120)`: gloo ranks shared by the whole session (benchmarks/support/ranks.py)."""
     pool = RankPool()
     yield pool
     pool.close()

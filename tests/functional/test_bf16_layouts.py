@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpt import gpt_config, train
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.gpt import gpt_config, train
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 MOE = {
     "num_moe_experts": 4,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.support.forked import python
 from megatron_fp8.files.checkpoint import read_manifest
 from tests.support.command import APP, environment
-from tests.support.forked import python
 from tests.support.kept_checkpoints import options, unpacked
 from tests.support.manifests import edit
 

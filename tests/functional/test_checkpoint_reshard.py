@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.fp8_gpt import MOE
-from tests.support.ranks import Layout, model_parallel
+from benchmarks.support.fp8_gpt import MOE
+from benchmarks.support.ranks import Layout, model_parallel
 from tests.support.resume import Training, loads_and_saves, tensors_of, trains_and_saves
 
 HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
@@ -150,7 +150,7 @@ def test_megatrons_own_loader_reads_it(ranks, delayed):
 
 def megatron_loads(folder: str) -> dict[str, Any]:
     """Every tensor, as bytes, as dist_checkpointing.load_plain_tensors gives it."""
-    from tests.support.ranks import model_parallel
+    from benchmarks.support.ranks import model_parallel
 
     with model_parallel():
         from megatron.core import dist_checkpointing

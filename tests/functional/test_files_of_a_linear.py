@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import megatron_fp8
-from tests.support.fp8_gpt import fp8_config
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import fp8_config
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 PACKAGE = Path(megatron_fp8.__file__).parent
 TOKENS, INPUTS, OUTPUTS = 256, 128, 256  # large enough for the compiled loops

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.fp8_gpt import fp8_config
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.state.counts import IterationCounts
-from tests.support.fp8_gpt import fp8_config
-from tests.support.ranks import Layout, RankPool, model_parallel
 
 TOKENS, HIDDEN = 128, 128
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "ffn_hidden_size": 256, "num_layers": 1}

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.fp8_gpt import OPTIONS, fp8_config, record_steps
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import OPTIONS, fp8_config, record_steps
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.sick import OVERLAP, made_sick, masters
 
 SICK_RANK = 1

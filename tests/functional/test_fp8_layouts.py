@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.fp8_gpt import FP32, MOE, OPTIONS, RECIPES, SITES, fp8_config, training
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import FP32, MOE, OPTIONS, RECIPES, SITES, fp8_config, training
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
 

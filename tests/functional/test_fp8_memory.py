@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.fp8_gpt import RECIPES, fp8_config, watched_collectives
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import RECIPES, fp8_config, watched_collectives
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 ONE, TP_SP = Layout(), Layout(tp=2, sp=True)
 LLAMA = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 2}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.param_bytes import cases, count_bytes
-from tests.support.fp8_params import TWO_WAY
-from tests.support.ranks import RankPool
+from benchmarks.support.fp8_gpt import TWO_WAY
+from benchmarks.support.ranks import RankPool
 
 VALUES = 4_456_448  # of 8 weights: two layers, hidden 512, ffn 1024, GQA with 2 of 8 heads
 OTHERS = 267_264 // 2  # values of embedding, output layer and norms

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.fp8_gpt import OPTIONS, fp8_config, watched_collectives
-from tests.support.fp8_params import DISTRIBUTED, OVERLAP, param_training, whole_masters
-from tests.support.gpt import build_chunks, build_optimizer, gpt_config, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import DISTRIBUTED, OPTIONS, fp8_config, watched_collectives
+from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.fp8_params import OVERLAP, param_training, whole_masters
 
 SHARED = {**OVERLAP, "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
 

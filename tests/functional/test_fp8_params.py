@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.fp8_gpt import RECIPES
-from tests.support.fp8_params import CLIP, DISTRIBUTED, OVERLAP, param_training, whole_masters
-from tests.support.ranks import Layout, RankPool
+from benchmarks.support.fp8_gpt import CLIP, DISTRIBUTED, RECIPES
+from benchmarks.support.ranks import Layout, RankPool
+from tests.support.fp8_params import OVERLAP, param_training, whole_masters
 
 
 def same(

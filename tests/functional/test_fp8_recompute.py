@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.fp8_gpt import MOE, RECIPES, Watched, fp8_config, training, watched_gemms, watched_training
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import (
+    MOE,
+    RECIPES,
+    Watched,
+    fp8_config,
+    training,
+    watched_gemms,
+    watched_training,
+)
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 ONE, TP_SP, PP, VPP = Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=2)
 DISTRIBUTED = {"use_distributed_optimizer": True}

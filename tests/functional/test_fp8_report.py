@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.fp8_gpt import (
+from benchmarks.support.fp8_gpt import (
     MOE,
     OPTIONS,
     RECIPES,
@@ -25,8 +25,8 @@ from tests.support.fp8_gpt import (
     watched_collectives,
     watched_gemms,
 )
-from tests.support.gpt import build_chunks, build_optimizer, gpt_config, train, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
 TINY = {"hidden_size": 64, "ffn_hidden_size": 128}

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.support.fp8_gpt import MOE, SITES, Watched, digest, fp8_config, watched_gemms
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.command import APP, MODEL, lines, run
 from tests.support.delayed import PlainSlot
-from tests.support.fp8_gpt import MOE, SITES, Watched, digest, fp8_config, watched_gemms
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
 
 ONE, TP_SP, PP = Layout(), Layout(tp=2, sp=True), Layout(pp=2)
 SMALL = {"sequence": 64, "micro_batch": 2, "global_batch": 4}

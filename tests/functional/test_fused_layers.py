@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.fp8_gpt import RECIPES
+from benchmarks.support.fp8_gpt import RECIPES
+from benchmarks.support.ranks import Layout, RankPool
 from tests.support.native_gpt import HOW, Seen, evaluated, gpu_checks, native_trainings
-from tests.support.ranks import Layout, RankPool
 
 ONE = Layout()
 # What casts one operand, for each recipe that has its scale: amaxes first where the scale needs them.

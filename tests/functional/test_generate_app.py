@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.support.forked import python
 from megatron_fp8.files.checkpoint import latest_checkpoint
 from megatron_fp8.inference.calibration import load_calibration
 from tests.support.command import APP, MODEL, environment
-from tests.support.forked import python
 from tests.support.manifests import edit
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}

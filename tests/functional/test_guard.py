@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.support.fp8_gpt import MOE, OPTIONS, fp8_config, record_steps
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.command import APP, MEASURED, lines, run
-from tests.support.fp8_gpt import MOE, OPTIONS, fp8_config, record_steps
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
 
 ILL = "decoder.layers.0.mlp.linear_fc2"
 STEPS = 7

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from benchmarks.support.ranks import Layout, model_parallel
 from megatron_fp8 import quantize
 from megatron_fp8.commands.export import main as export_main
 from megatron_fp8.commands.import_ import main as import_main
@@ -20,7 +21,6 @@ from megatron_fp8.huggingface.formats import FORMATS
 from megatron_fp8.huggingface.layout import Heads, split_qkv
 from megatron_fp8.inference.calibration import Calibration, Range
 from tests.support.hf import VOCAB, build, hf_logits, hf_model, token_ids
-from tests.support.ranks import Layout, model_parallel
 
 HEADS = Heads(4, 2, 128)
 LAYERS = 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.support.ranks import Layout, model_parallel
 from megatron_fp8.commands.export import main as export_main
 from megatron_fp8.commands.import_ import main as import_main
 from megatron_fp8.files.checkpoint import Manifest
@@ -22,7 +23,6 @@ from tests.support.hf import (
     megatron_logits,
     token_ids,
 )
-from tests.support.ranks import Layout, model_parallel
 
 FLOAT32 = ("--model.bf16=false", "--model.params_dtype=float32")
 

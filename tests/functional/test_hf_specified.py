@@ -1,4 +1,4 @@
-"""Whole transformers models against the specification of FP8 (tests/support/reference.py): results and gradients.
+"""Whole transformers models against the specification of FP8 (benchmarks/support/reference.py): results and gradients.
 
 benchmarks/transformers_tests.py asks this of nine models, and whether the specification loses each test that they lose
 in FP8.

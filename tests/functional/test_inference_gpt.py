@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.compare import assert_same_bytes
-from tests.support.fp8_gpt import RECIPES, fp8_config
-from tests.support.gpt import VOCAB, build_chunks
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.fp8_gpt import RECIPES, fp8_config
+from benchmarks.support.gpt import VOCAB, build_chunks
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 LENGTH, BATCH = 40, 2
 GPT_LIKE = "rowwise, GPT-like"  # learned positions, biases, LayerNorm

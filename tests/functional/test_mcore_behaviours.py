@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpt import gpt_config
+from benchmarks.support.gpt import gpt_config
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.mcore_behaviours import BEHAVIOURS, EXPERTS, SEQUENCE, SMALL, VOCAB, run
-from tests.support.ranks import Layout, RankPool, model_parallel
 
 FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 # What Megatron-Core cannot do on a CPU without Transformer Engine; only packed sequences need FP8's (or our) spec.

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.support.fp8_gpt import Watched, watched_training
+from benchmarks.support.ranks import Layout, RankPool
 from megatron_fp8.nn import Fp8Config, convert_to_fp8, fp8_matmul, fp8_step
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import RECIPES, ROW, Recipe, Rule
-from tests.support.fp8_gpt import Watched, watched_training
-from tests.support.ranks import Layout, RankPool
 
 
 # The whole of it: scales per token, E5M2 inputs, E4M3 gradients.

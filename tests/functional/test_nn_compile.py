@@ -15,9 +15,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_state_dict, fp8_step
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.compare import assert_same_bytes
 
 DELAYED = DelayedScaling(amax_history_len=2)
 Region = Callable[[int], AbstractContextManager[Any]]

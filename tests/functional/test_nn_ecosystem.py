@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_state_dict, fp8_step, register_fp8_step
-from tests.support.compare import assert_same_bytes
 
 DATA = torch.arange(8 * 16).view(8, 16) % 31 + 1
 

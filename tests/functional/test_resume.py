@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fp8_gpt import MOE, RECIPES
-from tests.support.ranks import Layout
+from benchmarks.support.fp8_gpt import MOE, RECIPES
+from benchmarks.support.ranks import Layout
 from tests.support.resume import resumes_exactly
 
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

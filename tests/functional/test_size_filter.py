@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.fp8_gpt import MOE, OPTIONS, SITES, Watched, fp8_config, watched_gemms
+from benchmarks.support.gpt import build_chunks, train
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.plan.timing import processor_name
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.fp8_gpt import MOE, OPTIONS, SITES, Watched, fp8_config, watched_gemms
-from tests.support.gpt import build_chunks, train
-from tests.support.ranks import Layout, RankPool, model_parallel
 from tests.support.size_table import make_table
 
 ONE, PP = Layout(), Layout(pp=2)

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tests.support.fp8_gpt import MOE
-from tests.support.ranks import Layout
+from benchmarks.support.fp8_gpt import MOE
+from benchmarks.support.ranks import Layout
 from tests.support.telemetry import counted, differences, losses, merged, reference, trained
 
 LAYOUTS = {

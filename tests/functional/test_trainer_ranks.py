@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.ranks import RankPool
+from benchmarks.support.ranks import RankPool
 
 SICK = {1: "input", 3: "loss", 5: "reduced gradient"}
 STEPS = 8

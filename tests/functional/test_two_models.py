@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.fp8_gpt import OPTIONS, fp8_config
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import OPTIONS, fp8_config
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.sick import made_sick, masters
 
 FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.forked import python
+from benchmarks.support.forked import python
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from benchmarks.support import reference
 from megatron_fp8.recipe import DelayedScaling
-from tests.support import reference
 
 
 class PlainSlot:

@@ -13,14 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.fp8_gpt import OPTIONS, fp8_config, record_steps
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.fp8_gpt import CLIP, DISTRIBUTED, OPTIONS, TWO_WAY, fp8_config, record_steps
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
-DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
 OVERLAP: dict[str, Any] = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
-TWO_WAY = ("rowwise", "mxfp8")
-CLIP = 0.1  # below every gradient norm here, so that the last bits of the norm reach every weight
 
 
 def mixed_factory(role: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.support.ranks import Layout, model_parallel
+from benchmarks.support.ranks import Layout, model_parallel
 
 VOCAB, SEQUENCE = 300, 24  # 300 tokens are padded to 384
 KINDS = ("llama", "qwen2", "qwen3")

@@ -113,11 +113,11 @@ def machine() -> dict[str, Any]:
 
 def train(folder: Path, arguments: list[str]) -> None:
     """A rank case: `megatron-fp8 train` with these options, in ``folder``, on the ranks of the case."""
+    from benchmarks.support.ranks import reset_megatron
     from megatron_fp8.commands import train as app
     from megatron_fp8.train.launch import parallel
     from megatron_fp8.train.launch.parallel import Launch
     from megatron_fp8.train.stop import StopRequest
-    from tests.support.ranks import reset_megatron
 
     rank, size = dist.get_rank(), dist.get_world_size()
     met: Any = SimpleNamespace(agree=lambda *_: None, close=lambda: None)  # the case's ranks are together
@@ -169,7 +169,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 def _make() -> None:
-    from tests.support.ranks import RankPool
+    from benchmarks.support.ranks import RankPool
 
     FOLDER.mkdir(parents=True, exist_ok=True)
     found, pool = {}, RankPool()

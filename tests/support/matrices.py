@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends.base import Quantized
 from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
 from megatron_fp8.kernels.quantize import Record, Sides
-from tests.support.compare import assert_same_bytes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where kernels run: compiled, or interpreted (tests/conftest.py)."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.gpt import gpt_config, train
-from tests.support.ranks import Layout, model_parallel
+from benchmarks.support.gpt import gpt_config, train
+from benchmarks.support.ranks import Layout, model_parallel
 
 VOCAB, SEQUENCE = 128, 32
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4}

@@ -19,9 +19,9 @@ from unittest import mock
 
 import numpy as np
 
-from tests.support.fp8_gpt import digest, fp8_config
-from tests.support.gpt import build_chunks, train
-from tests.support.ranks import Layout, model_parallel
+from benchmarks.support.fp8_gpt import digest, fp8_config
+from benchmarks.support.gpt import build_chunks, train
+from benchmarks.support.ranks import Layout, model_parallel
 
 # One layer, 64 tokens a microbatch, one microbatch: what the interpreter does in seconds.
 MODEL: dict[str, Any] = {
@@ -51,11 +51,11 @@ class Seen:
 @contextmanager
 def native_on_cpu(how: str = "fused") -> Iterator[None]:
     """The native backend runs on CPU tensors."""
+    from benchmarks.support.launched import unchecked
     from megatron_fp8 import kernels
     from megatron_fp8.backends.native import backend as native
     from megatron_fp8.kernels.deferred import written
     from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
-    from tests.support.launched import unchecked
     from tests.support.scaled_mm import fake_torch
 
     with ExitStack() as stack:
@@ -76,9 +76,9 @@ def native_training(
     layout: Layout, recipe: str, how: str, fields: dict[str, Any], options: dict[str, Any], steps: int = 2
 ) -> Seen:
     """A rank case."""
+    from benchmarks.support.launched import launched
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from tests.support.launched import launched
 
     seen = Seen()
     with native_on_cpu(how), launched() as calls, model_parallel(layout):
@@ -101,8 +101,8 @@ def evaluated(recipe: str) -> Seen:
     """A rank case: a forward pass in evaluation."""
     import torch
 
+    from benchmarks.support.launched import launched
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from tests.support.launched import launched
 
     with native_on_cpu(), model_parallel(Layout()):
         (chunk,) = build_chunks(

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated, specified
 from megatron_fp8.backends.base import Region
 from megatron_fp8.backends.native import backend as native
@@ -28,7 +29,6 @@ from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.compare import assert_same_bytes
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES, data, make_site, randn, run
 

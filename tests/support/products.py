@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.support import reference
 from megatron_fp8 import quantize
-from tests.support import reference
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

@@ -1,4 +1,4 @@
-"""Rank cases that train the small GPT of tests/support/gpt.py, save, and go on from it in a model built anew."""
+"""Rank cases that train the small GPT of benchmarks/support/gpt.py, save, and go on from it in a model built anew."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tests.support.fp8_gpt import OPTIONS, fp8_config
-from tests.support.gpt import build_chunks, build_optimizer, train_step
-from tests.support.ranks import Layout, model_parallel
+from benchmarks.support.fp8_gpt import OPTIONS, fp8_config
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, model_parallel
 
 
 class Training:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.support import reference
+from benchmarks.support import reference
 
 EXACT = ("min", "max", "cur_amax", "nonfinite", "underflows%", "overflows%", "scale_inv_min", "scale_inv_max")
 """What must be right to the bit; the others to 1e-6."""

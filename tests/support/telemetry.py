@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.ranks import Layout, model_parallel
+from benchmarks.support.ranks import Layout, model_parallel
 
 SMALL: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
 RUN: dict[str, Any] = {"sequence": 64, "micro_batch": 1, "global_batch": 4, "vocab": 128}
@@ -195,7 +195,7 @@ def losses(layout: Layout, recipe: str, **telemetry: Any) -> Any:
 
 
 def _validate(training: Any) -> None:
-    from tests.support.gpt import train_step
+    from benchmarks.support.gpt import train_step
 
     with torch.no_grad():
         train_step(

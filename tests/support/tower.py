@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.nn import fp8_state_dict, fp8_step
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.compare import assert_same_bytes
 
 DELAYED = DelayedScaling(amax_history_len=3)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.kernels.cpu import loops as cpu
@@ -25,7 +26,6 @@ from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.loss_scaler import unscale_
-from tests.support.compare import assert_same_bytes
 from tests.support.fp8_weights import quantizer_of
 from tests.support.sites import RECIPES
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import Format, fp8_utils, quantize
 from megatron_fp8.fp8_utils import (
     dequantize_fp8_tensor,
@@ -29,7 +30,6 @@ from megatron_fp8.recipe import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
 )
-from tests.support.compare import assert_same_bytes
 
 
 def config(**fields: Any) -> SimpleNamespace:

@@ -155,3 +155,26 @@ def test_no_test_imports_a_test():
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             found = [name for name in names if name.startswith(("tests.unit", "tests.functional"))]
             assert not found, f"{path}:{node.lineno}: {found}"
+
+
+HERE = PACKAGE.parent
+OUTSIDE = [*sorted((HERE / "tests").rglob("*.py")), *sorted((HERE / "benchmarks").rglob("*.py"))]
+
+
+def test_benchmarks_import_no_tests_and_tests_no_test() -> None:
+    """What both need is in benchmarks/support, what several tests need in tests/support; and each such file is there."""
+    for path in OUTSIDE:
+        file = path.relative_to(HERE)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+                continue
+            for module in {_submodule(node.module, alias.name) for alias in node.names}:
+                room, _, rest = module.partition(".")
+                if room not in ("tests", "benchmarks"):
+                    continue
+                assert file.parts[0] == "tests" or room == "benchmarks", f"{file} imports {module}"
+                assert not rest.rpartition(".")[2].startswith("test_"), f"{file} imports {module}"
+                place = HERE.joinpath(*module.split("."))
+                assert place.is_dir() or place.with_suffix(".py").exists(), (
+                    f"{file} imports {module}: not there; see benchmarks/support and tests/support"
+                )

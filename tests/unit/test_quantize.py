@@ -16,6 +16,8 @@ from torchao.float8.float8_utils import tensor_to_scale
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8
 
+from benchmarks.support import reference
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import Format, quantize
 from megatron_fp8.kernels.gemms import matmul_high_precision
 from megatron_fp8.recipe import (
@@ -26,8 +28,6 @@ from megatron_fp8.recipe import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
 )
-from tests.support import reference
-from tests.support.compare import assert_same_bytes
 from tests.support.draws import draws
 
 TENSOR, ROW, WIDE, SQUARE, MX = (None, None), (1, None), (1, 128), (128, 128), (1, 32)

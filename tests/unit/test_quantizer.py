@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.base import Region
@@ -15,7 +16,6 @@ from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, Float8RowwiseScaling, MXFP8BlockScaling
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.compare import assert_same_bytes
 from tests.support.sites import RECIPES, RecordingBackend, randn
 
 ROLES = ("input", "weight", "grad_output")

@@ -41,8 +41,8 @@ RENAMED = {
 
 def config_of(backend: str | None, recipe_name: str | None, **fields: Any) -> Any:
     """This package's config of the small GPT."""
+    from benchmarks.support.gpt import gpt_config
     from megatron_fp8 import TransformerConfig
-    from tests.support.gpt import gpt_config
 
     fp8 = {"fp8": "hybrid", "fp8_format": recipe_name, "fp8_backend": backend} if recipe_name else {}
     return gpt_config(cls=TransformerConfig, **{**SMALL, **fp8, **fields})
@@ -50,8 +50,8 @@ def config_of(backend: str | None, recipe_name: str | None, **fields: Any) -> An
 
 def build(config: Any) -> Any:
     """Its one chunk, with the weights that the emulated backend's model has."""
+    from benchmarks.support.gpt import build_chunks
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from tests.support.gpt import build_chunks
 
     (chunk,) = build_chunks(
         config, spec=get_gpt_layer_fp8_spec, sequence=SHORT["sequence"], vocab=SHORT["vocab"]
@@ -80,10 +80,10 @@ def trained(
     backend: str | None, recipe_name: str | None, steps: int = 2, look: Any = None, **fields: Any
 ) -> dict[str, Any]:
     """Losses of a short training, the counts of its last iteration, its sites, and what contexts were entered."""
+    from benchmarks.support.gpt import build_optimizer, train_step
+    from benchmarks.support.ranks import model_parallel
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.report import site_report
-    from tests.support.gpt import build_optimizer, train_step
-    from tests.support.ranks import model_parallel
     from tests.support.te.standin import Manager
 
     Manager.entered, Manager.updates, Manager.fp8_calls = (), 0, 0
@@ -138,10 +138,10 @@ def delayed() -> dict[str, Any]:
 
 def refusals() -> dict[str, str]:
     """What is refused, and with which words."""
+    from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+    from benchmarks.support.ranks import model_parallel
     from megatron_fp8.backends import transformer_engine as engine
     from megatron_fp8.mcore.te.context import get_fp8_context
-    from tests.support.gpt import build_chunks, build_optimizer, train_step
-    from tests.support.ranks import model_parallel
 
     te, found = "transformer_engine", {}
 
@@ -222,7 +222,7 @@ def refusals() -> dict[str, str]:
 
 def checkpoints() -> dict[str, Any]:
     """Names of what is saved of a layer, by backend; and whether the other's weights load into it."""
-    from tests.support.ranks import model_parallel
+    from benchmarks.support.ranks import model_parallel
 
     keys = {}
     with model_parallel():
@@ -250,8 +250,8 @@ def gpu_scripts() -> dict[str, Any]:
     """gpu_check's section, and gpu_bench's contenders, as far as they run here."""
     from benchmarks import gpu_contenders, gpu_te
     from benchmarks.gpu_common import open_machine
+    from benchmarks.support.ranks import model_parallel
     from megatron_fp8.mcore import uninstall
-    from tests.support.ranks import model_parallel
 
     machine = open_machine(True)
     with model_parallel():

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import Format, quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.emulated import gemm
@@ -24,7 +25,6 @@ from megatron_fp8.recipe import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
 )
-from tests.support.compare import assert_same_bytes
 from tests.support.products import UNIT, assert_close_to_exact, operands, randn, values
 
 HYBRID = Format.HYBRID

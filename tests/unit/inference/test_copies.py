@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import convert_to_fp8, fp8_step, register_fp8_step
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate
-from tests.support.compare import assert_same_bytes
 
 X = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
 from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes
 from megatron_fp8.inference.calibration import calibrate
@@ -19,7 +20,6 @@ from megatron_fp8.inference.weights import inference_weight
 from megatron_fp8.nn import Fp8Config, convert_to_fp8
 from megatron_fp8.params.fp8_parameter import Fp8Parameter
 from megatron_fp8.state.phases import Phases
-from tests.support.compare import assert_same_bytes
 from tests.support.inference_models import HIDDEN, IN, OUT, RECIPES, activations, converted
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.launched import launched
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.kernels.deferred import DeferredTensor, source_of, written
 from megatron_fp8.kernels.quantize import write
-from tests.support.compare import assert_same_bytes
-from tests.support.launched import launched
 from tests.support.matrices import DEVICE, normalized
 from tests.support.sites import RECIPES, randn
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.norm_quantize import row_rstd
 from megatron_fp8.kernels.quantize import (
@@ -22,7 +23,6 @@ from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_
 from megatron_fp8.mcore.layers import norm
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Rule
-from tests.support.compare import assert_same_bytes
 from tests.support.matrices import (
     BYTES,
     DEVICE,

@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import compute_scale
 from megatron_fp8.recipe import BLOCK_128X128, TENSOR, Rule
-from tests.support.compare import assert_same_bytes
 from tests.support.matrices import DEVICE, mixed
 
 

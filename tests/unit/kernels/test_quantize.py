@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.quantize import (
     Record,
@@ -19,7 +20,6 @@ from megatron_fp8.kernels.tiles import Tile
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import compute_scale_inv
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
-from tests.support.compare import assert_same_bytes
 from tests.support.matrices import DEVICE, DTYPES, SHAPES, assert_quantized, assert_recorded, mixed, strided
 
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.fp8_transpose import transpose
-from tests.support.compare import assert_same_bytes
 from tests.support.matrices import DEVICE
 
 SHAPES = [(1, 1), (1, 200), (7, 33), (129, 128), (300, 17), (0, 4), (4, 0)]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.function import fp8_linear, observe_high_precision
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.switch import current_switch, fp8_disabled, remember_fp8, runs_fp8
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.phases import Phases
-from tests.support.compare import assert_same_bytes
 from tests.support.sites import ALL_RECIPES, data, make_site, randn
 
 PARTITIONED = "aot_eager_decomp_partition"

@@ -12,6 +12,8 @@ import torch
 
 from benchmarks import gpu_fused
 from benchmarks.gpu_common import Machine, NotRun
+from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.launched import launched, unchecked
 from megatron_fp8 import kernels
 from megatron_fp8.backends import BACKENDS
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -21,8 +23,6 @@ from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from megatron_fp8.state.arena import Arena
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.compare import assert_same_bytes
-from tests.support.launched import launched, unchecked
 from tests.support.matrices import DEVICE, mixed
 
 HOST = torch.device("cpu")

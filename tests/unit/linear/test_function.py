@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.recipe import GEMM_OPERANDS
-from tests.support.compare import assert_same_bytes
 from tests.support.products import assert_close_to_exact, values
 from tests.support.sites import ALL_RECIPES, RECIPES, Outcome, data, make_site, randn, run
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.nn import Fp8Linear, fp8_matmul
-from tests.support.compare import assert_same_bytes
 from tests.support.sites import make_site, randn
 
 Then = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
@@ -16,7 +17,6 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.plan.site_plan import bf16_site
 from megatron_fp8.recipe import GEMM_OPERANDS, CustomRecipe, DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.compare import assert_same_bytes
 from tests.support.sites import RECIPES, data, make_site, run
 
 # Overrides of a site in hybrid mxfp8 -> the operands of fprop, dgrad and wgrad, and the casts that they take. '-' is an

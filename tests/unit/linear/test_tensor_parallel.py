@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.ranks import RankPool
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.recipe import MXFP8BlockScaling
-from tests.support.compare import assert_same_bytes
-from tests.support.ranks import RankPool
 from tests.support.shards import BATCH, M, Shards, communication
 from tests.support.sites import ALL_RECIPES, RECIPES, RecordingBackend, make_site
 

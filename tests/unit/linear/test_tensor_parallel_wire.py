@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.ranks import RankPool
 from megatron_fp8.linear.function import fp8_linear
 from tests.support.collectives import Log, recorded
-from tests.support.ranks import RankPool
 from tests.support.shards import M, Shards, communication
 from tests.support.sites import RECIPES, make_site
 

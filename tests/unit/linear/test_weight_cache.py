@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.weight_cache import WeightCache
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.compare import assert_same_bytes
 from tests.support.sites import ALL_RECIPES, make_site, randn
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import megatron_fp8
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.nn import (
@@ -24,7 +25,6 @@ from megatron_fp8.nn import (
     fp8_step,
 )
 from megatron_fp8.recipe import MXFP8BlockScaling
-from tests.support.compare import assert_same_bytes
 
 
 class Net(nn.Module):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import fp8_matmul, quantize
 from megatron_fp8.recipe import RECIPES as CLASSES
-from tests.support.compare import assert_same_bytes
 from tests.support.products import assert_close_to_exact
 from tests.support.sites import ALL_RECIPES, randn
 

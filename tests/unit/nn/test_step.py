@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.nn import (
     convert_from_fp8,
     convert_to_fp8,
@@ -20,7 +21,6 @@ from megatron_fp8.nn import (
 )
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.compare import assert_same_bytes
 from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.nn import Fp8Linear, convert_from_fp8, fp8_autocast, fp8_matmul, fp8_step
-from tests.support.compare import assert_same_bytes
 
 
 def tower(recipe: str = "tensorwise") -> nn.Sequential:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support import reference
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.kernels.codes import cast, decode
 from megatron_fp8.numerics.cast import RandomKey, cast_stochastic, philox_bits
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format
 from megatron_fp8.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
-from tests.support import reference
-from tests.support.compare import assert_same_bytes
 
 FORMATS = [pytest.param(E4M3, reference.E4M3, id="e4m3"), pytest.param(E5M2, reference.E5M2, id="e5m2")]
 KEY = RandomKey(seed=1234, site=7, iteration=3, microbatch=2)

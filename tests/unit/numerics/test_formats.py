@@ -9,10 +9,10 @@ import pytest
 import torch
 from gfloat.formats import format_info_ocp_e4m3, format_info_ocp_e5m2, format_info_ocp_e8m0
 
+from benchmarks.support import reference
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.codes import decode
 from megatron_fp8.numerics.formats import E4M3, E5M2, E8M0, Format
-from tests.support import reference
-from tests.support.compare import assert_same_bytes
 
 ELEMENTS = [
     pytest.param(E4M3, reference.E4M3, ml_dtypes.float8_e4m3fn, format_info_ocp_e4m3, id="e4m3"),

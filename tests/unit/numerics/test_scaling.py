@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
+from benchmarks.support import reference
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.codes import compute_e8m0
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import compute_amax, compute_scale, compute_scale_inv
-from tests.support import reference
-from tests.support.compare import assert_same_bytes
 from tests.support.draws import draws
 
 FORMATS = [pytest.param(E4M3, reference.E4M3, id="e4m3"), pytest.param(E5M2, reference.E5M2, id="e5m2")]

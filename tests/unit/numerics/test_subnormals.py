@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.kernels.cpu import loops as cpu
 from megatron_fp8.numerics.cast import RandomKey, cast_stochastic
@@ -24,7 +25,6 @@ from megatron_fp8.recipe import (
     MXFP8BlockScaling,
 )
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.compare import assert_same_bytes
 from tests.support.fp8_weights import quantizer_of
 
 RECIPES = {

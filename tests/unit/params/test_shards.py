@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.ranks import RankPool
 from megatron_fp8.fp8_utils import quantize_param_shard
 from megatron_fp8.params.fp8_parameter import Fp8Parameter, fp8_parameter
 from megatron_fp8.quantizer import quantize
 from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, Float8CurrentScaling
 from tests.support.fp8_weights import RECIPES, bytes_of, quantizer_of, weight
-from tests.support.ranks import RankPool
 
 # Rows and blocks cut in the middle; tensors smaller than a block; a piece inside one row; an empty tensor of rows.
 SHAPES = [(256, 384), (130, 200), (5, 700), (63, 7), (1, 300), (300, 1)]

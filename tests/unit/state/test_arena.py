@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Arena, Slot
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.compare import assert_same_bytes
 from tests.support.delayed import PlainSlot
 from tests.support.draws import draws
 from tests.support.slots import make_slots, observe

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.support.ranks import RankPool
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Slot
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.collectives import recorded
-from tests.support.ranks import RankPool
 from tests.support.slots import make_slots, observe
 
 

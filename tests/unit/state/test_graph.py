@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import recipe as recipes
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
@@ -22,7 +23,6 @@ from megatron_fp8.state.arena import Arena
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep
 from megatron_fp8.state.phases import Phases
-from tests.support.compare import assert_same_bytes
 from tests.support.no_values import gpu_without_values, warm
 from tests.support.recorded import Recorded
 from tests.support.sites import RECIPES, make_site, randn

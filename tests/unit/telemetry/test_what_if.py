@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import RECIPES, DelayedScaling, Float8CurrentScaling
 from megatron_fp8.telemetry.names import QUANTIZED, WHAT_IF
 from megatron_fp8.telemetry.statistics import Layout, finish, measure
 from megatron_fp8.telemetry.what_if import WhatIfHistory, what_if
-from tests.support.compare import assert_same_bytes
 from tests.support.delayed import PlainSlot
 from tests.support.matrices import mixed
 

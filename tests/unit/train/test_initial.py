@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.support.ranks import Layout, model_parallel
 from megatron_fp8.train.config.run_config import parse
-from tests.support.ranks import Layout, model_parallel
 
 SMALL = [
     "--model.num_layers=4", "--model.hidden_size=32", "--model.num_attention_heads=4", "--model.ffn_hidden_size=48",

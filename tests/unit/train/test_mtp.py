@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 
 def iteration_with_mtp() -> tuple[float, bool]:

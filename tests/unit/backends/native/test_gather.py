@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.ranks import RankPool
 from megatron_fp8 import quantize
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.tensor import QuantizedSide
-from tests.support.compare import assert_same_bytes
-from tests.support.ranks import RankPool
 from tests.support.sites import RECIPES, randn
 
 TOKENS, FEATURES = 256, 96

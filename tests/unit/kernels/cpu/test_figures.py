@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support import reference
 from megatron_fp8.kernels.cpu import figures
-from tests.support import reference
 from tests.support.statistics import blockwise_range
 
 EVERY_16_BITS = torch.arange(65536, dtype=torch.int32).to(torch.uint16)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.codes import (
@@ -32,7 +33,6 @@ from megatron_fp8.recipe import (
     MXFP8BlockScaling,
 )
 from megatron_fp8.tensor import QuantizedSide
-from tests.support.compare import assert_same_bytes
 
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

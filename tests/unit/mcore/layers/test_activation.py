@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.support.fp8_gpt import MOE, training
+from benchmarks.support.launched import launched
+from benchmarks.support.ranks import Layout, RankPool
 from megatron_fp8.kernels.deferred import DeferredTensor
 from megatron_fp8.mcore.layers import fusion
 from megatron_fp8.mcore.layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.quantizer import quantize
 from megatron_fp8.recipe import Float8BlockScaling
-from tests.support.fp8_gpt import MOE, training
-from tests.support.launched import launched
-from tests.support.ranks import Layout, RankPool
 
 
 def never(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.gpt import gpt_config
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.gpt import gpt_config
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 HEADS, SIZE = 4, 16
 

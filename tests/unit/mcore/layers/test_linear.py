@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.fp8_gpt import fp8_config
+from benchmarks.support.fp8_gpt import fp8_config
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.mcore_linears import make_linear, random_input
-from tests.support.ranks import Layout, RankPool, model_parallel
 
 ONE = Layout()
 
@@ -180,10 +180,10 @@ def hooks() -> None:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer import transformer_block
 
+    from benchmarks.support.gpt import gpt_config
     from megatron_fp8 import fp8_utils, mcore
     from megatron_fp8.mcore.config.transformer_config import IterationEnd
     from megatron_fp8.mcore.te import context as te_context
-    from tests.support.gpt import gpt_config
 
     mcore.uninstall()
     before = (

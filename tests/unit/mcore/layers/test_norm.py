@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.launched import launched
 from megatron_fp8 import kernels
 from megatron_fp8.kernels.deferred import DeferredTensor, written
 from megatron_fp8.mcore.layers.norm import Norm, rms_norm
-from tests.support.compare import assert_same_bytes
-from tests.support.launched import launched
 
 SHAPES = [(1, 1), (7, 129), (3, 5, 64), (1000, 8), (0, 16)]
 

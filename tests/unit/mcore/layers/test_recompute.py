@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.fp8_gpt import fp8_config
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.plan.switch import Switch, current_switch, fp8_disabled, remember_fp8
-from tests.support.fp8_gpt import fp8_config
 from tests.support.mcore_linears import make_linear, random_input
-from tests.support.ranks import Layout, RankPool, model_parallel
 
 OFF = "a test says so"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.mcore.patches import cpu_stubs
-from tests.support.ranks import Layout, RankPool, model_parallel
 
 
 def test_names_cuda() -> None:

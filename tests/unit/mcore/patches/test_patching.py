@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.ranks import RankPool
 from megatron_fp8.mcore import installed as compat
 from megatron_fp8.mcore.patches.patching import Patch, PatchSet
-from tests.support.ranks import RankPool
 
 
 class Parent:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankError, RankPool, RankTimeout
+from benchmarks.support.ranks import RankError, RankPool, RankTimeout
 
 
 class Unpicklable(Exception):

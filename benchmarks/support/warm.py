@@ -1,4 +1,4 @@
-"""What tests/support/forked.py imports before it forks: only imports, nothing that starts a thread or installs a hook."""
+"""What forked.py imports before it forks: only imports, nothing that starts a thread or installs a hook."""
 
 import atexit
 import gc

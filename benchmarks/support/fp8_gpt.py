@@ -1,8 +1,8 @@
-"""The small GPT of tests/support/gpt.py trained in FP8, watched: what ran, what was sent, whether steps were taken.
+"""The small GPT of benchmarks/support/gpt.py trained in FP8, watched: what ran, what was sent, whether steps were taken.
 
     result = training(ranks, 2, Layout(tp=2), "mxfp8")[rank]
 
-Trainings are remembered for the session: tests that look at one training from different sides pay for it once.
+Trainings are remembered for the process: tests that look at one training from different sides pay for it once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.support.gpt import gpt_config, train
-from tests.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.gpt import gpt_config, train
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+TWO_WAY = ("rowwise", "mxfp8")
+"""Whose codes differ by the way in which a weight is read, so that FP8 weights are cast after they were gathered."""
 SITES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 # 2 x 128 tokens a microbatch, so that half of them (sequence parallelism) are whole blocks of 128; two microbatches.
 OPTIONS: dict[str, Any] = {"sequence": 128, "micro_batch": 2, "global_batch": 4}
+CLIP = (
+    0.1  # below every gradient norm of these trainings, so that the last bits of the norm reach every weight
+)
+DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
 FP32: dict[str, Any] = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
 MOE: dict[str, Any] = {
     "num_moe_experts": 4,

@@ -1,8 +1,8 @@
-"""A small GPT on Megatron-Core for tests: config, model, optimizer, data and step, for any layout.
+"""A small GPT on Megatron-Core: config, model, optimizer, data and step, for any layout.
 
     with model_parallel(Layout(tp=2)) as layout:
-        config = gpt_config(layout)                       # any TransformerConfig class: cls=..., any field:
-        name=... run = train(config, steps=3) run.losses, run.grad_norms, run.chunks
+        config = gpt_config(layout)  # any TransformerConfig class: cls=..., any field: name=...
+        run = train(config, steps=3)  # run.losses, run.grad_norms, run.chunks
 
 Initial weights depend on a parameter's global name and the seed alone, so every layout starts from the same
 model; batches depend on the iteration alone, so every layout sees the same tokens.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.ranks import Layout
+from benchmarks.support.ranks import Layout
 
 VOCAB, SEQUENCE = 512, 64
 
@@ -272,7 +272,7 @@ def initialise(model: torch.nn.Module, config: Any, seed: int) -> None:
             parameter.copy_(whole if parameter.dim() > 1 else parameter.float() + whole)
 
 
-def _noise(name: str, parameter: Tensor, seed: int) -> Tensor:
+def _noise(name: str, parameter: Any, seed: int) -> Tensor:
     """The whole tensor of which `parameter` is this rank's part, float32."""
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
@@ -281,7 +281,7 @@ def _noise(name: str, parameter: Tensor, seed: int) -> Tensor:
     return torch.randn(shape, generator=generator) * 0.02
 
 
-def _slice(whole: Tensor, parameter: Tensor) -> Tensor:
+def _slice(whole: Tensor, parameter: Any) -> Tensor:
     """This tensor-parallel rank's part; stride 2 (fused gate and up projection) is a part of each half."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole

@@ -1,4 +1,4 @@
-"""Gloo ranks for tests: processes that are started once and run many cases.
+"""Gloo ranks for tests and benchmarks: processes that are started once and run many cases.
 
     def case(width):                       # at the top level of an importable test module
         with model_parallel(Layout(tp=2, sp=True)):
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.forked import CONTEXT
+from benchmarks.support.forked import CONTEXT
 
 DEFAULT_TIMEOUT_S = 120.0
 

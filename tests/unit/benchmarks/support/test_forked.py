@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.forked import python
 from tests.support.command import environment
-from tests.support.forked import python
 
 SCRIPT = """
 import atexit, os, sys

@@ -1,8 +1,8 @@
 """Processes that need not import torch and Megatron-Core again: forked from one that has.
 
-The fork server of `multiprocessing` imports tests/support/warm.py once for each pytest process: four seconds of a core.
-The ranks of tests/support/ranks.py, and the commands that `python` runs, are its children and start within 0.1 s. It
-has no threads and has computed nothing, so OpenMP and gloo start anew in every child.
+The fork server of `multiprocessing` imports warm.py once for each pytest process: four seconds of a core. The ranks of
+ranks.py, and the commands that `python` runs, are its children and start within 0.1 s. It has no threads and has computed
+nothing, so OpenMP and gloo start anew in every child.
 
 A forked command differs from a real process in what happens before its first line: the interpreter's start, imports, and
 environment variables that are read at import. Tests of these, of signals and of launchers start real processes.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.support.warm"])
+CONTEXT.set_forkserver_preload(["benchmarks.support.warm"])
 
 
 def python(
@@ -57,7 +57,8 @@ def _as_command(command: Sequence[str], env: Mapping[str, str], cwd: str, stdout
     os.environ.update(env)
     os.chdir(cwd)
     entries = env.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [*entries, *(entry for entry in sys.path if entry not in entries)]
+    first = cwd if command[0] == "-m" else str(Path(command[0]).resolve().parent)
+    sys.path[:] = [first, *entries, *(entry for entry in sys.path if entry not in entries)]
     import torch
 
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
