@@ -15,13 +15,13 @@ class GradientStream:
     Args:
         name: the site's.
         state: of the model; its iteration is part of the name, so that a resumed run draws what it would have drawn.
-        stochastic: whether the bits are used at all.
+        stochastic: whether the bits are used at all; nobody need ask for a region where they are not.
         seed: of the run.
         rank: the data-parallel rank: ranks see other tokens, so they draw other bits.
     """
 
     def __init__(self, name: str, state: Fp8State, *, stochastic: bool, seed: int, rank: int):
-        self._name, self._state, self._stochastic = name, state, stochastic
+        self._name, self._state, self.stochastic = name, state, stochastic
         self._seed, self._rank = seed, rank
         self._iteration, self._backwards = -1, 0  # backward passes of that iteration, so far
 
@@ -30,7 +30,7 @@ class GradientStream:
 
         RuntimeError: a CUDA graph is captured, which would draw the same bits at each replay.
         """
-        if self._state.capturing and self._stochastic:
+        if self._state.capturing and self.stochastic:
             raise RuntimeError(
                 f"{self._name} rounds gradients stochastically, by bits that the host names in each iteration: a CUDA"
                 " graph would repeat them. Switch stochastic rounding off, or train without the graph"

@@ -258,7 +258,7 @@ def _quantize_grad_output(
     columnwise: Operand | Pending | None = plain.t() if plain_column else None
     if row is None and column is None:
         return rowwise, columnwise
-    region = _region(dy, call)
+    region = _region(dy, call) if site.gradients.stochastic else None
     once = row is not None and row is column
     work: list[tuple[Quantizer | None, Any]] = (
         [(row, "both")] if once else [(row, "rowwise"), (column, "columnwise")]
@@ -274,7 +274,7 @@ def _quantize_grad_output(
             direction,
             record=True,
             reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
-            region=replace(region, row_offset=tp.rank * len(dy) if shards else 0),
+            region=region and replace(region, row_offset=tp.rank * len(dy) if shards else 0),
         )
         sides = _gather_grad_output(done, tp) if shards else (done.rowwise, done.columnwise)
         rowwise, columnwise = sides[0] or rowwise, sides[1] or columnwise
