@@ -251,7 +251,8 @@ def count_high_precision(
 def count_linear(
     state: Fp8State, kind: str, x: torch.Tensor, weight: torch.Tensor | None, y: torch.Tensor
 ) -> None:
-    """Count a linear whose GEMMs no site multiplies, as ``kind``: 'hp_gemms' or 'fp8_gemms'. Traced ones are not."""
+    """Count a linear whose GEMMs no site multiplies, as ``kind``: 'hp_gemms' or 'fp8_gemms'. While torch.compile traces
+    nothing is counted."""
     if torch.compiler.is_compiling():
         return
     gradients = int(x.requires_grad) + int(weight is not None and weight.requires_grad)

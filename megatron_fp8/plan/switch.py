@@ -120,7 +120,7 @@ _traced = _Traced()
 
 
 def current_switch() -> Switch:
-    """What is said here."""
+    """The switch that holds here."""
     return _traced.switch if torch.compiler.is_compiling() else _here.get()
 
 
@@ -148,7 +148,7 @@ def fp8_disabled(reason: str | None) -> Iterator[None]:
 
 @contextmanager
 def unplanned_disabled(reason: str) -> Iterator[None]:
-    """Sites called inside run in high precision, but for those whose plan knows their layer."""
+    """Sites called inside run in high precision, but not those whose plan knows their layer number: it has decided."""
     here = current_switch()
     with switched(here if here.off == "all" else here._replace(off="unplanned", reason=reason)):
         yield
@@ -160,15 +160,15 @@ def unplanned_disabled(reason: str) -> Iterator[None]:
 def in_recompute() -> bool:
     """Whether this forward runs inside a backward pass: a recomputation, whose amax was recorded the first time.
 
-    Not asked of traced code, which does not know when it will run: there operators ask.
+    False while torch.compile traces: when that code will run is not known yet, and its operators ask as they run.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, finding FP8 on or off as it is now, whenever and in whatever thread it is called.
+    """The function; whenever it is called, in whatever thread, FP8 is switched on or off inside as it is now.
 
-    torch.utils.checkpoint.checkpoint(remember_fp8(module), x) recomputes as it computed.
+    So torch.utils.checkpoint.checkpoint(remember_fp8(module), x) recomputes in the precision of the forward.
     """
     switch = current_switch()._replace(remembered=True)
 
@@ -180,21 +180,21 @@ def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Forwards:
-    """The switches around one layer's forwards of this iteration, for recomputations to answer alike.
+    """Remembers the switches around one layer's forwards of this iteration: a recomputation runs under its forward's.
 
     Args:
-        by_recipe: whether the layer runs a switch's recipe, so that another one makes another forward.
+        by_recipe: whether the layer runs the recipe that a switch names: then forwards with other recipes differ.
     """
 
     def __init__(self, *, by_recipe: bool = False) -> None:
         self._by_recipe = by_recipe
         self._iteration = -1
-        self._met: dict[tuple[bool, str], Switch] = {}  # by what they mean to the layer's site
+        self._met: dict[tuple[bool, str], Switch] = {}  # (off for this site, recipe) -> a switch that says so
 
     def switch(self, site: Site, training: bool) -> Switch:
-        """The switch of this call. Traced code remembers none: what it was is in the graph, recomputed or not.
+        """The switch of this call. While torch.compile traces none is remembered: the graph holds what was chosen.
 
-        RuntimeError: a recomputation that nobody told, of one of several forwards that differed.
+        RuntimeError: this recomputes one of several forwards that differed, and nobody said which (``remember_fp8``).
         """
         here = current_switch()
         if torch.compiler.is_compiling():

@@ -10,13 +10,20 @@ import torch
 class History:
     """The histories of all slots that share a delayed recipe and a format: one matrix, so that updates are vectorised.
 
-    Slot i's history is row i of ``rows`` [slots, amax_history_len], used as a ring that starts at ``head[i]``: to roll
-    is to move the head, and no history is copied. Every slot has a head of its own, since one that was not cast does
-    not roll.
+    A slot's history is its row of ``rows``, used as a ring that starts at its entry of ``head``: to roll is to move the
+    head, and no history is copied. Every slot has a head of its own, since one that was not cast does not roll.
+
+    Attributes (k slots):
+        slots: in the order of all that follows; slot.column is its place in it.
+        cold: how many of them have no scale yet.
+        index: int64 [k], their places in the arena.
+        head: int64 [k], where each ring starts: the running entry, zero between iterations.
+        rows: float32 [k, amax_history_len].
+        fp8_max: float32 [k], the largest magnitude of their format.
     """
 
     def __init__(self, device: torch.device):
-        self.slots: list[Any] = []  # state.Slot
+        self.slots: list[Any] = []  # of Slot, which arena.py has: it imports this file
         self.cold = 0
         self.index = torch.zeros(0, dtype=torch.int64, device=device)
         self.head = torch.zeros(0, dtype=torch.int64, device=device)
@@ -45,20 +52,20 @@ class History:
         self.fp8_max = torch.tensor([s.fmt.max for s in self.slots], device=device, dtype=torch.float32)
 
     def put(self, value: torch.Tensor) -> None:
-        """Write the running entry of every slot."""
+        """Write the running entry of every slot: value float32 [k]."""
         self.rows.scatter_(1, self.head[:, None], value[:, None])
 
     def roll(self, seen: torch.Tensor) -> None:
-        """Where seen, the running entry becomes the latest and the oldest falls out; the running one is zero again."""
+        """Where seen (bool [k]), the running entry becomes the latest and the oldest falls out. Every running entry is
+        zero after it."""
         self.head.add_(seen).remainder_(self.rows.shape[1])
         self.put(torch.zeros_like(self.index, dtype=torch.float32))
 
     def unrolled(self) -> torch.Tensor:
-        """[amax_history_len, slots], the running entry first."""
+        """float32 [amax_history_len, k], the running entry first."""
         length = self.rows.shape[1]
-        order = (
-            self.head[:, None] + torch.arange(length, device=self.head.device, dtype=torch.int64)
-        ) % length
+        steps = torch.arange(length, device=self.head.device, dtype=torch.int64)
+        order = (self.head[:, None] + steps) % length  # [k, length]
         return self.rows.gather(1, order).t()
 
     def warm_up(self, seen: torch.Tensor) -> None:

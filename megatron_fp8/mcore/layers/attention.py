@@ -189,7 +189,7 @@ def _numbers(ends: Tensor, read: WeakTensorKeyDictionary) -> list[int]:
 def _sequences(ends: list[int], padded: list[int] | None, total: int) -> list[tuple[int, int, int]]:
     """(start, length, length with padding) of each packed sequence; the last one's padding ends with the tensor."""
     starts = (padded or ends)[:-1]
-    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    lengths = [end - start for start, end in itertools.pairwise(ends)]  # without padding
     return [
         (start, length, following - start)
         for start, length, following in zip(starts, lengths, [*starts[1:], total], strict=True)
@@ -202,6 +202,7 @@ def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: fl
         raise ValueError(
             f"context parallelism needs as many queries as keys, an even number; got {len(q)} and {len(k)}"
         )
+    # One gather for both: [s / cp, b, groups, d + dv] -> [s, b, groups, d + dv], in sequence order.
     both = _GatherZigzag.apply(torch.cat([k, v], dim=-1), group).flatten(0, 1)
     k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
     if not causal:

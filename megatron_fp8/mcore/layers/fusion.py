@@ -7,12 +7,12 @@ In Megatron-Core's layer
 
 each arrow is a tensor with one reader. Where the reader makes codes of it by kernels (native backend, input in FP8 in
 fprop and wgrad), a DeferredTensor goes along the arrow (kernels/deferred.py); in backward, SwiGLU to linear_fc1, another.
-Who reads whom is settled when a layer is built; whether the reader takes codes is asked at every call, since warm-up,
-overrides and disabled regions change it.
+Which linear reads which norm is settled when a layer is built. Whether that linear makes codes is asked at every call,
+since warm-up, overrides and disabled regions change it.
 
-Written as ever: a norm that Megatron recomputes by itself, since it frees the storage of the result, and a DeferredTensor
-has none (Megatron tells the reader, save_original_input, and so it is known); a norm before experts, which the router
-reads too; LayerNorm, for which there is no kernel.
+Still written to memory: the result of a norm that Megatron recomputes by itself, since it frees the storage of that
+result and a DeferredTensor has none (such a norm is known by its reader's save_original_input, which Megatron sets); of
+a norm before experts, since the router reads it too; and of LayerNorm, for which there is no kernel.
 
 Rejected: asking for fused modules in the layer spec. The model would have other parameter names, and a layer in BF16, or
 in its warm-up, other modules than one in FP8.

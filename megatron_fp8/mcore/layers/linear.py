@@ -52,7 +52,7 @@ class _Fp8Site:
     @property
     def fp8_site(self) -> GemmSite:
         """This layer's site; a layer outside any prepared model resolves its own."""
-        # Not asked of _site: a tracer that has looked at it would not see what is put there now.
+        # _sited and not `_site is None`: a tracer keeps what it once read of _site, and would miss what is put there now.
         if not self._sited:
             if torch.compiler.is_compiling():
                 from ...linear.compiled import prepare_layer  # loads torch's compiler
@@ -76,7 +76,7 @@ class _Fp8Site:
                 self.bind_fp8_site(make_site(self, type(self).__name__))
 
     def _switch(self) -> Switch:
-        """What is said of FP8 around this call."""
+        """The switch under which this call runs; in a recomputation, its forward's."""
         return self._forwards.switch(self.fp8_site, self.training)
 
     def runs_fp8(self) -> bool:
@@ -84,7 +84,8 @@ class _Fp8Site:
         return runs_fp8(self.fp8_site.acting, self._switch())
 
     def makes_codes_of(self, role: str) -> bool:
-        """Whether the next call makes codes, by kernels, of all it reads of this operand: it may be a DeferredTensor."""
+        """Whether the next call's kernels make codes of all that it reads of this operand, so that it may be a
+        DeferredTensor."""
         if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
             return False
         return self.runs_fp8() and self.fp8_site.acting.computes(role)
@@ -103,7 +104,8 @@ class _Fp8Site:
     ) -> torch.Tensor:
         site = self.fp8_site.acting
         options = {"training": self.training, "save_original_input": self.save_original_input}
-        if torch.compiler.is_compiling():  # would guard on is_first_microbatch; operators see to the rest
+        # Traced code that read is_first_microbatch would guard on it; its operators do the rest as they run.
+        if torch.compiler.is_compiling():
             return fp8_linear(x, weight, bias, site, tp, **options)
         if site.state.owed and self.training and not in_recompute():
             refuse_unsettled()
