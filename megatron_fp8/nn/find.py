@@ -59,8 +59,6 @@ def _unite(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
             group.take_in(before, linear.weight.device)
         linear.leave_group()
         linear.join_group(group, name)
+    group.make_all_sites()  # before those that ran: ranks may have run different ones, and slots must not differ
     for name, site in recorded.items():
-        group.make_sites(
-            linears[name].weight.device
-        )  # all, in module order: ranks may have run different ones
         take_over(site, linears[name].fp8_site)
