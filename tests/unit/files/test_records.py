@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
+from megatron_fp8.files import records
 from megatron_fp8.files.records import Appended, Board, continued
-from megatron_fp8.train import records
 
 
 @pytest.fixture
