@@ -80,6 +80,7 @@ bench: $(VENV)/.test ## CPU benchmarks against BF16 and the installed peers
 	$(PY) benchmarks/cast.py $(ARGS)
 	$(PY) benchmarks/step.py $(ARGS)
 	$(PY) benchmarks/state.py $(ARGS)
+	$(PY) benchmarks/telemetry.py $(ARGS)
 
 # On a GPU machine, with its own Python that has torch and Triton; what was carried in wheels/ is used, nothing is fetched.
 # DRY=1: the same on any machine, small, in the environment of make test where that is.

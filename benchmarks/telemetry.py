@@ -1,9 +1,9 @@
 """What telemetry costs a training step on a CPU: `python benchmarks/telemetry.py`.
 
-The GPT and the step of benchmarks/step.py, with tensorwise scales. Three models take turns: one without telemetry, one in
-iterations that are measured (all sites, all tensors, the default statistics, no what-ifs, written to a folder), and one in
-the iterations between. Of every tenth iteration measured, a run pays (measured + 9 between) / 10. Goal: <= 3 % of the
-step without. The bytes that forwards save for backward are counted, and must be the same.
+The GPT and the step of benchmarks/step.py, with tensorwise scales. Three models take turns: one without telemetry, one
+in iterations that are measured (all sites, all tensors, the default statistics, no what-ifs, written to a folder), and
+one in the iterations between. Of every tenth iteration measured, a run pays (measured + 9 between) / 10. Goal: <= 3 %
+of the step without. The bytes that forwards save for backward are counted, and must be the same.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Selection:
         object.__setattr__(self, "what_if", tuple(dict.fromkeys(map(_prefix, self.what_if))))
         names = [wanted.name for wanted in parse_all(self.statistics)]
         object.__setattr__(self, "statistics", tuple(names))
-        for name in names:
+        for name in names if self.statistics != DEFAULT else ():
             if not any(of_tensor([name], tensor) for tensor in self.tensors):
                 raise ValueError(
                     f"telemetry statistics: {name} is measured of {', '.join(parse(name).statistic.tensors)}, and tensors"
