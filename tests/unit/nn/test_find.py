@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fp8.nn import Fp8Linear, convert_to_fp8
+from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_state_dict
 from megatron_fp8.nn.find import fp8_linears, groups_of
 from megatron_fp8.nn.trainer import Fp8Trainer
 from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
@@ -66,3 +66,19 @@ def test_names_are_those_of_the_bare_model():
     assert list(fp8_linears(wrapped)) == ["a.up", "a.down"]
     with pytest.raises(ValueError, match="Tower has no FP8 linear"):
         fp8_linears(Tower())
+
+
+def test_a_child_called_module_is_no_wrapper():
+    """Its linear and that of the same name beside it must not share an entry; a wrapper adds nothing to names."""
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.up = Tower(), nn.Linear(32, 32)
+
+    model = convert_to_fp8(Holder(), DELAYED)
+    names = {key.removesuffix(".iteration") for key in fp8_state_dict(model) if key.endswith(".iteration")}
+    assert names == {"module.up", "module.down", "up"}
+    assert fp8_state_dict(nn.DataParallel(model)).keys() == fp8_state_dict(model).keys()
+    both = nn.ModuleDict({"a": nn.DataParallel(model), "b": model.up})
+    assert "a.module.up.iteration" in fp8_state_dict(both)

@@ -11,7 +11,7 @@ import torch
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_step
 from megatron_fp8.recipe import MXFP8BlockScaling
-from tests.support.tower import DELAYED, Tower, batch
+from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 CHANGED: list[str] = []
@@ -76,3 +76,24 @@ def test_a_recipe_entered_in_traced_code_has_no_site():
     model = convert_to_fp8(Tower())
     with pytest.raises(RuntimeError, match=r"up: enter fp8_autocast\(recipe=...\) outside of compiled code"):
         model.up.fp8_sites.by_recipe(CPU, "mxfp8")
+
+
+@pytest.mark.parametrize("moved", ["all", "up"])
+def test_a_model_that_leaves_its_device_keeps_histories_and_no_codes(moved):
+    """Through the meta device: nothing of it may stay on the old one, and slots may not pile up with each move."""
+    model, twin = (convert_to_fp8(Tower(), DELAYED) for _ in range(2))
+    optimizers = sgd(model), sgd(twin)
+    train(model, optimizers[0], range(2)), train(twin, optimizers[1], range(2))
+    for i in range(2, 5):
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model(batch(i))
+        twin(batch(i))
+        before = model.up.fp8_group.states[torch.device("cpu")]
+        model.get_submodule("" if moved == "all" else moved).to("meta")
+        assert model.up.fp8_site.weights.kept is None and model.up.fp8_site.state.device.type == "meta"
+        assert (torch.device("cpu") in model.up.fp8_group.states) == (moved == "up")
+        model.to_empty(device="cpu").load_state_dict(weights)
+        train(model, sgd(model), range(i, i + 1)), train(twin, optimizers[1], range(i, i + 1))
+        assert_same_state(model, twin)
+        assert len(model.up.fp8_site.state.slots()) == 6
+        assert (model.up.fp8_site.state is before) == (moved == "up")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from unittest import mock
 
@@ -16,11 +15,9 @@ from megatron_fp8.nn import (
     convert_to_fp8,
     fp8_state_dict,
     fp8_step,
-    load_fp8_state_dict,
     register_fp8_step,
 )
 from megatron_fp8.quantizer import Quantizer
-from megatron_fp8.recipe import DelayedScaling
 from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 
@@ -121,29 +118,6 @@ def test_several_models_keep_apart():
     assert (generator.up.fp8_group.iteration, critic.up.fp8_group.iteration) == (3, 7)
 
 
-def test_state_saved_and_resumed_bit_for_bit():
-    recipe = DelayedScaling(amax_history_len=3, interval=2, stochastic_rounding=True)  # both count iterations
-    straight = convert_to_fp8(Tower(), recipe)
-    optimizer = sgd(straight, momentum=0.9)
-    train(straight, optimizer, range(3))
-    saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict(), fp8_state_dict(straight)))
-    losses = train(straight, optimizer, range(3, 6))
-    for fp8_first in (True, False):
-        resumed = convert_to_fp8(Tower(seed=9), recipe)
-        again = sgd(resumed, momentum=0.9)
-        if fp8_first:
-            load_fp8_state_dict(resumed, saved[2])
-        resumed.load_state_dict(saved[0], strict=True)
-        again.load_state_dict(copy.deepcopy(saved[1]))
-        if not fp8_first:
-            load_fp8_state_dict(resumed, saved[2])
-        assert train(resumed, again, range(3, 6)) == losses
-        assert_same_state(resumed, straight)
-    cold = convert_to_fp8(Tower(), recipe)
-    cold.load_state_dict(saved[0])
-    assert train(cold, sgd(cold), range(3, 6)) != losses  # the state matters
-
-
 def test_codes_of_a_weight_live_only_as_long_as_backward_needs_them():
     """One or two bytes a value of every weight, which no later call would use."""
     model = convert_to_fp8(Tower(), "mxfp8")
@@ -164,69 +138,6 @@ def test_codes_of_a_weight_live_only_as_long_as_backward_needs_them():
     y.sum().backward()
     del y
     assert [code() for code in columnwise] == [None] * 4
-
-
-@pytest.mark.parametrize("moved", ["all", "up"])
-def test_a_model_that_leaves_its_device_keeps_histories_and_no_codes(moved):
-    """Through the meta device: nothing of it may stay on the old one, and slots may not pile up with each move."""
-    model, twin = (convert_to_fp8(Tower(), DELAYED) for _ in range(2))
-    optimizers = sgd(model), sgd(twin)
-    train(model, optimizers[0], range(2)), train(twin, optimizers[1], range(2))
-    for i in range(2, 5):
-        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        model(batch(i))
-        twin(batch(i))
-        before = model.up.fp8_group.states[torch.device("cpu")]
-        model.get_submodule("" if moved == "all" else moved).to("meta")
-        assert model.up.fp8_site.weights.kept is None and model.up.fp8_site.state.device.type == "meta"
-        assert (torch.device("cpu") in model.up.fp8_group.states) == (moved == "up")
-        model.to_empty(device="cpu").load_state_dict(weights)
-        train(model, sgd(model), range(i, i + 1)), train(twin, optimizers[1], range(i, i + 1))
-        assert_same_state(model, twin)
-        assert len(model.up.fp8_site.state.slots()) == 6
-        assert (model.up.fp8_site.state is before) == (moved == "up")
-
-
-def test_what_the_saved_state_holds():
-    model = convert_to_fp8(Tower(), DELAYED)
-    saved = fp8_state_dict(model)
-    roles = ("input", "weight", "grad_output")
-    parts = ("scale", "amax_history", "warm")
-    names = {f"{n}.{r}.{p}" for n in ("up", "down") for r in roles for p in parts}
-    assert saved.keys() == names | {"up.iteration", "down.iteration"}
-    assert all(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in saved.values())
-    assert fp8_state_dict(convert_to_fp8(Tower())).keys() == {"up.iteration", "down.iteration"}
-    with pytest.raises(ValueError, match=r"18 entries are missing \(down.grad_output.amax_history"):
-        load_fp8_state_dict(model, {"up.iteration": torch.tensor(3), "down.iteration": torch.tensor(3)})
-    with pytest.raises(ValueError, match=r"18 are unknown"):
-        load_fp8_state_dict(convert_to_fp8(Tower()), saved)
-
-
-def test_a_child_called_module_is_no_wrapper():
-    """Its linear and that of the same name beside it must not share an entry; a wrapper adds nothing to names."""
-
-    class Holder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module, self.up = Tower(), nn.Linear(32, 32)
-
-    model = convert_to_fp8(Holder(), DELAYED)
-    names = {key.removesuffix(".iteration") for key in fp8_state_dict(model) if key.endswith(".iteration")}
-    assert names == {"module.up", "module.down", "up"}
-    assert fp8_state_dict(nn.DataParallel(model)).keys() == fp8_state_dict(model).keys()
-    both = nn.ModuleDict({"a": nn.DataParallel(model), "b": model.up})
-    assert "a.module.up.iteration" in fp8_state_dict(both)
-
-
-def test_a_damaged_state_changes_nothing():
-    model, fresh = (convert_to_fp8(Tower(), DELAYED) for _ in range(2))
-    train(model, sgd(model), range(2))
-    before = fp8_state_dict(fresh)
-    for key, wrong in [("down.input.amax_history", torch.zeros(0)), ("down.weight.scale", torch.ones(2))]:
-        with pytest.raises(ValueError, match=f"damaged: {key}"):
-            load_fp8_state_dict(fresh, {**fp8_state_dict(model), key: wrong})
-        for name, tensor in fp8_state_dict(fresh).items():
-            assert_same_bytes(tensor, before[name], name)
 
 
 def test_models_without_fp8_linears():
