@@ -1,4 +1,4 @@
-"""The stateless door to quantisation, and (below it) the quantizer that a GEMM site keeps for each of its roles."""
+"""``quantize``, which keeps nothing between calls; and ``Quantizer``, which a GEMM site keeps for each of its roles."""
 
 from __future__ import annotations
 

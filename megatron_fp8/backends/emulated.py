@@ -92,13 +92,14 @@ def gemm(
         return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
     dtype = torch.bfloat16 if short and gemms.multiplies(a.codes, b.codes) else torch.float32
     (values_a, scale_a), (values_b, scale_b) = _operand(a, dtype), _operand(b, dtype)
-    if scale_b is not None:
-        scale_b = scale_b.t() if scale_b.ndim else scale_b
+    if scale_b is not None and scale_b.ndim:
+        scale_b = scale_b.t()  # [N, 1] to [1, N]: one for each column of the result
     scale = scale_b if scale_a is None else scale_a if scale_b is None else scale_a * scale_b
     return finish(matmul_fp32(values_a, values_b), scale, bias, out_dtype)
 
 
 def values64(side: QuantizedSide) -> torch.Tensor:
+    """float64 [rows, cols]: codes times scales, exactly."""
     return decode(side.codes, torch.float64, finite=side.finite) * side.expanded_scale_inv().to(torch.float64)
 
 
@@ -133,12 +134,11 @@ def _is_short(side: QuantizedSide) -> bool:
 
 
 def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values, scale to multiply the result by): float32, or bfloat16 of a short side, which is exact.
+    """(values [rows, K] in dtype; float32 [] or [rows, 1] to multiply the result by, None if there is nothing left to do).
 
-    Powers of two go into the values; other scales stay outside the contraction where they are constant along it.
+    dtype is float32, or bfloat16 of a short side, which is exact. Powers of two go into the values; other scales stay
+    outside the contraction where they are constant along it.
     """
-    if side.granularity.cols == 0 and not side.pow2:
-        return decode(
-            side.codes, dtype, finite=side.finite
-        ), side.scale_inv  # float32: E8M0 is a power of two
+    if side.granularity.cols == 0 and not side.pow2:  # then scales are float32: E8M0 has powers of two only
+        return decode(side.codes, dtype, finite=side.finite), side.scale_inv
     return side.dequantize(dtype), None

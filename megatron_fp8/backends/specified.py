@@ -39,8 +39,8 @@ def quantize(
         rule: format, granularity, scale kind.
         direction: 'rowwise', 'columnwise' or 'both'.
         scale: float32 [], given from outside (delayed scaling); None computes it from x.
-        reduce_amax: shares over ranks those amaxes that a shard's rows are cut through: the tensor's, and the
-            columnwise side's of per-row scales.
+        reduce_amax: takes the largest over ranks, where x is a shard of a matrix's rows, of the amaxes that span other
+            ranks' rows too: the tensor's, and those of whole columns (the columnwise side of per-row scales).
         region: place and random stream for stochastic rounding, needed if rule.stochastic.
 
     Raises:
@@ -50,21 +50,21 @@ def quantize(
     granularity = rule.granularity
     wants_row, wants_column = direction != "columnwise", direction != "rowwise"
     once = granularity.symmetric  # one cast serves both directions
-    # How x is cut into blocks (0: no cut), for each cast that is needed: along its columns, along its rows.
+    # One cut of x into blocks (0: not cut) for each cast that is needed: blocks along columns, blocks along rows.
     cuts = [(granularity.rows, granularity.cols)] if wants_row or once else []
     if wants_column and not once:
         cuts.append((granularity.cols, granularity.rows))
-    amaxes, nonfinite = codes.block_amaxes(x, cuts)
+    amaxes, nonfinite = codes.block_amaxes(x, cuts)  # of each cut [blocks down, blocks across]
     amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device, dtype=torch.float32)
 
     def coded(cut: tuple[int, int], block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scale_inv), both as x lies."""
+        """(codes [rows, cols], scale_inv [blocks down, blocks across], or [] of a tensor): both as x lies."""
         if granularity.is_tensor:
-            block_amax = amax
+            block_amax = amax  # [], not [1, 1]
             if scale is None and reduce_amax is not None:
                 block_amax = amax.clone()
                 reduce_amax(block_amax)
-        elif cut[0] == 0 and reduce_amax is not None:  # whole columns, of which a shard has a part
+        elif cut[0] == 0 and reduce_amax is not None:  # whole columns, of which a shard of rows holds a part
             reduce_amax(block_amax)
         block_scale, scale_inv = (
             block_scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
@@ -82,7 +82,7 @@ def quantize(
         if wants_row and not once:
             made, scale_inv = coded(cuts[1], amaxes[1])
         turned_scale = scale_inv if granularity.is_tensor else scale_inv.t()
-        columnwise = QuantizedSide(made.t(), turned_scale, granularity, pow2, finite)
+        columnwise = QuantizedSide(made.t(), turned_scale, granularity, pow2, finite)  # [cols, rows]
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
 
 

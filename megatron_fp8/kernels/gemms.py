@@ -71,7 +71,7 @@ def finish(
 def keeps_float32(device: torch.device) -> bool:
     """Whether float32 products keep all bits of their operands: users may let torch round them, to TF32 or bfloat16.
 
-    Short operands lose nothing by that.
+    bfloat16 operands lose nothing by that.
     """
     matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
     setting = getattr(matmul, "fp32_precision", None)

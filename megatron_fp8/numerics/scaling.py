@@ -55,7 +55,7 @@ def block_amaxes(
 
     Returns:
         For each entry of blocks float32 [row blocks, column blocks]: NaN ignored, Inf kept, 0 where nothing is left; and
-        how many elements are NaN or Inf (int64 []), None if none is (on a GPU, where nobody looks, 0).
+        how many elements are NaN or Inf (int64 []). None stands for 0, but on a GPU, where finding out would wait.
     """
     rows, cols = x.shape
     if x.numel() == 0:

@@ -1,4 +1,4 @@
-"""Where looking at a value costs a wait: results do not depend on it, only which of two equal ways is taken."""
+"""Where reading a value back costs a wait. That decides which of two ways is taken, which give the same results."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def looking_waits(device: torch.device) -> bool:
-    """Whether to look at a value there is to wait for all work before it, so that nobody looks inside a step: a GPU."""
+    """Whether reading a value back waits for all work before it, as on a GPU: then nobody reads one inside a step."""
     return device.type == "cuda"
