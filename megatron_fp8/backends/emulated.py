@@ -134,7 +134,7 @@ def _is_short(side: QuantizedSide) -> bool:
 
 
 def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [rows, K] in dtype; float32 [] or [rows, 1] to multiply the result by, None if there is nothing left to do).
+    """(values [rows, K] in dtype; float32 [] or [rows, 1] to multiply the result by, None where nothing is left to do).
 
     dtype is float32, or bfloat16 of a short side, which is exact. Powers of two go into the values; other scales stay
     outside the contraction where they are constant along it.
