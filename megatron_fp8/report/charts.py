@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bokeh.document import Document
-from bokeh.models import BasicTickFormatter, BoxAnnotation, ColumnDataSource, HoverTool, Range1d
+from bokeh.models import BasicTickFormatter, BoxAnnotation, ColumnDataSource, Range1d
 from bokeh.models.ranges import DataRange1d
 from bokeh.plotting import figure
 from bokeh.resources import INLINE
@@ -84,8 +84,8 @@ def _curves(quantity: Quantity, runs: Sequence[Run], iterations: Range1d) -> Any
                     name=f"color/validation/{number}",
                 )
             )
-        _edge(chart, "events", len(runs), "triangle", 0.05)
-    _edge(chart, f"gaps/{quantity.name}", len(runs), "x", 0.95)
+        _edge(chart, "events", len(runs), "triangle")
+    _edge(chart, f"gaps/{quantity.name}", len(runs), "x")
     chart.y_range.renderers = [*lines, *points]
     for number, run in enumerate(runs):
         for _, precision, first, last in run.phases:
@@ -101,34 +101,27 @@ def _curves(quantity: Quantity, runs: Sequence[Run], iterations: Range1d) -> Any
     return chart
 
 
-def _source(name: str, **columns: Any) -> ColumnDataSource:
-    return ColumnDataSource(data=columns or {"x": [], "y": [], "run": [], "text": []}, name=name)
+def _source(name: str) -> ColumnDataSource:
+    return ColumnDataSource(data={"x": [], "y": []}, name=name)
 
 
 def _lines(chart: Any, name: str, runs: int) -> list[Any]:
-    lines = [
+    return [
         chart.line(
             "x", "y", source=_source(f"{name}/{run}"), line_width=2, line_dash=_DASHES[run % len(_DASHES)],
             line_join="round", name=f"color/{name}/{run}",
         )
         for run in range(runs)
     ]  # fmt: skip
-    tips = [("", "@text"), ("iteration", "@x{0}")]
-    chart.add_tools(HoverTool(renderers=lines, mode="vline", tooltips=tips, line_policy="nearest"))
-    return lines
 
 
-def _edge(chart: Any, name: str, runs: int, marker: str, height: float) -> None:
+def _edge(chart: Any, name: str, runs: int, marker: str) -> None:
     """Marks at the edge of a chart, whatever its axis shows."""
-    marks = [
+    for run in range(runs):
         chart.scatter(
             "x", "y", source=_source(f"{name}/{run}"), y_range_name="edge", marker=marker, size=9, line_width=2,
-            name=f"color/{name}/{run}", tags=[height],
-        )
-        for run in range(runs)
-    ]  # fmt: skip
-    tips = [("", "@text"), ("iteration", "@x{0}")]
-    chart.add_tools(HoverTool(renderers=marks, tooltips=tips))
+            name=f"color/{name}/{run}",
+        )  # fmt: skip
 
 
 def _map(runs: Iterable[Run]) -> Any:
@@ -159,5 +152,7 @@ def _site(runs: int) -> Any:
     chart.extra_y_ranges = {"edge": Range1d(0, 1)}
     lines = _lines(chart, "site", runs)
     chart.y_range.renderers = chart.x_range.renderers = lines
-    _edge(chart, "gaps/site", runs, "x", 0.95)
+    for run, line in enumerate(lines):  # points too: a number between two gaps has no line
+        chart.scatter("x", "y", source=line.data_source, size=5, name=f"color/points/{run}")
+    _edge(chart, "gaps/site", runs, "x")
     return chart

@@ -97,6 +97,29 @@ def test_pointing_at_a_cell_reads_it_and_a_click_chooses_it(browser, page, runs)
     value = recorded(runs[0], site, "input", "sqnr_db")[iteration]
     assert number(pointed) == number(chosen) == pytest.approx(value, rel=5e-3)
     assert browser.text("#site-title") == site
+    browser.point("#chart-site", 0.97, 0.3)
+    browser.until("return document.querySelector('#tip').textContent.startsWith('iteration 40')")
+    assert "iteration 40" in browser.text("#tip") and f"{number(chosen):g}" in browser.text("#tip")
+
+
+def test_pointing_at_a_curve_tells_every_run_and_what_stands_where_no_number_is(browser, page, runs):
+    browser.open(page)
+    browser.script(
+        "const f = document.querySelector('#from'); f.value = 15; f.dispatchEvent(new Event('change'))"
+    )
+    browser.script(
+        "const t = document.querySelector('#to'); t.value = 20; t.dispatchEvent(new Event('change'))"
+    )
+    browser.point("#chart-lm_loss", 0.5, 0.5)  # between 17 and 18
+    browser.until("return !document.querySelector('#tip').hidden")
+    told = browser.script("return [...document.querySelectorAll('#tip div')].map(e => e.textContent)")
+    iteration = int(told[0].removeprefix("iteration "))
+    losses = {
+        e["iteration"]: e["lm_loss"]
+        for e in map(json.loads, (runs[1] / "metrics.jsonl").read_text().splitlines())
+    }
+    assert iteration in (17, 18) and told[1] == "ill: null" and told[2].startswith(runs[1].name)
+    assert number(told[2]) == pytest.approx(losses[iteration], rel=5e-3)
 
 
 def test_the_keyboard_reaches_and_switches_everything(browser, page, runs):

@@ -1,0 +1,75 @@
+"use strict";
+// The numbers that the page carries, and how they are told.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const models = JSON.parse(document.getElementById("models").textContent);
+const at = (id) => document.getElementById(id);
+const runs = data.runs;
+const GAPS_AT = 0.95, EVENTS_AT = 0.06, ROWS = 500;
+
+// ------------------------------------------------------------------------------------------------ numbers
+
+/** The bytes of base64 of zlib's format. */
+async function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
+async function iterationsOf(text) {
+  return new Float64Array(await unpacked(text));
+}
+
+/** A map's codes: each is the one before it in its row and a step, of which there are the high bytes, then the low. */
+async function codesOf(text, columns) {
+  const bytes = new Uint8Array(await unpacked(text)), half = bytes.length / 2;
+  const codes = new Uint16Array(half);
+  for (let i = 0; i < half; i++) {
+    codes[i] = ((bytes[i] << 8) | bytes[half + i]) + (i % columns ? codes[i - 1] : 0);
+  }
+  return codes;
+}
+
+const word = new Uint32Array(1), number = new Float32Array(word.buffer);
+function valueOf(code) {
+  word[0] = code << 16;
+  return number[0];
+}
+
+/** What a code that is no number says; null for a number. */
+function inWords(code) {
+  if (code === data.codes.absent) return "not measured";
+  if (code === data.codes.null) return "null";
+  if (code === data.codes.nan) return "NaN";
+  if (code === 0x7f80) return "Infinity";
+  return code === 0xff80 ? "-Infinity" : null;
+}
+
+const told = (value) => Number.isFinite(value) ? String(Number(value.toPrecision(3))) : String(value);
+const spoken = (code) => inWords(code) ?? told(valueOf(code));
+
+// ----------------------------------------------------------------------------------------------- elements
+
+function element(name, text, attributes = {}) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+/** Put a table with these titles and rows, the first cell of a row its head, in place of what `place` holds. */
+function table(place, caption, titles, rows) {
+  const made = element("table"), head = made.createTHead().insertRow(), body = made.createTBody();
+  made.createCaption().textContent = caption;
+  titles.forEach((title, i) => head.append(element("th", title, { scope: "col", class: i ? "n" : "" })));
+  for (const row of rows) {
+    const line = body.insertRow();
+    row.forEach((cell, i) => line.append(i ? element("td", cell, { class: "n" }) : element("th", cell, { scope: "row" })));
+  }
+  place.replaceChildren(made);
+}
+
+function options(select, names, chosen) {
+  select.replaceChildren(...names.map((name) => element("option", name, { value: name })));
+  if (names.includes(chosen)) select.value = chosen;
+}
