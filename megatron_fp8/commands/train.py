@@ -219,6 +219,8 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
             run.save(folder / "config.yaml")
             write_report(report, folder)
             writer = MetricsWriter(folder, start.iteration if continues else 0)
+        if start.folder is not None:
+            writer.event(start.iteration if continues else 0, "restart", f"goes on from {start.folder}")
         display = Display(run.train.train_iters, run.train.log_interval, start.iteration, start.skipped)
     with naming("run_dir", folder):
         telemetry = Telemetry(

@@ -1,14 +1,15 @@
 """What happened in a run beside its steps: skipped ones, starts, saves, and what the guard did.
 
-events.jsonl has an object each: {"iteration", "event", "text"}. Skipped steps are in metrics.jsonl; the checkpoints of a
-run that wrote no events are seen in its folder.
+events.jsonl has an object for a start from a checkpoint and for each save: {"iteration", "event", "text"}. Skipped steps
+are in metrics.jsonl, the guard's moves in report.json; of a run that wrote no events its checkpoints are seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..files.checkpoint import complete_checkpoints, not_finite_checkpoints
 from .lines import Line
@@ -52,6 +53,24 @@ def recorded(lines: Iterable[Line]) -> list[Event]:
     return [
         Event(line.iteration(), line.iteration(), line.text("event"), line.text("text")) for line in lines
     ]
+
+
+def guard_moves(report: Mapping[str, Any], path: str) -> list[Event]:
+    """Sites that the guard moved, as report.json has them (iterations from 0). ValueError if they are none."""
+    try:
+        return [
+            Event(
+                move["iteration"] + 1,
+                move["iteration"] + 1,
+                "guard",
+                f"{move['site']} to {move['to']}: {move['why']}",
+            )
+            for move in report.get("guard", ())
+        ]
+    except (TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path!r} is no run's report: the guard's moves cannot be understood ({error!r})."
+        ) from error
 
 
 def seen_checkpoints(folder: Path) -> list[Event]:

@@ -12,7 +12,7 @@ from ..files.manifest import LARGEST
 from ..train.report import read_report
 from .advice import Advice, read_advice
 from .curves import QUANTITIES, VALIDATION, Curve, read_curves
-from .events import Event, recorded, seen_checkpoints, skipped_steps
+from .events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
 from .lines import read_lines
 from .precision import checked_sites
 from .statistics import Statistics, read_statistics
@@ -80,6 +80,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     sites = checked_sites(report, str(report_path))
     metrics = list(read_lines(folder / "metrics.jsonl"))
     events = skipped_steps(metrics) + recorded(read_lines(folder / "events.jsonl"))
+    events += guard_moves(report, str(report_path))
     if not any(event.kind == "save" for event in events):
         events += seen_checkpoints(folder / "checkpoints")
     lines = read_lines(folder / "telemetry.jsonl")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..files.checkpoint import folder_name
 from ..mcore.guard import guard_moves
 from ..mcore.iteration import iteration_counts
 from ..mcore.optimizer.loss_scaler import scalers
@@ -96,6 +97,8 @@ class Trainer:
             stop = self.stepper.stop.reason is not None
             if self.checkpoints and (stop or self.checkpoints.due(iteration)):
                 self.checkpoints.save(iteration, self.samples)
+                if self.writer:
+                    self.writer.event(iteration, "save", folder_name(iteration))
             if stop:
                 break
         if self.checkpoints:

@@ -96,7 +96,7 @@ def model_flops_per_token(
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl, validation.jsonl and TensorBoard under a run's folder. Only rank 0 has one.
+    """Writes metrics.jsonl, validation.jsonl, events.jsonl and TensorBoard under a run's folder. Only rank 0 has one.
 
     Raises OSError when it is made, and not later: a disk that is full meanwhile is said once.
 
@@ -107,6 +107,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, finished: int = 0) -> None:
         self._metrics = continued(folder / "metrics.jsonl", finished)
         self._validation = continued(folder / "validation.jsonl", finished)
+        self._events = continued(folder / "events.jsonl", finished)
         self._board = Board(folder / "tensorboard", finished + 1 if finished else 0)
 
     def iteration(self, metrics: IterationMetrics) -> None:
@@ -124,8 +125,15 @@ class MetricsWriter:
         if math.isfinite(loss):
             self._board.scalars(iteration, {"validation/lm_loss": loss})
 
+    def event(self, iteration: int, event: str, text: str) -> None:
+        """Record what happened beside the steps, such as a save: {"iteration", "event": in a word, "text"}."""
+        self._events.write(
+            (json.dumps({"iteration": iteration, "event": event, "text": text}) + "\n").encode()
+        )
+
     def close(self) -> None:
         """Close every file."""
+        self._events.close()
         self._metrics.close()
         self._validation.close()
         self._board.close()

@@ -31,7 +31,7 @@ from .launch.parallel import on_first_rank, until_leave
 PATIENCE_S = 60.0
 """How long ranks wait to see each other's files: clients of NFS look at a folder again after at most 60 s."""
 _RECORDS = (
-    *("config.yaml", "report.json", "metrics.jsonl", "validation.jsonl", "tensorboard"),
+    *("config.yaml", "report.json", "metrics.jsonl", "validation.jsonl", "events.jsonl", "tensorboard"),
     *("telemetry.jsonl", "wandb", "wandb-run"),
 )
 _PREVIOUS, _TRIAL = "previous", ".trial-"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_fp8.report.events import Event, recorded, seen_checkpoints, skipped_steps
+from megatron_fp8.report.events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
 from megatron_fp8.report.lines import read_lines
 
 
@@ -31,6 +31,14 @@ def test_what_a_run_wrote(tmp_path):
     assert recorded(lines(tmp_path, written)) == [Event(5, 5, "guard", "fc1 goes to BF16")]
     with pytest.raises(ValueError, match=r"line 2 of .* has text None"):
         recorded(lines(tmp_path, [*written, {"iteration": 6, "event": "guard"}]))
+
+
+def test_what_the_guard_moved():
+    move = {"site": "fc1", "to": "bf16", "iteration": 9, "why": "input saturates"}
+    assert guard_moves({"guard": [move]}, "r") == [Event(10, 10, "guard", "fc1 to bf16: input saturates")]
+    assert guard_moves({}, "r") == []
+    with pytest.raises(ValueError, match="the guard's moves"):
+        guard_moves({"guard": [{"site": "fc1"}]}, "r")
 
 
 def test_checkpoints_that_are_there(tmp_path):

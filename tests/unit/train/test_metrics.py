@@ -33,6 +33,9 @@ def test_each_iteration_is_on_disk_at_once_and_valid_json(tmp_path):
     writer.iteration(replace(STEP, iteration=2, lm_loss=None, grad_norm=None, skipped=1))
     read = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["lm_loss"] for line in read] == [2.5, None]
+    writer.event(2, "save", "iter_0000002")
+    event = {"iteration": 2, "event": "save", "text": "iter_0000002"}
+    assert json.loads((tmp_path / "events.jsonl").read_text()) == event
     writer.validation(2, math.nan)
     assert json.loads((tmp_path / "validation.jsonl").read_text()) == {
         "iteration": 2,
