@@ -66,21 +66,21 @@ def terminal(folder: Path) -> str:
 def losses(folder: Path) -> list[str]:
     """One line about training and one about validation, if the run got that far."""
     lines = []
-    steps = _records(folder / "metrics.jsonl")
+    steps = records(folder / "metrics.jsonl")
     if steps:
         skipped = sum(step["skipped"] for step in steps)
         lines.append(
             f"training    {len(steps)} iterations, loss {steps[0]['lm_loss']} -> {steps[-1]['lm_loss']}, "
             f"{skipped} steps skipped"
         )
-    validations = _records(folder / "validation.jsonl")
+    validations = records(folder / "validation.jsonl")
     if validations:
         last = validations[-1]
         lines.append(f"validation  loss {last['validation_loss']} after iteration {last['iteration']}")
     return lines
 
 
-def _records(path: Path) -> list[dict]:
+def records(path: Path) -> list[dict]:
     """The objects of a .jsonl file; an unfinished last line, of a run that was killed, is left out."""
     if not path.is_file():
         return []

@@ -36,6 +36,7 @@ class Fp8State:
         arenas: one for each reduction group.
         capturing: a CapturedStep (graph.py) captures.
         owed: an optimizer stepped after FP8 GEMMs of an iteration that was not ended (mcore/owed.py).
+        experiment: iterations that end now are not ended (``unrecorded``).
         observer: who watches (``watch``).
         guard: looks for tensors that are ill in each iteration; None: nobody does.
         ill: what it found in the last finished iteration.
@@ -53,6 +54,7 @@ class Fp8State:
     arenas: list[Arena] = field(default_factory=list)
     capturing: bool = False
     owed: bool = False
+    experiment: bool = False
     observer: Observer | None = None
     guard: Guard | None = None
     ill: list[Finding] = field(default_factory=list)
@@ -117,18 +119,20 @@ class Fp8State:
     def unrecorded(self) -> Iterator[None]:
         """What is cast inside, in training too, leaves no trace: neither amaxes nor counts, and no observer is told.
 
-        For experiments between two iterations, which must not be finished inside. Delayed scales are those of now.
+        For experiments between two iterations: one that ends inside (a schedule ends it) changes nothing. Delayed scales
+        are those of now.
         """
         rows = [arena.rows.clone() for arena in self.arenas]
         observer, owed = self.observer, self.owed
         self.watch(None)
+        self.experiment = True
         try:
             with self.uncounted():
                 yield
         finally:
             for arena, before in zip(self.arenas, rows, strict=True):
                 arena.rows.copy_(before)
-            self.owed = owed
+            self.experiment, self.owed = False, owed
             self.watch(observer)
 
     def begin_capture(self) -> None:
@@ -165,6 +169,8 @@ class Fp8State:
         Collective: every rank of every group must call it, each iteration. Not inside a CapturedStep, which does it.
         """
         assert not self.capturing, "CapturedStep finishes the iteration that it captures"
+        if self.experiment:
+            return replace(self.counts)
         if self.arenas:
             told = torch.stack([arena.reduce() for arena in self.arenas]).tolist()  # all that is read back
             self.ill = []

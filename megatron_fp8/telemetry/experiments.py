@@ -50,7 +50,8 @@ class Experiments:
             )
         self.subject, self.budget, self._progress = subject, budget, progress
         self.variants = Variants(subject.plans)
-        self.passes = self.expected = 0
+        self.passes, self.expected = 0, 0
+        self.expect(4 + 2 * len(subject.plans) + 12)
         self._start = time.monotonic()
         self._measured: dict[str, Measured] = {}
         self._reference = [self._plain_pass(batch) for batch in range(subject.batches)]
@@ -144,7 +145,7 @@ class Experiments:
 
     def expect(self, variants: int) -> None:
         """Say how many more variants will be run, for the time left."""
-        self.expected = self.passes + variants * self.subject.batches
+        self.expected = min(self.budget, self.passes + variants * self.subject.batches)
 
 
 def counted_parameters(bf16: Measured) -> list[str]:

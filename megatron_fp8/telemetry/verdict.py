@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean, stdev
 
-from .attribution import Attribution, Finding
+from .attribution import Attribution, Finding, Limits
 from .search import Cure
 
 
@@ -27,7 +27,7 @@ def verdict(
 ) -> str:
     """One paragraph. ``losses``: in high precision; ``noise``: of the gradient between batches, relative."""
     outstanding = [finding for finding in found.findings if finding.stands_out]
-    lines = [_headline(outstanding)]
+    lines = [_headline(outstanding) if outstanding else _nothing(found)]
     lines += [_of(finding) for finding in _one_a_site(outstanding)[:4]]
     mean = fmean(losses)
     lines.append(_all_at_once(found, mean))
@@ -48,9 +48,23 @@ def verdict(
     return " ".join(line for line in lines if line)
 
 
-def _headline(outstanding: list[Finding]) -> str:
-    if not outstanding:
+def _nothing(found: Attribution) -> str:
+    """That nothing stands out; and where all together is far off in some batches, that this is so."""
+    distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
+    times = distances.mean / best.mean if best.mean else 1.0
+    if times <= Limits().ratio:
         return "nothing stands out: no site costs more than rounding to FP8's significant bits does."
+    ratios = [a / b if b else 1.0 for a, b in zip(distances.values, best.values, strict=True)]
+    worst = max(range(len(ratios)), key=ratios.__getitem__)
+    return (
+        f"nothing stands out in all batches alike: as planned the gradient is {times:.3g} times as far from high"
+        f" precision as rounding to FP8's significant bits puts it, {ratios[worst]:.3g} times in batch {worst},"
+        f" {min(ratios):.3g} times in another; {found.findings[0].key} has most of that. More batches would"
+        " tell whether it is chance."
+    )
+
+
+def _headline(outstanding: list[Finding]) -> str:
     sites = list(dict.fromkeys(finding.site for finding in outstanding))
     if len(sites) == 1:
         return f"{sites[0]} stands out."

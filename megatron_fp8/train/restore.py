@@ -108,7 +108,7 @@ def restore(
     """
     folder = find_checkpoint(Path(checkpoint))
     manifest = read_manifest(folder)
-    run = _run_of(folder, manifest.facts.get("run"), config, options)
+    run = run_of(folder, manifest.facts.get("run"), config, options)
     tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
     accepted = binding.check(run, folder, manifest, tokenizer)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
@@ -120,7 +120,7 @@ def restore(
         run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)  # the same layers in FP8 as in training
     choose_recipe(run.model, recipe, fp8)
     if config is None:
-        _refuse_its_code(folder, manifest.facts["run"]["model"], run.model)
+        refuse_its_code(folder, manifest.facts["run"]["model"], run.model)
     moved = as_overrides(manifest.state) if run.model.fp8_guard else {}
     run.model.fp8_overrides = {**moved, **run.model.fp8_overrides}  # the same layers in FP8 as in training
     for name, value in _FOR_INFERENCE.items():
@@ -142,7 +142,9 @@ def restore(
     return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines)
 
 
-def _run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, options: list[str]) -> RunConfig:
+def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, options: list[str]) -> RunConfig:
+    """The config of a checkpoint's run, with options over it. ``saved``: what its manifest has of the run; ``config``: a
+    file in place of that. ValueError: there is neither, or it cannot be built here."""
     if config is not None:
         return run_config.load(config, *options)
     if not saved or "model" not in saved:
@@ -171,7 +173,7 @@ _NOT_FROM_A_CHECKPOINT = (
 )
 
 
-def _refuse_its_code(folder: Path, saved: dict[str, Any], section: Any) -> None:
+def refuse_its_code(folder: Path, saved: dict[str, Any], section: Any) -> None:
     """ValueError if the model needs code that the checkpoint names and the user does not: none is imported from there."""
     path = saved.get("fp8_quantizer_factory")
     wanted = {section.fp8_recipe, section.fp8_format, *section.fp8_overrides.values()}

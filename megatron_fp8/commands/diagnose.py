@@ -1,0 +1,243 @@
+"""`megatron-fp8 diagnose`: what FP8 costs a run, and in which layer, GEMM or operand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .on_checkpoint import Parser, run_command, say
+
+HELP = """\
+Takes a checkpoint of a run and the batches that its training reads next, and measures what FP8 costs there: every
+layer in high precision, all as planned, each layer alone in FP8, then the GEMMs and operands of the worst. It prints
+a table, worst first, and a verdict in words, and writes diagnosis.json, diagnosis.png and overrides.yaml.
+
+  megatron-fp8 diagnose runs/tiny_gpt_cpu                      the latest checkpoint, the batch that comes next
+  megatron-fp8 diagnose runs/tiny_gpt_cpu --iteration 120      the batch of iteration 120, the checkpoint before it
+  megatron-fp8 diagnose runs/bf16 --recipe mxfp8               what a recipe would cost a run in BF16
+  megatron-fp8 diagnose runs/one --against runs/two            where two runs on the same data part
+  torchrun --nproc-per-node 4 -m megatron_fp8 diagnose RUN     in the run's own parallel layout
+
+overrides.yaml takes out of FP8 what costs more there than it has to:
+  megatron-fp8 train --config FILE --model.fp8_overrides="$(cat overrides.yaml)"
+
+`error` is how far the gradient is from that in high precision, `beyond rounding` what of it is more than rounding to
+FP8's significant bits does, `loss` what the site alone changes of the loss, +- what chance may add to that.
+
+Exit codes: 0 done; 1 failed; 2 bad input.
+"""
+
+
+@dataclass
+class _Prepared:
+    options: argparse.Namespace
+    launch: Any
+    replay: Any
+    out: Path
+    good_loss: float | None
+
+
+def main(arguments: list[str]) -> int:
+    """Run `megatron-fp8 diagnose`; returns the exit code."""
+    if any(argument.partition("=")[0] == "--against" for argument in arguments):
+        from .line import run
+        from .parting import compare
+
+        return run(_parser(), arguments, compare)
+    return run_command(_parser(), arguments, _prepare, _diagnose)
+
+
+def _parser() -> Parser:
+    parser = Parser("diagnose", HELP)
+    add = parser.add_argument
+    add("--iteration", type=int, metavar="N", help="replay the batch of iteration N (default: the next one)")
+    add("--batches", type=int, default=4, help="batches, each of one iteration (default %(default)s)")
+    add("--share", type=float, default=0.9, help="what overrides must give back (default %(default)s)")
+    add("--budget", type=int, help="most passes, each a forward and a backward of a batch (default 1500)")
+    add("--json", metavar="FILE", help="where the figures go (default: RUN_DIR/diagnosis/diagnosis.json)")
+    add("--out", metavar="FILE", help="where overrides go (default: RUN_DIR/diagnosis/overrides.yaml)")
+    add("--plot", metavar="FILE", help="where the plot goes (default: RUN_DIR/diagnosis/diagnosis.png)")
+    add("--against", metavar="RUN", help="compare with another run, by telemetry and checkpoints")
+    return parser
+
+
+def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> _Prepared:
+    if options.batches < 4:
+        raise ValueError(
+            f"--batches {options.batches} are too few: differences are judged by their spread over batches, give 4"
+        )
+    if not 0 < options.share <= 1:
+        raise ValueError(f"--share {options.share:g} must be above 0 and at most 1")
+    if options.recipe == "bf16":
+        raise ValueError("--recipe bf16 has nothing in FP8 to diagnose: leave it out, or give a recipe")
+    from ..telemetry.diagnosis import BUDGET
+
+    options.budget = BUDGET if options.budget is None else options.budget
+    if options.budget < 8 * options.batches:
+        raise ValueError(
+            f"--budget {options.budget} passes are too few: {options.batches} batches need {8 * options.batches} to"
+            " measure a thing"
+        )
+    from .. import mcore
+
+    mcore.install()
+    from ..train.replay import replay
+    from ..train.restore import run_folder_of
+
+    found = replay(
+        options.checkpoint,
+        launch,
+        run_options,
+        config=options.config,
+        recipe=options.recipe,
+        fp8=options.fp8,
+        iteration=options.iteration,
+        batches=options.batches,
+    )
+    run_folder = run_folder_of(found.folder)
+    out = run_folder / "diagnosis"
+    try:
+        for name in (options.json, options.out, options.plot):
+            folder = out if name is None else Path(name).absolute().parent
+            if folder is out:
+                out.mkdir(parents=True, exist_ok=True)
+            elif not folder.is_dir():
+                raise ValueError(f"there is no folder {str(folder)!r} for {name!r}: make it first")
+    except OSError as error:
+        raise ValueError(
+            f"{str(out)!r} cannot be written ({error.strerror}): give --json, --out and --plot"
+        ) from error
+    say(f"checkpoint  {found.folder}, iteration {found.iteration}", launch)
+    say(f"batches     {options.batches}, from that of iteration {found.first} on", launch)
+    for line in found.lines:
+        say(f"            {line}", launch)
+    return _Prepared(options, launch, found, out, _good_loss(run_folder, found.iteration))
+
+
+def _good_loss(run_folder: Path, iteration: int) -> float | None:
+    """The lowest mean loss of ten iterations that the run had up to the checkpoint; None if it tells of none."""
+    from .report import records
+
+    losses = [
+        row["lm_loss"]
+        for row in records(run_folder / "metrics.jsonl")
+        if row.get("lm_loss") is not None and row.get("iteration", 0) <= iteration
+    ]
+    if len(losses) < 10:
+        return None
+    return min(sum(losses[i : i + 10]) / 10 for i in range(len(losses) - 9))
+
+
+def _diagnose(prepared: _Prepared) -> None:
+    from ..telemetry.attribution import Limits
+    from ..telemetry.diagnosis import diagnose_subject
+
+    options, replay, first = prepared.options, prepared.replay, prepared.launch.rank == 0
+    subject = replay.subject
+    with subject.unrecorded():
+        found = diagnose_subject(
+            subject,
+            options.share,
+            options.budget,
+            prepared.good_loss,
+            Limits(),
+            _shown() if first else _unseen,
+        )
+    if not first:
+        return
+    facts = {
+        "run": str(replay.folder),
+        "iteration": replay.iteration,
+        "first_batch_of_iteration": replay.first,
+        "batches": subject.batches,
+        "recipe": replay.run.model.fp8_recipe,
+        "world_size": prepared.launch.world_size,
+    }
+    print(format_table(found), end="\n\n", flush=True)
+    print(found.verdict, flush=True)
+    out = prepared.out
+    _write(options.json or out / "diagnosis.json", json.dumps({**facts, **found.as_dict()}, indent=1) + "\n")
+    if found.overrides:
+        kept = dict(replay.run.model.fp8_overrides or {})
+        _write(options.out or out / "overrides.yaml", overrides_text(kept | found.overrides, found))
+    if found.ranking:
+        from .diagnosis_plot import draw
+
+        path = Path(options.plot or out / "diagnosis.png")
+        draw(found, path, f"{replay.folder}, iteration {replay.iteration}")
+        print(f"written     {path}", flush=True)
+
+
+def overrides_text(overrides: dict[str, Any], found: Any) -> str:
+    """YAML of overrides, for people too."""
+    import yaml
+
+    given = "" if found.cure.given_back is None else f" They give back {found.cure.given_back:.0%} of that."
+    head = f"# Costs more in FP8 than it has to, by megatron-fp8 diagnose.{given}\n"
+    return head + yaml.safe_dump(overrides, sort_keys=False, width=1000)
+
+
+def format_table(found: Any, most: int = 24) -> str:
+    """The ranking, worst first."""
+    from ..plan.timing import table
+
+    rows = [
+        [
+            finding.key,
+            f"{finding.gradient_error:.2%}",
+            f"{finding.distance:.4f}",
+            f"{finding.excess:.4f}",
+            f"{finding.loss_change:+.2e} +- {finding.loss_spread:.0e}",
+            finding.why,
+        ]
+        for finding in found.ranking[:most]
+    ]
+    if not rows:
+        return "nothing could be measured"
+    text = table(["in FP8 alone", "error", "distance", "beyond rounding", "loss", "stands out by"], rows)
+    left = len(found.ranking) - most
+    return text + (f"\n... and {left} more, in the figures" if left > 0 else "")
+
+
+def _write(path: Any, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be written ({error.strerror}): give another file") from error
+    print(f"written     {path}", flush=True)
+
+
+def _unseen(_: Any) -> None:
+    pass
+
+
+def _shown() -> Any:
+    """Progress for people: a line that changes on a terminal, else one now and then."""
+    terminal, last = sys.stderr.isatty(), [0.0]
+
+    def show(step: Any) -> None:
+        now = time.monotonic()
+        ended = step.done >= step.expected
+        if now - last[0] < (0.2 if terminal else 30.0) and not (terminal and ended):
+            return
+        last[0] = now
+        text = f"pass {step.done} of about {step.expected}, {_left(step.seconds_left)} left: {step.now}"
+        print(
+            f"\r\x1b[K{text[:100]}" if terminal else text,
+            end="" if terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        if terminal and ended:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _left(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,34 @@
+"""The ranking of a diagnosis as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def draw(found: Any, path: Path, title: str, most: int = 24) -> None:
+    """Bars of the worst findings: the distance in FP8, and what rounding alone makes of it.
+
+    Raises ValueError: the file cannot be written, or its ending names no kind of picture.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = list(reversed(found.ranking[:most]))
+    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.28 * len(shown)), layout="constrained")
+    places = range(len(shown))
+    colors = ["#c0392b" if finding.stands_out else "#7f8c8d" for finding in shown]
+    axes.barh(places, [finding.distance for finding in shown], color=colors, height=0.7)
+    axes.plot([finding.at_best for finding in shown], places, "k|", markersize=9, label="rounding alone")
+    axes.set_yticks(places, [finding.key for finding in shown], fontsize=8)
+    axes.set_xlabel("distance of the gradient from high precision, this alone in FP8 (red: stands out)")
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be written ({error.strerror}): give another file") from error
+    finally:
+        plt.close(figure)

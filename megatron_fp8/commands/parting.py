@@ -1,0 +1,159 @@
+"""`megatron-fp8 diagnose A --against B`: where two runs on the same data part, by what they left on the disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
+from ..telemetry.output import FILE, read_records
+from ..telemetry.parting import common_iterations, first_parting, relative_difference
+from .report import records
+
+_SAME_DATA = {
+    "train": ("seed", "global_batch_size", "seq_length", "train_iters"),
+    "data": ("paths", "split", "tokenizer"),
+}
+_STATE = ("optimizer.", "rng.")
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Print where the runs part, and write it as JSON if asked. ValueError: they cannot be compared."""
+    for name in ("iteration", "out", "plot", "recipe", "fp8", "config", "budget"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--against compares two finished runs: leave out --{name}")
+    ours, theirs = (_run(Path(path)) for path in (options.checkpoint, options.against))
+    _check_same_data(ours, theirs)
+    found: dict[str, Any] = {"run": str(ours), "against": str(theirs)}
+    lines = [
+        *_losses(ours, theirs, found),
+        *_telemetry(ours, theirs, found),
+        *_checkpoints(ours, theirs, found),
+    ]
+    print("\n".join(lines), flush=True)
+    if options.json:
+        try:
+            Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"{options.json!r} cannot be written ({error.strerror}): give another file"
+            ) from error
+
+
+def _run(path: Path) -> Path:
+    if not (path / "config.yaml").is_file():
+        raise ValueError(
+            f"{str(path)!r} is not a run's folder: it has no config.yaml. Give two folders of runs"
+        )
+    return path
+
+
+def _check_same_data(ours: Path, theirs: Path) -> None:
+    first, second = (_config(path) for path in (ours, theirs))
+    for section, names in _SAME_DATA.items():
+        for name in names:
+            a, b = (config.get(section, {}).get(name) for config in (first, second))
+            if a != b:
+                raise ValueError(
+                    f"the runs did not read the same data: {section}.{name} is {a!r} in {str(ours)!r} and {b!r} in"
+                    f" {str(theirs)!r}"
+                )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{str(path / 'config.yaml')!r} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(path / 'config.yaml')!r} is not a run's config")
+    return values
+
+
+def _losses(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
+    """The first iteration whose losses differ."""
+    first, second = (
+        {row["iteration"]: row for row in records(path / "metrics.jsonl")} for path in (ours, theirs)
+    )
+    for iteration in sorted(first.keys() & second.keys()):
+        a, b = (rows[iteration].get("lm_loss") for rows in (first, second))
+        if a != b:
+            found["loss"] = {"iteration": iteration, "values": [a, b]}
+            return [f"loss        differs first in iteration {iteration}: {a} and {b}"]
+    found["loss"] = None
+    return [f"loss        the same in {len(first.keys() & second.keys())} iterations"]
+
+
+def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
+    """The first site and tensor whose statistics differ, at all and by more than a twentieth."""
+    first, second = (read_records(path, 2**62) for path in (ours, theirs))
+    without = [str(path) for path, rows in ((ours, first), (theirs, second)) if not rows]
+    if without:
+        found["telemetry"] = None
+        return [
+            f"telemetry   {' and '.join(without)} has no {FILE}: train with --telemetry.every=K to see the site where"
+            " they part"
+        ]
+    lines = []
+    for name, tolerance, words in (("first", 0.0, "differs first"), ("large", 0.05, "differs by 5 % first")):
+        parting = first_parting(first, second, tolerance)
+        found[f"telemetry_{name}"] = None if parting is None else parting.as_dict()
+        if parting is None:
+            measured = len(common_iterations(first, second))
+            lines.append(
+                f"telemetry   nothing {words.removesuffix(' first')} in {measured} measured iterations"
+            )
+        else:
+            a, b = parting.values
+            lines.append(
+                f"telemetry   {words} in iteration {parting.iteration}, {parting.site}, {parting.tensor}:"
+                f" {parting.statistic} {a} and {b}"
+            )
+    return lines
+
+
+def _checkpoints(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
+    """The first checkpoint of both whose weights differ, and the weight that differs most."""
+    first, second = (
+        {folder.name: folder for folder in complete_checkpoints(path / "checkpoints")}
+        for path in (ours, theirs)
+    )
+    common = sorted(first.keys() & second.keys())
+    for name in common:
+        differences = _differences(first[name], second[name])
+        if differences:
+            most = max(differences, key=differences.__getitem__)
+            found["checkpoint"] = {"name": name, "weight": most, "relative": differences[most]}
+            return [
+                f"checkpoint  {name} is the first whose weights differ: {len(differences)} tensors, most"
+                f" {most}, by {differences[most]:.2g} of its norm"
+            ]
+    found["checkpoint"] = None
+    if not common:
+        return ["checkpoint  the runs have none of the same iteration"]
+    return [f"checkpoint  the same weights in {', '.join(common)}"]
+
+
+def _differences(ours: Path, theirs: Path) -> dict[str, float]:
+    """Weight -> norm of the difference over its norm, of those that differ. ValueError: it is another model."""
+    first, second = read_metadata(ours), read_metadata(theirs)
+    found = {}
+    for name, entry in first.state_dict_metadata.items():
+        if name.startswith(_STATE) or ".fp8_state." in name:
+            continue
+        other = second.state_dict_metadata.get(name)
+        if other is None or tuple(other.size) != tuple(entry.size):
+            raise ValueError(
+                f"{str(theirs)!r} is of another model: it has no {name} of shape {list(entry.size)}"
+            )
+        a, b = (read_tensor(*of, name).to(torch.float64) for of in ((ours, first), (theirs, second)))
+        if not torch.equal(a, b):
+            norm = float(torch.linalg.vector_norm(a))
+            gone = float(torch.linalg.vector_norm(a - b))
+            found[name] = gone / norm if norm else relative_difference(norm, gone)
+    return found

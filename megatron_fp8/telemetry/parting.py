@@ -1,0 +1,97 @@
+"""Where two runs on the same data part: the first iteration, site and tensor whose records differ.
+
+Within an iteration a difference travels forward through the sites and back through their gradients, so of the tensors
+that differ in the first such iteration the first in that order is the one where it began.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+
+_FORWARD = ("input", "weight", "output")
+_BACKWARD = ("grad_output", "dgrad", "wgrad")
+_NO_STATISTICS = ("iteration", "site", "tensor", "partial", "went_bad")
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first difference: which statistic of which tensor, in which iteration, and its two values.
+
+    ``relative``: their difference over the larger magnitude; infinite where only one of them is a number.
+    """
+
+    iteration: int
+    site: str
+    tensor: str
+    statistic: str
+    values: tuple[Any, Any]
+    relative: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**vars(self), "relative": self.relative if math.isfinite(self.relative) else None}
+
+
+def first_parting(ours: Sequence[Record], theirs: Sequence[Record], tolerance: float) -> Parting | None:
+    """The first record of both runs with a statistic that differs by more than ``tolerance``, relative; None: none does.
+
+    What only one of the runs measured is left out. ValueError: they measured nothing in common.
+    """
+    other = {_key(record): record for record in theirs}
+    common = [record for record in ours if _key(record) in other]
+    if not common:
+        raise ValueError("the two runs' telemetry has no iteration, site and tensor in common")
+    order = {site: place for place, site in enumerate(dict.fromkeys(record["site"] for record in ours))}
+    for iteration in sorted({record["iteration"] for record in common}):
+        here = [record for record in common if record["iteration"] == iteration]
+        for record in sorted(here, key=lambda record: _when(record, order)):
+            if found := _worst(record, other[_key(record)], tolerance):
+                return found
+    return None
+
+
+def common_iterations(ours: Iterable[Record], theirs: Iterable[Record]) -> list[int]:
+    """The iterations that both have records of."""
+    return sorted({record["iteration"] for record in ours} & {record["iteration"] for record in theirs})
+
+
+def _key(record: Record) -> tuple[Any, Any, Any]:
+    return record["iteration"], record["site"], record["tensor"]
+
+
+def _when(record: Record, order: dict[str, int]) -> tuple[int, int, int]:
+    """Its place in the iteration: forward, then backward in the other direction."""
+    tensor, place = record["tensor"].partition(".")[0], order[record["site"]]
+    if tensor in _FORWARD:
+        return 0, place, _FORWARD.index(tensor)
+    return 1, -place, _BACKWARD.index(tensor) if tensor in _BACKWARD else len(_BACKWARD)
+
+
+def _worst(ours: Record, theirs: Record, tolerance: float) -> Parting | None:
+    worst: Parting | None = None
+    for name, mine in ours.items():
+        if name in _NO_STATISTICS or name not in theirs:
+            continue
+        relative = relative_difference(mine, theirs[name])
+        if relative > tolerance and (worst is None or relative > worst.relative):
+            worst = Parting(
+                ours["iteration"], ours["site"], ours["tensor"], name, (mine, theirs[name]), relative
+            )
+    return worst
+
+
+def relative_difference(a: Any, b: Any) -> float:
+    """|a - b| over the larger magnitude; 0 for equal values, NaN and None among them; infinite if only one is finite."""
+    numbers = [float("nan") if value is None else float(value) for value in (a, b)]
+    finite = [math.isfinite(number) for number in numbers]
+    if not any(finite):
+        return 0.0 if str(numbers[0]) == str(numbers[1]) else math.inf
+    if not all(finite):
+        return math.inf
+    largest = max(map(abs, numbers))
+    return abs(numbers[0] - numbers[1]) / largest if largest else 0.0

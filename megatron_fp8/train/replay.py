@@ -1,0 +1,325 @@
+"""A run's model as a checkpoint has it, and the batches that its training reads next, for experiments.
+
+Weights are those of the checkpoint, which stores them as their float32 masters rounded to the model's dtype: also of a
+run whose weights live as FP8, since its codes are made of just that. The parallel layout is the run's, or the one that
+options give; launched as a single process it is one rank. Nothing of the run's folder is written.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from ..files.checkpoint import (
+    check_files,
+    complete_checkpoints,
+    find_checkpoint,
+    read_manifest,
+    without_checksum,
+)
+from ..linear.site import GemmSite
+from ..mcore.checkpoint.training import load_weights
+from ..mcore.sites import check_plan, fp8_linears, state_of, unwrap
+from ..plan.site_plan import SitePlan
+from ..state.guard import as_overrides
+from ..telemetry.subject import Pass, Table
+from . import binding
+from .config.model_section import padded_vocab_size, transformer_config
+from .config.run_config import RunConfig, tokens_of_microbatch
+from .data import datasets
+from .data.tokenizers import load_tokenizer, tokenizer_file
+from .launch import parallel
+from .launch.facts import run_facts
+from .model import build_chunks
+from .restore import choose_recipe, refuse_its_code, run_of
+from .step import forward_step
+
+# What a run's model section says of how it trains, and does not change what a step computes.
+_FOR_EXPERIMENTS: dict[str, Any] = {
+    "virtual_pipeline_model_parallel_size": None,
+    "fp8_param": False,
+    "fp8_high_precision_warmup": 0.0,
+    "fp8_high_precision_healing": 0.0,
+    "fp8_guard": False,
+}
+_ONE_RANK: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+}
+
+
+@dataclass
+class Replay:
+    """A run at a checkpoint. ``first``: the iteration whose batch is the first one; ``lines``: for people."""
+
+    subject: RunSubject
+    run: RunConfig
+    folder: Path
+    iteration: int
+    first: int
+    lines: list[str]
+
+
+def replay(
+    checkpoint: str,
+    launch: Any,
+    options: list[str],
+    *,
+    config: str | None = None,
+    recipe: str | None = None,
+    fp8: str | None = None,
+    iteration: int | None = None,
+    batches: int = 4,
+) -> Replay:
+    """Build and load the model of a run. Collective over the launch's ranks, which it makes meet.
+
+    Args:
+        checkpoint: a checkpoint's folder, a folder of them, or a run's.
+        options, config, recipe, fp8: as restore.restore has them.
+        iteration: the first batch is that of this iteration, the checkpoint the newest one before it; None: the latest
+            checkpoint, and the batch that comes after it.
+        batches: how many, each of one iteration.
+
+    Raises ValueError, on every rank: there is no checkpoint, it is damaged or of another model, or an option is wrong.
+    """
+    folder = find_checkpoint(Path(checkpoint)) if iteration is None else before(Path(checkpoint), iteration)
+    manifest = read_manifest(folder)
+    if "consumed_samples" not in manifest.state:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} does not say what data its run has read: it was saved from Python, or"
+            " imported; diagnose a model from Python with megatron_fp8.diagnose(model, loss_of, batches)"
+        )
+    run = run_of(folder, manifest.facts.get("run"), config, options)
+    tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
+    accepted = binding.check(run, folder, manifest, tokenizer)
+    moved = as_overrides(manifest.state) if run.model.fp8_guard else {}
+    run.model.fp8_overrides = {**moved, **run.model.fp8_overrides}  # the same layers in FP8 as in training
+    _settle(run, launch.world_size)
+    choose_recipe(run.model, recipe, fp8)
+    if not run.model.fp8:
+        raise ValueError(
+            f"{str(folder)!r} is of a run in BF16, which has nothing in FP8 to diagnose: give --recipe NAME to see what a"
+            " recipe would cost it"
+        )
+    if config is None:
+        refuse_its_code(folder, manifest.facts["run"]["model"], run.model)
+    vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
+    settings = transformer_config(run.model)
+    parallel.check_layout(run.model, run.train, launch.world_size)
+    datasets.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
+    launch.meeting.agree("settings", run_facts(run, tokenizer, launch.world_size))
+    parallel.join(launch, run.model, run.train)
+    parallel.on_first_rank(lambda: check_files(folder, manifest))
+    prefixes = datasets.find_data(run.data, tokenizer, vocab_size)
+    data = datasets.build_datasets(prefixes, run.data, run.train, tokenizer)
+    chunks = build_chunks(settings, run, vocab_size)
+    lines = without_checksum(manifest)
+    if bad := load_weights(folder, chunks[0]):
+        lines.append(f"{bad} holds NaN or Inf")
+    check_plan(chunks)
+    if accepted:
+        lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
+    first = manifest.iteration + 1 if iteration is None else iteration
+    passed = (first - manifest.iteration - 1) * run.train.global_batch_size
+    if passed:
+        lines.append(
+            f"the weights are those after iteration {manifest.iteration}, the batch is that of {first}"
+        )
+    scaler = manifest.state.get("loss_scaler") or {}
+    subject = RunSubject(
+        run,
+        chunks,
+        data[0],
+        manifest.state["consumed_samples"] + passed,
+        batches,
+        loss_scale=float(scaler.get("scale", 1.0)) if run.model.fp16 else 1.0,
+    )
+    return Replay(subject, run, folder, manifest.iteration, first, lines)
+
+
+def before(path: Path, iteration: int) -> Path:
+    """The newest checkpoint of a run, or of a folder of them, of before an iteration. ValueError if there is none."""
+    if iteration < 1:
+        raise ValueError(f"--iteration {iteration} must be at least 1")
+    last = find_checkpoint(path)
+    found = [folder for folder in complete_checkpoints(last.parent) if int(folder.name[5:]) < iteration]
+    if not found:
+        have = ", ".join(folder.name for folder in complete_checkpoints(last.parent))
+        raise ValueError(
+            f"--iteration {iteration}: no checkpoint in {str(last.parent)!r} is from before it, there are {have}; train"
+            " with --checkpoint.save_interval and --checkpoint.keep_last=0 to keep more"
+        )
+    return found[-1]
+
+
+def _settle(run: RunConfig, world_size: int) -> None:
+    """The run's settings for experiments: nothing overlaps, gradients are whole on every data-parallel rank."""
+    if run.model.fp8_size_filter_tokens is None:
+        run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)  # the same layers in FP8 as in training
+    values = {**_FOR_EXPERIMENTS, **(_ONE_RANK if world_size == 1 else {})}
+    for name, value in values.items():
+        setattr(run.model, name, value)
+    run.optimizer.use_distributed_optimizer = False
+    run.optimizer.overlap_grad_reduce = run.optimizer.overlap_param_gather = False
+    run.optimizer.reuse_grad_buf_for_mxfp8_param_ag = None
+
+
+class RunSubject:
+    """A run's model and its next batches, on all ranks of its layout (telemetry/subject.py says what is asked of it).
+
+    Args:
+        chunks: of this rank, in DistributedDataParallel.
+        dataset: of training.
+        samples: that were read before the first batch.
+        batches: how many there are, each what one iteration reads.
+        loss_scale: of float16.
+
+    Raises ValueError: layers with GEMMs of their own, or none in FP8 on any rank.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        chunks: list[Any],
+        dataset: Any,
+        samples: int,
+        batches: int,
+        *,
+        loss_scale: float,
+    ):
+        self.run_config, self._chunks, self._dataset, self._samples = run, chunks, dataset, samples
+        self.batches = batches
+        self._config = unwrap(chunks[0]).config
+        self._config.finalize_model_grads_func = finalize_model_grads
+        if loss_scale != 1.0:
+            self._config.grad_scale_func = lambda loss: loss * loss_scale
+        self._schedule = get_forward_backward_func()
+        self._microbatches = run.train.global_batch_size // (
+            run.train.micro_batch_size * parallel_state.get_data_parallel_world_size()
+        )
+        self.sites = _sites(chunks)
+        self.plans: dict[str, SitePlan] = {}
+        for part in _from_all({name: site.plan for name, site in self.sites.items()}):
+            self.plans |= part
+        if not self.plans:
+            raise ValueError("no layer of this run has a GEMM in FP8: there is nothing to diagnose")
+        self._names = _global_names(chunks)
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside, passes change no history and end no iteration."""
+        with ExitStack() as stack:
+            stack.enter_context(state_of(self._config).unrecorded())
+            yield
+
+    def run(self, batch: int) -> Pass:
+        """Forward and backward of one iteration's batch. Collective."""
+        first = self._samples + batch * self.run_config.train.global_batch_size
+        parallel.seed_streams(zlib.crc32(f"{self.run_config.train.seed} {first}".encode()))
+        for chunk in self._chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        counts = state_of(self._config).counts
+        before = counts.fp8_gemms
+        several = len(self._chunks) > 1
+        iterators = [datasets.batches(self._dataset, self.run_config.train, first) for _ in self._chunks]
+        losses = self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=self._chunks if several else self._chunks[0],
+            num_microbatches=self._microbatches,
+            seq_length=self.run_config.train.seq_length,
+            micro_batch_size=self.run_config.train.micro_batch_size,
+            forward_only=False,
+        )
+        sums = torch.tensor([0.0, 0.0, counts.fp8_gemms - before], dtype=torch.float64, device=self._device)
+        for loss in losses:
+            sums[:2] += loss.double()
+        dist.all_reduce(sums)
+        total, tokens, gemms = sums.tolist()
+        buffers: Any = {name: p for name, p in self._names.items() if p.requires_grad}
+        gradients = {name: parameter.main_grad.clone() for name, parameter in buffers.items()}
+        return Pass(total / tokens, gradients, int(gemms))
+
+    def merge(self, table: Table) -> Table:
+        """Sums over the ranks that hold different elements; of replicas the first counts. Collective."""
+        mine = {name: row for name, row in table.items() if _counts_here(self._names[name])}
+        merged: dict[str, tuple[float, ...]] = {}
+        for part in _from_all(mine):
+            for name, row in part.items():
+                known = merged.get(name, (0.0,) * len(row))
+                merged[name] = tuple(a + b for a, b in zip(known, row, strict=True))
+        return merged
+
+    def update_of(self, name: str, gradient: torch.Tensor) -> None:
+        """The optimizer is not loaded."""
+        return
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _sites(chunks: list[Any]) -> dict[str, GemmSite]:
+    found = {}
+    for linear in fp8_linears(chunks):
+        site = linear.fp8_site
+        if not isinstance(site, GemmSite):
+            raise ValueError(
+                f"{site.plan.name} is a layer of Transformer Engine, which has its own GEMMs: diagnose with"
+                " --model.fp8_backend=emulated (or native)"
+            )
+        if site.is_fp8:
+            found[site.plan.name] = site
+    return found
+
+
+def _global_names(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters under their names in the whole model."""
+    found = {}
+    for chunk in chunks:
+        model = unwrap(chunk)
+        numbers = {
+            f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
+            for name, module in model.named_modules()
+            if re.search(r"decoder\.layers\.\d+$", name)
+        }
+        for name, parameter in model.named_parameters():
+            start = next((start for start in numbers if name.startswith(start)), None)
+            found[name if start is None else numbers[start] + name[len(start) :]] = parameter
+    return found
+
+
+def _counts_here(parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank's elements are no replica of another's."""
+    shared = getattr(parameter, "shared", False) and not parallel_state.is_pipeline_first_stage()
+    split = getattr(parameter, "tensor_model_parallel", False)
+    if not getattr(parameter, "allreduce", True):  # an expert's
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    if shared or parallel_state.get_data_parallel_rank(with_context_parallel=True):
+        return False
+    return split or parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _from_all(mine: Mapping[str, Any]) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone

@@ -1,0 +1,183 @@
+"""Diagnosis of Megatron-Core models over ranks, and the command on a run that was trained here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.command import APP, MODEL, environment
+from tests.support.diagnosed import diagnosed
+from tests.support.ranks import Layout
+
+LAYOUTS = {
+    "tensor and sequence": (Layout(tp=2, sp=True), {}),
+    "pipeline": (Layout(pp=2), {}),
+    "data, recomputed": (
+        Layout(),
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+}
+WRONG = ("decoder.layers.1.mlp.linear_fc2", "dgrad", 2.0)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks) -> dict[str, Any]:
+    return ranks(1).run(diagnosed, Layout(), "tensorwise", None, WRONG, timeout=120)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_name_the_same_gemm_as_one_process_by_the_same_figures(ranks, alone, name):
+    layout, fields = LAYOUTS[name]
+    results = ranks(2).run(diagnosed, layout, "tensorwise", fields, WRONG, timeout=180)
+    assert results[0] == results[1], "ranks do not agree"
+    found = results[0]
+    assert (
+        f"{found['ranking'][0]['site']}:{found['ranking'][0]['gemm']}"
+        == "decoder.layers.1.mlp.linear_fc2:dgrad"
+    )
+    assert found["overrides"] == alone["overrides"] == {"decoder.layers.1.mlp.linear_fc2:dgrad": "bf16"}
+    losses, right = (of["high_precision"]["losses"] for of in (found, alone))
+    assert losses == pytest.approx(right, rel=2e-3)
+    for variant in ("planned", "at_best"):
+        assert found[variant]["gradient_error"] == pytest.approx(alone[variant]["gradient_error"], rel=0.1)
+        assert found[variant]["of_parameters"].keys() == alone[variant]["of_parameters"].keys()
+    assert found["planned"]["distance"] > 3 * found["at_best"]["distance"]
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+Heard = dict[str, tuple[int, str, str]]
+
+
+def _run(folder: Path, commands: dict[str, list[Any]]) -> Heard:
+    """(exit code, stderr, stdout) of each command, one after the other in one process."""
+    path = folder / "commands.json"
+    path.write_text(json.dumps([list(map(str, command)) for command in commands.values()]))
+    done = subprocess.run(
+        [sys.executable, APP, "heard", str(path)],
+        capture_output=True, text=True, timeout=250, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("diagnosis")
+
+
+@pytest.fixture(scope="module")
+def heard(folder) -> Heard:
+    """A run whose weights live as FP8, another with another learning rate, and what is said of them."""
+    (folder / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz " * 400)
+    content = {
+        "model": {**MODEL, "num_layers": 3, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+        | {"fp8_format": "tensorwise", "hidden_dropout": 0.0, "fp8_param": True},
+        "train": {
+            "train_iters": 6, "micro_batch_size": 2, "global_batch_size": 4, "seq_length": 32,
+            "eval_interval": 0, "eval_iters": 0, "threads": 1,
+        },
+        "optimizer": {"lr": 0.01, "lr_warmup_iters": 2, "use_distributed_optimizer": True},
+        "data": {"paths": [str(folder / "text.txt")], "split": "1,0,0", "cache_dir": str(folder / "cache")},
+        "checkpoint": {"save_interval": 2, "keep_last": 0},
+        "telemetry": {"every": 1},
+    }  # fmt: skip
+    config = folder / "small.yaml"
+    config.write_text(yaml.safe_dump(content))
+    run, other = folder / "run", folder / "other"
+    diagnose = ["diagnose", run, "--budget", "60"]
+    return _run(
+        folder,
+        {
+            "train": ["train", f"--config={config}", f"--run_dir={run}"],
+            "train other": [
+                "train",
+                f"--config={config}",
+                f"--run_dir={other}",
+                "--optimizer.adam_beta2=0.9",
+            ],
+            "latest": diagnose,
+            "iteration": [*diagnose, "--iteration", "4", "--recipe", "mxfp8", "--json", folder / "four.json"],
+            "against": ["diagnose", run, "--against", other, "--json", folder / "parting.json"],
+            "itself": ["diagnose", run, "--against", run],
+            "too early": [*diagnose, "--iteration", "1"],
+            "few batches": [*diagnose, "--batches", "3"],
+            "small budget": ["diagnose", run, "--budget", "5"],
+            "bf16": [*diagnose, "--recipe", "bf16"],
+            "missing": ["diagnose", folder / "nothing"],
+            "no folder": [*diagnose, "--json", folder / "nowhere" / "x.json"],
+            "not a run": ["diagnose", run, "--against", folder],
+            "share": [*diagnose, "--share", "2"],
+        },
+    )
+
+
+def test_the_command_prints_a_table_and_a_verdict_and_writes_figures_and_a_plot(heard, folder):
+    code, said, printed = heard["latest"]
+    assert code == 0, said
+    assert "iteration 6" in said and "from that of iteration 7 on" in said
+    assert "| in FP8 alone" in printed and "stands out" in printed
+    found = json.loads((folder / "run" / "diagnosis" / "diagnosis.json").read_text())
+    assert found["iteration"] == 6 and found["first_batch_of_iteration"] == 7 and found["passes"] <= 60
+    assert found["ranking"][0]["site"].startswith("decoder.layers.1.")
+    assert found["planned"]["gradient_error"] > 3 * found["bf16"]["gradient_error"] > 0
+    assert (folder / "run" / "diagnosis" / "diagnosis.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_batch_of_an_iteration_is_replayed_from_the_checkpoint_before_it(heard, folder):
+    code, said, _ = heard["iteration"]
+    assert code == 0, said
+    found = json.loads((folder / "four.json").read_text())
+    assert (found["iteration"], found["first_batch_of_iteration"], found["recipe"]) == (2, 4, "mxfp8")
+    assert "the weights are those after iteration 2, the batch is that of 4" in said
+
+
+def test_high_precision_of_a_run_whose_weights_are_fp8_is_its_masters(heard, folder):
+    """The loss of the next batch is that of the training's own next iteration, but for FP8."""
+    found = json.loads((folder / "four.json").read_text())
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    third = json.loads((folder / "run" / "diagnosis" / "diagnosis.json").read_text())
+    assert abs(found["high_precision"]["losses"][0] - rows[3]["lm_loss"]) < 0.5
+    assert third["high_precision"]["losses"][0] < rows[0]["lm_loss"]
+
+
+def test_two_runs_part_where_their_losses_and_weights_do(heard, folder):
+    code, said, printed = heard["against"]
+    assert code == 0, said
+    found = json.loads((folder / "parting.json").read_text())
+    assert found["loss"]["iteration"] >= 2
+    assert found["checkpoint"]["name"] == "iter_0000002"
+    assert f"differs first in iteration {found['loss']['iteration']}" in printed
+    first = found["telemetry_first"]
+    assert first["iteration"] == found["loss"]["iteration"] and first["values"][0] != first["values"][1]
+    assert f"differs first in iteration {first['iteration']}, {first['site']}, {first['tensor']}" in printed
+    assert "the same in 6 iterations" in heard["itself"][2]
+    assert "nothing differs in 6 measured iterations" in heard["itself"][2]
+    assert "the same weights in iter_0000002, iter_0000004, iter_0000006" in heard["itself"][2]
+
+
+BAD = {
+    "too early": "--iteration 1: no checkpoint in",
+    "few batches": "--batches 3 are too few",
+    "small budget": "--budget 5 passes are too few: 4 batches need 32",
+    "bf16": "--recipe bf16 has nothing in FP8 to diagnose",
+    "missing": "is not a checkpoint of megatron_fp8",
+    "no folder": "there is no folder",
+    "not a run": "is not a run's folder: it has no config.yaml",
+    "share": "--share 2 must be above 0 and at most 1",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_line(heard, name):
+    code, said, _ = heard[name]
+    assert code == 2
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and BAD[name] in errors[0], said
+    assert "Traceback" not in said

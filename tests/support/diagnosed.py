@@ -1,0 +1,78 @@
+"""Rank cases: the small GPT diagnosed in a layout, with one product of one site made wrong or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.support.fp8_gpt import fp8_config
+from tests.support.gpt import _sample, bf16_spec, build_chunks
+from tests.support.ranks import Layout, model_parallel
+
+SEQUENCE, VOCAB = 64, 128
+SMALL: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
+
+
+class Sequences:
+    """A data set as training reads it: the same sample under a number in every layout."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = _sample(3, index, SEQUENCE, VOCAB)
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(SEQUENCE, dtype=torch.float32),
+            "position_ids": torch.arange(SEQUENCE, dtype=torch.int64),
+        }
+
+
+def diagnosed(
+    layout: Layout,
+    recipe: str,
+    fields: dict[str, Any] | None = None,
+    wrong: tuple[str, str, float] | None = None,
+    budget: int = 160,
+) -> dict[str, Any]:
+    """The diagnosis of an untrained model as plain values; ``wrong``: (site, GEMM, factor)."""
+    from megatron_fp8.mcore.sites import check_plan, state_of
+    from megatron_fp8.telemetry.attribution import Limits
+    from megatron_fp8.telemetry.diagnosis import diagnose_subject
+    from megatron_fp8.train.config.run_config import RunConfig
+    from megatron_fp8.train.replay import RunSubject
+
+    with model_parallel(layout):
+        config = fp8_config(layout, recipe, **{**SMALL, **(fields or {})})
+        chunks = build_chunks(config, spec=_spec, sequence=SEQUENCE, vocab=VOCAB)
+        check_plan(chunks)
+        run = RunConfig()
+        run.train.micro_batch_size, run.train.global_batch_size, run.train.seq_length = 1, 2, SEQUENCE
+        subject = RunSubject(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
+        if wrong is not None and wrong[0] in subject.sites:
+            _make_wrong(subject.sites[wrong[0]], *wrong[1:])
+        rows = [arena.rows.clone() for arena in state_of(config).arenas]
+        with subject.unrecorded():
+            found = diagnose_subject(subject, 0.9, budget, None, Limits(), lambda _: None)
+        arenas = state_of(config).arenas
+        same = all(torch.equal(a, b.rows[:, : a.shape[1]]) for a, b in zip(rows, arenas, strict=True))
+        assert same and state_of(config).iteration == 0, "a diagnosis left amaxes or ended an iteration"
+        return found.as_dict()
+
+
+def _spec(config: Any) -> Any:
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    return get_gpt_layer_fp8_spec(config) if config.fp8 else bf16_spec(config)
+
+
+def _make_wrong(site: Any, gemm: str, factor: float) -> None:
+    right = site.multiply
+
+    def wrong(which: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = right(which, *args, **kwargs)
+        return y * factor if which == gemm else y
+
+    site.multiply = wrong
