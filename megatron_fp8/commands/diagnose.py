@@ -155,7 +155,7 @@ def _diagnose(prepared: _Prepared) -> None:
         "iteration": replay.iteration,
         "first_batch_of_iteration": replay.first,
         "batches": subject.batches,
-        "recipe": replay.run.model.fp8_recipe,
+        "recipe": replay.run.model.fp8_recipe or replay.run.model.fp8_format,
         "world_size": prepared.launch.world_size,
     }
     print(format_table(found), end="\n\n", flush=True)
