@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.support.ranks import Layout
 from tests.support.command import APP, MODEL, environment
 from tests.support.diagnosed import diagnosed
-from tests.support.ranks import Layout
 
 LAYOUTS = {
     "tensor and sequence": (Layout(tp=2, sp=True), {}),

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tests.support.fp8_gpt import fp8_config
-from tests.support.gpt import _sample, bf16_spec, build_chunks
-from tests.support.ranks import Layout, model_parallel
+from benchmarks.support.fp8_gpt import fp8_config
+from benchmarks.support.gpt import _sample, bf16_spec, build_chunks
+from benchmarks.support.ranks import Layout, model_parallel
 
 SEQUENCE, VOCAB = 64, 128
 SMALL: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
