@@ -109,11 +109,6 @@ def _layout(wanted: tuple[Wanted, ...]) -> Layout:
 VALUE_SUMS = ("numel", "finite", "sum", "magnitudes", "squares", "cubes", "fourths")
 VALUE_EXTREMES = ("max", "-min", "-amin")
 CODE_SUMS = ("coded", "finite_coded", "signal", "error", "underflows", "overflows")
-_OF_VALUES = [
-    0,
-    1,
-    4,
-]  # numel, finite, squares: each variant has its own, since codes may be there at times only
 CODE_EXTREMES = ("scale_inv_max", "-scale_inv_min")
 
 
@@ -140,7 +135,8 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
     matrix = matrix.contiguous()
     of_values, extremes_of_values = measure_values(matrix, layout.blocks)
     sums, extremes = [of_values], [extremes_of_values]
-    shared = of_values[_OF_VALUES]
+    # numel, finite and squares: each variant has its own, since its codes may be there at times only
+    shared = [of_values[:2], of_values[4:5]]
     for variant in layout.variants:
         side, turned = _side(codes or {}, variant)
         if side is None:
@@ -148,7 +144,7 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
             extremes.append(torch.full((2,), -math.inf, dtype=torch.float64, device=x.device))
         else:
             of_codes, scales = measure_codes(matrix, side, columnwise=turned)
-            sums += [shared, of_codes]
+            sums += [*shared, of_codes]
             extremes.append(scales)
     return Measured(torch.cat(sums), torch.cat(extremes))
 

@@ -18,9 +18,10 @@ tensor_stats:
   transformer_engine:
     LogTensorStats:
       enabled: True
+      stats: [mean]
+      freq: 1
       tensors_struct:
         - tensor: activation
-          stats: [mean]
           freq: 10
           start_step: 5
           end_step: 100

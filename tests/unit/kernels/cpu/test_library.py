@@ -57,6 +57,15 @@ def test_one_whole_file_that_only_the_user_can_write(source, cache):
     assert (made.stat().st_mtime_ns, made.stat().st_ino) == written, "compiled twice"
 
 
+def test_a_header_beside_the_source_that_changes_is_compiled_again(source, cache):
+    header = source.with_name("number.h")
+    source.write_text('#include "number.h"\nint answer(void) { return NUMBER; }\n')
+    for number in (1, 2):
+        header.write_text(f"#define NUMBER {number}\n")
+        assert answer(source) == number
+    assert len(libraries(cache)) == 2
+
+
 def test_what_is_no_file_under_a_librarys_name_is_not_opened(source, cache):
     """Opening a pipe would wait for a writer for ever."""
     cache.mkdir(parents=True, mode=0o700, exist_ok=True)
