@@ -13,7 +13,7 @@ import torch
 from megatron_fp8 import quantize
 from megatron_fp8.backends import specified
 from megatron_fp8.kernels.cpu import figures
-from megatron_fp8.numerics import cast
+from megatron_fp8.numerics import cast, waiting
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import (
@@ -105,13 +105,13 @@ def test_a_stuck_scale_saturates_and_flushes(way):
 def test_the_element_that_made_the_scale_does_not_overflow(way):
     """A scale and its inverse are rounded, and so 448 * scale_inv can be less than the amax that both came from."""
     layout = Layout.of(["overflows%"])
-    amax = torch.linspace(1, 2, 5000, dtype=torch.float32, device="cpu")
+    amax = torch.linspace(1, 2, 500, dtype=torch.float32, device="cpu")
     short = 0
     for one in amax[:, None, None]:
         quantized = quantize(one, Float8CurrentScaling(), "input")
         short += bool(one > 448 * quantized.rowwise.scale_inv)
         assert finish(layout, *measure(one, layout, {"": quantized})) == {"overflows%": 0.0}
-    assert short > 500
+    assert short > 50
 
 
 @pytest.mark.parametrize("dims", [1, 2])
@@ -270,9 +270,11 @@ def test_c_and_torch_agree_on_large_tensors_and_threads(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     monkeypatch.setattr(figures, "usable", lambda x: False)
     monkeypatch.setattr(cast, "CHUNK", 50_000)  # several
-    slow = measure(x, layout, {"": quantized})
-    assert torch.equal(slow.extremes, found[0].extremes)
-    torch.testing.assert_close(slow.sums, found[0].sums, rtol=1e-12, atol=0)
+    for waits in (False, True):  # as on a GPU, where nobody looks whether all is finite
+        monkeypatch.setattr(waiting, "looking_waits", lambda device, waits=waits: waits)
+        slow = measure(x, layout, {"": quantized})
+        assert torch.equal(slow.extremes, found[0].extremes)
+        torch.testing.assert_close(slow.sums, found[0].sums, rtol=1e-12, atol=0)
 
 
 def test_measuring_changes_nothing_and_keeps_no_graph():
