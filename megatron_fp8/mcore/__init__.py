@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,27 +28,32 @@ def install() -> None:
         return
     from . import installed as compat
     from .patches.patching import PatchSet
+    from .patches.plain_functions import plain_functions
 
     with warnings.catch_warnings():
         # Said at import, once a module, on every machine without them; nothing of theirs is used.
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
-        compat.require_whole_te()
-        compat.require_megatron()
-        patches = compat.patches()
-        from .patches import cpu_engine, gpu_engine
+        with nullcontext() if compat.has_cuda() else plain_functions():
+            compat.require_whole_te()
+            compat.require_megatron()
+            patches = compat.patches()
+            from .patches import cpu_engine, gpu_engine
 
-        patches += (gpu_engine if compat.has_cuda() else cpu_engine).patches()
-        from .optimizer import adam
-        from .patches import fp8_hooks
+            patches += (gpu_engine if compat.has_cuda() else cpu_engine).patches()
+            from .optimizer import adam
+            from .patches import fp8_hooks
 
-        patches += [*fp8_hooks.patches(), *adam.patches()]
+            patches += [*fp8_hooks.patches(), *adam.patches()]
         patch_set = PatchSet(patches)
         patch_set.apply()
     _installed = patch_set
 
 
 def uninstall() -> None:
-    """Undoes `install()`: every name holds what it held before. Does nothing if not installed."""
+    """Undoes `install()`: every name holds what it held before. Does nothing if not installed.
+
+    Without CUDA, functions that Megatron-Core compiles stay plain where `install()` was the first to import them.
+    """
     global _installed
     if _installed is not None:
         _installed.revert()

@@ -77,7 +77,7 @@ class PatchSet:
             self._bind(owner, patch.name, new)
             if patch.everywhere:
                 self._imported.append((old, new))
-                for module, name in _imported_by_name(old):
+                for module, name in imported_by_name(old):
                     self._bind(module, name, new)
         self.applied = True
 
@@ -102,7 +102,7 @@ class PatchSet:
             else:
                 setattr(b.owner, b.name, b.before)
         for old, new in reversed(self._imported):
-            for module, name in _imported_by_name(new):
+            for module, name in imported_by_name(new):
                 setattr(module, name, old)
         self._bindings.clear()
         self._imported.clear()
@@ -150,7 +150,7 @@ def _locate(path: str) -> Any:
     return None
 
 
-def _imported_by_name(value: Any) -> list[tuple[Any, str]]:
+def imported_by_name(value: Any) -> list[tuple[Any, str]]:
     """Every (module, attribute) of the loaded Megatron-Core modules that is `value` itself."""
     return [
         (module, name)
