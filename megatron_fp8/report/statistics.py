@@ -1,6 +1,6 @@
 """What telemetry.jsonl says: for each tensor and statistic a map, sites x measured iterations.
 
-One line has all statistics of one tensor of one site in one iteration. A map is kept as BF16 codes (packing.py): the file
+One line has all statistics of one tensor of one site in one iteration. A map is kept as codes (packing.py): the file
 of a long training of a large model has tens of millions of numbers.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..telemetry.names import BY_NAME, TENSORS, WHAT_IF, parse
 from .events import Event
 from .lines import Line
-from .packing import ABSENT, NULL, codes_of
+from .packing import ABSENT, NULL, codes_of, values_of
 
 _NAMES = ("iteration", "site", "tensor", "partial", "went_bad")
 """Fields of a line that are no statistics."""
@@ -30,7 +30,7 @@ class Statistics:
     Attributes:
         sites: names; the first dimension of a map.
         iterations: int64 [measured], rising; the second dimension.
-        maps: (tensor, statistic) -> codes, uint16 [sites, measured].
+        maps: (tensor, statistic) -> codes, uint32 [sites, measured].
         went_bad: the first iteration in which a tensor was found to be sick, with the reason.
         merged: how many measured iterations share a column, of which the one that is furthest from the site's median is
             shown; 1 unless ``coarser`` was called.
@@ -38,7 +38,7 @@ class Statistics:
 
     sites: tuple[str, ...]
     iterations: NDArray[np.int64]
-    maps: dict[tuple[str, str], NDArray[np.uint16]] = field(repr=False)
+    maps: dict[tuple[str, str], NDArray[np.uint32]] = field(repr=False)
     went_bad: tuple[Event, ...] = ()
     merged: int = 1
 
@@ -50,11 +50,11 @@ class Statistics:
         return Statistics(self.sites, ends, maps, self.went_bad, 2 * self.merged)
 
 
-def _paired(codes: NDArray[np.uint16], columns: int) -> NDArray[np.uint16]:
+def _paired(codes: NDArray[np.uint32], columns: int) -> NDArray[np.uint32]:
     if columns % 2:
         codes = np.concatenate([codes, codes[:, -1:]], axis=1)
     left, right = codes[:, 0::2], codes[:, 1::2]
-    values = (codes.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    values = values_of(codes)
     measured = codes != ABSENT
     some = measured.any(axis=1)
     middle = np.zeros(len(codes))
@@ -114,7 +114,7 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
         rows, times, values = columns.pop(key)
         codes = codes_of(np.frombuffer(values, dtype=np.float64))
         codes[nulls.get(key, [])] = NULL
-        shown = np.full((len(sites), len(iterations)), ABSENT, dtype=np.uint16)
+        shown = np.full((len(sites), len(iterations)), ABSENT, dtype=np.uint32)
         shown[row[np.frombuffer(rows, dtype="l")], column[np.frombuffer(times, dtype="l")]] = codes
         maps[key] = shown
     return Statistics(tuple(names), np.array(times_sorted, dtype=np.int64), maps, tuple(bad))

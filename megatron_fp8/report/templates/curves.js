@@ -131,7 +131,7 @@ function followCurves() {
   const range = model("iterations");
   if (!range) return;
   const last = Math.max(1, ...runs.map((run) => run.last));
-  const whole = () => look(Math.min(1, last - 1), last);
+  const whole = () => look(Math.min(1, last - 1) - 0.4, last + 0.4);
   const from = at("from"), to = at("to");
   range.change.connect(() => {
     if (document.activeElement !== from) from.value = Math.max(0, Math.round(range.start));

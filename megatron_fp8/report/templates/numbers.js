@@ -20,19 +20,20 @@ async function iterationsOf(text) {
   return new Float64Array(await unpacked(text));
 }
 
-/** A map's codes: each is the one before it in its row and a step, of which there are the high bytes, then the low. */
+/** A map's codes: each is the one before it in its row and a step, of which there are the high, middle and low bytes. */
 async function codesOf(text, columns) {
-  const bytes = new Uint8Array(await unpacked(text)), half = bytes.length / 2;
-  const codes = new Uint16Array(half);
-  for (let i = 0; i < half; i++) {
-    codes[i] = ((bytes[i] << 8) | bytes[half + i]) + (i % columns ? codes[i - 1] : 0);
+  const bytes = new Uint8Array(await unpacked(text)), count = bytes.length / 3;
+  const codes = new Uint32Array(count);
+  for (let i = 0; i < count; i++) {
+    const step = (bytes[i] << 16) | (bytes[count + i] << 8) | bytes[2 * count + i];
+    codes[i] = (step + (i % columns ? codes[i - 1] : 0)) & 0xffffff;
   }
   return codes;
 }
 
 const word = new Uint32Array(1), number = new Float32Array(word.buffer);
 function valueOf(code) {
-  word[0] = code << 16;
+  word[0] = code << 8;
   return number[0];
 }
 
@@ -41,11 +42,11 @@ function inWords(code) {
   if (code === data.codes.absent) return "not measured";
   if (code === data.codes.null) return "null";
   if (code === data.codes.nan) return "NaN";
-  if (code === 0x7f80) return "Infinity";
-  return code === 0xff80 ? "-Infinity" : null;
+  if (code === 0x7f8000) return "Infinity";
+  return code === 0xff8000 ? "-Infinity" : null;
 }
 
-const told = (value) => Number.isFinite(value) ? String(Number(value.toPrecision(3))) : String(value);
+const told = (value) => Number.isFinite(value) ? String(Number(value.toPrecision(4))) : String(value);
 const spoken = (code) => inWords(code) ?? told(valueOf(code));
 
 // ----------------------------------------------------------------------------------------------- elements

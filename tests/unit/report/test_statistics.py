@@ -2,11 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from megatron_fp8.report.lines import read_lines
-from megatron_fp8.report.packing import ABSENT, NULL
+from megatron_fp8.report.packing import ABSENT, NULL, values_of
 from megatron_fp8.report.statistics import Statistics, meaning, read_statistics
 
 
@@ -21,7 +20,7 @@ def line(iteration, site, tensor="input", **statistics):
 
 
 def values(codes):
-    return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values_of(codes)
 
 
 def test_every_number_is_in_its_place(tmp_path):
