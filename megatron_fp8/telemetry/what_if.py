@@ -14,6 +14,7 @@ from ..backends import specified
 from ..numerics.formats import FloatFormat
 from ..numerics.rule import Direction, Rule
 from ..numerics.scaling import compute_scale
+from ..numerics.subnormals import keeping_subnormals
 from ..recipe import RECIPES, DelayedScaling
 from ..tensor import Float8Tensor
 from .names import WHAT_IF
@@ -69,12 +70,13 @@ class WhatIfHistory:
         self.rows = torch.zeros(count, self.recipe.amax_history_len, dtype=torch.float32, device=device)
         self.head = torch.zeros(count, dtype=torch.int64, device=device)
         self.scales = torch.ones(count, dtype=torch.float32, device=device)
-        self.warm = torch.zeros(count, dtype=torch.bool, device=device)
+        self.warm = [False] * count
         self.updates = 0
 
+    @keeping_subnormals
     def update(self, amax: torch.Tensor) -> None:
         """The end of an iteration, measured or not: amax float32 [count], of the iteration and of all ranks that share a
-        scale; 0 where a tensor was not cast. Nothing is read back."""
+        scale; 0 where a tensor was not cast. Read back once, while any has no scale yet."""
         amax = torch.where(amax.isinf(), 0.0, amax)
         seen = amax != 0
         self.rows.scatter_(1, self.head[:, None], amax[:, None])
@@ -83,11 +85,13 @@ class WhatIfHistory:
             margin, epsilon = self.recipe.margin, self.recipe.amax_epsilon
             fresh = compute_scale(longest, self.fmt, margin=margin, epsilon=epsilon)
             self.scales = torch.where(seen, fresh, self.scales)
-            self.warm |= seen
+            if not all(self.warm):
+                told = seen.tolist()
+                self.warm = [before or now for before, now in zip(self.warm, told, strict=True)]
         self.head.add_(seen).remainder_(self.rows.shape[1])
         self.rows.scatter_(1, self.head[:, None], torch.zeros_like(amax)[:, None])
         self.updates += 1
 
     def scale(self, index: int) -> torch.Tensor | None:
-        """float32 [], that this iteration's casts of a tensor would use; None before its first amax. Reads a value."""
-        return self.scales[index] if bool(self.warm[index]) else None
+        """float32 [], that this iteration's casts of a tensor would use; None before its first amax."""
+        return self.scales[index] if self.warm[index] else None
