@@ -1,0 +1,281 @@
+"""What to do about what telemetry shows: rules as data, from evidence to a cause to a line to paste.
+
+A rule speaks of one statistic of some tensors, in sites that scale in a certain way. It holds of a tensor when the
+statistic was beyond the limit in at least two measured iterations (or in the only one). Limits lie far from what
+healthy training shows, where E4M3 codes have an SQNR of 31 dB, E5M2 codes 25 dB, and less than 0.2 % of the values
+underflow or saturate. No rule looks at the loss: whether FP8 costs any is measured by a diagnosis, and advice says
+where to look first.
+
+Rejected: one number for a tensor's health, of which nobody can tell what it is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+OWN_SCALES = ("tensorwise", "rowwise")
+BLOCKS = ("blockwise", "mxfp8")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Evidence and what it means.
+
+    Attributes:
+        name: of the rule.
+        statistic: which figure; ``limit``: it is beyond this; ``below``: on the lower side.
+        tensors, recipes, formats: where the rule applies; of the site's plan in report.json. Empty: everywhere.
+        cause: why it happens, in words.
+        cure: 'finer' (the next finer recipe for the site, by the what-ifs if they were measured), 'bf16', or an option.
+        shown: figures to give beside.
+    """
+
+    name: str
+    statistic: str
+    limit: float
+    cause: str
+    cure: str
+    below: bool = False
+    tensors: tuple[str, ...] = ("input", "weight", "grad_output")
+    recipes: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+
+    def holds(self, value: float) -> bool:
+        """Whether a figure is beyond the limit."""
+        return value < self.limit if self.below else value > self.limit
+
+
+RULES = (
+    Rule(
+        "delayed scale too small", "overflows%", 0.5,
+        "delayed scaling made the scale from earlier iterations, and this tensor has grown beyond it",
+        "--model.fp8_amax_compute_algo=max --model.fp8_amax_history_len=16 --model.fp8_margin=1",
+        recipes=("delayed",), shown=("cur_amax", "scale_inv_max"),
+    ),
+    Rule(
+        "delayed scale too large", "underflows%", 5.0,
+        "delayed scaling made the scale from a larger amax, and most of FP8's range goes unused",
+        "finer", recipes=("delayed",), shown=("cur_amax", "scale_inv_max", "dynamic_range"),
+    ),
+    Rule(
+        "gradients too small for E4M3", "underflows%", 5.0,
+        "gradients of very different size share a scale, and E4M3's range is 2^14 smaller than E5M2's",
+        "--model.fp8=hybrid", tensors=("grad_output",), recipes=OWN_SCALES, formats=("e4m3",),
+        shown=("dynamic_range", "kurtosis"),
+    ),
+    Rule(
+        "one scale for too much", "underflows%", 5.0,
+        "values of very different size share one scale: what is small becomes zero",
+        "finer", recipes=OWN_SCALES, shown=("dynamic_range", "kurtosis", "sqnr_db"),
+    ),
+    Rule(
+        "values lost inside blocks", "underflows%", 5.0,
+        "values of very different size stand side by side in one block: what is small becomes zero",
+        "bf16", recipes=BLOCKS, shown=("dynamic_range", "kurtosis", "sqnr_db"),
+    ),
+    Rule(
+        "outliers take the precision", "sqnr_db", 20.0,
+        "a few values are so much larger than the others that their scale leaves these no bits",
+        "finer", below=True, formats=("e4m3",), shown=("kurtosis", "cur_amax", "std"),
+    ),
+    Rule(
+        "outliers take the precision", "sqnr_db", 14.0,
+        "a few values are so much larger than the others that their scale leaves these no bits",
+        "finer", below=True, formats=("e5m2",), shown=("kurtosis", "cur_amax", "std"),
+    ),
+)  # fmt: skip
+
+FINER = {"delayed": ("tensorwise",), "tensorwise": BLOCKS, "rowwise": BLOCKS, "blockwise": (), "mxfp8": ()}
+"""A recipe -> those whose scales follow values more closely; none: only BF16 is left."""
+
+WHAT_IF = {"mxfp8": "mxfp8", "blockwise": "fp8_block_scaling", "tensorwise": "fp8_current_scaling"}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One piece of advice.
+
+    Attributes:
+        title: what is wrong, in a few words.
+        cause: why, in a sentence.
+        line: the options of ``train`` to paste.
+        sites: where; empty: the whole run.
+        tensor: which tensor of them; None: no single one.
+        figures: statistic -> the worst site's, in its worst iteration.
+        iterations: the first and last measured iteration that show it; None: not of iterations.
+    """
+
+    title: str
+    cause: str
+    line: str
+    sites: tuple[str, ...] = ()
+    tensor: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    iterations: tuple[int, int] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "sites": list(self.sites), "iterations": list(self.iterations or ()) or None}
+
+    def __str__(self) -> str:
+        more = f" and {len(self.sites) - 1} more" if self.sites[1:] else ""
+        where = f"{self.sites[0]}{more}" if self.sites else "run"
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
+        seen = "" if self.iterations is None else f", iterations {self.iterations[0]}-{self.iterations[1]}"
+        shown = f" ({figures}{seen})" if figures else ""
+        tensor = f" {self.tensor}" if self.tensor else ""
+        return f"{where}{tensor}: {self.title}: {self.cause}{shown}. Try: {self.line}"
+
+
+def advise(
+    records: Iterable[Mapping[str, Any]],
+    report: Mapping[str, Any],
+    metrics: Sequence[Mapping[str, Any]] = (),
+) -> list[Advice]:
+    """What a run's figures call for, the most certain first; [] where nothing is beyond a limit.
+
+    Args:
+        records: of telemetry.jsonl.
+        report: report.json.
+        metrics: of metrics.jsonl.
+    """
+    plans = {site["name"]: site for site in report.get("sites", ()) if site.get("precision") == "fp8"}
+    series: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    bad: list[Mapping[str, Any]] = []
+    for record in records:
+        if record.get("nonfinite", 0) > 0:
+            bad.append(record)
+        if record["site"] in plans:
+            series.setdefault((record["site"], record["tensor"]), []).append(record)
+    found = [*_not_finite(bad, metrics)]
+    if not bad:
+        found += _by_rules(series, plans)
+        found += _spikes(metrics, bool(found))
+    return found + _configuration(report)
+
+
+def _by_rules(
+    series: Mapping[tuple[str, str], list[Mapping[str, Any]]], plans: Mapping[str, Mapping[str, Any]]
+) -> list[Advice]:
+    """A rule's sites with the same cure are one piece; a tensor is spoken of by its first rule."""
+    pieces: dict[tuple[str, str, str], list[tuple[str, list[Mapping[str, Any]], Rule]]] = {}
+    for (site, tensor), measured in series.items():
+        plan = plans[site]
+        words = str((plan.get("roles") or {}).get(tensor) or "").split()
+        for rule in RULES:
+            applies = (not rule.recipes or plan["recipe"] in rule.recipes) and tensor in rule.tensors
+            if (
+                not applies
+                or (rule.formats and words[:1] != [f for f in rule.formats if f in words[:1]])
+                or not words
+            ):
+                continue
+            seen = [r for r in measured if rule.statistic in r and rule.holds(r[rule.statistic])]
+            if len(seen) >= min(2, len(measured)) and seen:
+                cure = _cure(rule, str(plan["recipe"]), seen)
+                pieces.setdefault((rule.name, tensor, cure), []).append((site, seen, rule))
+                break
+    return [_piece(tensor, cure, held) for (_, tensor, cure), held in pieces.items()]
+
+
+def _cure(rule: Rule, recipe: str, seen: list[Mapping[str, Any]]) -> str:
+    """The option, 'bf16', or the finer recipe's name: the better one of those whose what-if was measured."""
+    if rule.cure != "finer":
+        return rule.cure
+    choices = FINER.get(recipe, ())
+    if not choices:
+        return "bf16"
+    last = seen[-1]
+
+    def gain(name: str) -> float:
+        return last.get(f"{WHAT_IF[name]}_sqnr_db", -math.inf)
+
+    best = max(choices, key=gain)
+    known = gain(best) > -math.inf
+    return "bf16" if known and gain(best) < last.get("sqnr_db", -math.inf) + 1.0 else best
+
+
+def _piece(tensor: str, cure: str, held: list[tuple[str, list[Mapping[str, Any]], Rule]]) -> Advice:
+    rule = held[0][2]
+
+    def worst(seen: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+        return min(seen, key=lambda r: r[rule.statistic] if rule.below else -r[rule.statistic])
+
+    held = sorted(held, key=lambda one: worst(one[1])[rule.statistic], reverse=not rule.below)
+    first = worst(held[0][1])
+    figures = {name: first[name] for name in (rule.statistic, *rule.shown) if name in first}
+    sites = tuple(site for site, _, _ in held)
+    line = (
+        cure if cure.startswith("--") else f"--model.fp8_overrides='{json.dumps(dict.fromkeys(sites, cure))}'"
+    )
+    every = [record["iteration"] for _, seen, _ in held for record in seen]
+    return Advice(rule.name, rule.cause, line, sites, tensor, figures, (min(every), max(every)))
+
+
+def _not_finite(bad: list[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> list[Advice]:
+    """NaN and Inf spread to everything within an iteration: only the first ones are evidence."""
+    if not bad:
+        return []
+    first = min(record["iteration"] for record in bad)
+    here = [record for record in bad if record["iteration"] == first]
+    weights = [record for record in here if record["tensor"] == "weight"]
+    named = weights or here
+    cause = (
+        "a weight itself is not finite: an optimizer step made it so, and no precision of GEMMs helps"
+        if weights
+        else "the first measured iteration with NaN or Inf; they spread through all sites from there. FP8 saturates and"
+        " makes no Inf: look whether high precision has it too"
+    )
+    sites = tuple(dict.fromkeys(record["site"] for record in named))
+    tensor = named[0]["tensor"] if len({record["tensor"] for record in named}) == 1 else None
+    return [
+        Advice(
+            "not finite", cause, "--optimizer.lr=LOWER from a checkpoint before that iteration; and look with"
+            f" megatron-fp8 diagnose RUN --iteration {first}",
+            sites, tensor, {"nonfinite": named[0]["nonfinite"]}, (first, first),
+        )
+    ]  # fmt: skip
+
+
+SPIKE, SPIKES = 5.0, 3
+"""A gradient norm is a spike at so many times the median of all; so many of them are advice."""
+
+
+def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice]:
+    """Gradients that leap while no tensor's codes are bad: the learning rate or the data, and not FP8."""
+    norms = [(m["iteration"], m["grad_norm"]) for m in metrics if m.get("grad_norm") is not None]
+    if evidence or len(norms) < 4 * SPIKES:
+        return []
+    usual = median(norm for _, norm in norms)
+    high = [(iteration, norm) for iteration, norm in norms[len(norms) // 10 :] if norm > SPIKE * usual]
+    if len(high) < SPIKES:
+        return []
+    return [
+        Advice(
+            "gradient spikes", "the gradient's norm leaps while no codes of FP8 are bad: the learning rate or the data",
+            "--optimizer.lr=LOWER --optimizer.clip_grad=1.0",
+            figures={"grad_norm": max(norm for _, norm in high), "median grad_norm": usual, "spikes": float(len(high))},
+            iterations=(high[0][0], high[-1][0]),
+        )
+    ]  # fmt: skip
+
+
+def _configuration(report: Mapping[str, Any]) -> list[Advice]:
+    """What no figure is needed for."""
+    precision = report.get("precision") or {}
+    if precision.get("fp8") != "hybrid" or precision.get("fp8_recipe") != "mxfp8":
+        return []
+    return [
+        Advice(
+            "gradients lose a bit for nothing",
+            "each block of 32 has its own scale, so gradients need no E5M2 range, and E4M3 has one bit of mantissa more"
+            " (6 dB)",
+            "--model.fp8=e4m3",
+        )
+    ]

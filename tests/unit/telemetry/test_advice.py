@@ -1,0 +1,150 @@
+"""Advice: each rule finds its evidence and nothing else, and gives a line that train takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from megatron_fp8.telemetry.advice import RULES, advise
+from megatron_fp8.telemetry.names import parse
+from megatron_fp8.train.config.run_config import parse as parse_run
+
+SITE = "decoder.layers.1.mlp.linear_fc1"
+HEALTHY = {
+    "underflows%": 0.01, "overflows%": 0.0, "sqnr_db": 31.5, "cur_amax": 1.0, "scale_inv_max": 0.01, "kurtosis": 3.0,
+    "dynamic_range": 20.0, "std": 0.1, "nonfinite": 0.0,
+}  # fmt: skip
+WORDS = {
+    "tensorwise": "tensor fp32",
+    "delayed": "tensor delayed fp32",
+    "blockwise": "1x128 pow2",
+    "mxfp8": "1x32 e8m0",
+}
+
+
+def report(recipe, *, fp8="hybrid", sites=(SITE,)):
+    grads = "e5m2" if fp8 == "hybrid" else "e4m3"
+    roles = {
+        role: f"{'e4m3' if role != 'grad_output' else grads} {WORDS[recipe]}"
+        for role in ("input", "weight", "grad_output")
+    }
+    plans = [{"name": name, "precision": "fp8", "recipe": recipe, "roles": roles} for name in sites]
+    return {"precision": {"fp8": fp8, "fp8_recipe": recipe}, "sites": plans}
+
+
+def records(tensor="input", *, iterations=(10, 20, 30), site=SITE, **figures):
+    return [{"iteration": i, "site": site, "tensor": tensor, **HEALTHY, **figures} for i in iterations]
+
+
+@pytest.mark.parametrize("recipe", WORDS)
+@pytest.mark.parametrize("tensor", ["input", "weight", "grad_output"])
+def test_healthy_figures_need_no_advice(recipe, tensor):
+    sqnr = 25.5 if tensor == "grad_output" else 31.5
+    assert (
+        advise(records(tensor, sqnr_db=sqnr), report(recipe, fp8="e4m3" if recipe == "mxfp8" else "hybrid"))
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fp8", "tensor", "figures", "title", "line"),
+    [
+        ("delayed", "hybrid", "input", {"overflows%": 2.0}, "delayed scale too small", "--model.fp8_margin=1"),
+        ("delayed", "hybrid", "weight", {"underflows%": 9.0}, "delayed scale too large", '"tensorwise"'),
+        ("tensorwise", "hybrid", "input", {"underflows%": 9.0}, "one scale for too much", '"blockwise"'),
+        ("tensorwise", "e4m3", "grad_output", {"underflows%": 9.0}, "gradients too small", "--model.fp8=hybrid"),
+        ("tensorwise", "hybrid", "grad_output", {"underflows%": 9.0}, "one scale for too much", '"blockwise"'),
+        ("tensorwise", "hybrid", "input", {"sqnr_db": 12.0}, "outliers take the precision", '"blockwise"'),
+        ("tensorwise", "hybrid", "grad_output", {"sqnr_db": 12.0}, "outliers take", '"blockwise"'),
+        ("mxfp8", "e4m3", "input", {"underflows%": 9.0}, "values lost inside blocks", '"bf16"'),
+        ("blockwise", "hybrid", "input", {"sqnr_db": 12.0}, "outliers take the precision", '"bf16"'),
+        (
+            "tensorwise", "hybrid", "input",
+            {"sqnr_db": 12.0, "mxfp8_sqnr_db": 30.0, "fp8_block_scaling_sqnr_db": 25.0}, "outliers", '"mxfp8"',
+        ),
+        (
+            "tensorwise", "hybrid", "input",
+            {"sqnr_db": 12.0, "mxfp8_sqnr_db": 12.2, "fp8_block_scaling_sqnr_db": 12.1}, "outliers", '"bf16"',
+        ),
+    ],
+)  # fmt: skip
+def test_evidence_to_line(recipe, fp8, tensor, figures, title, line):
+    (found,) = advise(records(tensor, **figures), report(recipe, fp8=fp8))
+    assert found.title.startswith(title) and line in found.line, found
+    assert (found.sites, found.tensor, found.iterations) == ((SITE,), tensor, (10, 30))
+    (statistic,) = [name for name in figures if not name.startswith(("mxfp8", "fp8_"))]
+    assert found.figures[statistic] == figures[statistic]
+    assert SITE in str(found) and found.line in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["sites"] == [SITE]
+
+
+def test_once_is_no_evidence():
+    rows = records() + records(iterations=(40,), **{"underflows%": 60.0})
+    assert advise(rows, report("tensorwise")) == []
+    assert (
+        advise(records(iterations=(40,), **{"underflows%": 60.0}), report("tensorwise")) != []
+    )  # all there is
+
+
+def test_sites_in_high_precision_are_left_out():
+    plan = report("tensorwise")
+    plan["sites"][0]["precision"] = "bf16"
+    assert advise(records(**{"underflows%": 60.0}), plan) == []
+
+
+def test_sites_with_one_cure_are_one_piece_the_worst_first():
+    other = SITE.replace("fc1", "fc2")
+    rows = records(**{"underflows%": 9.0}) + records(site=other, **{"underflows%": 19.0})
+    (found,) = advise(rows, report("tensorwise", sites=(SITE, other)))
+    assert found.sites == (other, SITE) and found.figures["underflows%"] == 19.0
+
+
+@pytest.mark.parametrize("tensor", ["weight", "input"])
+def test_not_finite_is_the_first_iteration_and_no_other_advice(tensor):
+    rows = records() + records(tensor, iterations=(40,), nonfinite=3.0, **{"underflows%": 60.0})
+    rows += records("input", iterations=(50, 60), nonfinite=9000.0, **{"underflows%": 60.0})
+    (found,) = advise(rows, report("tensorwise"))
+    assert found.title == "not finite" and found.iterations == (40, 40) and found.tensor == tensor
+    assert ("optimizer step" in found.cause) == (tensor == "weight")
+    assert "diagnose RUN --iteration 40" in found.line
+
+
+def steps(spikes):
+    return [{"iteration": i, "grad_norm": 30.0 if i in spikes else 1.0 + i % 3 / 10} for i in range(1, 201)]
+
+
+def test_gradient_spikes_without_bad_codes_are_not_fp8():
+    (found,) = advise(records(), report("tensorwise"), steps({50, 100, 150, 200}))
+    assert (
+        found.title == "gradient spikes" and found.figures["spikes"] == 4 and "--optimizer.lr" in found.line
+    )
+    assert advise(records(), report("tensorwise"), steps({50, 100})) == []
+    assert advise(records(), report("tensorwise"), steps(range(1, 12))) == []  # the warm-up's
+    found = advise(records(**{"underflows%": 9.0}), report("tensorwise"), steps({50, 100, 150}))
+    assert [one.title for one in found] == ["one scale for too much"]
+
+
+def test_hybrid_mx_is_said_without_any_figure():
+    (found,) = advise([], report("mxfp8"))
+    assert found.line == "--model.fp8=e4m3" and found.sites == ()
+    assert advise([], report("mxfp8", fp8="e4m3")) == [] and advise([], report("blockwise")) == []
+    assert advise([], {}) == []
+
+
+def test_lines_are_options_that_train_takes():
+    for rule in RULES:
+        tensor = rule.tensors[-1]
+        for recipe in rule.recipes or ("tensorwise",):
+            fp8 = "hybrid" if rule.formats == ("e5m2",) else "e4m3"
+            bad = rule.limit - 1 if rule.below else rule.limit + 1
+            (found, *_) = advise(records(tensor, **{rule.statistic: bad}), report(recipe, fp8=fp8))
+            run = parse_run(["--config=examples/configs/tiny_gpt_cpu.yaml", *shlex.split(found.line)])
+            assert run.model.fp8 in ("hybrid", "e4m3")
+
+
+def test_rules_name_statistics_that_there_are():
+    for rule in RULES:
+        for name in (rule.statistic, *rule.shown):
+            assert parse(name).name == name
