@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
+from ..files.disk import replace_file
+from ..telemetry.advice import Advice, advise
 from ..train.report import format_report, read_report
 from .line import CommandParser, run
 
 DESCRIPTION = """\
 Prints the device, versions, parallel layout, parameters and the precision of every layer of a run, and
 its losses.
+
+Advice is what the run's figures call for (docs/telemetry.md): rules over --telemetry.every, each with a line
+to paste. --advice FILE writes it as JSON.
 
 With --html one file is written in place of that, of one run or of several: curves, statistics of every
 site (of runs with --telemetry.every), the precision map, events and advice. It needs no network.
@@ -25,13 +31,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="write a page of the runs, to open in a browser"
     )
+    parser.add_argument("--advice", metavar="FILE", type=Path, help="write the run's advice as JSON")
     return run(parser, arguments, _report)
 
 
 def _report(options: Namespace) -> None:
     """Raises ValueError: bad input."""
+    if options.html is not None and options.advice is not None:
+        raise ValueError("--html and --advice are two files: give one of them at a time")
     if options.html is not None:
         write_page(options.runs, options.html)
+    elif options.advice is not None and len(options.runs) == 1:
+        write_advice(options.runs[0], options.advice)
     elif len(options.runs) == 1:
         print(terminal(options.runs[0]))
     else:
@@ -56,11 +67,33 @@ def terminal(folder: Path) -> str:
     """The report of one run for the terminal. Raises ValueError: it is no run's folder, or its files are damaged."""
     try:
         report = read_report(folder)
-        return "\n".join([format_report(report), *losses(folder if folder.is_dir() else folder.parent)])
+        own = folder if folder.is_dir() else folder.parent
+        advice = [f"advice      {piece}" for piece in advice_of(own, report)]
+        return "\n".join([format_report(report), *losses(own), *advice])
     except KeyError as error:
         raise ValueError(f"{str(folder)!r} is not a run's report or metrics: {error} is missing") from error
     except (TypeError, AttributeError, IndexError) as error:  # other JSON than a run writes
         raise ValueError(f"{str(folder)!r} is not a run's report or metrics ({error})") from error
+
+
+def advice_of(folder: Path, report: dict[str, Any]) -> list[Advice]:
+    """What a run's figures call for."""
+    return advise(records(folder / "telemetry.jsonl"), report, records(folder / "metrics.jsonl"))
+
+
+def write_advice(folder: Path, path: Path) -> None:
+    """The advice of a run as a JSON file: a list of objects. Raises ValueError: bad input."""
+    try:
+        pieces = [piece.as_dict() for piece in advice_of(folder, read_report(folder))]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(folder)!r} is not a run's report or telemetry ({error!r})") from error
+    try:
+        replace_file(path, json.dumps(pieces, indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"--advice={path} cannot be written ({error.strerror}): give another file."
+        ) from error
+    print(f"{path}: {len(pieces)} pieces of advice")
 
 
 def losses(folder: Path) -> list[str]:

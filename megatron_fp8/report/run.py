@@ -9,11 +9,12 @@ from typing import Any
 
 from ..files.disk import read_ordinary
 from ..files.manifest import LARGEST
+from ..telemetry.advice import advise
 from ..train.report import read_report
-from .advice import Advice, read_advice
+from .advice import Advice, read_advice, understood
 from .curves import QUANTITIES, VALIDATION, Curve, read_curves
 from .events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
-from .lines import read_lines
+from .lines import Line, read_lines
 from .precision import checked_sites
 from .statistics import Statistics, read_statistics
 
@@ -97,7 +98,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         phases=_phases(report, str(report_path)),
         events=tuple(sorted(events, key=lambda event: (event.first, event.kind))),
         statistics=statistics,
-        advice=_advice(folder / "advice.json"),
+        advice=_advice(folder / "advice.json") or _own_advice(folder, report, sites, metrics),
     )
 
 
@@ -120,6 +121,25 @@ def _phases(report: dict[str, Any], path: str) -> tuple[tuple[str, str, int, int
         raise ValueError(
             f"{path!r} is no run's report: its phases cannot be understood ({error!r})."
         ) from error
+
+
+def _own_advice(
+    folder: Path, report: dict[str, Any], sites: list, metrics: Sequence[Line]
+) -> tuple[Advice, ...]:
+    """What the run's own figures call for, where nobody else has written advice."""
+    records = (line.content for line in read_lines(folder / "telemetry.jsonl"))
+    given = advise(records, {**report, "sites": sites}, [line.content for line in metrics])
+    return understood(
+        {
+            "title": f"{piece.title}: {piece.cause}",
+            "line": piece.line,
+            "sites": list(piece.sites) or None,
+            "tensor": piece.tensor,
+            **piece.figures,
+            "iterations": list(piece.iterations or ()) or None,
+        }
+        for piece in given
+    )
 
 
 def _advice(path: Path) -> tuple[Advice, ...]:

@@ -148,7 +148,7 @@ def advise(
     plans = {site["name"]: site for site in report.get("sites", ()) if site.get("precision") == "fp8"}
     series: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     bad: list[Mapping[str, Any]] = []
-    for record in records:
+    for record in map(_numbers, records):
         if record.get("nonfinite", 0) > 0:
             bad.append(record)
         if record["site"] in plans:
@@ -158,6 +158,15 @@ def advise(
         found += _by_rules(series, plans)
         found += _spikes(metrics, bool(found))
     return found + _configuration(report)
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without figures that are no finite number: files may have been written by others."""
+    return {
+        name: value
+        for name, value in record.items()
+        if name in ("site", "tensor") or (isinstance(value, (int, float)) and math.isfinite(value))
+    }
 
 
 def _by_rules(

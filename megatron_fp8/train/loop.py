@@ -70,14 +70,17 @@ class Trainer:
         training = self.stepper.training_data(self.samples)
         summary: dict[str, float] = {"iteration": self.finished}
         moves = guard_moves(self.stepper.chunks)
+        if self.finished:
+            self._event(self.finished, "resume", f"started after iteration {self.finished}")
         for iteration in range(self.finished + 1, wanted.train_iters + 1):
             metrics = self._timed_step(iteration, training)
             summary["iteration"] = iteration
             if iteration == self.finished + 1:
                 self._after_first_step()
-            elif guard_moves(self.stepper.chunks) != moves:
+            moved = [move for move in guard_moves(self.stepper.chunks) if move not in moves]
+            if moved and iteration > self.finished + 1:
                 self._sites_moved()
-            moves = guard_moves(self.stepper.chunks)
+            moves += moved
             if metrics.lm_loss is not None:
                 summary.setdefault("first_loss", metrics.lm_loss)
                 summary["last_loss"] = metrics.lm_loss
@@ -97,14 +100,17 @@ class Trainer:
             stop = self.stepper.stop.reason is not None
             if self.checkpoints and (stop or self.checkpoints.due(iteration)):
                 self.checkpoints.save(iteration, self.samples)
-                if self.writer:
-                    self.writer.event(iteration, "save", folder_name(iteration))
+                self._event(iteration, "save", folder_name(iteration))
             if stop:
                 break
         if self.checkpoints:
             self.checkpoints.close()
         self._check_end(summary)
         return summary
+
+    def _event(self, iteration: int, event: str, text: str) -> None:
+        if self.writer:
+            self.writer.event(iteration, event, text)
 
     def _look(self, metrics: IterationMetrics) -> None:
         """Say what a step tells of the training. Raises TrainingFailed, on all ranks, when it stands still."""

@@ -1,6 +1,6 @@
 """The two folders that a run writes into: tried before anything is trained, held for one run, what was there kept.
 
-    run_dir              config.yaml, report.json, metrics.jsonl, validation.jsonl, tensorboard/
+    run_dir              config.yaml, report.json, metrics.jsonl, validation.jsonl, events.jsonl, tensorboard/
     checkpoint.folder    checkpoints; by default run_dir/checkpoints
 
 Both are locked (megatron_fp8.run_lock), so that no other run removes this one's saves, whatever its run_dir. All ranks

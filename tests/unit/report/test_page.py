@@ -68,7 +68,8 @@ def test_runs_without_telemetry_or_anything_else(tmp_path):
     assert (
         "--telemetry.every=10" in text and 'id="chart-map"' not in text and '<td class="n">NaN</td>' in text
     )
-    assert 'id="advice"' not in text
+    assert 'id="advice"' not in html_of(read_runs([tmp_path / "bare"]))
+    assert "--model.fp8=e4m3" in text  # the other run's: it is MXFP8 with E5M2 gradients
 
 
 def test_files_that_cannot_be_or_must_not_be_written(tmp_path):

@@ -13,7 +13,8 @@ def test_a_run_is_read_whole(tmp_path):
     assert (run.name, run.last) == ("run", 40) and {"lm_loss", "validation_loss"} <= set(run.curves)
     assert run.phases[0] == ("warm-up", "bf16", 1, 5)
     assert run.statistics is not None and run.statistics.sites == tuple(sites(2))
-    assert run.events == () and run.advice == ()
+    assert run.events == ()
+    assert [(piece.paste, piece.details) for piece in run.advice] == [(("--model.fp8=e4m3",), ())]
 
 
 def test_names_are_the_shortest_ends_that_differ(tmp_path):

@@ -18,6 +18,7 @@ HEALTHY = {
 }  # fmt: skip
 WORDS = {
     "tensorwise": "tensor fp32",
+    "rowwise": "row fp32",
     "delayed": "tensor delayed fp32",
     "blockwise": "1x128 pow2",
     "mxfp8": "1x32 e8m0",
@@ -142,6 +143,14 @@ def test_lines_are_options_that_train_takes():
             (found, *_) = advise(records(tensor, **{rule.statistic: bad}), report(recipe, fp8=fp8))
             run = parse_run(["--config=examples/configs/tiny_gpt_cpu.yaml", *shlex.split(found.line)])
             assert run.model.fp8 in ("hybrid", "e4m3")
+
+
+def test_figures_that_are_no_numbers_are_left_out():
+    odd = {"nonfinite": None, "sqnr_db": float("nan"), "cur_amax": "NaN"}
+    rows = [{**row, **odd} for row in records(**{"underflows%": 9.0})]
+    (found,) = advise(rows, report("tensorwise"), [{"iteration": i, "grad_norm": None} for i in range(50)])
+    assert found.title == "one scale for too much"
+    assert set(found.figures) == {"underflows%", "dynamic_range", "kurtosis"}
 
 
 def test_rules_name_statistics_that_there_are():
