@@ -12,6 +12,7 @@ from torch import nn
 from megatron_fp8 import Fp8Config, convert_from_fp8, convert_to_fp8, diagnose
 from megatron_fp8.nn import Fp8Linear, fp8_step
 from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from megatron_fp8.telemetry.subject import adam_update
 from tests.support.planted import (
     Tower,
     batches,
@@ -92,6 +93,31 @@ def test_a_recipe_too_coarse_for_one_layer_is_found():
     grow_channel(model, 2, 2.0**17)
     worst = diagnose(model, loss_of, batches(5)).ranking[0]
     assert worst.site == "blocks.2.fc1" and worst.stands_out
+
+
+def test_the_update_that_adam_would_make_is_looked_at_with_an_optimizer():
+    """The first step's update is a sign for each element, whatever its size: an error there is a wrong sign."""
+    model, optimizer = trained(0)
+    with wrong_scale(model, "blocks.1.fc2", "dgrad", -1.0):
+        found = diagnose(model, loss_of, batches(0), optimizer=optimizer)
+    worst = found.ranking[0]
+    assert worst.key == "blocks.1.fc2:dgrad" and worst.update_error > 0.1
+    healthy = next(f for f in found.ranking if f.site == "blocks.0.fc1")
+    assert 0 < healthy.update_error < worst.update_error / 2
+    assert diagnose(model, loss_of, batches(0)).ranking[0].update_error is None
+
+
+def test_adam_s_update_is_torch_s():
+    parameter = torch.nn.Parameter(torch.randn(7, 5))
+    optimizer = torch.optim.Adam([parameter], lr=0.25)
+    for _ in range(3):
+        parameter.grad = torch.randn(7, 5)
+        optimizer.step()
+    gradient, before = torch.randn(7, 5), parameter.detach().clone()
+    update = adam_update(gradient, optimizer.state[parameter], optimizer.param_groups[0])
+    parameter.grad = gradient
+    optimizer.step()
+    assert torch.allclose(before - parameter.detach(), 0.25 * update, rtol=1e-4, atol=1e-6)
 
 
 def test_two_faults_are_both_in_the_overrides_and_nothing_else():
