@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -192,7 +193,7 @@ def format_table(found: Any, most: int = 24) -> str:
             f"{finding.gradient_error:.2%}",
             f"{finding.distance:.4f}",
             f"{finding.excess:.4f}",
-            f"{finding.loss_change:+.2e} +- {finding.loss_spread:.0e}",
+            _change(finding.loss_change, finding.loss_spread),
             finding.why,
         ]
         for finding in found.ranking[:most]
@@ -202,6 +203,10 @@ def format_table(found: Any, most: int = 24) -> str:
     text = table(["in FP8 alone", "error", "distance", "beyond rounding", "loss", "stands out by"], rows)
     left = len(found.ranking) - most
     return text + (f"\n... and {left} more, in the figures" if left > 0 else "")
+
+
+def _change(loss: float, spread: float) -> str:
+    return f"{loss:+.2e} +- {spread:.0e}" if math.isfinite(loss) else "not finite"
 
 
 def _write(path: Any, text: str) -> None:

@@ -79,10 +79,13 @@ def _one_a_site(outstanding: list[Finding]) -> list[Finding]:
 
 
 def _of(finding: Finding) -> str:
-    return (
-        f"{finding.key} in FP8 alone: {finding.why} (gradient error {_percent(finding.gradient_error)}, loss"
-        f" {finding.loss_change:+.3g}; {finding.worst_parameter} {_percent(finding.worst_error)})."
-    )
+    figures = ""
+    if math.isfinite(finding.gradient_error) and math.isfinite(finding.loss_change):
+        figures = (
+            f" (gradient error {_percent(finding.gradient_error)}, loss {finding.loss_change:+.3g};"
+            f" {finding.worst_parameter} {_percent(finding.worst_error)})"
+        )
+    return f"{finding.key} in FP8 alone: {finding.why}{figures}."
 
 
 def _all_at_once(found: Attribution, mean: float) -> str:

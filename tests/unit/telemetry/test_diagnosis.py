@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy
@@ -118,6 +119,19 @@ def test_adam_s_update_is_torch_s():
     parameter.grad = gradient
     optimizer.step()
     assert torch.allclose(before - parameter.detach(), 0.25 * update, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+def test_a_product_that_is_not_finite_in_fp8_alone_is_named(gemm, value):
+    model, _ = trained(0)
+    with wrong_scale(model, "blocks.0.fc2", gemm, value):
+        found = diagnose(model, loss_of, batches(0))
+    assert found.ranking[0].key == f"blocks.0.fc2:{gemm}", found.verdict
+    assert found.overrides == {f"blocks.0.fc2:{gemm}": "bf16"}
+    assert "not finite in FP8, finite in high precision" in found.verdict
+    assert "nan" not in found.verdict and "inf" not in found.verdict.replace("finite", "")
+    json.dumps(found.as_dict(), allow_nan=False)
 
 
 def test_two_faults_are_both_in_the_overrides_and_nothing_else():
