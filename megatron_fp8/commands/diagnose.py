@@ -122,7 +122,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
 
 def _good_loss(run_folder: Path, iteration: int) -> float | None:
     """The lowest mean loss of ten iterations that the run had up to the checkpoint; None if it tells of none."""
-    from .report import records
+    from ..files.lines import records
 
     losses = [
         row["lm_loss"]

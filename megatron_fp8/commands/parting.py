@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
+from ..files.lines import records
 from ..telemetry.output import FILE, read_records
 from ..telemetry.parting import common_iterations, first_parting, relative_difference
-from .report import records
 
 _SAME_DATA = {
     "train": ("seed", "global_batch_size", "seq_length", "train_iters"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.disk import replace_file
+from ..files.lines import records
 from ..telemetry.advice import Advice, advise
 from ..train.report import format_report, read_report
 from .line import CommandParser, run
@@ -111,14 +112,3 @@ def losses(folder: Path) -> list[str]:
         last = validations[-1]
         lines.append(f"validation  loss {last['validation_loss']} after iteration {last['iteration']}")
     return lines
-
-
-def records(path: Path) -> list[dict]:
-    """The objects of a .jsonl file; an unfinished last line, of a run that was killed, is left out."""
-    if not path.is_file():
-        return []
-    complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    try:
-        return [json.loads(line) for line in complete.splitlines()]
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} holds a line that is no record ({error}): remove it.") from error

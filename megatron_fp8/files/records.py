@@ -6,13 +6,14 @@ that something is missing is said once. A killed process leaves at most one reco
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 import warnings
 from pathlib import Path
 from typing import Any
+
+from .lines import records_until
 
 
 class Appended:
@@ -100,18 +101,11 @@ def continued(path: Path, finished: int) -> Appended:
 
     A line that is no record, as a full disk leaves one, is dropped too, and that is said. Raises OSError.
     """
-    kept, damaged = [], 0
-    if finished and path.is_file():
-        for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
-            try:
-                if json.loads(line)["iteration"] <= finished:
-                    kept.append(line + b"\n")
-            except (ValueError, TypeError, KeyError):
-                damaged += 1
+    kept, damaged = records_until(path, finished)
     if damaged:
         warnings.warn(f"{damaged} lines of {str(path)!r} are no records: they are dropped.", stacklevel=2)
     # Replaced whole: a run that is killed here has the old file or the new one.
     beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(b"".join(kept))
+    beside.write_bytes(b"".join(line + b"\n" for line, _ in kept))
     beside.replace(path)
     return Appended(path)

@@ -41,16 +41,6 @@ class FloatFormat:
     signed: bool = True
 
     @property
-    def min_normal(self) -> float:
-        """Smallest positive normal value."""
-        return 2.0 ** (1 - self.bias) if self.signed else 2.0**-self.bias
-
-    @property
-    def min_subnormal(self) -> float:
-        """Smallest positive value."""
-        return self.min_normal * 2.0**-self.mantissa_bits
-
-    @property
     def max_exponent(self) -> int:
         """floor(log2(max)): 8 for E4M3, 15 for E5M2. MX calls it emax."""
         return 127 if not self.signed else (8 if self.mantissa_bits == 3 else 15)

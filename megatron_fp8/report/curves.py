@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .lines import Line
+from ..files.lines import Line
 
 _POINTS = 4000
 """Points of one curve: more than a screen has columns. Longer ones keep the extremes of neighbouring iterations."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.checkpoint import complete_checkpoints, not_finite_checkpoints
-from .lines import Line
+from ..files.lines import Line
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,6 @@ def values_of(codes: NDArray[np.uint32]) -> NDArray[np.float64]:
     return (codes << np.uint32(8)).view(np.float32).astype(np.float64)
 
 
-def is_number(codes: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """Which codes are of finite numbers."""
-    return (codes & np.uint32(0x7F8000)) != 0x7F8000
-
-
 def shortened(bits: NDArray[np.uint32], mantissa: int) -> NDArray[np.uint32]:
     """The codes of float32's bits, rounded to ``mantissa`` bits of mantissa; infinities and NaN keep their upper bits."""
     drop = np.uint32(23 - mantissa)

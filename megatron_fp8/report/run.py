@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..files.disk import read_ordinary
+from ..files.lines import Line, read_lines
 from ..files.manifest import LARGEST
 from ..telemetry.advice import advise
 from ..train.report import read_report
 from .advice import Advice, read_advice, understood
 from .curves import QUANTITIES, VALIDATION, Curve, read_curves
 from .events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
-from .lines import Line, read_lines
 from .precision import checked_sites
 from .statistics import Statistics, read_statistics
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ..files.lines import Line
 from ..telemetry.names import BY_NAME, TENSORS, WHAT_IF, parse
 from .events import Event
-from .lines import Line
 from .packing import ABSENT, NULL, codes_of, values_of
 
 _NAMES = ("iteration", "site", "tensor", "partial", "went_bad")

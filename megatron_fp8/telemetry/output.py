@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..files.lines import records_until
 from ..files.records import Board, continued
 
 Record = dict[str, Any]
@@ -30,17 +31,8 @@ class Output(Protocol):
 
 
 def read_records(folder: Path, finished: int) -> list[Record]:
-    """The records of a run's first ``finished`` iterations; none if there is no file. Lines that are no records are
-    left out."""
-    path, found = folder / FILE, []
-    for line in path.read_bytes().splitlines() if finished and path.is_file() else ():
-        try:
-            record = json.loads(line)
-            if record["iteration"] <= finished:
-                found.append(record)
-        except (ValueError, TypeError, KeyError):
-            continue
-    return found
+    """The records of a run's first ``finished`` iterations; none if there is no file. What is no record is left out."""
+    return [record for _, record in records_until(folder / FILE, finished)[0]]
 
 
 def scalars(records: list[Record]) -> dict[str, float]:

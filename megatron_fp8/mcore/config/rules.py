@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -88,14 +88,6 @@ def list_of(rule: Rule, length: int | None = None) -> Rule:
         lambda v: (
             isinstance(v, list | tuple) and length in (None, len(v)) and all(rule.holds(item) for item in v)
         ),
-    )
-
-
-def mapping_of(rule: Rule) -> Rule:
-    """Text keys, and values as `rule` says."""
-    return Rule(
-        f"a mapping from text to {rule.words}",
-        lambda v: isinstance(v, Mapping) and all(isinstance(k, str) and rule.holds(x) for k, x in v.items()),
     )
 
 

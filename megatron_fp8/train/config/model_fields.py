@@ -112,13 +112,15 @@ FREE: dict[str, frozenset[str]] = {
 IMPORT_PATHS = ("fp8_quantizer_factory", "fp4_quantizer_factory")
 """Fields that name code: they count only where the user gives them, never from a checkpoint."""
 
-_TOPIC = {name: topic for topic, names in FREE.items() for name in names}
+_KINDS = {
+    name: kind for kind, names in {"shape": SHAPE, "function": FUNCTION, **FREE}.items() for name in names
+}
 _FORMATS = ("e4m3", "hybrid")
 
 
 def kind_of(name: str) -> str:
-    """'shape', 'function', or the topic of a field that may change. One that is not known is 'function'."""
-    return "shape" if name in SHAPE else _TOPIC.get(name, "function")
+    """'shape', 'function', or the topic of a field that may change. One that no table names is 'function'."""
+    return _KINDS.get(name, "function")
 
 
 def settled(section: Mapping[str, Any]) -> dict[str, Any]:

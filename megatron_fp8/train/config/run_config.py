@@ -24,7 +24,7 @@ from ...files.disk import read_ordinary
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import FIELDS, FP8_FORMATS, OWN_RULES
 from .field_rules import RULES, check_rules
-from .model_section import NAMES, ModelSection, settle_precision, transformer_config
+from .model_section import NAMES, ModelSection, settle_precision
 from .paths import check_config_file, check_paths
 from .sections import (
     CheckpointSection,
@@ -343,8 +343,3 @@ def _check_text(values: dict[str, Any], before: str = "") -> None:
                     f"{before}{name}={value!r} holds bytes that are no UTF-8, and config.yaml could not hold them: choose"
                     " another name."
                 )
-
-
-def check_model(run: RunConfig) -> None:
-    """Raise ValueError if no TransformerConfig can be made of the model section."""
-    transformer_config(run.model)

@@ -77,15 +77,16 @@ def test_specials(fmt, spec, dtype):
     top = 0x7E if fmt is E4M3 else 0x7B
     nan_bits = torch.tensor([0x7FC00001, -0x00400001, 0x7F800001], dtype=torch.int32).view(torch.float32)
     assert nan_bits.isnan().all()
+    smallest = spec.values()[1]
     cases = [
         (math.inf, top),
         (-math.inf, top | 0x80),
         (0.0, 0x00),
         (-0.0, 0x80),
-        (fmt.min_subnormal, 0x01),
-        (-fmt.min_subnormal, 0x81),
-        (fmt.min_subnormal / 2, 0x00),  # a tie, and 0 is even
-        (-fmt.min_subnormal / 2, 0x80),
+        (smallest, 0x01),
+        (-smallest, 0x81),
+        (smallest / 2, 0x00),  # a tie, and 0 is even
+        (-smallest / 2, 0x80),
         (fmt.max, top),
         (fmt.max * 1.0625, top),
         (65504.0, top),

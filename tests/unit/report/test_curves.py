@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
+from megatron_fp8.files.lines import read_lines
 from megatron_fp8.report.curves import QUANTITIES, Curve, Quantity, in_words, read_curves
-from megatron_fp8.report.lines import read_lines
 
 
 def read(tmp_path, lines, quantities=QUANTITIES):

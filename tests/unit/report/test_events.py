@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from megatron_fp8.files.lines import read_lines
 from megatron_fp8.report.events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
-from megatron_fp8.report.lines import read_lines
 
 
 def lines(tmp_path, objects):

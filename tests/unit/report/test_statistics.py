@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_fp8.report.lines import read_lines
+from megatron_fp8.files.lines import read_lines
 from megatron_fp8.report.packing import ABSENT, NULL, values_of
 from megatron_fp8.report.statistics import Statistics, meaning, read_statistics
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron_fp8.report.lines import read_lines
+from megatron_fp8.files.lines import read_lines
 
 
 def written(tmp_path, text):

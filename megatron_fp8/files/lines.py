@@ -1,4 +1,8 @@
-"""Files of one JSON object a line, as runs write them and other people may have changed them."""
+"""Files of one JSON object a line (.jsonl), as runs write them and other people may have changed them.
+
+Whoever shows a run reads it with `read_lines`, which names the line that is wrong. A run that goes on reads with
+`records_until`, which passes over such lines: a damaged record is no reason to lose a training.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..files.disk import ordinary
+from .disk import ordinary
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LAST_EXACT = 2**53
@@ -89,6 +93,28 @@ def read_lines(path: Path) -> Iterator[Line]:
         for number, line in enumerate(stream, 1):
             if line.endswith(b"\n"):
                 yield Line(path, number, _parsed(path, number, line))
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The objects of ``read_lines``."""
+    return [line.content for line in read_lines(path)]
+
+
+def records_until(path: Path, finished: int) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
+    """Lines and their objects, of a run's first ``finished`` iterations; and how many whole lines are no records.
+
+    No file: none. Raises OSError.
+    """
+    found, damaged = [], 0
+    if finished and path.is_file():
+        for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
+            try:
+                record = json.loads(line)
+                if record["iteration"] <= finished:
+                    found.append((line, record))
+            except (ValueError, TypeError, KeyError):
+                damaged += 1
+    return found, damaged
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
