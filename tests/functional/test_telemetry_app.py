@@ -9,6 +9,7 @@ import pytest
 from megatron_fp8.telemetry.output import scalars
 from tests.support.command import APP, ROOT, lines, run
 
+TINY = ROOT / "examples" / "configs" / "tiny_gpt_cpu.yaml"
 STAND_IN = f"{ROOT}:{ROOT / 'tests' / 'support' / 'wandb_standin'}"
 WATCHED = ["--telemetry.every=1", "--telemetry.sites=*.linear_fc1", "--telemetry.what_if=mxfp8"]
 
@@ -80,6 +81,7 @@ REFUSED = {
     "--telemetry.what_if=fp4": "telemetry what_if: 'fp4' is none of tensorwise",
     "--telemetry.windows=[[9, 3]]": "telemetry windows: (9, 3) must be (first, last)",
     "--telemetry.te_config=nowhere.yaml": "telemetry.te_config='nowhere.yaml' cannot be read",
+    f"--telemetry.te_config={TINY}": "tiny_gpt_cpu.yaml': section model: enabled=None must be True or False",
     "--telemetry.wandb=true": "telemetry wandb=True needs Weights & Biases, which is not installed: pip install wandb",
     "--telemetry.every=0": "has no effect without telemetry.every: give telemetry.every=10",
     "--telemetry.sites=*.fc9": "telemetry sites: '*.fc9' matches no GEMM site",  # the last, since it builds the model

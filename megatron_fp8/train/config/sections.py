@@ -142,25 +142,24 @@ class TelemetrySection:
 
     def settings(self) -> TelemetrySettings:
         """What all of it asks for. ValueError names what is wrong."""
-        try:
-            windows: Any = tuple(map(tuple, self.windows))
-            own = Selection(
-                every=self.every,
-                windows=windows,
-                sites=tuple(self.sites),
-                tensors=tuple(self.tensors),
-                statistics=tuple(self.statistics),
-                what_if=tuple(self.what_if),
-            )
-            selections: tuple[Selection, ...] = (own,) if own.every else ()
-            if self.te_config is not None:
+        windows: Any = tuple(map(tuple, self.windows))
+        own = Selection(
+            every=self.every,
+            windows=windows,
+            sites=tuple(self.sites),
+            tensors=tuple(self.tensors),
+            statistics=tuple(self.statistics),
+            what_if=tuple(self.what_if),
+        )
+        selections: tuple[Selection, ...] = (own,) if own.every else ()
+        if self.te_config is not None:
+            option = f"telemetry.te_config={self.te_config!r}"
+            try:
                 selections += te_settings(Path(self.te_config)).selections
-        except OSError as error:
-            raise ValueError(
-                f"telemetry.te_config={self.te_config!r} cannot be read: {error.strerror}"
-            ) from error
-        except ValueError as error:
-            raise ValueError(" ".join(str(error).split())) from error
+            except OSError as error:
+                raise ValueError(f"{option} cannot be read: {error.strerror}") from error
+            except ValueError as error:
+                raise ValueError(f"{option}: {' '.join(str(error).split())}") from error
         return TelemetrySettings(selections)
 
 
