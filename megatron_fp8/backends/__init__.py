@@ -11,12 +11,11 @@ this package's, so that installing it must not change a training.
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 
+from ..files.say import say
 from ..recipe import Products, Recipe
 from . import emulated, transformer_engine
 from .native import backend as native_backend
@@ -74,9 +73,6 @@ def choose_backend(
     raise ValueError(f"no FP8 backend can run on {device}: {'; '.join(reasons)}")
 
 
-_said: set[str] = set()
-
-
 def say_what_is_slow(
     backend: str | None, device: torch.device, recipe: Recipe | Products | None, remedy: str
 ) -> None:
@@ -91,14 +87,11 @@ def say_what_is_slow(
         if backend == native_backend.name and recipe is not None
         else None
     )
-    if found is None or (dist.is_initialized() and dist.get_rank() != 0):
+    if found is None:
         return
     what, by_e4m3 = found
     other = "another recipe, such as rowwise, has torch's product"
-    line = f"megatron_fp8: {what}; {f'{remedy} gives it to torch' if by_e4m3 else other}"
-    if line not in _said:
-        _said.add(line)
-        print(line, file=sys.stderr, flush=True)
+    say(f"megatron_fp8: {what}; {f'{remedy} gives it to torch' if by_e4m3 else other}", once=True)
 
 
 def _notes(backend: ModuleType, device: torch.device, recipe: Recipe | Products | None) -> list[str]:

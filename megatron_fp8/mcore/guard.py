@@ -10,12 +10,12 @@ knows all moves, and the first one prints and saves them.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..files.say import say
 from ..plan.overrides import matching
 from ..recipe import recipe_name
 from ..state.fp8_state import Fp8State
@@ -48,7 +48,9 @@ def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -
     if moves:
         take(model_chunks, state, moves)
         for move in moves:
-            _say(f"{move.site} runs in {move.to} from iteration {move.iteration + 1} on: {move.why}")
+            say(
+                f"megatron_fp8: guard: {move.site} runs in {move.to} from iteration {move.iteration + 1} on: {move.why}"
+            )
     return moves
 
 
@@ -83,8 +85,3 @@ def _everybodys(moves: list[Move], device: torch.device) -> list[Move]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, moves)
     return [Move(*move) for move in sorted({tuple(move) for part in everyone for move in part})]
-
-
-def _say(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"megatron_fp8: guard: {text}", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from ..files.say import say
 from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
@@ -99,11 +100,11 @@ def set_training_length(config: Any, iterations: int) -> None:
 def _announce_switch(state: Fp8State, own: str) -> None:
     """A line, on the first rank, where the next iteration's precision is another than that of the one just finished."""
     before, now = state.phases.at(state.iteration - 1), state.known_phase()
-    if before == now or (dist.is_initialized() and dist.get_rank() != 0):
+    if before == now:
         return
     precision = "FP8" if now == "fp8" else own
     over = "FP8" if before == "fp8" else f"the {before} in {own}"
-    print(f"megatron_fp8: {precision} from iteration {state.iteration + 1} on, {over} is over", flush=True)
+    say(f"megatron_fp8: {precision} from iteration {state.iteration + 1} on, {over} is over", to="stdout")
 
 
 def _groups_are_partial(config: Any) -> bool:

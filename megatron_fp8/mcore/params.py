@@ -18,7 +18,6 @@ so such weights stay BF16 parameters and are cast every iteration, which is the 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from .. import fp8_utils
+from ..files.say import say
 from ..fp8_utils import get_fp8_recipe
 from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from ..plan.overrides import Override
@@ -199,14 +199,8 @@ def memory_warning(model_chunks: list[Any]) -> str | None:
 
 def _warn_memory(module: Any) -> None:
     warning = memory_warning([module])
-    if warning and not (dist.is_initialized() and dist.get_rank() > 0):
-        _say_once(f"megatron_fp8: warning: {warning}")
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    """A model has several chunks, and one warning is enough."""
-    print(text, file=sys.stderr, flush=True)
+    if warning:
+        say(f"megatron_fp8: warning: {warning}", once=True)
 
 
 def broadcast_codes_too(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -23,6 +23,7 @@ from ..fp8_utils import get_fp8_recipe
 from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver
+from ..plan.notices import say_what_is_lost
 from ..plan.overrides import check_overrides_match, matching
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left
 from ..plan.switch import LayerBeingBuilt
@@ -148,6 +149,7 @@ def prepare(model_chunks: list[Any]) -> None:
                 count_plain_linear(module, state)
         plans = [linear.fp8_site.plan for linear in fp8_linears([model])]
         announce(plans)
+        say_what_is_lost(plans, "fp8='e4m3' (--model.fp8=e4m3)")
         # With more than one pipeline stage check_plan asks all of them together.
         if model.config.fp8 and model.config.pipeline_model_parallel_size == 1:
             check_something_left((plan.precision, plan.cause, plan.reason) for plan in plans)

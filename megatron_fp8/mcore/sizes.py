@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
+from ..files.say import say
 from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label
@@ -90,10 +88,8 @@ def announce(plans: Iterable[SitePlan]) -> None:
     """A line, on the first rank, if the filter left sites in BF16. The report has each with its reason."""
     plans = list(plans)
     left = [plan.name for plan in plans if plan.cause == "size"]
-    if left and not (dist.is_initialized() and dist.get_rank() != 0):
-        print(
+    if left:
+        say(
             f"megatron_fp8: fp8_size_filter leaves {len(left)} of this rank's {len(plans)} GEMM sites in BF16, where FP8"
-            f" does not pay; the report says why: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}",
-            file=sys.stderr,
-            flush=True,
+            f" does not pay; the report says why: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
         )

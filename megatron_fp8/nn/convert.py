@@ -16,13 +16,13 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..files.say import say
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.overrides import check_overrides_match
 from ..plan.resolve import choose
@@ -94,8 +94,7 @@ def convert_to_fp8(
         module.join_group(group, name)
     leave_fast_paths(model)
     keep_report(model, report)
-    if not (dist.is_initialized() and dist.get_rank() != 0):
-        print(report)
+    say(str(report), to="stdout")
     return model
 
 

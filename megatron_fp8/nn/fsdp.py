@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
+from ..files.say import say
 from ..numerics.scaling import compute_amax
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import Quantizer
@@ -77,8 +78,10 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
                 module._parameters[key] = made[id(parameter)]
-    if not (dist.is_initialized() and dist.get_rank() != 0):
-        print(f"megatron_fp8: fully_shard will gather {len(names)} of {len(linears)} FP8 weights as codes")
+    say(
+        f"megatron_fp8: fully_shard will gather {len(names)} of {len(linears)} FP8 weights as codes",
+        to="stdout",
+    )
     return names
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gradient_formats
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -30,3 +32,7 @@ def test_links_between_pages_lead_somewhere(page):
     path = ROOT / page
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
         assert (path.parent / link).exists(), f"{page} links to {link}"
+
+
+def test_the_table_of_gradient_formats_is_what_the_benchmark_prints():
+    assert gradient_formats.section() in (ROOT / "docs" / "recipes.md").read_text()

@@ -1,0 +1,26 @@
+"""One voice: what the package tells people while it works, on the first rank alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+import torch.distributed as dist
+
+_told: set[str] = set()
+
+
+def say(text: str, *, once: bool = False, to: Literal["stderr", "stdout"] = "stderr") -> None:
+    """Print ``text`` and flush, on the first rank of a launch (or the only process).
+
+    Args:
+        once: say the same text no second time in this process: a model has several chunks, a process several models.
+        to: 'stdout' for what was asked for, 'stderr' for what nobody asked.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    if once and text in _told:
+        return
+    if once:
+        _told.add(text)
+    print(text, file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
