@@ -145,7 +145,8 @@ def write(results: list[Result], text: str, entropy: float, wanted: argparse.Nam
         f" ([numerics.md](numerics.md#overrides-by-name)).\n\n"
         f"{text}\n\n![loss by iteration](recipes.png)\n\n"
         f"Made by `python -m benchmarks.recipes --write --seeds {seeds}` on {report['device']}, {versions}."
-        f" Another run of the same command on the same machine gives the same losses to the last bit.\n\n{gradient_formats.section()}"
+        f" Another run of the same command on the same machine gives the same losses to the last bit.\n\n"
+        f"{gradient_formats.section()}"
     )
     plot([r for r in results if r.seed == wanted.seeds[0]], entropy, ROOT / "docs" / "recipes.png")
 

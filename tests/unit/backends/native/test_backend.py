@@ -16,6 +16,7 @@ import torch
 from megatron_fp8 import Format, backends, kernels
 from megatron_fp8.backends import choose_backend, emulated
 from megatron_fp8.backends.native import backend as native
+from megatron_fp8.files import say
 from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES
@@ -172,7 +173,7 @@ def test_blocks_of_e5m2_are_multiplied_by_the_older_product(tensor_cores):
 
 
 def test_what_will_be_slow_is_said_once_with_what_changes_it(tensor_cores, capsys, monkeypatch):
-    monkeypatch.setattr(backends, "_said", set())
+    monkeypatch.setattr(say, "_told", set())
     with fake_torch(refuse=NO_E5M2):
         assert native.notes(CPU, HYBRID) == [
             f"{g} by this package's block-scaled kernel" for g in ("dgrad", "wgrad")
@@ -215,7 +216,7 @@ def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
     }
     with fake_torch(refuse=NO_E5M2):
         for remedy, start in starts.items():
-            monkeypatch.setattr(backends, "_said", set())
+            monkeypatch.setattr(say, "_told", set())
             start()
             (line,) = [line for line in capsys.readouterr().err.splitlines() if "Triton kernel" in line]
             assert remedy in line and "dgrad and wgrad" in line
