@@ -85,10 +85,10 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
         config: a TransformerConfig.
         layer_no: global layer index from 0, the same on every pipeline stage; -1 for all layers at once, as Megatron
             does with delayed scaling.
-        is_init: building: linears made inside learn their layer, and whether it stays in BF16, which their plan settles.
-            Running: of a first or last layer that stays in BF16 the other linears, whose plan knows no layer (Fp8Linear,
-            or one that was built outside such a context), run in high precision inside. Leaving either does nothing, so
-            delayed scaling composes with BF16 layers.
+        is_init: True while building: linears made inside learn their layer, and their plan says whether it stays in BF16.
+            False while running: in a first or last layer that stays in BF16, linears whose plan knows no layer
+            (Fp8Linear, or one that was built outside such a context) run in high precision. Leaving the context does
+            nothing, so delayed scaling composes with BF16 layers.
     """
     if not config.fp8:
         return nullcontext()
@@ -102,7 +102,7 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
 
 
 def get_fp8_align_size(fp8_recipe: Any) -> int:
-    """Tokens that Megatron-Core pads experts to: 32 for MXFP8, else 16. No GEMM here needs it, kernels like it."""
+    """Megatron-Core pads experts' tokens to a multiple of this: 32 for MXFP8, else 16. GEMMs here are faster for it."""
     return 32 if _text(fp8_recipe) == "mxfp8" else 16
 
 
@@ -134,7 +134,7 @@ def quantize_param_shard(
 ) -> None:
     """Cast this rank's pieces of the float32 masters into the FP8 weights, with the scales of the whole tensors.
 
-    Arguments as param_shard.quantize_shards; collective over the data-parallel group.
+    Arguments as params/shards.py's quantize_shards; collective over the data-parallel group.
 
     Raises:
         ValueError: fsdp_shard_model_params is given: Megatron-FSDP is not supported.
@@ -145,7 +145,7 @@ def quantize_param_shard(
 
 
 def post_all_gather_processing(model_params: Sequence[Fp8Parameter]) -> None:
-    """After the gather of the codes: the other direction of each weight, which does not travel."""
+    """After the gather of the codes: make the other direction of each weight, which does not travel."""
     for param in model_params:
         param.refresh()
 

@@ -1,6 +1,6 @@
 """FP8 against BF16 on this machine: quantisation, single GEMMs, and a linear forward and backward, by shape and recipe.
 
-Nothing is timed whose result is wrong: codes are compared with what was quantised, products with the float64 product of
+A wrong result is never timed: codes are compared with what was quantised, products with the float64 product of
 the same codes, a linear's output and gradients with BF16's. Contenders take turns, and ratios are taken turn by turn.
 `megatron-fp8 bench` (bench.py) is its command line.
 """
@@ -26,7 +26,7 @@ from ..plan.timing import Timing, interleave_on
 from ..recipe import Recipe, recipe_name
 from ..state.fp8_state import Fp8State
 
-# Root mean square errors over that of the values. E5M2 has 2 bits of mantissa: 0.07 of each gradient, two products.
+# Bounds of root mean square errors, relative to the values. E5M2 (2 bits of mantissa) errs by 0.07 of a gradient.
 _CODES, _PRODUCT, _LINEAR = 0.09, 0.01, 0.12
 
 
@@ -58,7 +58,7 @@ class Bench:
     def time(
         self, section: str, shape: Gemm, contender: str, run: Callable[[], Any], bf16: Callable[[], Any]
     ) -> None:
-        """A row of the contender against BF16 (of a quantisation: against a copy)."""
+        """Time a contender against BF16 (a quantisation against a copy), and add its row."""
         times = interleave_on(self.device, {"bf16": bf16, "fp8": run}, self.repetitions)
         self.rows.append(_row(section, shape, contender, times["fp8"], times["bf16"]))
 

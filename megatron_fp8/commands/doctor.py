@@ -117,7 +117,7 @@ def _check_backend(name: str) -> bool:
 
 
 def _check_transformer_engine() -> bool:
-    """Run one of its linears in every recipe, say how it went and whether it did as asked. True unless it did not."""
+    """Run one of its linears in every recipe and say how it went. False if one did not run as asked."""
     import torch
 
     from .. import recipe

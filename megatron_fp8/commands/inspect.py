@@ -60,9 +60,9 @@ def main(arguments: list[str]) -> int:
 def describe(folder: Path) -> dict[str, Any]:
     """A checkpoint as plain values.
 
-    'tensors' has name, kind, shape, dtype, bytes and shards of each; 'not_finite' what the save found to hold NaN or Inf;
-    'delayed_scaling' scale, warm, and the latest, largest and number of recorded amaxes of each quantised tensor (of
-    several data-parallel ranks' a list of scales).
+    'tensors': name, kind, shape, dtype, bytes and shards of each. 'not_finite': tensors in which the save found NaN or
+    Inf. 'delayed_scaling': of each quantised tensor the scale (a list where data-parallel ranks have several), warm, and
+    the latest, largest and number of recorded amaxes.
 
     Raises ValueError if it is damaged, or no checkpoint.
     """

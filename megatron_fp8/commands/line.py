@@ -39,7 +39,8 @@ def refuse(
     """Say in one line what is wrong, after its traceback if ``debug``; returns the exit code.
 
     Args:
-        tell: given (exit code, line, how to say it), tells other ranks, and has one of those that refuse say it.
+        tell: takes (exit code, line, a function that prints the line); with several ranks it tells the others, and lets
+            one rank print.
     """
     line = f"error: {' '.join(str(error).split())}"
 

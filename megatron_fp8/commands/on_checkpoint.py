@@ -43,8 +43,8 @@ def run_command(
 ) -> int:
     """Parse, ``prepare(options, run options, launch)``, ``work(what was prepared)``; the exit code.
 
-    ValueError, RuntimeError and OSError of prepare, and ValueError of work, are bad input; other exceptions, and what
-    another attempt may not meet (a network, a GPU, ranks that did not come), failures.
+    Bad input (2): ValueError, RuntimeError and OSError of prepare, and ValueError of work. Failed (1): other exceptions,
+    and what another attempt may not meet (a network, a GPU, ranks that did not come).
     """
     from ..train.launch import parallel
 

@@ -1,7 +1,7 @@
-"""What a command prints, on a disk that may be full: lost output is said once, and never ends the work or is a traceback.
+"""What a command prints, to a disk that may be full: lost output is reported once, without a traceback; the work goes on.
 
-A training is worth more than its log, so it goes on; that something was lost is in the exit code. A reader that leaves
-(BrokenPipeError) is another matter, and passes.
+A training is worth more than its log. The exit code says that something was lost. BrokenPipeError, of a reader that
+leaves, is not caught here.
 """
 
 from __future__ import annotations

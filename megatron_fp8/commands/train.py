@@ -177,7 +177,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         folders.claim()
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
     prefixes = data.find_data(run.data, tokenizer, vocab_size)
-    # A node's ranks see the same files: its first one looks, or a network file system is asked by all at once.
+    # A node's ranks see the same files: only its first one looks, which spares a network file system.
     files = input_facts(prefixes, chosen) if launch.local_rank == 0 else None
     launch.meeting.agree("files", files, run.train.distributed_timeout_minutes * 60)
     datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)

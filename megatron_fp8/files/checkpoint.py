@@ -11,8 +11,8 @@ A folder of checkpoints holds
     not_finite_0000120/  a checkpoint that cannot be trained on from: read only where its own path is given
     .saving-...          a save that is under way, or was killed; never read, removed by the next save
 
-The name is the commit. A scheme that marks a folder complete by a file inside it was rejected: between the first byte and
-the mark, everybody who lists the folder has to know of it.
+The name is the commit. Rejected: marking a folder complete by a file inside it. Until the mark is
+there, everybody who lists folders has to look for it.
 
 Only ``.metadata`` is unpickled, by an unpickler that makes the classes of its format and nothing else. Tensors are read
 with weights_only, everything else is JSON. A file that was cut off or altered is found by the manifest before training.
@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def without_checksum(manifest: Manifest) -> list[str]:
-    """A line for people if nothing says that a manifest is what was written; else none."""
+    """A line for people if the manifest has no checksum (version 1); else none."""
     if manifest.checked:
         return []
     return ["the checkpoint's manifest is of an earlier version, which had no checksum: it is taken as it is"]
@@ -177,9 +177,10 @@ def _checkpoints(folder: Path, pattern: str) -> list[Path]:
 def latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that ``latest`` names; where there is no ``latest``, the newest committed one; else None.
 
-    Where ``latest`` names one that is gone, a warning says so, and the newest that is there is taken.
+    If ``latest`` names one that is gone, a warning says so, and the newest that is there is taken.
 
-    Raises ValueError if ``latest`` or the folder cannot be read, or ``latest`` names one that is gone and there is none.
+    Raises ValueError: ``latest`` or the folder cannot be read, or ``latest`` names one that is gone and no other is
+    there.
     """
     pointer = folder / LATEST
     try:

@@ -71,7 +71,7 @@ def unseen(folder: Path, sizes: dict[str, int], patience: float) -> list[str]:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a file, None where it cannot be opened: opening asks the server, where a name is looked up in a cache."""
+    """Bytes of a file, None if it cannot be opened. Opening asks the server; looking at the name may ask a cache."""
     try:
         with path.open("rb") as stream:
             return os.fstat(stream.fileno()).st_size
@@ -80,7 +80,7 @@ def _size(path: Path) -> int | None:
 
 
 def _refresh(folder: Path) -> None:
-    """Have the folder's names read anew, which ends what a client remembers of names that were not there."""
+    """Read the folder's names anew: a network client forgets then which names were not there."""
     if folder.is_dir():
         os.listdir(folder)
 

@@ -4,8 +4,8 @@
      "iteration": 500, "state": {...}, "facts": {...}, "files": {"__0_0.distcp": {"bytes": 1, "sha256": "..."}, ...}}
 
 The checksum is of the JSON of all other keys, sorted, without spaces: how the file is indented does not matter. It finds
-damage and hasty edits; it keeps nobody out who computes another one, so a manifest is also never trusted with more than
-numbers, words, and the names of files beside it. Version 1 had no checksum and is still read.
+damage and hasty edits. Anybody can compute a new one, so a manifest is trusted with numbers, words and the names of files
+beside it, and with nothing else. Version 1 had no checksum and is still read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Manifest:
         state: numbers that training continues from.
         facts: layout, precision, model and versions of the run that saved it.
         files: name -> {"bytes", "sha256"} of every other file.
-        checked: a checksum says that all of this is what was written; False: of version 1, which had none.
+        checked: a checksum covers all of this; False for version 1, which had none.
     """
 
     iteration: int

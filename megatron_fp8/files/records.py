@@ -1,7 +1,7 @@
-"""Files that grow by one record at a time, and that a full disk does not end a training for.
+"""Files that grow by one record at a time; a full disk does not end the training that writes them.
 
-What cannot be written now is kept in memory and written before the next record, from the very byte where it broke off;
-that something is missing is said once. A killed process leaves at most one record unfinished, the last.
+What cannot be written now is kept in memory and written before the next record, from the byte where writing stopped; one
+warning says that something is missing. A killed process leaves at most one record unfinished, the last.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Appended:
 class Board:
     """Scalars for TensorBoard, in a file of events of its own.
 
-    TensorBoard's own writer has a thread, which a full disk ends with a traceback.
+    TensorBoard's own writer runs in a thread that dies with a traceback when the disk is full.
 
     Args:
         folder: made if it is not there.

@@ -2,14 +2,14 @@
 
     .lock    {"owner": a random name, "host", "pid", "job", "since", "beats", ...}, rewritten every few seconds
 
-Who finds a lock takes it over at once where its owner is surely gone, or was this very job: the same SLURM job (requeued,
-or a step of it started again), the same torchrun, or a process of this machine that has ended. Otherwise it watches: a
-lock whose beats go on is held, one that stands still for a minute is stale. Only this machine's own clock measures that
-minute, so the clocks of two machines need not agree. The file is rewritten in place: another machine's open sees the new
-content, where a new file under the old name may be looked up in a cache.
+A run that finds a lock takes it over at once if the owner is surely gone or was this very job: the same SLURM job
+(requeued, or a step of it started again), the same torchrun, or a process of this machine that has ended. Otherwise it
+watches: a lock whose beats go on is held, one that stands still for a minute is stale. Only this machine's own clock
+measures that minute, so the clocks of two machines need not agree. The file is rewritten in place: another machine's
+open sees the new content, where a new file under the old name may be looked up in a cache.
 
-An owner that was taken for dead and is not (stopped for minutes, cut off from the file system) finds another name in the
-file, and says so before it writes anything: `check`.
+An owner that was wrongly taken for dead (it was stopped for minutes, or cut off from the file system) finds another name
+in the file before it writes anything: `check` raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOCK = ".lock"
 BEAT_S, STALE_S = 5.0, 60.0
 """Seconds between beats; seconds without one after which a lock is stale, which is as long as NFS remembers a file."""
 _SETTLE_S = 0.3
-"""After a lock was taken over: how long another who takes it over at the same moment may be behind."""
+"""Seconds to wait after taking a lock over: another run may be doing so at the same moment."""
 _OF_SLURM = "SLURM job "
 _SIZE = 2048
 """Bytes of the file, always: it is rewritten in one write, and needs no more room."""
@@ -253,7 +253,7 @@ def job_name(environ: Mapping[str, str]) -> str:
 
 
 def _process(pid: int) -> dict[str, str] | None:
-    """A living process so that no other one, here or elsewhere, is taken for it; None if there is none, or no /proc."""
+    """What tells a living process from every other one, here or elsewhere; None if it is gone, or there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -9,7 +9,6 @@ source          a checkpoint, as an export reads it
 companions      what stands beside the tensors: config.json, the tokenizer
 exporter        a checkpoint becomes a directory
 importer        a directory becomes a checkpoint
-commands        `megatron-fp8 export` and `megatron-fp8 import`
 
 Everything but the importer's last step works on names and tensors alone, without ranks and without Megatron-Core.
 """

@@ -46,7 +46,7 @@ class Entry:
     Attributes:
         megatron: its name; of a layer's tensor without `decoder.layers.N.`.
         parts: Hugging Face's names, in the order in which they are fused; of a layer's without `model.layers.N.`.
-        qkv: queries, keys and values of each group of heads lie together (see layout).
+        qkv: queries, keys and values of each group of heads lie together (layout.py).
         vocabulary: its rows are padded.
     """
 
@@ -63,7 +63,7 @@ FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",))
 HEAD = Entry("output_layer.weight", ("lm_head.weight",), vocabulary=True)
 
 _LAYER = (
-    # Megatron-Core stores norms under the name that they have where they are fused into the linear that follows.
+    # Megatron-Core stores a norm under the name of the linear that follows, as if it were fused into it.
     Entry("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
     Entry("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in _QKV), qkv=True),
     Entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),

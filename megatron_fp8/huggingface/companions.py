@@ -60,7 +60,7 @@ def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> Non
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:
-    """The tokenizer of the run, if it is known; without a file it is bytes. ValueError if it is another one by now."""
+    """The tokenizer of the run, if it is known; without a file it is bytes. ValueError if the file has changed since."""
     if source.run.get("data") is None:
         return None
     tokenizer = load_tokenizer(_tokenizer_file(source))

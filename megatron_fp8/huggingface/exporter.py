@@ -1,8 +1,8 @@
 """A checkpoint of this package, in any parallel layout, becomes a directory that transformers and vLLM read.
 
 Tensors are read one by one, whole, from the files of the checkpoint: no ranks, no model, no Megatron-Core. Its weights
-are high precision, rounded from the float32 masters, also where they lived as FP8: what is quantised here is what
-training quantised, so the codes are the same (docs/export.md says for which layouts).
+are in high precision, rounded from the float32 masters, even if they lived as FP8. Training quantised these same values,
+so the codes are the same (docs/export.md says for which layouts).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Wanted:
     """What to write.
 
     Attributes:
-        form: None for high precision, or how the linears of the layers become FP8.
+        form: how the layers' linears become FP8; None: they stay in high precision.
         ignore: globs over Hugging Face's names of linears that stay in high precision.
         follow_training: linears that training kept in BF16 stay so too.
         calibration: ranges of inputs: static scales are written.
@@ -182,7 +182,7 @@ def _check_calibration(calibration: Calibration, section: dict[str, Any], kept: 
 
 
 def _input_scale(calibration: Calibration, site: str) -> torch.Tensor:
-    """float32 [1] by which codes of a site's input are multiplied."""
+    """float32 [1], the scale_inv of a site's input."""
     return compute_scale_inv(calibration.scale(site, Rule(E4M3, TENSOR))).reshape(1)
 
 

@@ -9,9 +9,9 @@
 In all of them weight = code * scale: what this package calls scale_inv, whatever the file calls it. Codes and scales are
 docs/numerics.md's, the same as training makes: `quantize(weight, recipe, 'weight')`.
 
-Per tensor, the projections that are one GEMM (query, key and value; gate and up) share one scale, that of the fused
-matrix. Training has it so, and an inference engine that fuses them takes one scale: with three it would have to
-requantise two. The output head and the embedding stay in high precision.
+Per tensor, the projections that are one GEMM (query, key and value; gate and up) share the scale of the fused matrix, as
+in training. An inference engine that fuses them takes one scale: given three, it would have to requantise two of them.
+The output head and the embedding stay in high precision.
 
 Blocks must be whole. Readers disagree about partial ones (transformers divides the rows evenly among the scales), and
 vLLM wants each part of a fused matrix to end on a block.
@@ -95,7 +95,7 @@ def encode(
     assert together is not None
     found: dict[str, torch.Tensor] = {}
     if together.granularity.is_tensor:
-        side = _rowwise(torch.cat(list(weights.values())), recipe)
+        side = _rowwise(torch.cat(list(weights.values())), recipe)  # [sum of N, K], one scale
         sides = [(codes, side.scale_inv) for codes in side.codes.split([len(w) for w in weights.values()])]
     else:
         sides = [(side.codes, side.scale_inv) for side in (_rowwise(w, recipe) for w in weights.values())]

@@ -4,8 +4,8 @@
     RUN_DIR/checkpoints/iter_0000000        the weights alone: training starts at iteration 0 with a fresh optimizer
     RUN_DIR/tokenizer.json, ...             copied, and generation_config.json: where a text begins and ends
 
-Weights are stored as exactly as they come: BF16 as BF16; what other formats hold, and FP8 codes times their scales, as
-float32. Training makes its float32 masters from them, so no bit is lost, and its BF16 or FP8 weights from the masters.
+No bit is lost: BF16 weights are stored as BF16, other formats and FP8 codes times their scales as float32. Training
+makes its float32 masters from them, and its BF16 or FP8 weights from the masters.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from .layout import join_qkv, pad_rows
 from .shapes import part_shapes
 
 LONGEST_SEQUENCE = 4096
-"""Imported models train on sequences of at most this, where they could be longer: a run may ask for more."""
+"""Tokens of a sequence that an imported run's config asks for at most, even if the model takes more."""
 
 TOKENIZER = "tokenizer.json"
 
-# A tokenizer in another form.
+# Files of tokenizers in other forms.
 _OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
 
-# Some files hold what follows from the config.
+# Tensors that some files hold although they follow from the config.
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 
 

@@ -41,14 +41,16 @@ class Heads:
 def split_qkv(fused: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of a fused weight [rows, hidden] or bias [rows]; contiguous copies."""
     rest = fused.shape[1:]
-    grouped = fused.reshape(heads.groups, -1, heads.head_dim, *rest)
+    grouped = fused.reshape(
+        heads.groups, -1, heads.head_dim, *rest
+    )  # [groups, heads of a group + 2, head_dim, ...]
     query, key, value = grouped.split([heads.heads // heads.groups, 1, 1], dim=1)
     parts = [part.reshape(-1, *rest).contiguous() for part in (query, key, value)]
     return parts[0], parts[1], parts[2]
 
 
 def join_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
-    """The fused weight or bias: what split_qkv takes apart."""
+    """The fused weight or bias [rows, ...] of its parts: the inverse of split_qkv."""
     rest = query.shape[1:]
     parts = [part.reshape(heads.groups, -1, heads.head_dim, *rest) for part in (query, key, value)]
     return torch.cat(parts, dim=1).reshape(-1, *rest)

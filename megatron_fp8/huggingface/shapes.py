@@ -9,13 +9,13 @@ from .config import heads_of
 
 
 def megatron_shape(entry: Entry, section: dict[str, Any]) -> list[int]:
-    """Of a checkpoint's tensor, whole; a vocabulary without its padding."""
+    """The whole shape of a checkpoint's tensor; a vocabulary without its padding."""
     first = sum(shape[0] for shape in part_shapes(entry, section).values())
     return [first, *next(iter(part_shapes(entry, section).values()))[1:]]
 
 
 def part_shapes(entry: Entry, section: dict[str, Any]) -> dict[str, list[int]]:
-    """Of Hugging Face's tensors, by name."""
+    """Name -> shape of each of Hugging Face's tensors that ``entry`` is made of."""
     hidden, heads = section["hidden_size"], heads_of(section)
     ffn = section.get("ffn_hidden_size") or 4 * hidden
     query, key, _ = heads.sizes

@@ -58,7 +58,7 @@ class Source:
         }
 
     def shape(self, name: str) -> list[int]:
-        """Of a tensor of the checkpoint."""
+        """The shape of a tensor of the checkpoint."""
         return list(self.metadata.state_dict_metadata[name].size)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -72,7 +72,7 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
     Args:
         run: the sections of its run, where the checkpoint itself does not say (it was saved from Python).
 
-    Raises ValueError: it is no checkpoint, damaged, says nothing about its model, or something else than `run`.
+    Raises ValueError: it is no checkpoint, is damaged, does not say what model it is of, or contradicts `run`.
     """
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)

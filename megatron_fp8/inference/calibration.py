@@ -10,7 +10,7 @@ The model runs in high precision while it is watched: an activation behind a qua
 A static scale comes from the largest magnitude seen, or from a percentile: a few outliers then saturate, and all other
 values get finer steps. Percentiles are exact, over all values of all batches, without keeping any: a bfloat16 magnitude
 is 15 bits, so 32,640 counters hold every value there is. (float32 activations are rounded to bfloat16 to be counted, and
-only to be counted.) Rejected: histograms with a range of their own, which must guess it from the first batch, or rebin.
+only to be counted.) Rejected: histograms, whose range has to be guessed from the first batch, or changed later.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Seen:
     Attributes:
         amaxes: one float a batch: the largest finite magnitude.
         counts: int64 [32640], how many finite values have each bfloat16 magnitude.
-        nonfinite: NaN and Inf; they enter neither.
+        nonfinite: how many NaN and Inf; neither of the others counts them.
     """
 
     amaxes: list[float] = field(default_factory=list)
@@ -80,7 +80,9 @@ class Seen:
         self.nonfinite += x.numel() - finite.numel()
         magnitudes = finite.abs()
         self.amaxes.append(float(magnitudes.amax()) if finite.numel() else 0.0)
-        bits = magnitudes.to(torch.bfloat16).view(torch.int16).to(torch.int64)
+        bits = (
+            magnitudes.to(torch.bfloat16).view(torch.int16).to(torch.int64)
+        )  # [finite values], an index each
         # A float32 just below bfloat16's range rounds to its Inf.
         counts = torch.bincount(bits.clamp_(max=_MAGNITUDES - 1), minlength=_MAGNITUDES)
         self.counts += counts.cpu()
@@ -126,7 +128,7 @@ class Calibration:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def scale(self, site: str, rule: Rule) -> torch.Tensor:
-        """float32 [], the static scale of a site's input under a rule: multiplies on the way in.
+        """float32 [], the static scale of a site's input under a rule: code = x * scale.
 
         ValueError if nothing but zeros was seen (an expert without tokens): any scale would be a guess.
         """

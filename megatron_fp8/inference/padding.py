@@ -1,9 +1,9 @@
 """Any number of tokens from one: rows of zeros up to the alignment of the recipe's kernels, and cut off again.
 
-A prompt has as many tokens as it has, and decoding has one. FP8 tensor cores like 16 rows (32 for MXFP8); what they
-cannot take at all a backend pads inside its own GEMM. Here whole activations are padded before they are quantised, so
-that a kernel meets few different sizes. Zeros change no amax, hence no scale, and rows do not meet in y = x @ w^T: the
-result is the same. The emulated backend gains nothing by it, and is left alone.
+A prompt has any number of tokens, and decoding has one. FP8 tensor cores like multiples of 16 rows (32 for MXFP8); sizes
+that they cannot take at all a backend pads inside its own GEMM. Here whole activations are padded before they are
+quantised, so that a kernel meets few different sizes. Zeros change no amax, hence no scale, and rows do not meet in
+y = x @ w^T: the result is the same. The emulated backend gains nothing by it, and is left alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def pad_tokens(x: torch.Tensor, multiple: int) -> torch.Tensor:
     missing = -rows % multiple
     if not missing:
         return x
-    flat = x.reshape(rows, x.shape[-1])
-    return torch.cat([flat, flat.new_zeros(missing, flat.shape[1])]).unsqueeze(1)
+    flat = x.reshape(rows, x.shape[-1])  # [tokens, K]
+    return torch.cat([flat, flat.new_zeros(missing, flat.shape[1])]).unsqueeze(1)  # [M, 1, K]
 
 
 class Padding:
@@ -57,6 +57,6 @@ class Padding:
 
 
 def _cut(y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The rows of the tokens that there were, in their own leading dimensions."""
+    """y [M, ..., N] without the added rows, in the leading dimensions of ``shape`` [..., K]."""
     rows = shape[:-1].numel()
     return y.reshape(-1, y.shape[-1])[:rows].reshape(*shape[:-1], y.shape[-1])

@@ -4,8 +4,8 @@
     model = prepare_for_inference(model, calibration=calibration)    # ... with static scales
 
 Every linear keeps its module, its name and its GEMM site; only its weight becomes codes (weights.py) and, with static
-scales, its input's quantizer another (static.py). What the training forward computes and what inference computes is
-therefore one code path, and the logits are the same bytes.
+scales, its input's quantizer another (static.py). So training's forward and inference are one code path, and their
+logits are the same bytes.
 
 Rejected: modules of our own for inference. Everything that walks a model by class (parallel layouts, checkpoints, export)
 would have to know them, and two forward passes drift apart.
@@ -96,7 +96,9 @@ def prepare_for_inference(
     report = InferenceReport(total_before=model_bytes(model))
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if linear not in active]
     counts = Counter(id(linear.weight) for linear in active)
-    shared: dict[int, Any] = {}  # only of weights that several linears share: others go when their turn comes
+    shared: dict[
+        int, Any
+    ] = {}  # weights of several linears, kept until all have theirs; others are freed at once
     for linear in active:
         number = id(linear.weight)
         weight = shared.get(number)
@@ -162,7 +164,7 @@ def _prepare(
         if static is not None:
             static(site)
     multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))
-    # In sequence parallelism the output's tokens are not the input's, but all ranks' or this rank's part of them.
+    # With sequence parallelism a linear's output has other tokens than its input: all ranks', or this rank's part.
     if multiple > 1 and not getattr(linear, "sequence_parallel", False):
         Padding(linear, multiple)
     quantizer = site.casts["input"].rowwise

@@ -1,7 +1,7 @@
 """save_pretrained of a transformers model whose weights live as FP8 codes.
 
-transformers looks at the memory of every tensor it writes, and an FP8 parameter has none of its nominal dtype. So it is
-given the weights in high precision, as exports and state dicts see them; ``megatron-fp8 export`` writes FP8 files.
+transformers writes the memory of tensors, and an FP8 parameter's memory is not of its nominal dtype. So it gets the
+weights in high precision, as exports and state dicts do; ``megatron-fp8 export`` writes FP8 files.
 """
 
 from __future__ import annotations

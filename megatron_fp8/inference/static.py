@@ -1,10 +1,10 @@
 """Static activation scales: known before the token comes, from calibration.
 
-A dynamic scale needs the amax of the activations at hand: a pass over them, and, where one scale is the whole tensor's, a
-dependence of every token on all others in the batch. A static one is a number. What lies above the calibrated amax
+A dynamic scale needs the amax of the activations: a pass over them, and, where the whole tensor has one scale, every
+token's result depends on all others in the batch. A static scale is a number. What lies above the calibrated amax
 saturates.
 
-With per-tensor recipes it takes the place of the tensor's scale. With per-row scales ('rowwise': weights per channel) the
+With per-tensor recipes it replaces the tensor's scale. With per-row scales ('rowwise': weights per channel) the
 rows of activations all get the same one, in the shape that the GEMM of that recipe takes. Blocks of 128 or 32 values have
 their scales from their own values, and no calibration replaces those.
 """
@@ -26,7 +26,7 @@ from ..tensor import Float8Tensor
 
 
 class StaticQuantizer(Quantizer):
-    """A quantizer with one scale for ever: float32 [], multiplies on the way in."""
+    """A quantizer whose scale, float32 [], never changes: code = x * scale."""
 
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType, scale: torch.Tensor):
         super().__init__(rule, slot, backend)
@@ -41,13 +41,14 @@ class StaticQuantizer(Quantizer):
         side = done.tensor.rowwise
         assert side is not None
         if self.rule.granularity == ROW:
+            # [] -> [tokens, 1]
             side = replace(side, granularity=ROW, scale_inv=side.scale_inv.expand(x.shape[0], 1).contiguous())
         return replace(done, tensor=Float8Tensor(side, None, x.dtype))
 
 
 @dataclass(frozen=True)
 class StaticScale:
-    """The static scale of a linear's input, float32 []: what its sites are told, on whatever device they are made."""
+    """The static scale of a linear's input, float32 []; calling it gives the scale to a site, on the site's device."""
 
     scale: torch.Tensor
 

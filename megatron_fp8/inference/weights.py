@@ -50,8 +50,8 @@ class RowwiseFp8Parameter(Fp8Parameter):
 def inference_weight(weight: torch.Tensor, quantizer: Quantizer) -> Any:
     """The frozen FP8 parameter of a weight [N, K] for y = x @ weight^T: one byte a value, and scales.
 
-    A weight that lives as FP8 already keeps its codes; of one with codes for each direction, the rowwise ones. Attributes
-    that were set on the weight are taken over; ``requires_grad`` is False.
+    A weight that already lives as FP8 keeps its codes (only the rowwise ones, if each direction has its own).
+    Attributes that were set on the weight are taken over; ``requires_grad`` is False.
 
     Args:
         quantizer: the site's, for the role 'weight'; a delayed scale that is warm is used as training uses it.

@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 def run_on(device: torch.device) -> bool:
     """Whether Triton kernels run on tensors of this device: an NVIDIA GPU, where Triton can compile and launch.
 
-    Not in code that torch.compile traces, which generates its own. Those that make codes need compute capability 8.9
-    besides, which the native backend has made sure of.
+    False in code that torch.compile traces: it generates its own kernels. Kernels that make codes also need compute
+    capability 8.9, which the native backend checks.
     """
     return device.type == "cuda" and not torch.compiler.is_compiling() and refusal(device) is None
 
@@ -39,7 +39,7 @@ def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What torch raises of a product that it has not, and Triton of a kernel that it cannot compile or fit the device."""
+    """What torch raises for a product that it does not have, and Triton for a kernel that does not compile or fit."""
     try:
         from triton.errors import TritonError
     except ImportError:

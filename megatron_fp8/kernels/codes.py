@@ -17,7 +17,7 @@ from .cpu import loops
 
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
-    """x outside autograd, with its numbers in its memory, which is what kernels read.
+    """x outside autograd, its values written out in memory, where kernels read them.
 
     torch keeps some negations (``z.conj().imag``) and some zeros (``torch._efficientzerotensor``) as a mark on a tensor.
     """
@@ -48,8 +48,8 @@ def cast_blocks(
     blocks = scaling.blocked(x, rows, cols)
     codes = reference.cast(blocks, scale[:, None, :, None], fmt, bounded=bounded)
     padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
-    codes = codes.view(padded)[: x.shape[0], : x.shape[1]]
-    # A copy even of whole rows: a view of them would keep the padding alive for as long as the codes.
+    codes = codes.view(padded)[: x.shape[0], : x.shape[1]]  # [M, N] of the padded matrix
+    # A copy even where only rows are cut: a view would keep the padding in memory.
     return codes if padded == tuple(x.shape) else codes.clone(memory_format=torch.contiguous_format)
 
 

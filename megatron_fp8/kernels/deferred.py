@@ -1,4 +1,4 @@
-"""A matrix that nobody has written to memory yet: what stands between a norm or SwiGLU and an FP8 linear.
+"""A matrix that is not written to memory yet: what a norm or SwiGLU hands to an FP8 linear.
 
 An FP8 linear wants codes, and a kernel that makes codes can compute the norm, or SwiGLU, as it reads
 (kernels/sources.TileSource). So on GPUs these return a ``DeferredTensor``: a tensor to autograd and to Megatron, which
@@ -6,11 +6,11 @@ pass it on, and a TileSource to the native backend, which quantises it. The BF16
 back.
 
 Whoever else looks (a hook, a check for NaN, a BF16 GEMM) sees an ordinary tensor: the first operation on it writes the
-values, the same bits that the codes are made of, and from then on it is what was written. So nothing that a model or a
-user does with it is wrong; it only costs what an unfused norm costs.
+values, the same bits that the codes are made of, and from then on it is what was written. Whatever a model or user
+does with it is right; it only costs what an unfused norm costs.
 
 The reader decides how to quantise: it knows the recipe, the history, the directions and the communication, and is free to
-do so after a gather. The producer only has to be asked to defer, by somebody who knows that the reader takes codes.
+do so after a gather. The producer only has to be told to defer, by code that knows that the reader takes codes.
 
 Rejected: one module for norm and linear, as Transformer Engine has it. The norm's parameters change their names, hooks
 and recomputation of the norm alone have nothing to hold on to, and every pair of producer and reader is another module.

@@ -96,9 +96,8 @@ def encode_by_integers(x, E4M3: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     inside = tl.minimum(magnitude, TOP)
     exponent = inside >> 23
-    significand = (
-        inside & 0x7FFFFF
-    ) | 0x800000  # float32 subnormals fall off the end, with this bit or without
+    # The hidden bit, also of float32's subnormals: they fall off the end with it or without.
+    significand = (inside & 0x7FFFFF) | 0x800000
     grid = tl.maximum(exponent, LOW)
     drop = tl.minimum(DROP + grid - exponent, 25)
     steps = (significand + ((1 << (drop - 1)) - 1) + ((significand >> drop) & 1)) >> drop

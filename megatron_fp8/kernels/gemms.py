@@ -1,6 +1,6 @@
 """Products of matrices with float32 sums, on any device, and what follows them: scales, bias, one rounding.
 
-Which GEMM multiplies 16-bit operands, one rounding from float32 sums, is the processor's to say:
+Which GEMM multiplies 16-bit operands (float32 sums, rounded once) depends on the processor:
 
 | processor | GEMM |
 |---|---|
@@ -37,7 +37,7 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
 def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """float32 [M, N] = a [M, K] @ b [N, K]^T of matrices of any strides.
 
-    Nothing that is the process's is set for it: other threads multiply meanwhile.
+    It changes no setting of the process: other threads multiply meanwhile.
     """
     short = a.dtype == torch.bfloat16 or (a.dtype == torch.float16 and a.is_cuda)
     if not (short and a.dtype == b.dtype and multiplies(a, b)):

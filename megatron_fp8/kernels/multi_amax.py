@@ -1,7 +1,7 @@
 """The delayed-scaling update of every tensor of an arena in one launch: histories, heads and scales, in place.
 
-What state.Arena does with a dozen torch operations, in the same bits. Nothing is read back and nothing is allocated that
-outlives the call, so a CUDA graph may hold the update of a step. (Whether it is due, with an interval above 1, is decided
+The same bits as state/arena.py's dozen torch operations. Nothing is read back, and nothing that outlives the call is
+allocated, so a CUDA graph may hold the update of a step. (Whether it is due, with an interval above 1, is decided
 on the host: such a step cannot be one graph.)
 """
 
@@ -15,7 +15,7 @@ from . import on_its_device
 from .elements import FLT_MAX, as_bits, scale_of
 
 SLOTS = 16
-"""Slots a program takes: with 10,000 of them and histories of 1024, six hundred programs of 64 KB each."""
+"""Slots that one program updates: 10,000 slots with histories of 1024 are six hundred programs of 64 KB each."""
 
 
 @on_its_device
@@ -96,7 +96,7 @@ def _update(
                 amax = tl.maximum(amax, tl.max(tl.load(ring[:, None] + entry, mask=past, other=0.0), 1))
         largest = tl.load(fp8_max + slot, mask=held, other=1.0)
         tl.store(scale + at, scale_of(as_bits(amax), largest, epsilon, factor), mask=is_seen)
-    tl.debug_barrier()  # what is written from here on, other threads of the program have read above
+    tl.debug_barrier()  # other threads of the program have read by now what is overwritten below
     # A ring of one entry rolls onto itself, and its running entry is zero again.
     following = tl.where(first + 1 == length, 0, first + 1)
     rolls = is_seen & (following != first)

@@ -1,4 +1,4 @@
-"""RMSNorm whose result is quantised as it is made: what a column-parallel linear layer reads is never written in BF16.
+"""RMSNorm whose result is quantised as it is computed: the input of a column-parallel linear is never written in BF16.
 
 Two launches: the statistic of every row, then any of quantize.py's passes over the ``Normalized`` source made of it. The
 input is read twice and codes are written once; norm and quantisation apart read it once, write the result and read that
@@ -44,7 +44,7 @@ def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
     rows, cols = x.shape
     rstd = torch.empty(rows, device=x.device, dtype=torch.float32)
     if rows:
-        # The count as a float: Triton makes an int of 1 a constant, which has no conversion.
+        # A float, since Triton turns an int argument of 1 into a constant, which cannot be converted.
         _row_rstd[(triton.cdiv(rows, 8),)](
             x, x.stride(0), rstd, rows, cols, float(cols), eps,
             ROWS=8, COLS=512, num_warps=4, enable_fp_fusion=False,

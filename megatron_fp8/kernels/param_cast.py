@@ -1,8 +1,9 @@
 """Casting a piece of a float32 master into FP8 codes: the distributed optimizer's part of a sharded weight.
 
 A rank owns the elements offset .. offset + n of the flattened weight [rows, cols]. Both passes round them to the model's
-dtype on the way, so no rounded copy is written; tiles are those of the whole matrix, masked to the piece, so blocks are
-the whole's. Between the passes ranks max-reduce the amaxes (params/shards.py says why that gives the codes of the whole).
+dtype as they read, so no rounded copy is written. Tiles are those of the whole matrix, masked to the piece, so blocks are
+those of the whole matrix too. Between the passes ranks max-reduce the amaxes (params/shards.py says why that gives the
+codes of the whole).
 """
 
 from __future__ import annotations

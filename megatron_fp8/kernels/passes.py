@@ -3,8 +3,8 @@
 The first arguments are a TileSource's (sources.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols, rows] are
 contiguous; amaxes are int32 views of float32; a flag says which of them are there. A program's tile is tiles.place.
 
-NaN is not looked for in every element twice: amaxes are taken with NaN in them, which as bits is greater than Inf, and
-only a tile whose largest is Inf or more counts and cleans.
+Amaxes are first taken with NaN included: as bits it is greater than Inf. Only a tile whose largest value is Inf or NaN is
+gone through again, to count such elements and to leave NaN out.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _tops(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Largest bits of each 1 x WIDTH block [ROWS, COLS / WIDTH], of each HEIGHT x 1 block [ROWS / HEIGHT, COLS], and of
-    all, which also stands for those that are not wanted."""
+    all; the last is also returned in place of one that is not wanted."""
     if ALONG_ROWS:
         row_tops = tl.max(tl.reshape(bits, (ROWS, COLS // WIDTH, WIDTH)), 2)
         top = tl.max(row_tops)

@@ -131,7 +131,7 @@ def load(
     | 'swiglu'      | [gate, up]   |                      | weights [rows], if WEIGHTED  |
     | 'swiglu_grad' | dy           | the forward's x      | weights [rows], if WEIGHTED  |
 
-    Only the tile's corner is a 64-bit offset: inside it 32 bits do, and save a register an address.
+    Only the offset of the tile's corner has 64 bits; inside a tile 32 are enough, which saves a register an address.
     """
     down_tile, across_tile = place(cols, COLS)
     top, left = down_tile * ROWS, across_tile * COLS

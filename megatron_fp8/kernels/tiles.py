@@ -1,7 +1,7 @@
 """How a matrix is cut into tiles, one a program, and how codes are written: shared by all kernels that quantise.
 
-Codes of the columnwise side are written transposed, [cols, rows] and contiguous, as Hopper's FP8 GEMM reads them. The
-tile is turned on chip, and tiles are at least 64 rows high: whole 32-byte sectors are written, one row of bytes a column.
+Codes of the columnwise side are written transposed, [cols, rows] and contiguous, as Hopper's FP8 GEMM reads them. A
+tile is turned on chip, and is at least 64 rows high, so that each of its columns is written as whole 32-byte sectors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 
 def grid_of(rows: int, cols: int, tile: Tile) -> tuple[int]:
-    """As many programs as ``place`` tells apart for a matrix: on one axis, since others end at 65,535 programs."""
+    """One program for each tile (``place``), all on the first axis: the others hold 65,535 programs at most."""
     return (max(triton.cdiv(rows, tile.rows), 1) * max(triton.cdiv(cols, tile.cols), 1),)
 
 

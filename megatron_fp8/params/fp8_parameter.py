@@ -2,7 +2,7 @@
 
 With ``fp8_param`` a GEMM weight has no BF16 copy. Its codes are the parameter, the optimizer's float32 master is the
 value, and each step the master is rounded to the parameter's nominal dtype (BF16) and cast. The numbers are those of
-training that keeps a BF16 parameter and casts it every iteration; what is saved is that copy, and half of its gather.
+training that keeps a BF16 parameter and casts it every iteration; there is no copy, and half of the bytes are gathered.
 
 ``Fp8Parameter`` says it is BF16 and holds bytes:
 
@@ -10,8 +10,8 @@ training that keeps a BF16 parameter and casts it every iteration; what is saved
 * ``detach`` and ``.data`` are the same storage under another name, so a write through them reaches the parameter;
 * any other operation sees the dequantised matrix and gives an ordinary tensor, and so do ``clone``, ``.float()`` and
   pickling;
-* GEMM sites read ``quantized``, the codes themselves, and record ``amax`` when they do: at the same moment, and with the
-  same number, as if they had cast a BF16 weight there. Nothing is recorded twice or left over from an update.
+* GEMM sites read ``quantized``, the codes themselves, and record ``amax`` as they do: when, and as much as, a cast of a
+  BF16 weight there would record. Nothing is recorded twice or left over from an update.
 
 Per-tensor and square-block codes serve both directions, so one byte a value is kept and travels. Per-row and 1-wide
 blocks need a second set of codes, made from high precision, not from the first: ``TwoWayFp8Parameter`` keeps both, two
@@ -77,7 +77,7 @@ class _Stored:
     def set_scales(
         self, scale_invs: list[torch.Tensor], amax: torch.Tensor, nonfinite: torch.Tensor | None
     ) -> None:
-        """Give the codes their meaning; ``scale_invs`` in the orientation of the codes, [rows, cols]."""
+        """Set the scales of the codes; ``scale_invs`` are oriented as the codes, [rows, cols]."""
         self.scale_invs, self.amax, self.nonfinite = scale_invs, amax, nonfinite
         self.view()
 
@@ -93,14 +93,14 @@ class _Stored:
         if len(sides) == 1:
             columnwise = sides[0].transposed()
         else:
-            turned = sides[1]
+            turned = sides[1]  # [rows, cols] with columnwise scales; the side itself is [cols, rows]
             columnwise = QuantizedSide(
                 turned.codes.t(), turned.scale_inv.t(), rule.granularity, turned.pow2, turned.finite
             )
         self.quantized = Float8Tensor(sides[0], columnwise, self.dtype)
 
     def take_scales(self, other: _Stored, device: Any) -> None:
-        """Scales, amax and health of another parameter, the codes of which are here already."""
+        """Take over scales, amax and health of another parameter, after its codes were copied here."""
         nonfinite = None if other.nonfinite is None else other.nonfinite.to(device)
         self.set_scales(
             [s.to(device, copy=True) for s in other.scale_invs], other.amax.to(device, copy=True), nonfinite
@@ -133,7 +133,7 @@ class _Stored:
             torch.zeros(blocks, device=device, dtype=torch.float32),
             torch.zeros([], device=device, dtype=torch.float32),
         )
-        flat = x.to(torch.float32).contiguous().view(-1)
+        flat = x.to(torch.float32).contiguous().view(-1)  # [rows * cols]
         piece_amax(flat, 0, shape, self.dtype, amax, nonfinite)
         scale, scale_inv = whole_scales(quantizer, amax)
         piece_cast(flat, 0, shape, self.dtype, scale, self.codes[0].view(-1), quantizer.rule.fmt)
@@ -224,7 +224,7 @@ class Fp8Parameter(CodedTensor):
     # ------------------------------------------------------------------------------------------- high-precision start
 
     def get_high_precision_init_val(self) -> torch.Tensor:
-        """What it was made from, in the nominal dtype: a master that starts from the codes would start rounded twice.
+        """What it was made from, in the nominal dtype. (A master that starts from the codes would be rounded twice.)
 
         After ``clear_high_precision_init_val`` the dequantised value.
         """
@@ -237,19 +237,19 @@ class Fp8Parameter(CodedTensor):
     # ----------------------------------------------------------------------------------------------------- its master
 
     def own_piece(self, start: int, stop: int) -> None:
-        """Say which elements, in flat order, this rank's optimizer holds the master of, as the one rank that speaks for
-        them; none where start == stop. Unsaid, each rank holds the master of all."""
+        """Set the elements, in flat order, whose master this rank's optimizer holds, and no other rank's; none if they
+        are equal. Without a call each rank holds the master of all."""
         self._stored.piece = (start, stop)
 
     @property
     def piece(self) -> tuple[int, int] | None:
-        """What ``own_piece`` said."""
+        """(start, stop) of ``own_piece``; None without a call."""
         return self._stored.piece
 
     @property
     def master(self) -> torch.Tensor | None:
-        """What the codes are cast from, as far as this rank has it: the optimizer's float32 master (Megatron's
-        ``main_param``), before there is one what it was made from, else None."""
+        """What the codes are cast from, if this rank has it: the optimizer's float32 master (Megatron's ``main_param``);
+        before there is one, what the parameter was made from; else None."""
         master: torch.Tensor | None = getattr(self, "main_param", None)
         return self._stored.initial if master is None else master
 

@@ -1,10 +1,10 @@
 """Casting a sharded master: every rank has a piece of the float32 weight, and all must use the scales of the whole.
 
-The distributed optimizer cuts its flat buffer into equal parts, through tensors, rows and blocks. A piece is rounded to
-BF16, completed with zeros to whole rows of blocks, and its amaxes taken; the amaxes of all tensors are max-reduced over
-the data-parallel ranks in one collective; then each rank casts its piece with the scales of the whole. The codes of all
-pieces together, and the scales, which every rank computes for itself, are those of casting the whole BF16 weight, bit
-for bit.
+The distributed optimizer cuts its flat buffer into equal parts; cuts fall inside tensors, rows and blocks. A piece is
+rounded to BF16, completed with zeros to whole rows of blocks, and its amaxes taken; the amaxes of all tensors are
+max-reduced over the data-parallel ranks in one collective; then each rank casts its piece with the scales of the whole.
+The codes of all pieces together, and the scales, which every rank computes for itself, are those of casting the whole
+BF16 weight, bit for bit.
 
 On a GPU both passes are kernels that round as they read (kernels/param_cast.py): no BF16 piece is made, and nothing is
 read back. What they give is the same to the bit.
@@ -109,7 +109,7 @@ class _Piece:
             () if g.is_tensor else (_blocks(rows, g.rows), _blocks(cols, g.cols)) for g in self.granularities
         ]
         self.length = sum(prod(shape) for shape in self.shapes) + 1
-        # Whole blocks above the piece's first row, so that its own first block is the matrix's.
+        # Start at a multiple of the block, so that the piece's blocks are the matrix's.
         block = lcm(*(g.rows for g in self.granularities if g.rows))
         end = self.offset + (0 if self.master is None else self.master.numel())
         self.top = self.offset // cols // block * block
@@ -154,13 +154,14 @@ class _Piece:
                 self._cast_by_kernel(scale)
             elif self.master is not None:
                 own = scale if g.is_tensor else self._rows_of(scale, g)
+                # [bottom - top, cols], of which [n] elements are this rank's
                 codes = cast_blocks(self._matrix(self.master), own, (g.rows, g.cols), param.rule, False, None)
                 start = self.offset - self.top * param.shape[1]
                 param.set_shard(index, self.offset, codes.view(-1)[start : start + self.master.numel()])
         param.quantizer.slot.arena.counts.casts += self.master is not None
         first = self.amaxes[0]
         amax = first.amax() if first.numel() else torch.zeros((), device=param.device, dtype=torch.float32)
-        # A count stays on a GPU, 0 or not: to ask it would be to wait.
+        # On a GPU the count is kept even if it is 0: reading it would wait for the GPU.
         kept = self.by_kernel or waiting.looking_waits(param.device)
         count = self.nonfinite if kept or self.nonfinite else None
         param.set_scales([inverse for _, inverse in self.scales], amax, count)

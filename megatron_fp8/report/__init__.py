@@ -1,6 +1,6 @@
 """A report of runs to look at: one HTML file with curves, statistics of every site, the precision map and what happened.
 
-    runs' files -> lines, curves, statistics, events, precision (what they hold, checked) -> packing -> charts, page
+    runs' files -> curves, statistics, events, precision, advice (what they hold, checked) -> packing -> charts, page
 
 The file needs no network and no server: Bokeh's JavaScript, which its Python package brings, is inside it, and so are the
 numbers, deflated. Names and texts come from files of other people: the template escapes them, and what the script draws

@@ -1,4 +1,4 @@
-"""Advice that somebody derived from a run's figures: shown as it is written, and never invented here."""
+"""Advice as a page shows it: what telemetry, a diagnosis or a person says of a run, shown as it is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TO_PASTE = ("line", "lines", "config")
 
 
 @dataclass(frozen=True)
-class Advice:
+class ShownAdvice:
     """One piece: what to do or what is wrong, lines for a config to paste, and everything else by name."""
 
     title: str
@@ -20,7 +20,7 @@ class Advice:
     details: tuple[tuple[str, str], ...]
 
 
-def read_advice(content: bytes, path: str) -> tuple[Advice, ...]:
+def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
     """The pieces of an advice.json: a list, or an object with a list under 'advice'. Raises ValueError."""
     try:
         found = json.loads(content)
@@ -33,14 +33,14 @@ def read_advice(content: bytes, path: str) -> tuple[Advice, ...]:
     return understood(found)
 
 
-def understood(pieces: Iterable[Any]) -> tuple[Advice, ...]:
+def understood(pieces: Iterable[Any]) -> tuple[ShownAdvice, ...]:
     """Texts, or objects of which 'title', 'advice', 'cause' or 'text' says what it is and 'line' what to paste."""
     return tuple(_piece(piece) for piece in pieces)
 
 
-def _piece(piece: Any) -> Advice:
+def _piece(piece: Any) -> ShownAdvice:
     if not isinstance(piece, dict):
-        return Advice(_words(piece), (), ())
+        return ShownAdvice(_words(piece), (), ())
     key = next((name for name in _TITLES if piece.get(name)), None)
     paste: list[str] = []
     for name in _TO_PASTE:
@@ -49,7 +49,7 @@ def _piece(piece: Any) -> Advice:
     rest = [
         (str(k), _words(v)) for k, v in piece.items() if k != key and k not in _TO_PASTE and v is not None
     ]
-    return Advice(_words(piece[key]) if key else "Advice", tuple(paste), tuple(rest))
+    return ShownAdvice(_words(piece[key]) if key else "Advice", tuple(paste), tuple(rest))
 
 
 def _words(value: Any) -> str:

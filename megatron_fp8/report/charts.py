@@ -51,12 +51,8 @@ def _figure(name: str, **options: Any) -> Any:
         name=name, height=options.pop("height", _CURVE_HEIGHT), sizing_mode="stretch_width", toolbar_location=None,
         background_fill_color=None, border_fill_color=None, outline_line_color=None, min_border_right=12, **options,
     )  # fmt: skip
-    chart.subscribed_events = {
-        "mousemove",
-        "mouseleave",
-        "tap",
-        "doubletap",
-    }  # else the script never hears of them
+    # Else the script never hears of them.
+    chart.subscribed_events = {"mousemove", "mouseleave", "tap", "doubletap"}
     return chart
 
 

@@ -79,7 +79,7 @@ class Curve:
 def read_curves(lines: Iterable[Line], quantities: Iterable[Quantity]) -> dict[str, Curve]:
     """The curves of a file's lines by the names of their quantities; of an iteration told twice, the last counts.
 
-    A quantity that has no number in any line is left out where it has nothing but null. Raises ValueError.
+    A quantity that every line leaves out, or has as null, is left out. Raises ValueError.
     """
     quantities = tuple(quantities)
     found: dict[str, dict[int, float | None]] = {quantity.name: {} for quantity in quantities}

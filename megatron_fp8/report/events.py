@@ -1,7 +1,7 @@
 """What happened in a run beside its steps: skipped ones, starts, saves, and what the guard did.
 
 events.jsonl has an object for a start from a checkpoint and for each save: {"iteration", "event", "text"}. Skipped steps
-are in metrics.jsonl, the guard's moves in report.json; of a run that wrote no events its checkpoints are seen.
+are in metrics.jsonl, the guard's moves in report.json; if a run recorded no save, its checkpoints count as saves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Numbers as text for a page: deflated, in base64; statistics with as many bits of mantissa as there is room for.
 
-A statistic is kept as the upper 24 bits of its float32. What is no number has a code of its own among the NaNs. Where a
-training had so many sites that it would not fit, mantissas get shorter first (deflate then has less to keep), and
-neighbouring iterations share a column after that.
+A statistic is kept as the upper 24 bits of its float32. What is no number has a code of its own among the NaNs. If the
+sites of a training are too many to fit, mantissas get shorter first (deflate then has less to keep), and after that
+neighbouring iterations share a column.
+
 Rejected: 8 bits between a map's smallest and largest value; one spike would take the digits of everything else.
 """
 
@@ -29,7 +30,7 @@ def packed(values: NDArray) -> str:
 
 
 def codes_of(values: NDArray[np.float64]) -> NDArray[np.uint32]:
-    """Codes of numbers, rounded to nearest even; NaN is NAN, an infinity its own, a large number no infinity."""
+    """Codes of numbers, rounded to nearest even: NAN for NaN, float32's for infinities; finite numbers stay finite."""
     finite = np.clip(values, -_LARGEST, _LARGEST)
     chosen = np.where(np.isinf(values), values, finite).astype(np.float32)
     return np.where(np.isnan(values), np.uint32(NAN), shortened(chosen.view(np.uint32), BITS[0]))
@@ -51,10 +52,10 @@ def shortened(bits: NDArray[np.uint32], mantissa: int) -> NDArray[np.uint32]:
 
 
 def packed_map(codes: NDArray[np.uint32], mantissa: int) -> str:
-    """Codes [sites, iterations] for the page, their mantissas cut to ``mantissa`` bits; codes without number stay.
+    """Codes [sites, iterations] for the page, their mantissas cut to ``mantissa`` bits; codes that are no numbers stay.
 
-    Each is written as its difference to the one before, modulo 2**24, since a site changes little; all high bytes come
-    first, then the middle ones, then the low ones, each of which deflate finds alike.
+    Each is written as its difference to the one before, modulo 2**24, since a site changes little. All high bytes come
+    first, then the middle ones, then the low ones: deflate packs bytes that are alike.
     """
     cut = shortened(codes << np.uint32(8), mantissa)
     steps = np.diff(cut, axis=1, prepend=np.uint32(0))

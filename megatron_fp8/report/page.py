@@ -1,4 +1,4 @@
-"""The page: what is written by the server side of it (tables, texts), and the numbers that its script draws."""
+"""The page: tables and texts as HTML, and the numbers that its script draws."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = 8
 _EVENTS = 300
 """Rows of the table of events, for each run."""
 _START = ("sqnr_db", "underflows%", "cur_amax")
-"""Statistics that the page opens with, the first that there is."""
+"""The page opens with the first of these statistics that was measured."""
 
 
 def write_html(runs: Sequence[Run], path: Path, advice: Sequence[Iterable[Any] | None] | None = None) -> int:
@@ -135,7 +135,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _fitting(runs: Sequence[Run], room: int) -> list[dict[str, Any] | None]:
-    """Every run's maps in at most ``room`` bytes: all in as many bits, and if need be in as few columns, as fit."""
+    """Every run's maps in at most ``room`` bytes: with as many bits as fit, all the same; then with fewer columns."""
     found = [run.statistics for run in runs]
     while True:
         for bits in BITS:
@@ -205,7 +205,7 @@ def _figure(curve: Curve | None, place: int) -> str:
 
 
 def _words(runs: Sequence[Run], name: str) -> str:
-    """What a chart shows, for those who do not see it."""
+    """What a chart shows, in words, for screen readers."""
     parts = []
     for run in runs:
         curve = run.curves.get(name)
@@ -221,7 +221,7 @@ def _words(runs: Sequence[Run], name: str) -> str:
 
 
 def _events(run: Run) -> dict[str, Any]:
-    """Phases are events too: where one begins."""
+    """The rows of a run's table of events; the start of a phase is an event too."""
     rows = [
         (first, f"iteration {first}", "phase", f"{name}: iterations {first}–{last} in {precision.upper()}")
         for name, precision, first, last in run.phases

@@ -1,4 +1,4 @@
-"""A run as its folder tells it. Nothing is needed but one of its files, and what is missing is empty here."""
+"""A run, read from its folder. One of FILES is enough; what is missing is empty here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..files.lines import Line, read_lines
 from ..files.manifest import LARGEST
 from ..telemetry.advice import advise
 from ..train.report import read_report
-from .advice import Advice, read_advice, understood
+from .advice import ShownAdvice, read_advice, understood
 from .curves import QUANTITIES, VALIDATION, Curve, read_curves
 from .events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
 from .precision import checked_sites
@@ -33,7 +33,7 @@ class Run:
         phases: (name, precision, first iteration, last iteration), empty where FP8 (or nothing) ran throughout.
         events: in the order of their iterations.
         statistics: of telemetry.jsonl; None if the run has none.
-        advice: what somebody found out from its figures.
+        advice: of advice.json; without one, what its own figures call for.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Run:
     phases: tuple[tuple[str, str, int, int], ...]
     events: tuple[Event, ...]
     statistics: Statistics | None
-    advice: tuple[Advice, ...]
+    advice: tuple[ShownAdvice, ...]
 
     @property
     def last(self) -> int:
@@ -125,7 +125,7 @@ def _phases(report: dict[str, Any], path: str) -> tuple[tuple[str, str, int, int
 
 def _own_advice(
     folder: Path, report: dict[str, Any], sites: list, metrics: Sequence[Line]
-) -> tuple[Advice, ...]:
+) -> tuple[ShownAdvice, ...]:
     """What the run's own figures call for, where nobody else has written advice."""
     records = (line.content for line in read_lines(folder / "telemetry.jsonl"))
     given = advise(records, {**report, "sites": sites}, [line.content for line in metrics])
@@ -142,7 +142,7 @@ def _own_advice(
     )
 
 
-def _advice(path: Path) -> tuple[Advice, ...]:
+def _advice(path: Path) -> tuple[ShownAdvice, ...]:
     try:
         return read_advice(read_ordinary(path, LARGEST), str(path))
     except FileNotFoundError:

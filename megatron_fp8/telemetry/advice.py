@@ -6,7 +6,7 @@ healthy training shows, where E4M3 codes have an SQNR of 31 dB, E5M2 codes 25 dB
 underflow or saturate. No rule looks at the loss: whether FP8 costs any is measured by a diagnosis, and advice says
 where to look first.
 
-Rejected: one number for a tensor's health, of which nobody can tell what it is made of.
+Rejected: one number for a tensor's health: nobody could tell what it is made of.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def advise(
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without figures that are no finite number: files may have been written by others."""
+    """A record's finite figures; the file may have been written by others."""
     return {
         name: value
         for name, value in record.items()
@@ -172,18 +172,14 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
 def _by_rules(
     series: Mapping[tuple[str, str], list[Mapping[str, Any]]], plans: Mapping[str, Mapping[str, Any]]
 ) -> list[Advice]:
-    """A rule's sites with the same cure are one piece; a tensor is spoken of by its first rule."""
+    """Sites with the same rule and cure share one piece of advice; of a tensor only the first rule that holds counts."""
     pieces: dict[tuple[str, str, str], list[tuple[str, list[Mapping[str, Any]], Rule]]] = {}
     for (site, tensor), measured in series.items():
         plan = plans[site]
         words = str((plan.get("roles") or {}).get(tensor) or "").split()
         for rule in RULES:
             applies = (not rule.recipes or plan["recipe"] in rule.recipes) and tensor in rule.tensors
-            if (
-                not applies
-                or (rule.formats and words[:1] != [f for f in rule.formats if f in words[:1]])
-                or not words
-            ):
+            if not applies or not words or (rule.formats and words[0] not in rule.formats):
                 continue
             seen = [r for r in measured if rule.statistic in r and rule.holds(r[rule.statistic])]
             if len(seen) >= min(2, len(measured)) and seen:
@@ -194,7 +190,7 @@ def _by_rules(
 
 
 def _cure(rule: Rule, recipe: str, seen: list[Mapping[str, Any]]) -> str:
-    """The option, 'bf16', or the finer recipe's name: the better one of those whose what-if was measured."""
+    """The option, 'bf16', or a finer recipe's name: the best one, if what-ifs were measured."""
     if rule.cure != "finer":
         return rule.cure
     choices = FINER.get(recipe, ())
@@ -253,7 +249,7 @@ def _not_finite(bad: list[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any
 
 
 SPIKE, SPIKES = 5.0, 3
-"""A gradient norm is a spike at so many times the median of all; so many of them are advice."""
+"""A gradient norm is a spike at SPIKE times the median of all; SPIKES of them are worth advice."""
 
 
 def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice]:
@@ -276,7 +272,7 @@ def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice
 
 
 def _configuration(report: Mapping[str, Any]) -> list[Advice]:
-    """What no figure is needed for."""
+    """Advice that follows from the configuration alone."""
     precision = report.get("precision") or {}
     if precision.get("fp8") != "hybrid" or precision.get("fp8_recipe") != "mxfp8":
         return []

@@ -5,9 +5,9 @@ precision is no finding. So each is compared with itself at its best, where the 
 significant bits and nothing else happens: no underflow, no saturation, no scale. What goes beyond that is a fault of
 scales, ranges or codes, and can be cured.
 
-Rejected: to rank by the signal-to-noise ratio of casts. It does not know what the loss thinks of a tensor (errors do not
-add: arXiv 2307.05657), and a wrong product has perfect casts. Rejected: to call everything a finding that is beyond the
-spread of differences and beyond BF16: every healthy site is.
+Rejected: to rank by the signal-to-noise ratio of casts. It does not say how the loss depends on a tensor (errors do not
+add: arXiv 2307.05657), and misses a wrong product of perfect casts. Rejected: to call everything a finding that is beyond
+the spread of differences and beyond BF16: every healthy site is.
 """
 
 from __future__ import annotations

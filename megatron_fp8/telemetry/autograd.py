@@ -3,6 +3,7 @@
 A site with an FP8 GEMM multiplies all three products itself and shows them. One that runs in the model's own dtype is
 torch's or Megatron-Core's linear: the node that gives x and weight their gradients is looked up behind its output, and
 told to show what it gives. No tensor is kept for that.
+
 Rejected: a hook on x itself. It sees the sum over all that read x.
 """
 

@@ -309,7 +309,7 @@ ROWS = (*TENSORS, *(f"{role}.{readers[1]}" for role, readers in READERS.items())
 
 
 def _site_of(name: str) -> str:
-    """The site, without the recipe that fp8_autocast put in place of its own."""
+    """A site's own name: without '@' and what fp8_autocast puts behind it."""
     return name.partition("@")[0]
 
 

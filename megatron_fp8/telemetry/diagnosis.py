@@ -30,7 +30,7 @@ class Diagnosis:
         verdict: the same in words.
         clean: nothing stands out, and that could be measured.
         losses: in high precision, by batch.
-        gradient_noise: how far batches' gradients are from their mean, over its norm.
+        gradient_noise: how far batches' gradients are from their mean, relative to its norm.
         passes: how many were run.
         attribution: all figures, None where high precision is not finite.
         cure: what the overrides give back.

@@ -36,8 +36,9 @@ class Experiments:
         budget: how many passes (a forward and a backward of one batch) may be run.
         progress: told after each pass.
 
-    The gradients in high precision are kept, one copy for each batch. ``losses``: in high precision; ``not_finite``: what
-    of them or of their gradients is not; ``gradient_noise``: how far batches' gradients are from their mean, relative.
+    The gradients in high precision are kept, one copy for each batch. ``losses``: in high precision; ``not_finite``:
+    which of the losses and gradients are NaN or Inf; ``gradient_noise``: how far batches' gradients are from their
+    mean, relative.
 
     Raises ValueError: too few batches; something runs in FP8 that no variant changes.
     """

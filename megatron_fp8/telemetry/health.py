@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LIMITS = {"nonfinite": 0.0, "overflows%": 1.0, "underflows%": 50.0}
-"""Statistic -> the largest value of a tensor in good health. In percent of the values, but for the first, a number."""
+"""Statistic -> the largest value of a tensor in good health. Percent of the values; nonfinite is a count."""
 
 REASONS = {"nonfinite": "non-finite", "overflows%": "saturation", "underflows%": "underflow"}
-"""Statistic -> what it is called to be beyond its limit."""
+"""Statistic -> the word for a value beyond its limit."""
 
 
 class FirstBad:
@@ -31,7 +31,7 @@ class FirstBad:
                 self.found.setdefault((record["site"], record["tensor"], reason), record["iteration"])
 
     def look(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records that are beyond a limit as never before; their 'went_bad' lists the reasons."""
+        """The records of tensors that are beyond a limit for the first time; their 'went_bad' lists the reasons."""
         fresh = []
         for record in records:
             bad = []

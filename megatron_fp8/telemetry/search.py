@@ -17,8 +17,8 @@ class Cure:
 
     Attributes:
         parts: in the order in which they were added.
-        given_back: of the distance from high precision that all that stands out costs together, the share that is back;
-            None if nothing stands out, or taking it out does not help.
+        given_back: the share of the distance from high precision that is gone, of what taking out all that stands out
+            removes; None if nothing stands out, or taking it out does not help.
         loss_change, gradient_error, distance: with these overrides, against high precision.
         complete: whether the share that was asked for is back.
     """
@@ -39,8 +39,9 @@ class Cure:
 def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
     """Overrides that give back ``share`` of what taking all that stands out into high precision would.
 
-    Of the distance and, where it rises beyond its spread, of the loss. Of a site the GEMM or operand that explains it is
-    taken, unless taking whole sites gives clearly more. Where the budget ends, what was found until then.
+    It is a share of the distance and, if the loss rises beyond its spread, of the loss. Of a site, the GEMM or operand
+    that explains it is taken out, unless whole sites give clearly more. When the budget ends, the answer is what was
+    found by then.
     """
     outstanding = [finding for finding in found.findings if finding.stands_out]
     sites = list(dict.fromkeys(finding.site for finding in outstanding))
@@ -79,17 +80,17 @@ def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
 
 
 _AS_GOOD = 0.8
-"""The share of what whole sites give back that their parts have to, to be taken in place of them: healthy GEMMs of a site
-cost something too."""
+"""Parts are taken in place of their sites if they give back at least this share of what the sites do: healthy GEMMs of a
+site give back a little too."""
 
 
 def _first(outstanding: list[Finding], site: str) -> Part:
-    """What the ranking has first of a site."""
+    """The part of a site that the ranking has first."""
     return next(finding.part for finding in outstanding if finding.site == site)
 
 
 class _Goal:
-    """How near to the best that overrides can do is near enough."""
+    """When overrides give enough back of what taking every part out would."""
 
     def __init__(self, experiments: Experiments, found: Attribution, every: list[Part], share: float):
         self._experiments, self._found, self._share = experiments, found, share
@@ -101,11 +102,11 @@ class _Goal:
         return self._experiments.measure(self._experiments.variants.without(parts))
 
     def distance(self, measured: Measured) -> float:
-        """From high precision; more than any, where something is not finite."""
+        """From high precision, at most 1; 2 where something is not finite."""
         return measured.distances(self._found.counted).mean if measured.finite else 2.0
 
     def rise(self, measured: Measured) -> float:
-        """Of the loss, if that of the plan is beyond its spread; else 0."""
+        """How far the loss is above high precision's, if the plan's is by more than its spread; else 0."""
         change = self._planned.loss_changes
         if not change.mean > change.spread and self._planned.finite:
             return 0.0
@@ -117,11 +118,11 @@ class _Goal:
         return self.distance(self._planned) - self.distance(self._best)
 
     def given_back(self, measured: Measured) -> float:
-        """The share of that."""
+        """The share of ``gain`` that is back in this variant."""
         return (self.distance(self._planned) - self.distance(measured)) / self.gain
 
     def met(self, measured: Measured) -> bool:
-        """Whether the share is back."""
+        """Whether the share that was asked for is back."""
         if not measured.finite:
             return False
         rise, best = self.rise(self._planned), self.rise(self._best)

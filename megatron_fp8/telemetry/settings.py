@@ -11,7 +11,7 @@ from typing import Any
 from .names import DEFAULT, TENSORS, WHAT_IF, of_tensor, parse, parse_all
 
 REGEX = "re:"
-"""What a site begins with that is a regular expression and no glob."""
+"""Patterns of sites that begin so are regular expressions; all others are globs."""
 
 Window = tuple[int, int | None]
 
@@ -178,7 +178,7 @@ def _prefix(recipe: str) -> str:
 
 
 def _has(recipe: str, name: str) -> bool:
-    """Whether there is this statistic of codes for a what-if recipe too."""
+    """Whether a what-if recipe has this statistic of codes."""
     try:
         parse(f"{recipe}_{name}")
     except ValueError:

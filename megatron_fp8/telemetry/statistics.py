@@ -4,8 +4,8 @@ A tensor of a site comes in pieces: micro-batches, and shards on ranks. So what 
 the vectors of the whole are the sum of the first and the maximum of the second: one all-reduce each, for all sites
 together. ``finish`` then gives the statistics, once.
 
-Every sum is float64 and about zero: the sum of x, x^2, x^3 and x^4, from which variance and kurtosis follow. What that
-cancels is lost where a mean is far larger than the spread: std is good to 1e-6 up to a mean of 10,000 times the standard
+Every sum is float64 and about zero: the sum of x, x^2, x^3 and x^4, from which variance and kurtosis follow. Digits
+cancel where a mean is far larger than the spread: std is good to 1e-6 up to a mean of 10,000 times the standard
 deviation, kurtosis up to about 100 times; beyond, ``finish`` leaves kurtosis out rather than invent it.
 Rejected: moments about each piece's own mean, merged pairwise (Chan, Golub and LeVeque; Pebay). They lose nothing, but a
 merge is not a sum, and every rank would have to gather the figures of all. Rejected: a shift that ranks share, such as
@@ -135,7 +135,7 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
     matrix = matrix.contiguous()
     of_values, extremes_of_values = measure_values(matrix, layout.blocks)
     sums, extremes = [of_values], [extremes_of_values]
-    # numel, finite and squares: each variant has its own, since its codes may be there at times only
+    # numel, finite and squares: each variant counts its own, since its codes may be missing in some pieces
     shared = [of_values[:2], of_values[4:5]]
     for variant in layout.variants:
         side, turned = _side(codes or {}, variant)
@@ -170,7 +170,7 @@ def finish(
 ) -> dict[str, float]:
     """The statistics by name, in the layout's order; what is undefined is left out, so every value is finite.
 
-    Undefined are: all but nonfinite and the blockwise range where no finite element is (std: fewer than two; kurtosis:
+    Undefined are: all but nonfinite and the blockwise range if no element is finite (std: fewer than two; kurtosis:
     no spread, or one that the mean drowns); figures of codes where there were none; sqnr_db where there is no error or no
     signal; dynamic_range and blockwise ranges of nothing but zeros (the latter are 0).
     """
@@ -193,7 +193,7 @@ def _mean(total: _Figures, most: _Figures) -> float | None:
 
 
 def _variance(total: _Figures) -> float:
-    """The second central moment, with n; 0 where it is not more than what rounding makes."""
+    """The second central moment, divided by n; 0 if rounding alone could make it."""
     n = total["finite"]
     mean, square = total["sum"] / n, total["squares"] / n
     variance = square - mean * mean

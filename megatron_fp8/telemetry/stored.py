@@ -34,6 +34,7 @@ def held(weight: Fp8Parameter, *, columnwise: bool) -> Held:
     """This rank's values and codes; values are empty where other ranks have all of them.
 
     ``columnwise``: the codes of a piece are wanted of that direction too.
+
     Without a master (weights that FSDP gathers as codes) the values are what the codes stand for.
     """
     if weight.piece is None or weight.piece[1] - weight.piece[0] == weight.numel():

@@ -5,8 +5,8 @@
     telemetry.close()
 
 It finds FP8 sites by their modules' ``fp8_site``, in nn models and in Megatron-Core's (one or a list of chunks), watches
-their state, and at the end of a measured iteration adds up all ranks' figures. Linears do not know of it: without it not
-one operation more runs, and with it none in iterations that are not measured, but for a delayed what-if's history.
+their state, and at the end of a measured iteration adds up all ranks' figures. Linears do not know of it. It
+adds no operation to iterations that are not measured, except for the history of a delayed what-if.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def verdict(
 
 
 def _nothing(found: Attribution) -> str:
-    """That nothing stands out; and where all together is far off in some batches, that this is so."""
+    """Says that nothing stands out, and, if so, that all sites together are far off in some batches."""
     distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
     times = distances.mean / best.mean if best.mean else 1.0
     if times <= Limits().ratio:

@@ -1,7 +1,7 @@
 """The codes that a tensor would have in another recipe, so that the same figures can be taken of them.
 
-A recipe's scale comes from the tensor at hand, so nothing more is needed; but for delayed scaling, whose scale comes from
-the iterations before. ``WhatIfHistory`` keeps those amaxes, and has to be told of every iteration, measured or not.
+Most recipes make their scales of the tensor at hand, so nothing more is needed. Delayed scaling makes its scale of
+earlier iterations: ``WhatIfHistory`` keeps their amaxes, and has to be told of every iteration, measured or not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a checkpoint and the run that reads it must agree on, and what the run may say otherwise.
 
-The manifest holds the config of the run that saved it. What another model section would compute with these weights is
-not what was trained: it is refused, field by field (``model_fields`` says which), unless `--checkpoint.accept` names the
-field. So is another tokenizer, which gives the ids another meaning. What may change is said in one line.
+The manifest holds the config of the run that saved it. A model section that would compute something else with the same
+weights is refused, field by field (``model_fields`` says which), unless `--checkpoint.accept` names the field. So is
+another tokenizer, which gives the ids another meaning. Changes that are allowed are told in one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .config.model_section import ModelSection
 from .config.run_config import RunConfig
 from .report import versions
 
-# Sections beside the model whose settings training continues with, and what in them changes no number.
+# Sections (beside the model) whose changes are told, and the settings whose changes are not: they change no number.
 _SAID = ("train", "optimizer", "data")
 _NOT_SAID = frozenset(
     {
@@ -46,10 +46,10 @@ class Change:
 def check(
     run: RunConfig, folder: Path, manifest: Manifest, tokenizer: Any, otherwise: str = ""
 ) -> list[Change]:
-    """What `--checkpoint.accept` was needed for.
+    """The changes that only `--checkpoint.accept` allows.
 
     Args:
-        otherwise: what else a user may do than giving the config of the checkpoint's run.
+        otherwise: the remedy to name beside giving the config of the checkpoint's run.
 
     Raises ValueError naming every setting, with both values, by which this run computes something else.
     """

@@ -34,9 +34,9 @@ from .run_folder import RunFolders, checkpoint_folder
 
 @dataclass
 class Start:
-    """Where training starts: iterations finished, of them skipped, and samples consumed; lines for people.
+    """Where training starts: iterations finished, how many of these were skipped, samples consumed; lines for people.
 
-    ``accepted``: what `--checkpoint.accept` let change, from here and from checkpoints before, for the next manifests.
+    ``accepted``: the changes that `--checkpoint.accept` allowed, now and in earlier runs; the next manifests keep them.
     """
 
     iteration: int = 0

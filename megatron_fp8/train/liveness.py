@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 _MEMORY = 0.9
 """Of the running means: the last ten losses or so."""
 _FAR = 2.0
-"""A loss is far above its running mean when it is so many times as large,"""
+"""A loss is a spike when it is at least this many times its running mean,"""
 _DEVIATIONS = 6.0
-"""and above it by so many times what losses lately differed from it."""
+"""and above it by at least this many times the mean difference of losses from it."""
 
 
 @dataclass

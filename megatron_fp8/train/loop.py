@@ -126,7 +126,7 @@ class Trainer:
             )
 
     def _check_end(self, summary: dict[str, float]) -> None:
-        """Raise TrainingFailed, on all ranks, if what was trained is worth nothing."""
+        """Raise TrainingFailed, on all ranks, if the run ends without a model that can be used."""
         done, row, taken = int(summary["iteration"]), self.liveness.row, self.liveness.taken
         if row > taken:
             what = (

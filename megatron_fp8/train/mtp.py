@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction: Megatron-Core adds its gradients to the model's, and not it to the loss."""
+"""The loss of multi-token prediction: Megatron-Core trains on it, and leaves it out of the loss that it reports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A run's model as a checkpoint has it, and the batches that its training reads next, for experiments.
 
-Weights are those of the checkpoint, which stores them as their float32 masters rounded to the model's dtype: also of a
-run whose weights live as FP8, since its codes are made of just that. The parallel layout is the run's, or the one that
+Weights are those of the checkpoint: float32 masters rounded to the model's dtype. That holds for a run whose weights
+live as FP8 too, since its codes are made of the same values. The parallel layout is the run's, or the one that
 options give; launched as a single process it is one rank. Nothing of the run's folder is written.
 """
 
@@ -156,7 +156,7 @@ def replay(
 
 
 def before(path: Path, iteration: int) -> Path:
-    """The newest checkpoint of a run, or of a folder of them, of before an iteration. ValueError if there is none."""
+    """The newest checkpoint from before an iteration, of a run or a folder of checkpoints. ValueError: there is none."""
     if iteration < 1:
         raise ValueError(f"--iteration {iteration} must be at least 1")
     last = find_checkpoint(path)

@@ -1,5 +1,6 @@
-"""Sums and extremes of matrices and of their codes, in C (figures.c): what telemetry measures on CPUs, once for each
-element. megatron_fp8/telemetry has the same in torch, which takes thirty times as long, for machines without a compiler.
+"""Sums and extremes of matrices and of their codes, in C (figures.c), in one pass: what telemetry measures on CPUs.
+
+For machines without a compiler megatron_fp8/telemetry has the same in torch, which takes thirty times as long.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _VALUES_BYTES = 64  # sizeof(Values)
 
 def usable(x: torch.Tensor) -> bool:
     """Whether x is for these functions: a plain, contiguous CPU tensor that is not empty, on a machine that could compile
-    them. Small ones too: what torch takes is its calls."""
+    them. Small ones too: torch's time is mostly the number of its calls."""
     return plain(x) and x.numel() > 0 and x.dtype in NAMES and reason() is None
 
 

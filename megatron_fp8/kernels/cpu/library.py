@@ -5,8 +5,8 @@ folder as ``cpu-KEY-DIGEST.so``: KEY is a hash of all that went into it, DIGEST 
 
 * its bytes have that digest, so one that was cut short by a power failure is compiled again, not mapped and crashed on;
 * nobody but this user and root can have put it there: they own it and every folder above it, and none of those can be
-  written by others. A cache folder that fails is left alone, which is said once, and the next one is taken: one of this
-  user's own under the system's temporary folder, at last one of this process alone.
+  written by others. A cache folder that fails this is not used (one warning says so). The next to be tried are a folder
+  of this user under the system's temporary folder, and one of this process alone.
 
 A file is written under another name, flushed to the disk and renamed, so processes that compile at once do no harm.
 """
@@ -152,7 +152,7 @@ def _writable_by_others(folder: Path) -> str | None:
     """Who but this user and root could put files into a folder, or another folder in its place; None if nobody."""
     for path in (folder, *folder.parents):
         why = _foreign(path) if path.exists() else None
-        # In a sticky folder, such as the system's temporary one, nobody renames what is another's.
+        # In a sticky folder, such as the system's temporary one, nobody can rename another user's files.
         if why is not None and (path == folder or not _sticky(path)):
             return why
     return None

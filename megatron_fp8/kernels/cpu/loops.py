@@ -29,16 +29,16 @@ FLAGS = (
     "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
 )
 MIN_ELEMENTS = 1 << 14
-"""Smaller tensors are left to torch: nothing is gained, and nothing need be compiled for them."""
+"""Elements. Smaller tensors are left to torch: C gains nothing there, and need not be compiled for them."""
 MAX_THREADS = 1024
-"""More than a process can use. Asked for many more, torch's thread pool and OpenMP end the process."""
+"""Threads at most. Asked for many more, torch's thread pool and OpenMP end the process."""
 _THREAD_ELEMENTS = 1 << 15
 FLOATS = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
 }
-"""The dtypes that are cast, each with the integer that has its bits and those of Inf."""
+"""The dtypes that are cast -> the integer dtype of their size, and the bits of Inf."""
 NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",

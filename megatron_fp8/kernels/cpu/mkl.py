@@ -2,8 +2,8 @@
 
 torch's CPU library has MKL in it and exports this function, but no operation of torch calls it for two matrices. The
 alternative, ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"`` around a float32 product, was used before and is
-rejected: the setting is the whole process's, so that other threads' float32 products change, and two threads that set
-and restore it leave it set.
+rejected: it is a setting of the whole process. It changes other threads' float32 products, and two threads that set and
+restore it can leave it set.
 
 Without AMX gemm.c is the faster one: MKL multiplies in float32 there.
 """
@@ -49,7 +49,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_out(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
-    """(x, or a copy if neither its rows nor its columns are dense; whether it is its columns; the step between them)."""
+    """(x, or a copy if neither its rows nor its columns are dense; whether the dense ones are columns; their stride)."""
     rows, cols = x.shape
     if x.stride(1) == 1 and x.stride(0) >= cols:
         return x, False, x.stride(0)

@@ -38,7 +38,7 @@ class _SwiGLU(torch.autograd.Function):
         side = specified.quantize(x, _STORE, "rowwise").tensor.rowwise
         assert side is not None
         ctx.save_for_backward(side.codes, side.scale_inv, weights)
-        gate, up = x.chunk(2, -1)
+        gate, up = x.chunk(2, -1)  # [tokens, n] each
         y = torch.nn.functional.silu(gate.to(torch.float32)) * up
         return (y if weights is None else y * weights).to(x.dtype)
 
@@ -70,7 +70,7 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
         from ...kernels.swiglu_quantize import Swiglu  # loads Triton
 
         x = written(x)
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = x.reshape(-1, x.shape[-1])  # [tokens, 2 n]
         ctx.x_shape, ctx.store, ctx.deferred_grad = x.shape, store, deferred_grad
         if store:
             side = native.quantize(tokens, _STORE, "rowwise").tensor.rowwise
@@ -86,7 +86,7 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
         from ...kernels.swiglu_quantize import SwigluGradient, swiglu_weight_grad  # loads Triton
 
         weights, *kept = ctx.saved_tensors
-        dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)
+        dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)  # [tokens, n]
         x = kept[0].reshape(-1, ctx.x_shape[-1])
         if ctx.store:  # a code times a power of two is exact in 16 bits too
             x = QuantizedSide(x, kept[1], BLOCK_1X128, True).dequantize(dy.dtype)
@@ -107,7 +107,7 @@ def _deferred(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> tor
 
 def _stored(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
     x = x if bias is None else x + bias
-    y = _SwiGLU.apply(x.reshape(-1, x.shape[-1]), weights)
+    y = _SwiGLU.apply(x.reshape(-1, x.shape[-1]), weights)  # [tokens, n]
     return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
@@ -133,7 +133,7 @@ def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable
 
 
 def store_expert_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Megatron's weighted_bias_swiglu_impl (experts: weights are the router's [tokens, 1]); as the one above."""
+    """The same for experts, Megatron's weighted_bias_swiglu_impl: weights [tokens, 1] are the router's."""
 
     def weighted_bias_swiglu_impl(
         input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, fp8_input_store: bool = False

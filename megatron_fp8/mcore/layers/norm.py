@@ -48,10 +48,11 @@ class _RMSNorm(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        normed = x * rstd
+        normed = x * rstd  # [..., hidden], float32
         dx = dw = None
         if ctx.needs_input_grad[0]:
             scaled = grads[0] * (weight.to(rstd.dtype) + ctx.offset)
+            # [..., 1]: how far the gradient points along the normed row, which the norm removes
             along = torch.linalg.vecdot(scaled, normed).unsqueeze(-1) / x.shape[-1]
             dx = torch.addcmul(scaled, normed, along, value=-1).mul_(rstd).to(x.dtype)
         if ctx.needs_input_grad[1]:
@@ -110,8 +111,7 @@ class Norm(torch.nn.Module):
         **kwargs: Any,
     ):
         super().__init__()
-        # Megatron-Core's own norms obey the config and ignore the arguments; layers pass only the config's
-        # values.
+        # As in Megatron-Core's own norms the config decides, not the arguments; layers pass the config's values.
         self.kind = kind = config.normalization
         self.reader_takes_codes: Callable[[], bool] | None = None  # set by fusion.connect
         if kind not in ("RMSNorm", "LayerNorm"):

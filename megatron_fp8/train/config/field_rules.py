@@ -1,5 +1,5 @@
 """What every option of a run may be, and what several have to be together, as data. The model's fields that are
-Megatron-Core's own have their rules in mcore/field_table.py."""
+Megatron-Core's own have their rules in mcore/config/table.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEAST = 1e-37  # and below it only zero
 _ITERATIONS = integer(1, 2**31 - 1, "iterations")
 _ITERATIONS_OR_0 = integer(0, 2**31 - 1, "iterations")
 _LOSS_SCALE = number(_LEAST, _FLOAT32)
-_PATH = Rule("a path, as text", lambda v: isinstance(v, str))  # train/paths.py tries what it names
+_PATH = Rule("a path, as text", lambda v: isinstance(v, str))  # paths.py looks at what it names
 _ROWS = integer(1, 2**24, "rows")
 
 

@@ -151,7 +151,8 @@ def differences(
 
     Args:
         before, now: what a checkpoint says, and what the run that reads it does.
-        defaults: of fields that one of them lacks. One that is not known here, and off there, is no difference.
+        defaults: the values of fields that one of them lacks. A field that only ``before`` has, as None or False, is no
+            difference.
     """
     there, here = settled({**defaults, **before}), settled({**defaults, **now})
     return {

@@ -159,7 +159,7 @@ def transformer_config(section: Any) -> TransformerConfig:
     given["fp8"] = section.fp8
     given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
     if section.virtual_pipeline_model_parallel_size and section.pipeline_model_parallel_size == 2:
-        # The only right setting: two stages are each other's next and previous one (see config_checks).
+        # The only right setting: two stages are each other's next and previous one (mcore/config/checks.py).
         given.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     settings = types.SimpleNamespace(**{**DEFAULTS, **given})
     check_fields(settings, "model.")
@@ -183,9 +183,9 @@ _CONFIGS = ("transformer_config.py", "model_parallel_config.py")
 
 
 def fields_asked(error: BaseException) -> list[str]:
-    """Fields that a refusal in Megatron-Core's configs is about, whose words may name none.
+    """The fields that an error raised in Megatron-Core's configs is about; its text may name none of them.
 
-    They are what the conditions around it ask for, and what is handed to a function that refuses.
+    They are read from the source: fields in the conditions around the raise, and those handed to a function that raises.
     """
     frames = traceback.extract_tb(error.__traceback__)
     of_config = [frame for frame in frames if Path(frame.filename).name in _CONFIGS]

@@ -168,7 +168,7 @@ def rule_of(key: str) -> Rule | None:
 
 
 def _check_fp8_switch(model: Any, given: Container[str]) -> None:
-    """A recipe is named and FP8 is neither on nor switched off by name: it would train in BF16."""
+    """ValueError if a recipe is named while FP8 is neither on nor switched off by name: the run would train in BF16."""
     recipe = next((name for name in ("fp8_format", "fp8_recipe") if getattr(model, name) is not None), None)
     if (
         recipe
@@ -188,7 +188,7 @@ def load(path: str | Path, *overrides: str) -> RunConfig:
 
 
 def tokens_of_microbatch(run: RunConfig) -> int:
-    """Tokens that a tensor-parallel group multiplies at once: what the GEMMs of a run have for M."""
+    """M of a run's GEMMs: the tokens that a tensor-parallel group multiplies at once."""
     return run.train.micro_batch_size * run.train.seq_length // run.model.context_parallel_size
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 
 def bigram_entropy(tokens: np.ndarray) -> float:
-    """H(next token | token) in nats, from the counts of neighbouring pairs in `tokens` [n], any integer
-    dtype.
+    """H(next token | token) in nats, from the counts of neighbouring pairs in `tokens` [n], any integer dtype.
 
     0.0 when there are fewer than two tokens.
     """

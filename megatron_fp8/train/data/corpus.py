@@ -65,8 +65,7 @@ def prefix_of(path: str) -> str:
 
 
 def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
-    """Write `files` as one .bin/.idx pair under `cache_dir` and return its prefix; at once if it is
-    there already.
+    """Write `files` as one .bin/.idx pair under `cache_dir` and return its prefix; at once if it is there already.
 
     The folder's name is a hash of the tokenizer and of every file's content. It is written under another name
     and renamed when complete, so what has that name is whole.

@@ -1,4 +1,4 @@
-"""Reading .bin/.idx pairs so that a file that is cut short or replaced while training reads it is an error with its name.
+"""Reading .bin/.idx pairs. A file that is cut short or replaced while training reads it is an error that names it.
 
 Megatron-Core maps both files into memory, where reading past the end of a file that has become shorter ends the process
 by SIGBUS, without a word. Here the .bin is read (`pread`, which says how much there was), and before each sample both

@@ -6,7 +6,8 @@
 * cuBLAS: a workspace that is not shared between streams, chosen by a variable that is read once.
 * NCCL: no sums inside the switch (NVLS), whose order is not told.
 
-This package's kernels add nothing in floating point between programs but counts of whole numbers, and take maxima.
+This package's kernels combine the results of their programs by maxima and by counts of whole numbers only, which come out
+the same in any order.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ PASSING: tuple[type[BaseException], ...] = (
     dist.DistError,
     getattr(torch, "AcceleratorError", dist.DistError),
 )
-"""What a network, a GPU or another rank's end raises, whatever the input is: another attempt may not meet it."""
+"""What a network, a GPU or another rank's end raises: the input is not at fault, and another attempt may work."""
 
 
 def exit_code(error: BaseException) -> int:
-    """Of a process that ends by `error` before the first step: 1 for what another attempt may not meet, else 2."""
+    """The exit code after `error` before the first step: 1 if the same input may work in another attempt, else 2."""
     return EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
 
 
@@ -65,8 +65,7 @@ def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """The `Launch` that the environment describes: torchrun's variables first, then SLURM's, else one
-    process.
+    """The `Launch` that the environment describes: torchrun's variables first, then SLURM's, else one process.
 
     Raises ValueError naming the variable that is missing or not a number.
     """

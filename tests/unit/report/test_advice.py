@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_fp8.report.advice import Advice, read_advice, understood
+from megatron_fp8.report.advice import ShownAdvice, read_advice, understood
 
 
 def test_objects_and_texts():
@@ -17,10 +17,10 @@ def test_objects_and_texts():
         ]
     )
     assert found == (
-        Advice("underflow", ("fp8_recipe: mxfp8",), (("site", "fc1"), ("share", "0.1235"))),
-        Advice("two lines", ("a", "b"), (("figures", "sqnr_db 12, sites p, q"),)),
-        Advice("plain", (), ()),
-        Advice("Advice", (), (("site", "alone"),)),
+        ShownAdvice("underflow", ("fp8_recipe: mxfp8",), (("site", "fc1"), ("share", "0.1235"))),
+        ShownAdvice("two lines", ("a", "b"), (("figures", "sqnr_db 12, sites p, q"),)),
+        ShownAdvice("plain", (), ()),
+        ShownAdvice("Advice", (), (("site", "alone"),)),
     )
 
 
