@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ.setdefault(
-    "TORCHDYNAMO_DISABLE", "1"
-)  # Megatron-Core jits small functions; a C++ compiler is not required
+# Megatron-Core jits small functions, which would need a C++ compiler.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from benchmarks.common import (
     argument_parser,

@@ -250,9 +250,8 @@ class _Worker:
     def stacks(self) -> str:
         """Makes the rank write its stacks to its log (by a C signal handler, so even if it hangs)."""
         before = self._log.stat().st_size if self._log.exists() else 0
-        if (
-            self._process.is_alive() and self._process.pid and before
-        ):  # a log says that the handler is in place
+        # A log says that the handler is in place.
+        if self._process.is_alive() and self._process.pid and before:
             os.kill(self._process.pid, signal.SIGUSR1)
             time.sleep(0.5)
         return f"--- {self._log.stem} ---\n{self._tail(before)}"

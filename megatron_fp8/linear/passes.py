@@ -77,9 +77,8 @@ def forward(
     operand, saved = quantize_input(tokens, call, needs_wgrad)  # [M of all ranks, K], [K, M]
     quantized_weight = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
     assert quantized_weight.rowwise is not None
-    y = site.multiply(
-        "fprop", operand, quantized_weight.rowwise, x.dtype, bias, record=call.record
-    )  # [.., N]
+    # [tokens, N]
+    y = site.multiply("fprop", operand, quantized_weight.rowwise, x.dtype, bias, record=call.record)
     sequence = x.shape[0] * (tp.size if call.gathers else 1)
     if tp.kind == "row" and tp.sequence_parallel:
         y = tp.reduce_scatter(y).wait()

@@ -5,10 +5,10 @@ gradients are divided by it after. The scale is right when it is as large as it 
 changes during training, so it is searched for all the time: an overflow skips the step and, when it is no single
 accident, lowers the scale; a long time without one raises it (Micikevicius et al., arXiv 1710.03740).
 
-The rule is here, once, for plain PyTorch (trainer.py) and for Megatron-Core (mcore/loss_scaler.py), because none of
-those that exist does what is promised: torch.amp.GradScaler has no hysteresis and no bounds, and asks no other rank;
-Megatron-Core's calls its hysteresis consecutive and counts overflows that are not, has no upper bound, and keeps one
-scaler for dense weights and one for experts, which drift apart. The arithmetic on gradients is torch's own kernel.
+The rule is here, once, for plain PyTorch (trainer.py) and for Megatron-Core (mcore/optimizer/loss_scaler.py), because
+none of those that exist does what is promised: torch.amp.GradScaler has no hysteresis and no bounds, and asks no other
+rank; Megatron-Core's calls its hysteresis consecutive and counts overflows that are not, has no upper bound, and keeps
+one scaler for dense weights and one for experts, which drift apart. The arithmetic on gradients is torch's own kernel.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LossScaler:
         growth_factor: the scale is multiplied by it after ``growth_interval`` consecutive steps without an overflow.
         backoff_factor: the scale is multiplied by it at an overflow that ``hysteresis`` lets through.
         growth_interval: see growth_factor; an overflow, and a growth, start its count again.
-        hysteresis: how many overflows in direct succession it takes to lower the scale: the first ``hysteresis - 1`` skip
-            their steps and change nothing else, that one and each that directly follows it lower the scale. A step
+        hysteresis: how many overflows in direct succession it takes to lower the scale: the first ``hysteresis - 1``
+            skip their steps and change nothing else, that one and each that directly follows it lower the scale. A step
             without an overflow starts the count again. 1: every overflow lowers it.
         min_scale, max_scale: the scale stays between them. Overflows at min_scale go on skipping steps; ``STUCK`` of
             them in direct succession are a warning.

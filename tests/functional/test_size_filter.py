@@ -43,10 +43,8 @@ def test_small_gemms_run_in_bf16_and_say_so(ranks: RankPool, tmp_path: Path) -> 
     overrides = {"*.layers.1.mlp.linear_fc2": "mxfp8", "*.layers.1.mlp.linear_fc1": "bf16"}
     seen, said = ranks(1).run(trained, ONE, path, {"fp8_overrides": overrides})[0]
     entries = {entry["name"]: entry for entry in seen.report if entry["layer"] is not None}
-    fp8 = {
-        "decoder.layers.0.mlp.linear_fc1",
-        "decoder.layers.1.mlp.linear_fc2",
-    }  # fc2 by name: the filter keeps out
+    # fc2 by name: there the filter keeps out.
+    fp8 = {"decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"}
     assert {name for name, entry in entries.items() if entry["precision"] == "fp8"} == fp8
     assert {name for name, _, precision in seen.gemms if precision == "fp8"} == fp8
     when = f"on {processor_name()}, 2026-11-21"

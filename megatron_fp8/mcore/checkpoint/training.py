@@ -224,10 +224,8 @@ def _shards(state: Any) -> list[Any]:
     ]
 
 
-_MASTERS = (
-    "optimizer.state.param.",
-    "optimizer.state.fp32_param.",
-)  # distributed optimizer, and the other one
+# The distributed optimizer's, and the plain one's.
+_MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 
 def _weights_from_masters(model: dict[str, Any], optimizing: Any) -> None:

@@ -1,8 +1,9 @@
-"""Every field of Megatron-Core's TransformerConfig: what it may be, and what it does in models of this package's layers.
+"""Every field of Megatron-Core's TransformerConfig: what it may be, and what it does in models of this package's
+layers.
 
-A field works (and `where` is the file that reads it), works only together with another one, has no effect (which is said
-when it is set), or cannot be had (which is an error when it is set). mcore/fields.py reads the table; a test holds it
-against the dataclass, and fields.py refuses what is set and does not stand here.
+A field works (and `where` is the file that reads it), works only together with another one, has no effect (which is
+said when it is set), or cannot be had (which is an error when it is set). mcore/config/fields.py reads the table; a
+test holds it against the dataclass, and fields.py refuses what is set and does not stand here.
 """
 
 from __future__ import annotations

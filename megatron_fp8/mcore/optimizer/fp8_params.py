@@ -134,9 +134,8 @@ def recast(optimizer: Any) -> None:
         return
     optimizer._copy_main_params_to_model_params()
     ddp = getattr(optimizer, "ddp_config", None)
-    if (
-        ddp is not None and not ddp.overlap_param_gather
-    ):  # where it overlaps, the next forward pass gathers anyway
+    # Where the gather overlaps, the next forward pass gathers anyway.
+    if ddp is not None and not ddp.overlap_param_gather:
         for chunk in optimizer.model_chunks:
             chunk.start_param_sync()
 

@@ -23,9 +23,8 @@ def norm_without_waiting(
     """
     tensors = [tensor for tensors in tensor_lists for tensor in tensors]
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    there = torch.stack(
-        [norm.to(noop_flag.device) for norm in norms]
-    )  # an offloaded optimizer's are on the CPU
+    # An offloaded optimizer's are on the CPU.
+    there = torch.stack([norm.to(noop_flag.device) for norm in norms])
     return torch.linalg.vector_norm(there).view(1), None
 
 

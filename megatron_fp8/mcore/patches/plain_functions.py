@@ -38,7 +38,6 @@ def plain_functions() -> Iterator[None]:
         yield
     finally:
         torch.compile = original
-        for module, name in imported_by_name(
-            compile_others
-        ):  # megatron.core.jit.jit_fuser, and who imported it
+        # megatron.core.jit.jit_fuser, and modules that imported it.
+        for module, name in imported_by_name(compile_others):
             setattr(module, name, original)

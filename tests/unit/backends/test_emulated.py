@@ -198,9 +198,8 @@ def test_the_precision_of_float32_products_is_the_users_own(name, monkeypatch):
         """What torch may do then, on processors with matrix units for BF16."""
         return a.bfloat16().float() @ b.bfloat16().float().t()
 
-    monkeypatch.setattr(
-        gemms, "multiplies", lambda a, b: False
-    )  # as without compiled kernels, or for small matrices
+    # As without compiled kernels, or for small matrices.
+    monkeypatch.setattr(gemms, "multiplies", lambda a, b: False)
     monkeypatch.setattr(emulated, "matmul_fp32", product)
     a, b = operands("fprop", RECIPES[name], 64, 96, 512)
     before = torch.backends.mkldnn.matmul.fp32_precision

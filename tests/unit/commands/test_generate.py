@@ -67,9 +67,8 @@ def test_a_runs_own_tokenizer_is_taken_where_the_named_one_is_not(tmp_path):
         tmp_path / "named" / "tokenizer.json",
     )
     assert tokenizer_file(None, checkpoint) is None
-    assert tokenizer_file(str(named), checkpoint) == str(
-        named
-    )  # in neither place: the error names what was asked for
+    # In neither place: the error names what was asked for.
+    assert tokenizer_file(str(named), checkpoint) == str(named)
     own = tmp_path / "run" / "tokenizer.json"
     for path, found in ((own, own), (named, named)):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -265,10 +265,8 @@ def test_an_imported_run_keeps_its_tokenizer_wherever_it_is(tmp_path, monkeypatc
     copy = Path("out", "tokenizer.json").read_bytes()
     assert copy == (tmp_path / "hf" / "tokenizer.json").read_bytes()
     assert json.loads(Path("out", "tokenizer_config.json").read_text())["eos_token"] == "<eos>"
-    for name in (
-        "config.json",
-        "generation_config.json",
-    ):  # readers would take Llama's 1 for a missing first token
+    # Readers would take Llama's 1 for a missing first token.
+    for name in ("config.json", "generation_config.json"):
         special = json.loads(Path("out", name).read_text())
         assert special["bos_token_id"] is None and special["eos_token_id"] == 0
 

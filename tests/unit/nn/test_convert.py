@@ -126,9 +126,8 @@ def test_report_says_which_share_runs_in_fp8(capsys):
         == "a stack of matrices stays in high precision, of experts as a rule: up [4, 32, 64]"
     )
     assert report.skipped["conv"] == "not a linear"
-    tied = convert_to_fp8(
-        nn.Sequential(model.embed, model.head), skip=()
-    )  # whoever runs in FP8 counts the weight
+    # The module that runs in FP8 counts the weight.
+    tied = convert_to_fp8(nn.Sequential(model.embed, model.head), skip=())
     assert tied.fp8_report.weights_in_fp8 == tied.fp8_report.flops_in_fp8 == 1
 
 

@@ -110,9 +110,8 @@ def test_margin_keeps_headroom_at_every_exponent(fmt, pow2):
                 assert found <= within < 2 * found or found == largest, (margin, of, found)
             else:
                 assert abs(Fraction(found) - within) <= Fraction(found) / 2**24, (margin, of, found)
-            if (
-                exact >= Fraction(2) ** -126
-            ):  # never more than the format holds, less the headroom, but for rounding
+            # Never more than the format holds, less the headroom, but for rounding.
+            if exact >= Fraction(2) ** -126:
                 reach = Fraction(found) * Fraction(of) * 2**margin
                 assert reach <= Fraction(fmt.max) * (1 + Fraction(1, 2**24)), (margin, of, found)
 

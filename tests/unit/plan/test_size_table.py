@@ -46,12 +46,8 @@ def write(path: Path, value) -> str:
         ((512, 512, 64), False, None, 1.1),  # measured: its own row, not a smaller one's
         ((1024, 512, 64), True, None, 0.8),
         ((1024, 512, 127), True, (1024, 512, 64), 0.8),
-        (
-            (1023, 512, 64),
-            False,
-            (512, 512, 64),
-            1.1,
-        ),  # a larger row that pays says nothing of a smaller GEMM
+        # A larger row that pays says nothing of a smaller GEMM.
+        ((1023, 512, 64), False, (512, 512, 64), 1.1),
         ((600, 600, 200), True, (512, 512, 128), 0.9),
         ((8192, 500, 64), False, (2048, 64, 64), 1.3),  # 2048 x 64 x 64 is more work than 256 x 256 x 64
         ((256, 255, 64), False, None, None),

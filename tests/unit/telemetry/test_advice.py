@@ -84,9 +84,8 @@ def test_evidence_to_line(recipe, fp8, tensor, figures, title, line):
 def test_once_is_no_evidence():
     rows = records() + records(iterations=(40,), **{"underflows%": 60.0})
     assert advise(rows, report("tensorwise")) == []
-    assert (
-        advise(records(iterations=(40,), **{"underflows%": 60.0}), report("tensorwise")) != []
-    )  # all there is
+    # All there is.
+    assert advise(records(iterations=(40,), **{"underflows%": 60.0}), report("tensorwise")) != []
 
 
 def test_sites_in_high_precision_are_left_out():

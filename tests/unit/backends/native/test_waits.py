@@ -50,9 +50,8 @@ def test_linear(name: str, fp8_wgrad: bool, main_grad: bool) -> None:
         x, w, bias = leaf(128, 256), leaf(384, 256), leaf(384)
         if main_grad:
             w.main_grad, w.grad_added_to_main_grad = torch.empty(384, 256), False  # type: ignore[attr-defined]
-        with CapturedStep(
-            state
-        ):  # else what watches operations is shown one operator, which is not looked into
+        # Else what watches operations is shown one operator, which is not looked into.
+        with CapturedStep(state):
             fp8_linear(x, w, bias, site).sum().backward()
         assert x.grad is not None and w.grad is not None
 

@@ -30,11 +30,8 @@ def test_it_is_a_megatron_config_with_megatrons_defaults():
     ours, theirs = make(), megatron_config.TransformerConfig(**SIZES)
     assert isinstance(ours, megatron_config.TransformerConfig)
     for f in dataclasses.fields(theirs):
-        if f.name not in (
-            "init_method",
-            "output_layer_init_method",
-            "embedding_init_method",
-        ):  # fresh closures
+        # These are fresh closures.
+        if f.name not in ("init_method", "output_layer_init_method", "embedding_init_method"):
             assert getattr(ours, f.name) == getattr(theirs, f.name), f.name
 
 

@@ -88,9 +88,8 @@ def test_a_split_must_leave_documents_for_what_is_used(tmp_path):
     with pytest.raises(ValueError, match=r"leaves 0 tokens in 0 of 4 documents of .* for validation"):
         data._check_split([prefix], "100,0,0", [8, 8, 0], 16)
     with pytest.raises(ValueError, match=r"leaves 0 tokens in 0 of 4 documents of .* for validation"):
-        data._check_split(
-            [prefix], "99,1,0", [8, 0, 0], 16
-        )  # not even asked for: Megatron-Core would not return
+        # Not even asked for: Megatron-Core would not return.
+        data._check_split([prefix], "99,1,0", [8, 0, 0], 16)
     with pytest.raises(ValueError, match="a sequence takes 65"):
         data._check_split([prefix], "75,25,0", [8, 8, 0], 64)
 
