@@ -20,7 +20,7 @@ from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
 from . import is_installed
 from .guard import move_ill_sites
-from .runtime import runtime_of, state_of, unwrap
+from .runtime import state_of, unwrap
 from .sites import check_plan
 
 _latest = IterationCounts()
@@ -115,11 +115,6 @@ def _groups_are_partial(config: Any) -> bool:
         or parallel_state.get_expert_model_parallel_world_size() > 1
         or config.tp_only_amax_red
     )
-
-
-def found_nonfinite(config: Any) -> bool:
-    """Whether the last finished iteration of this config's models quantised a NaN or an Inf, on any rank."""
-    return runtime_of(config).found_nonfinite
 
 
 def iteration_counts(config: Any = None) -> dict[str, int]:

@@ -159,12 +159,6 @@ def _side(codes: Mapping[str, Float8Tensor], variant: Variant) -> tuple[Quantize
     return quantized.rowwise, False
 
 
-def merge(pieces: Iterable[Measured]) -> Measured:
-    """The figures of the whole from those of its pieces (at least one, of the same layout and device)."""
-    sums, extremes = zip(*pieces, strict=True)
-    return Measured(torch.stack(sums).sum(0), torch.stack(extremes).amax(0))
-
-
 def finish(
     layout: Layout, sums: torch.Tensor | Iterable[float], extremes: torch.Tensor | Iterable[float]
 ) -> dict[str, float]:

@@ -155,8 +155,8 @@ def test_offloaded_activations_are_codes_and_change_no_bit(ranks: RankPool):
 def captured_iterations() -> list[Any]:
     """A rank case: what would be captured of two models runs once, with a NaN in one of them; who of them is ill then, as
     the captured iteration says, and as their optimizers ask."""
-    from megatron_fp8.mcore.iteration import CapturedIteration, found_nonfinite
-    from megatron_fp8.mcore.runtime import state_of
+    from megatron_fp8.mcore.iteration import CapturedIteration
+    from megatron_fp8.mcore.runtime import runtime_of, state_of
 
     found = []
     with model_parallel():
@@ -175,7 +175,7 @@ def captured_iterations() -> list[Any]:
                     forward_of(layers[which])(bad).sum().backward()
                 counts[which] = captured.replayed()
             said = [counts[which].nonfinite > 0 for which in (0, 1)]
-            asked = [found_nonfinite(layer.config) for layer in layers]
+            asked = [runtime_of(layer.config).found_nonfinite for layer in layers]
             found.append((ill, said, asked, counts[0].fp8_gemms))
     return found
 

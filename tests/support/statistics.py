@@ -1,18 +1,25 @@
-"""Telemetry's statistics written out in float64 numpy, from dumped tensors and codes, with no line of the package."""
+"""Telemetry's statistics written out in float64 numpy from dumped tensors and codes: the package computes nothing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from benchmarks.support import reference
+from megatron_fp8.telemetry.statistics import Measured
 
 EXACT = ("min", "max", "cur_amax", "nonfinite", "underflows%", "overflows%", "scale_inv_min", "scale_inv_max")
 """What must be right to the bit; the others to 1e-6."""
+
+
+def merge(pieces: Iterable[Measured]) -> Measured:
+    """The figures of the whole from those of its pieces: sums add up, of extremes the largest counts."""
+    sums, extremes = zip(*pieces, strict=True)
+    return Measured(torch.stack(sums).sum(0), torch.stack(extremes).amax(0))
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from megatron_fp8.recipe import (
     Rule,
 )
 from megatron_fp8.telemetry.names import BLOCKWISE, DEFAULT, STATISTICS, Blocks, Variant
-from megatron_fp8.telemetry.statistics import Layout, finish, measure, merge
+from megatron_fp8.telemetry.statistics import Layout, finish, measure
 from tests.support.matrices import mixed
-from tests.support.statistics import assert_statistics, blockwise_range, dump, of_codes, of_values
+from tests.support.statistics import assert_statistics, blockwise_range, dump, merge, of_codes, of_values
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
