@@ -57,6 +57,7 @@ from .registry import site_by_handle
 from .saved_layout import SideLayout
 from .site import GemmSite
 from .tensor_parallel import TensorParallel
+from .weight_cache import was_training
 
 # The first versions of torch that this runs on lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
@@ -86,7 +87,7 @@ def traced_linear(
     at each call. Megatron's ``is_first_microbatch`` is not asked: there would be a graph for each of its values.
     """
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    call = Call(site, tp, training, False, save_original_input)
+    call = Call(site, tp, training, training, False, save_original_input)
     keeps = needs_wgrad and keeps_codes(math.prod(x.shape[:-1]), call)
     y, *_ = torch.ops.megatron_fp8.linear(
         x,
@@ -149,12 +150,12 @@ def linear(
             " recomputation, which finds what is said in the backward, would not run so: checkpoint"
             " megatron_fp8.plan.switch.remember_fp8(function) in place of the compiled function"
         )
-    call = Call(found, _parallel(tp), training and not in_recompute(), not training, not keeps)
+    call = Call(found, _parallel(tp), training, training and not in_recompute(), not training, not keeps)
     if not in_recompute():
         found.traced.multiplied_by(weight)
     with nullcontext() if training else found.state.uncounted():
         done = forward(x, weight, bias, call, keeps)
-    stamp = found.weights.stamp(x.device)
+    stamp = found.weights.stamp(x.device, training=training)
     if not keeps:
         return done.y, x.new_empty(0), x.new_empty(0), *stamp
     assert isinstance(done.x, QuantizedSide)
@@ -230,12 +231,12 @@ def linear_backward(
     Args:
         dy: [..., N].
         kept: codes and scales, or the input itself, or nothing where there is no dw.
-        stamp, weight_scale: how forward quantised the weight.
+        stamp, weight_scale: how forward quantised the weight, and whether it was in training.
         bias_dtype: None if dbias is not wanted.
         site, layout, tp, number: as in ``linear``.
     """
     found = _site(site)
-    call = Call(found, _parallel(tp), False, False, len(kept) == 1)
+    call = Call(found, _parallel(tp), was_training(stamp), False, False, len(kept) == 1)
     saved_x: Operand | None = None
     if len(kept) == 1:
         saved_x = kept[0].reshape(-1, kept[0].shape[-1]).t()

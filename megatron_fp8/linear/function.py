@@ -50,7 +50,8 @@ def fp8_linear(
         bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantised. None
             with row parallelism, where it belongs after the sum over ranks.
         site, tp: the GEMMs and the communication.
-        training: amaxes and health are recorded (a recomputed forward records nothing).
+        training: amaxes and health are recorded (a recomputed forward records nothing); False: nothing is recorded nor
+            counted, in the backward neither.
         fresh_weight: quantise the weight again even if this iteration has done so.
         save_original_input: keep x itself for wgrad, and quantise it again there. For callers that recompute x anyway.
 
@@ -122,7 +123,7 @@ def _eager_linear(
     save_original_input: bool,
     fresh_weight: bool,
 ) -> torch.Tensor:
-    call = Call(site, tp, training and not in_recompute(), fresh_weight, save_original_input)
+    call = Call(site, tp, training, training and not in_recompute(), fresh_weight, save_original_input)
     return _LinearFunction.apply(x, weight, bias, call, torch.is_grad_enabled())
 
 

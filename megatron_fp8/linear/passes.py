@@ -22,6 +22,7 @@ knows the other's way of saving, and both run these very lines, so their bits ar
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -37,10 +38,16 @@ from .tensor_parallel import Pending, TensorParallel
 
 @dataclass(frozen=True)
 class Call:
-    """What one forward was called with."""
+    """What one forward was called with.
+
+    Attributes:
+        training: whether the call is part of an iteration; if not, neither its forward nor its backward leaves a trace.
+        record: whether its forward records: in training, and not when it is recomputed.
+    """
 
     site: GemmSite
     tp: TensorParallel
+    training: bool
     record: bool
     fresh_weight: bool
     save_original_input: bool
@@ -111,6 +118,19 @@ def backward(
         needs: whether dx and dw are wanted.
         bias_dtype: dtype of dbias; None if it is not wanted.
     """
+    with nullcontext() if call.training else call.site.state.uncounted():
+        return _backward(grad_output, saved_x, saved_w, weight, call, needs, bias_dtype)
+
+
+def _backward(
+    grad_output: torch.Tensor,
+    saved_x: Operand | None,
+    saved_w: Operand | None,
+    weight: torch.Tensor,
+    call: Call,
+    needs: tuple[bool, bool],
+    bias_dtype: torch.dtype | None,
+) -> Backward:
     site, tp = call.site, call.tp
     needs_dgrad, needs_wgrad = needs
     # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
@@ -123,7 +143,9 @@ def backward(
     dx, pending_dx = None, None
     if needs_dgrad:
         assert rowwise is not None and saved_w is not None
-        dx = site.multiply("dgrad", rowwise, saved_w, grad_output.dtype)  # [M, N] @ [K, N]^T
+        dx = site.multiply(
+            "dgrad", rowwise, saved_w, grad_output.dtype, record=call.training
+        )  # [M, N] @ [K, N]^T
     columnwise = None
     if needs_wgrad:
         columnwise = (
@@ -137,7 +159,9 @@ def backward(
     dw = None
     if needs_wgrad:
         assert columnwise is not None and x_side is not None
-        dw = site.multiply("wgrad", columnwise, x_side, torch.float32)  # [N, M] @ [K, M]^T
+        dw = site.multiply(
+            "wgrad", columnwise, x_side, torch.float32, record=call.training
+        )  # [N, M] @ [K, M]^T
         dw = _accumulate(weight, dw)
     if pending_dx is not None:
         dx = pending_dx.wait()
@@ -271,7 +295,7 @@ def _quantize_grad_output(
         done = quantizer(
             dy if shards else plain,
             direction,
-            record=True,
+            record=call.training,
             reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
             region=region and replace(region, row_offset=tp.rank * len(dy) if shards else 0),
         )
@@ -300,7 +324,10 @@ def _region(dy: torch.Tensor, call: Call) -> Region:
     tp, cols = call.tp, dy.shape[1]
     by_column = tp.kind == "column"
     return call.site.gradients.next_region(
-        0, tp.rank * cols if by_column else 0, cols * (tp.size if by_column else 1)
+        0,
+        tp.rank * cols if by_column else 0,
+        cols * (tp.size if by_column else 1),
+        training=call.training,
     )
 
 

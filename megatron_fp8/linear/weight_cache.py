@@ -17,6 +17,15 @@ from ..quantizer import Casts
 from ..state.fp8_state import Fp8State
 from ..tensor import Float8Tensor, Operand, Sides
 
+_DELAYED, _EVALUATED = 1, 2
+"""Flags of a forward's stamp. Rejected: an argument more of the backward's operator, which graphs that torch.compile has
+kept on the disk since an earlier version of this package would not give."""
+
+
+def was_training(stamp: torch.Tensor) -> bool:
+    """Whether the forward that made this stamp was one of training."""
+    return not int(stamp[1]) & _EVALUATED
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -88,14 +97,17 @@ class WeightCache:
         if self._first_this_iteration():
             self._casts.observe(weight)
 
-    def stamp(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """What backward needs to know of the weight that a forward has just quantised, as tensors that a graph can save.
+    def stamp(self, device: torch.device, *, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """What backward needs to know of a forward that has just quantised the weight, as tensors that a graph can save.
 
-        (int64 [2] on the CPU: the weight_generation, and whether a delayed scale was used; float32 []: that scale, or 1.)
+        (int64 [2] on the CPU: the weight_generation, and flags: a delayed scale was used, it was in evaluation; float32
+        []: that scale, or 1.)
         """
         scale = None if self._kept is None else self._kept.scale
         stamp = torch.tensor(
-            [self._state.weight_generation, int(scale is not None)], dtype=torch.int64, device="cpu"
+            [self._state.weight_generation, _DELAYED * (scale is not None) + _EVALUATED * (not training)],
+            dtype=torch.int64,
+            device="cpu",
         )
         used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
         return stamp, used
@@ -112,12 +124,12 @@ class WeightCache:
         quantizer = self._casts.columnwise
         if quantizer is None:
             return weight.t()
-        weight_generation, used_delayed = stamp.tolist()
+        weight_generation, flags = stamp.tolist()
         kept = self._kept
         if kept is not None and kept.serves(self._version(weight, weight_generation), False):
             side = kept.quantized.columnwise
         else:
-            side = quantizer.again(weight, "columnwise", scale if used_delayed else None).columnwise
+            side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
         assert side is not None
         return side
 

@@ -89,8 +89,7 @@ def runtime_of(config: Any) -> Fp8Runtime:
     """The same, made on first use."""
     found = find_runtime(config)
     if found is None:
-        state = Fp8State(model_device(), keeps_weights=False, guard=_guard(config))
-        found = vars(config)[_KEY] = Fp8Runtime(state)
+        found = vars(config)[_KEY] = Fp8Runtime()
     return found
 
 
@@ -99,12 +98,17 @@ def _guard(config: Any) -> Guard | None:
     wanted = getattr(config, "fp8_guard", False)
     if not getattr(config, "fp8", None) or not wanted:
         return None
-    return Guard(Thresholds(config.fp8_guard_patience), "bf16" if wanted is True else wanted)
+    return Guard(Thresholds(config.fp8_guard_patience), wanted if isinstance(wanted, str) else "bf16")
 
 
 def state_of(config: Any) -> Fp8State:
-    """The FP8 state of all models built from this config. Its phases are the config's."""
-    state = runtime_of(config).state
+    """The FP8 state of all models built from this config. Its phases and its guard are the config's."""
+    runtime = runtime_of(config)
+    state = runtime.state
+    if state.guard is None or not runtime.frozen:  # frozen without one: it comes from another process
+        wanted = _guard(config)
+        if wanted is None or state.guard is None or not state.guard.is_set_as(wanted):
+            state.guard = wanted
     warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
     state.phases = Phases(warmup, healing, state.phases.length)
     return state

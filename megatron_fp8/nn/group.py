@@ -14,6 +14,7 @@ they were then. What was pickled starts cold (fp8_state_dict keeps histories).
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -73,6 +74,12 @@ class Fp8Group:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy takes the config; its linears join it as they are copied."""
         return Fp8Group, (self.config,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Group:
+        """The same, in the same iteration and phase: DelayedScaling.interval and random bits go by it."""
+        copied = memo[id(self)] = Fp8Group(copy.deepcopy(self.config, memo))
+        copied.iteration, copied._phases = self.iteration, self._phases
+        return copied
 
     # -------------------------------------------------------------------------------------------------------- members
 

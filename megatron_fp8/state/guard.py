@@ -132,6 +132,10 @@ class Guard:
         self.moves: dict[str, Move] = {}
         self._rows: dict[str, tuple[Illness, int]] = {}
 
+    def is_set_as(self, other: Guard) -> bool:
+        """Whether another looks for the same and moves to the same."""
+        return (self.thresholds, self.ladder) == (other.thresholds, other.ladder)
+
     def next_rung(self, recipe: str, illness: Illness) -> str:
         """Where a site goes from this recipe. No scale helps against NaN and Inf: out of FP8."""
         if illness == "not finite" or recipe not in self.ladder:

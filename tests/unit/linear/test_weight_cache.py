@@ -58,7 +58,7 @@ def test_backward_gets_the_forwards_codes_also_from_a_copy_and_after_an_update(n
     for _ in range(2):  # the second has a delayed scale
         forward = cache.quantized(w, fresh=False, record=True)
         expected = forward.columnwise
-        stamp, scale = cache.stamp(w.device)
+        stamp, scale = cache.stamp(w.device, training=True)
         kept = cache.columnwise(w, stamp, scale)
         state.finish_iteration()
         for found in (kept, cache.columnwise(w.clone(), stamp, scale)):

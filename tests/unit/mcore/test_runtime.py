@@ -51,6 +51,22 @@ def test_in_another_process_it_begins_anew():
     assert again.is_frozen and state_of(again).iteration == 0 and not runtime_of(again).prepared
 
 
+def test_the_guard_is_the_config_s_whenever_the_runtime_came():
+    """It may have come before the field was set, or in another process; a guard that began goes on."""
+    config = TransformerConfig(**SIZES, fp8="hybrid")
+    assert state_of(config).guard is None
+    config.fp8_guard, config.fp8_guard_patience = 1, 5
+    guard = state_of(config).guard
+    assert guard.ladder == ("bf16",) and guard.thresholds.patience == 5 and state_of(config).guard is guard
+    config.init_method = config.output_layer_init_method = config.embedding_init_method = None
+    config.freeze()
+    assert state_of(config).guard is guard
+    again = pickle.loads(pickle.dumps(config))
+    assert (
+        state_of(again).guard.is_set_as(guard) and state_of(again).guard is state_of(again).guard is not guard
+    )
+
+
 def test_each_has_its_own_verdict():
     """Either may end first; the counts of the latest are what the call without a config tells."""
     configs = [TransformerConfig(**SIZES, fp8="hybrid") for _ in range(2)]

@@ -13,8 +13,9 @@ from torch import nn
 
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_step
 from megatron_fp8.nn.group import Fp8Group
+from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.phases import Phases
-from tests.support.tower import DELAYED, Tower, batch, sgd
+from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 ROLES = ("input", "weight", "grad_output")
@@ -65,6 +66,16 @@ def test_copies_of_a_linear(how):
     assert (slots[0].scale == slots[1].scale) == (how == "deepcopy"), "a deep copy alone has the histories"
     assert slots[0] is not slots[1]
     assert copied(batch(0)).shape == (16, 64)
+
+
+def test_a_deep_copy_goes_on_as_the_original_does():
+    """Also where scales are due in every third iteration only, and in the phase of its trainer."""
+    model = convert_to_fp8(Tower(), DelayedScaling(amax_history_len=4, interval=3))
+    train(model, sgd(model), range(2))
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        train(each, sgd(each), range(2, 6))
+    assert_same_state(model, twin)
 
 
 def test_the_step_of_an_optimizer_reaches_the_groups_it_trains_and_no_other():
