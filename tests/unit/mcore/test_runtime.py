@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
 from megatron_fp8 import TransformerConfig
-from megatron_fp8.mcore.iteration import found_nonfinite, iteration_counts
+from megatron_fp8.mcore.iteration import iteration_counts
 from megatron_fp8.mcore.owed import watch
 from megatron_fp8.mcore.runtime import Fp8Runtime, find_runtime, living_runtimes, runtime_of, state_of
 from megatron_fp8.numerics.formats import E4M3
@@ -77,7 +77,7 @@ def test_each_has_its_own_verdict():
                 (slot,) = state.slots() or make_slots(state.arena(None), DelayedScaling(), [E4M3])
                 observe(slot, 1.0, nonfinite=int(which == ill))
                 state.finish_iteration()
-            assert [found_nonfinite(c) for c in configs] == [which == ill for which in (0, 1)]
+            assert [runtime_of(c).found_nonfinite for c in configs] == [which == ill for which in (0, 1)]
             assert [iteration_counts(c)["nonfinite"] for c in configs] == [which == ill for which in (0, 1)]
 
 
