@@ -61,9 +61,9 @@ BROWSER_HERE := $(PY) -m tests.support.browser
 	fi
 
 # Each of these has a small case in make test: hypothesis with a twentieth of the inputs, values drawn from all that are
-# tried here, two kills (tests/functional/test_kills.py), two models (tests/functional/test_hf_specified.py).
-test-long: $(VENV)/.test ## every nonsense value of every option, 20 times the drawn inputs, 20 kills, transformers' own tests (network)
-	DRAWS_TIMES=20 $(SUITE) -m "long or draws" --timeout 3600 tests/unit $(ARGS)
+# tried here, two kills (tests/functional/test_kills.py), two models (tests/functional/test_hf_specified.py), two planted faults of twenty.
+test-long: $(VENV)/.test ## every nonsense value of every option, 20 times the drawn inputs, 20 planted faults, 20 kills, transformers' own tests (network)
+	DRAWS_TIMES=20 $(SUITE) -m "long or draws" --timeout 3600 tests/unit tests/functional/test_planted_faults.py $(ARGS)
 	$(PY) -m benchmarks.kills --kills 20
 	$(PY) -m benchmarks.transformers_tests
 

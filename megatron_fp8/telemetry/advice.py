@@ -91,7 +91,13 @@ RULES = (
     ),
 )  # fmt: skip
 
-FINER = {"delayed": ("tensorwise",), "tensorwise": BLOCKS, "rowwise": BLOCKS, "blockwise": (), "mxfp8": ()}
+FINER = {
+    "delayed": ("tensorwise", *BLOCKS),
+    "tensorwise": BLOCKS,
+    "rowwise": BLOCKS,
+    "blockwise": (),
+    "mxfp8": (),
+}
 """A recipe -> those whose scales follow values more closely; none: only BF16 is left."""
 
 WHAT_IF = {"mxfp8": "mxfp8", "blockwise": "fp8_block_scaling", "tensorwise": "fp8_current_scaling"}
@@ -155,8 +161,8 @@ def advise(
             series.setdefault((record["site"], record["tensor"]), []).append(record)
     found = [*_not_finite(bad, metrics)]
     if not bad:
-        found += _by_rules(series, plans)
-        found += _spikes(metrics, bool(found))
+        ruled = _by_rules(series, plans)
+        found += [*_loss_first(metrics, ruled), *ruled, *_spikes(metrics, bool(ruled))]
     return found + _configuration(report)
 
 
@@ -190,20 +196,23 @@ def _by_rules(
 
 
 def _cure(rule: Rule, recipe: str, seen: list[Mapping[str, Any]]) -> str:
-    """The option, 'bf16', or a finer recipe's name: the best one, if what-ifs were measured."""
+    """The option, 'bf16', or a finer recipe's name: where what-ifs were measured, one of which the rule does not hold.
+
+    Of several, the first that is within 3 dB of the best. The SQNR alone does not tell: one huge channel is most of the
+    signal, and its ratio stays high while all others become zero.
+    """
     if rule.cure != "finer":
         return rule.cure
     choices = FINER.get(recipe, ())
     if not choices:
         return "bf16"
     last = seen[-1]
-
-    def gain(name: str) -> float:
-        return last.get(f"{WHAT_IF[name]}_sqnr_db", -math.inf)
-
-    best = max(choices, key=gain)
-    known = gain(best) > -math.inf
-    return "bf16" if known and gain(best) < last.get("sqnr_db", -math.inf) + 1.0 else best
+    measured = {name: last.get(f"{WHAT_IF[name]}_{rule.statistic}") for name in choices}
+    healing = [name for name, value in measured.items() if value is not None and not rule.holds(value)]
+    if not healing:
+        return choices[0] if set(measured.values()) == {None} else "bf16"
+    gains = {name: last.get(f"{WHAT_IF[name]}_sqnr_db", -math.inf) for name in healing}
+    return next(name for name, gain in gains.items() if gain >= max(gains.values()) - 3.0)
 
 
 def _piece(tensor: str, cure: str, held: list[tuple[str, list[Mapping[str, Any]], Rule]]) -> Advice:
@@ -244,6 +253,36 @@ def _not_finite(bad: list[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any
             "not finite", cause, "--optimizer.lr=LOWER from a checkpoint before that iteration; and look with"
             f" megatron-fp8 diagnose RUN --iteration {first}",
             sites, tensor, {"nonfinite": named[0]["nonfinite"]}, (first, first),
+        )
+    ]  # fmt: skip
+
+
+RISEN = 1.5
+"""A loss so many times the lowest before it has risen."""
+
+
+def _loss_first(metrics: Sequence[Mapping[str, Any]], ruled: list[Advice]) -> list[Advice]:
+    """The loss rose before any tensor's codes were bad: what ruins a model ruins its codes too, later."""
+    lowest = math.inf
+    for line in metrics:
+        loss = line.get("lm_loss")
+        if loss is None:
+            continue
+        if loss > RISEN * lowest:
+            first = line["iteration"]
+            break
+        lowest = min(lowest, loss)
+    else:
+        return []
+    if any(piece.iterations is not None and piece.iterations[0] < first for piece in ruled):
+        return []
+    return [
+        Advice(
+            "the loss rose first", "no codes of FP8 were bad until then: the learning rate or the data, rather than FP8."
+            " megatron-fp8 diagnose RUN says whether high precision has it too",
+            "--optimizer.lr=LOWER --optimizer.clip_grad=1.0",
+            figures={"lm_loss": loss, "lowest lm_loss": lowest},
+            iterations=(first, first),
         )
     ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -156,3 +157,54 @@ def test_rules_name_statistics_that_there_are():
     for rule in RULES:
         for name in (rule.statistic, *rule.shown):
             assert parse(name).name == name
+
+
+def test_a_finer_recipe_is_one_whose_what_if_does_not_show_the_same():
+    """A huge channel leaves the SQNR as it is, in recipes that lose everything else too."""
+    what_ifs = {"fp8_block_scaling_sqnr_db": 31.0, "mxfp8_sqnr_db": 31.5, "fp8_current_scaling_sqnr_db": 31.5}
+    for blocks, mx, line in ((40.0, 0.1, '"mxfp8"'), (40.0, 30.0, '"bf16"'), (0.1, 0.0, '"blockwise"')):
+        shares = {"fp8_block_scaling_underflows%": blocks, "mxfp8_underflows%": mx}
+        (found,) = advise(records(**{"underflows%": 40.0}, **shares, **what_ifs), report("tensorwise"))
+        assert line in found.line, found
+    shares = dict.fromkeys(shares, 40.0) | {
+        "fp8_current_scaling_underflows%": 40.0,
+        "mxfp8_underflows%": 0.0,
+    }
+    (found,) = advise(records(**{"underflows%": 40.0}, **shares, **what_ifs), report("delayed"))
+    assert '"mxfp8"' in found.line
+
+
+def test_a_loss_that_rose_before_codes_were_bad_is_no_fault_of_fp8():
+    bad = records(iterations=(30, 40), **{"underflows%": 40.0})
+    losses = [{"iteration": i, "lm_loss": 5.0 - i / 100 if i < 30 else 20.0} for i in range(1, 41)]
+    first, second = advise(bad, report("tensorwise"), losses)
+    assert (first.title, first.iterations) == ("the loss rose first", (30, 30))
+    assert "--optimizer.lr" in first.line and second.title == "one scale for too much"
+    earlier = records(iterations=(20, 30, 40), **{"underflows%": 40.0})
+    assert [one.title for one in advise(earlier, report("tensorwise"), losses)] == ["one scale for too much"]
+    assert advise(records(), report("tensorwise"), losses[:29]) == []
+
+
+def test_the_documentation_has_every_rule():
+    text = (Path(__file__).parents[3] / "docs" / "telemetry.md").read_text()
+    for rule in RULES:
+        assert row(rule) in text, f"docs/telemetry.md lacks this row:\n{row(rule)}"
+    title = "| what | evidence | of | where | cause | cure |"
+    assert len(text.split(title)[1].split("\n\n")[0].splitlines()) == 2 + len(RULES)
+    words = " ".join(text.split())
+    assert all(f"**{one}**" in words for one in OTHERS)
+
+
+OTHERS = ("not finite", "the loss rose first", "gradient spikes", "gradients lose a bit for nothing")
+
+
+def row(rule):
+    where = ", ".join([*rule.recipes, *(f"{name.upper()} codes" for name in rule.formats)]) or "everywhere"
+    cure = {"finer": "a finer recipe for the site, or BF16", "bf16": "BF16 for the site"}.get(
+        rule.cure, f"`{rule.cure}`"
+    )
+    sign = "<" if rule.below else ">"
+    of = "all" if len(rule.tensors) == 3 else ", ".join(rule.tensors)
+    return (
+        f"| {rule.name} | `{rule.statistic}` {sign} {rule.limit:g} | {of} | {where} | {rule.cause} | {cure} |"
+    )
