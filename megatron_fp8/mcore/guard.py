@@ -10,6 +10,7 @@ knows all moves, and the first one prints and saves them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ import torch.distributed as dist
 
 from ..files.say import say
 from ..plan.overrides import matching
+from ..plan.switch import in_recompute
 from ..recipe import recipe_name
+from ..state.arena import Slot
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from .runtime import state_of, unwrap
@@ -63,10 +66,23 @@ def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
     for linear in fp8_linears(model_chunks):
         site = linear.fp8_site
         if site.plan.name in named:
-            for quantizer in site.quantizers.values():
-                if quantizer is not None:
-                    quantizer.slot.name += " (left)"
+            slots = [quantizer.slot for quantizer in site.quantizers.values() if quantizer is not None]
+            for slot in slots:
+                slot.name += " (left)"
             linear.bind_fp8_site(make_site(linear, site.plan.name, state))
+            if slots and not linear.fp8_site.is_fp8:
+                linear.register_forward_hook(partial(_count_nonfinite, slots[0]))
+
+
+def _count_nonfinite(slot: Slot, linear: Any, args: tuple[Any, ...], output: Any) -> None:
+    """A linear that left FP8 casts nothing that would count its NaN and Inf, and the optimizer would step on them: its
+    input and the gradient of its output are counted where its casts were. Not in traced code."""
+    if not linear.training or in_recompute() or torch.compiler.is_compiling():
+        return
+    x, y = args[0], output[0] if isinstance(output, tuple) else output
+    slot.count_nonfinite(x.detach().reshape(-1, x.shape[-1]))
+    if y.requires_grad:
+        y.register_hook(lambda dy: slot.count_nonfinite(dy.reshape(-1, dy.shape[-1])))
 
 
 def guard_moves(model_chunks: list[Any]) -> list[Move]:

@@ -62,6 +62,12 @@ class Slot:
         amaxes, _ = block_amaxes(in_memory(x).contiguous(), [(0, 0)])
         self.record(amaxes[0].view([]), None)
 
+    def count_nonfinite(self, x: torch.Tensor) -> None:
+        """Count the NaN and Inf of x [rows, cols] as a cast would, without a cast and without its amax."""
+        _, nonfinite = block_amaxes(in_memory(x).contiguous(), [(0, 0)])
+        if nonfinite is not None:
+            self.arena.rows[1, self.index] += nonfinite
+
     @property
     def scale(self) -> torch.Tensor:
         """float32 [], the delayed scale of the last update. A copy: a later update does not reach into saved tensors."""

@@ -132,6 +132,38 @@ def test_healthy_training_is_left_alone_to_the_bit(ranks: RankPool) -> None:
     assert torch.tensor(on.losses).isfinite().all()
 
 
+def burst_of_nan(fields: dict[str, Any]) -> tuple[list[bool], bool, int]:
+    """A rank case: NaN in four iterations' hidden states. Which steps were taken, whether weights are finite, moves."""
+    from megatron_fp8.mcore.guard import guard_moves
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    layout, stepped = Layout(), []
+    with model_parallel(layout):
+        config = fp8_config(layout, "tensorwise", **fields)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128)
+        optimizer = build_optimizer(config, chunks)
+        record_steps(optimizer, stepped)
+        step = 0
+
+        def spoil(module: Any, args: Any, kwargs: Any) -> Any:
+            bad = 1 <= step <= 4
+            return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * (float("nan") if bad else 1.0)}
+
+        chunks[0].module.module.decoder.layers[0].register_forward_pre_hook(spoil, with_kwargs=True)
+        for step in range(6):
+            train_step(config, chunks, optimizer, step, **OPTIONS)
+        finite = all(bool(p.isfinite().all()) for chunk in chunks for p in chunk.parameters())
+        return stepped, finite, len(guard_moves(chunks))
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_linears_that_left_fp8_still_see_nan(ranks: RankPool, guard: bool) -> None:
+    """The guard must not make a training step on NaN that skips without it."""
+    ((stepped, finite, moves),) = ranks(1).run(burst_of_nan, {**GUARD, "fp8_guard": guard})
+    assert stepped == [True, False, False, False, False, True] and finite
+    assert (moves > 0) == guard
+
+
 MOVED = "decoder.layers.2.mlp.linear_fc1"
 
 
