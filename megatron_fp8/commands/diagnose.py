@@ -109,6 +109,8 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
                 out.mkdir(parents=True, exist_ok=True)
             elif not folder.is_dir():
                 raise ValueError(f"there is no folder {str(folder)!r} for {name!r}: make it first")
+            if name is not None and Path(name).is_dir():
+                raise ValueError(f"{name!r} is a folder: give the name of a file to write")
     except OSError as error:
         raise ValueError(
             f"{str(out)!r} cannot be written ({error.strerror}): give --json, --out and --plot"

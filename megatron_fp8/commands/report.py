@@ -70,11 +70,16 @@ def terminal(folder: Path) -> str:
         report = read_report(folder)
         own = folder if folder.is_dir() else folder.parent
         advice = [f"advice      {piece}" for piece in advice_of(own, report)]
-        return "\n".join([format_report(report), *losses(own), *advice])
+        return _printable("\n".join([format_report(report), *losses(own), *advice]))
     except KeyError as error:
         raise ValueError(f"{str(folder)!r} is not a run's report or metrics: {error} is missing") from error
     except (TypeError, AttributeError, IndexError) as error:  # other JSON than a run writes
         raise ValueError(f"{str(folder)!r} is not a run's report or metrics ({error})") from error
+
+
+def _printable(text: str) -> str:
+    """Names come from files that others may have changed: what would steer a terminal is spelled out."""
+    return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def advice_of(folder: Path, report: dict[str, Any]) -> list[Advice]:

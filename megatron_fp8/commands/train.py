@@ -222,6 +222,12 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         if start.folder is not None:
             writer.event(start.iteration if continues else 0, "restart", f"goes on from {start.folder}")
         display = Display(run.train.train_iters, run.train.log_interval, start.iteration, start.skipped)
+        if run.telemetry.settings().misses(start.iteration + 1, run.train.train_iters):
+            print(
+                f"telemetry   measures none of the iterations {start.iteration + 1} to {run.train.train_iters}: look at"
+                " telemetry.every and its windows",
+                flush=True,
+            )
     with naming("run_dir", folder):
         telemetry = Telemetry(
             chunks,

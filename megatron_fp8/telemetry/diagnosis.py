@@ -32,7 +32,7 @@ class Diagnosis:
         losses: in high precision, by batch.
         gradient_noise: how far batches' gradients are from their mean, relative to its norm.
         passes: how many were run.
-        attribution: all figures, None where high precision is not finite.
+        attribution: all figures, None where high precision is not finite or has no gradient.
         cure: what the overrides give back.
     """
 
@@ -99,7 +99,8 @@ def diagnose(
 
     Memory: a copy of the gradient for each batch, and three more.
 
-    Raises ValueError: no FP8 site, too few batches, a loss that is no scalar, weights that live as FP8 or are sharded.
+    Raises ValueError: no FP8 site, too few batches, a loss that is no scalar, a ``loss_of`` that changes parameters or
+    their gradients, weights that live as FP8 or are sharded.
     """
     subject = ModuleSubject(model, loss_of, batches, optimizer)
     with as_it_was(subject.model, subject.sites):
@@ -118,13 +119,13 @@ def diagnose_subject(
     if not 0 < share <= 1:
         raise ValueError(f"share={share!r}: a number above 0 and at most 1 is needed")
     least = subject.batches * 8
-    if subject.batches >= LEAST_BATCHES and budget < least:
+    if subject.batches >= LEAST_BATCHES and not budget >= least:
         raise ValueError(
             f"budget={budget} passes are too few: {subject.batches} batches need {least} to measure a thing"
         )
     experiments = Experiments(subject, budget, progress)
-    if experiments.not_finite is not None:
-        said = bad_in_high_precision(experiments.not_finite)
+    if experiments.useless is not None:
+        said = bad_in_high_precision(experiments.useless)
         return Diagnosis([], {}, said, False, experiments.losses, 0.0, experiments.passes, None, Cure())
     found = attribute(experiments, limits)
     cured = cure(experiments, found, share)

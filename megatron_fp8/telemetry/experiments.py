@@ -36,9 +36,9 @@ class Experiments:
         budget: how many passes (a forward and a backward of one batch) may be run.
         progress: told after each pass.
 
-    The gradients in high precision are kept, one copy for each batch. ``losses``: in high precision; ``not_finite``:
-    which of the losses and gradients are NaN or Inf; ``gradient_noise``: how far batches' gradients are from their
-    mean, relative.
+    The gradients in high precision are kept, one copy for each batch. ``losses``: in high precision; ``useless``: which
+    of the losses and gradients are NaN or Inf, or that all gradients are zero; ``gradient_noise``: how far batches'
+    gradients are from their mean, relative.
 
     Raises ValueError: too few batches; something runs in FP8 that no variant changes.
     """
@@ -57,7 +57,7 @@ class Experiments:
         self._measured: dict[str, Measured] = {}
         self._reference = [self._plain_pass(batch) for batch in range(subject.batches)]
         self.losses = tuple(done.loss for done in self._reference)
-        self.not_finite = self._first_not_finite()
+        self.useless = self._first_useless()
         self._mean = self._mean_gradient()
         self.gradient_noise = self._gradient_noise()
 
@@ -81,7 +81,7 @@ class Experiments:
             )
         return done
 
-    def _first_not_finite(self) -> str | None:
+    def _first_useless(self) -> str | None:
         tables = [self.subject.merge(self._norms(done)) for done in self._reference]
         for batch, (loss, table) in enumerate(zip(self.losses, tables, strict=True)):
             if not math.isfinite(loss):
@@ -89,6 +89,8 @@ class Experiments:
             for name, (square,) in table.items():
                 if not math.isfinite(square):
                     return f"the gradient of {name} is not finite in batch {batch}"
+        if not any(square for table in tables for (square,) in table.values()):
+            return "every gradient is zero"
         return None
 
     def _mean_gradient(self) -> Gradients:

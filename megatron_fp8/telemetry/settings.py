@@ -105,6 +105,10 @@ class TelemetrySettings:
         """Whether anything is measured in this iteration."""
         return any(selection.measures(iteration) for selection in self.selections)
 
+    def misses(self, first: int, last: int) -> bool:
+        """Whether something is asked for, and none of these iterations (both included) is measured."""
+        return self.on and first <= last and not any(map(self.measures, range(first, last + 1)))
+
     def names(self, site: str, tensor: str, iteration: int | None = None) -> tuple[str, ...]:
         """The statistics to measure of a tensor of a site in an iteration (None: in any)."""
         found: dict[str, None] = {}

@@ -87,21 +87,26 @@ class ModuleSubject:
         self._parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         _check_parameters(self._parameters)
         self._random: dict[int, _Random] = {}
-        self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        self._buffers = _Buffers(self.model)
         self._adam = {} if optimizer is None else _adam_states(optimizer)
 
     def run(self, batch: int) -> Pass:
         """As Subject's. ValueError: the loss is no scalar that depends on a parameter."""
-        _put_back(self.model, self._buffers)
+        self._buffers.put_back()
         if batch in self._random:
             self._random[batch].put_back()
         else:
             self._random[batch] = _Random()
         states = {id(site.state): site.state for site in self.sites.values()}
         before = sum(state.counts.fp8_gemms for state in states.values())
-        with torch.enable_grad():
+        with torch.enable_grad(), _unchanged(self._parameters):
             loss = self._loss_of(self.model, self._batches[batch])
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if (
+            not isinstance(loss, torch.Tensor)
+            or loss.numel() != 1
+            or not loss.requires_grad
+            or loss.is_complex()
+        ):
             told = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
                 f"loss_of(model, batch) gave {told}: diagnose needs a scalar tensor that depends on parameters which"
@@ -122,7 +127,7 @@ class ModuleSubject:
             parameter.main_grad.zero_()
             parameter.grad_added_to_main_grad = False
         try:
-            found = torch.autograd.grad(loss.reshape(()), list(self._parameters.values()), allow_unused=True)
+            found = torch.autograd.grad([loss], list(self._parameters.values()), allow_unused=True)
             gradients = {n: g for n, g in zip(self._parameters, found, strict=True) if g is not None}
             for name, (parameter, _, _) in fused.items():
                 if parameter.grad_added_to_main_grad:
@@ -174,17 +179,41 @@ def sites_of(model: torch.nn.Module) -> dict[str, GemmSite]:
         if site.is_fp8:
             found[name if site.plan.name in found else site.plan.name] = site
     if not found:
-        raise ValueError(f"{type(model).__name__} has no layer with FP8 GEMMs: there is nothing to diagnose")
+        raise ValueError(
+            f"{type(model).__name__} has no layer with FP8 GEMMs: convert_to_fp8(model) comes first"
+        )
     return found
 
 
 def _check_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    if torch.is_inference_mode_enabled():
+        raise ValueError("under torch.inference_mode there are no gradients: call diagnose outside of it")
     if not parameters:
         raise ValueError("no parameter of the model requires a gradient: there is nothing to diagnose")
     for name, parameter in parameters.items():
         if hasattr(parameter, "to_local"):
             raise ValueError(
                 f"{name} is sharded by fully_shard: diagnose the model before it is sharded, in one process"
+            )
+
+
+@contextmanager
+def _unchanged(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+    """ValueError if what is inside writes to a parameter or its gradient: then passes could not be compared."""
+
+    def written() -> dict[str, tuple[Any, ...]]:
+        return {
+            name: (p._version, id(p.grad), None if p.grad is None else p.grad._version)
+            for name, p in parameters.items()
+        }
+
+    before = written()
+    yield
+    for name, value in written().items():
+        if value != before[name]:
+            raise ValueError(
+                f"loss_of(model, batch) changed {name} or its gradient: give a function that only computes the loss,"
+                " without backward() and optimizer.step(). The change stays: load the model anew"
             )
 
 
@@ -201,7 +230,7 @@ def as_it_was(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
     modules = list(model.modules())
     modes = [module.training for module in modules]
     plain = [{k: v for k, v in vars(module).items() if _is_plain(v)} for module in modules]
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers = _Buffers(model)
     rng = _Random()
     with ExitStack() as stack:
         for state in {id(site.state): site.state for site in sites.values()}.values():
@@ -217,7 +246,7 @@ def as_it_was(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
                 for name, value in values.items():
                     if name not in vars(module) or vars(module)[name] is not value:
                         setattr(module, name, value)
-            _put_back(model, buffers)
+            buffers.put_back()
             rng.put_back()
 
 
@@ -230,11 +259,26 @@ def _eagerly() -> Any:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-@torch.no_grad()
-def _put_back(model: Any, buffers: Mapping[str, torch.Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
+class _Buffers:
+    """A model's buffers, which of them are missing too: a forward may write to one, or put another tensor in its place."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._of = [
+            (
+                module,
+                [(name, b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()],
+            )
+            for module in model.modules()
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for module, kept in self._of:
+            for name, buffer, values in kept:
+                if buffer is not None and values is not None:
+                    buffer.copy_(values)
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
 
 
 class _Random:

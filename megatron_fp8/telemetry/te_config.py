@@ -19,16 +19,19 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files.disk import read_ordinary
 from .names import BLOCKWISE, QUANTIZED, TE_TENSORS, Blocks, parse
 from .settings import REGEX, Selection, TelemetrySettings
 
 FEATURES = {"LogTensorStats": "values", "LogFp8TensorStats": "codes"}
 """The features that are read -> what their statistics are of (Statistic.needs)."""
 
+_LARGEST = 1 << 22  # bytes of a configuration, far above what people write
 _TIMES = ("freq", "start_step", "end_step", "start_end_list")
 _LAYERS = ("layer_name_regex_pattern", "layer_types", "exact_layer_names")
 
@@ -58,11 +61,12 @@ def te_settings(source: Mapping[str, Any] | str | Path) -> TelemetrySettings:
 
 
 def _load(path: Path) -> Any:
-    import yaml  # only who has such a file needs it
+    from ..files.strict_yaml import load_yaml  # only who has such a file needs PyYAML
 
+    content = read_ordinary(path, _LARGEST)
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return load_yaml(content)
+    except ValueError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
 
 
@@ -104,7 +108,7 @@ def _sites(layers: Mapping[str, Any], where: str) -> tuple[str, ...]:
     ((field, value),) = layers.items()
     if field == "layer_name_regex_pattern":
         if not isinstance(value, str):
-            raise ValueError(f"{where}: {field}={value!r} must be a regular expression")
+            raise ValueError(f"{where}: {field}={_short(value)} must be a regular expression")
         return (REGEX + value,)
     names = _texts(value, f"{where}: {field}")
     if field == "exact_layer_names":
@@ -125,14 +129,14 @@ def _tensors(feature: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapp
         structs = feature["tensors_struct"]
         if not isinstance(structs, list):
             raise ValueError(
-                f"{where}: tensors_struct={structs!r} must be a list, of a tensor and its fields each"
+                f"{where}: tensors_struct={_short(structs)} must be a list, of a tensor and its fields each"
             )
         given = [dict(_mapping(struct, f"{where}, tensors_struct")) for struct in structs]
     seen: set[str] = set()
     for struct in given:
         tensor = struct.pop("tensor", None)
         if not isinstance(tensor, str) or tensor not in TE_TENSORS:
-            raise ValueError(f"{where}: tensor {tensor!r} is none of {', '.join(TE_TENSORS)}")
+            raise ValueError(f"{where}: tensor {_short(tensor)} is none of {', '.join(TE_TENSORS)}")
         if tensor in seen:
             raise ValueError(f"{where}: tensor {tensor} is named twice")
         seen.add(tensor)
@@ -153,11 +157,11 @@ def _selection(
         raise ValueError(f"{where}: {te_tensor} has no codes; LogTensorStats has the figures of its values")
     stats = fields.get("stats")
     if not isinstance(stats, list) or not stats:
-        raise ValueError(f"{where}: stats={stats!r} must be a list of statistics")
+        raise ValueError(f"{where}: stats={_short(stats)} must be a list of statistics")
     names = tuple(_statistic(stat, feature, te_tensor, where) for stat in stats)
     freq = fields.get("freq", 1)
     if type(freq) is not int or freq < 1:
-        raise ValueError(f"{where}: freq={freq!r} must be a whole number of iterations, 1 or more")
+        raise ValueError(f"{where}: freq={_short(freq)} must be a whole number of iterations, 1 or more")
     try:
         return Selection(freq, _windows(fields), sites, (tensor,), names)
     except ValueError as error:
@@ -185,12 +189,12 @@ def _blockwise(stat: Mapping[str, Any], te_tensor: str, where: str) -> str:
     options = stat.get(BLOCKWISE)
     if len(stat) != 1 or not isinstance(options, Mapping) or set(options) - {"block_size", "dims"}:
         raise ValueError(
-            f"{where}: stats has {dict(stat)!r}, and only {BLOCKWISE} takes options: block_size and dims"
+            f"{where}: stats has {_short(dict(stat))}, and only {BLOCKWISE} takes options: block_size and dims"
         )
     size, dims = options.get("block_size", 32), options.get("dims", 1)
     if type(size) is not int or size < 1 or dims not in (1, 2) or type(dims) is not int:
         raise ValueError(
-            f"{where}: {BLOCKWISE} needs a block_size of 1 or more and dims of 1 or 2, got {dict(options)!r}"
+            f"{where}: {BLOCKWISE} needs a block_size of 1 or more and dims of 1 or 2, got {_short(dict(options))}"
         )
     return Blocks(size, dims, te_tensor in ("activation", "weight")).name
 
@@ -200,27 +204,35 @@ def _windows(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     listed = fields.get("start_end_list")
     if listed is not None:
         if not isinstance(listed, list) or not all(isinstance(window, list) for window in listed):
-            raise ValueError(f"start_end_list={listed!r} must be a list of [start, end]")
+            raise ValueError(f"start_end_list={_short(listed)} must be a list of [start, end]")
         return tuple(tuple(window) for window in listed)
     first, last = fields.get("start_step"), fields.get("end_step")
     return () if first is None and last is None else ((0 if first is None else first, last),)
 
 
+_SHORT = reprlib.Repr()  # a few lines of YAML can be billions of values, by its aliases
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 100, 100
+
+
+def _short(value: Any) -> str:
+    return _SHORT.repr(value)
+
+
 def _enabled(of: Mapping[str, Any], where: str) -> bool:
     if not isinstance(of.get("enabled"), bool):
-        raise ValueError(f"{where}: enabled={of.get('enabled')!r} must be True or False")
+        raise ValueError(f"{where}: enabled={_short(of.get('enabled'))} must be True or False")
     return bool(of["enabled"])
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"{where} must map names to values, and is {value!r}")
+        raise ValueError(f"{where} must map names to values, and is {_short(value)}")
     return value
 
 
 def _texts(value: Any, where: str) -> list[str]:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise ValueError(f"{where}={value!r} must be a list of names")
+        raise ValueError(f"{where}={_short(value)} must be a list of names")
     return value
 
 

@@ -10,7 +10,7 @@ from .search import Cure
 
 
 def bad_in_high_precision(what: str) -> str:
-    """Where high precision gives NaN or Inf."""
+    """Where high precision gives NaN or Inf, or no gradient."""
     return (
         f"bad in high precision too: not FP8. With every GEMM in high precision {what}, so nothing can be said of what"
         " FP8 costs; look at the model, its data and the learning rate."

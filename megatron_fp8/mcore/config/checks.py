@@ -199,8 +199,17 @@ def _warn_without_effect(config: TransformerConfig) -> None:
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if is_set(name):
                 _warn(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
+    if is_set("fp8_guard_patience") and not config.fp8_guard:
+        _warn(f"fp8_guard_patience={config.fp8_guard_patience!r} has no effect with fp8_guard=False")
     if not config.fp8:
-        for name in ("fp8_recipe", "fp8_backend", "fp8_stochastic_rounding", "fp8_size_filter", *_PHASES):
+        for name in (
+            "fp8_recipe",
+            "fp8_backend",
+            "fp8_stochastic_rounding",
+            "fp8_size_filter",
+            "fp8_guard",
+            *_PHASES,
+        ):
             if is_set(name):
                 _warn(
                     f"{name}={getattr(config, name)!r} has no effect because fp8 is None (training in BF16)"

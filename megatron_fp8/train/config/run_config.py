@@ -21,6 +21,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from ...files.disk import read_ordinary
+from ...files.strict_yaml import load_yaml
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import FIELDS, FP8_FORMATS, OWN_RULES
 from .field_rules import RULES, check_rules
@@ -252,31 +253,14 @@ def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
         yield waiting, None
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error: the first one would be dropped without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(f"the key in line {line} must be a name, and is a list or a section")
-            if key.value in seen:
-                raise yaml.YAMLError(
-                    f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        content = yaml.load(read_ordinary(Path(path), _LARGEST).decode("utf-8"), _Loader)
+        content = load_yaml(read_ordinary(Path(path), _LARGEST))
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ValueError(f"--config={path!r}: {reason}. Shipped ones are in examples/configs/.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date, a number, a character
-        raise ValueError(f"--config={path} is not YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"--config={path} is not YAML: {error}") from error
     if content is None:
         raise ValueError(f"--config={path} is empty: it needs keys such as model and train.")
     if not isinstance(content, dict):

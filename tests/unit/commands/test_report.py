@@ -49,3 +49,11 @@ def test_without_bokeh_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
     run = write_run(tmp_path / "run", every=0)
     assert main(["report", str(run), "--html", str(tmp_path / "x.html")]) == 2
     assert "pip install 'bokeh" in capsys.readouterr().err
+
+
+def test_escapes_in_a_report_do_not_reach_the_terminal(tmp_path, capsys, monkeypatch):
+    run = write_run(tmp_path / "run", every=0)
+    monkeypatch.setattr("megatron_fp8.commands.report.format_report", lambda _: "a site\x1b]0;mine\x07\n  b")
+    assert main(["report", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("a site\\x1b]0;mine\\x07\n  b\n")

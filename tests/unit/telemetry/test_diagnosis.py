@@ -324,7 +324,7 @@ def test_what_cannot_be_diagnosed_is_refused_with_the_reason():
         diagnose(model, loss_of, batches(0, 3))
     with pytest.raises(ValueError, match=r"gave a tensor .48, 24.*scalar"):
         diagnose(model, lambda model, batch: model(batch), batches(0))
-    with pytest.raises(ValueError, match="no layer with FP8 GEMMs"):
+    with pytest.raises(ValueError, match=r"no layer with FP8 GEMMs: convert_to_fp8"):
         diagnose(Tower(1), loss_of, batches(0))
     with pytest.raises(ValueError, match="share=0"):
         diagnose(model, loss_of, batches(0), share=0)
@@ -338,3 +338,61 @@ def test_linears_made_one_by_one_are_told_apart():
     data = [torch.randn(16, 32) for _ in range(4)]
     found = diagnose(model, lambda model, x: model(x).square().mean(), data)
     assert found.clean and {finding.site for finding in found.ranking} == {"linear", "2"}
+
+
+class _Forgetful(nn.Module):
+    """Its forward puts other tensors in the place of buffers, one of which grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_buffer("late", None)
+
+    def forward(self, x):
+        self.seen, self.late = torch.cat([self.seen, x.detach()[:1, 0]]), x.detach()
+        return self.linear(x)
+
+
+def _small(model, **more):
+    data = [torch.randn(16, 32) for _ in range(4)]
+    return diagnose(model, more.pop("loss_of", lambda model, x: model(x).square().mean()), data, **more)
+
+
+def test_buffers_that_a_forward_replaces_come_back():
+    model = convert_to_fp8(_Forgetful())
+    before = model.seen
+    assert _small(model).clean
+    assert model.seen is before and model.late is None
+
+
+def test_under_no_grad_it_measures_and_under_inference_mode_it_says_so():
+    model = nn.Sequential(Fp8Linear(32, 32))
+    with torch.no_grad():
+        assert _small(model).clean
+    with torch.inference_mode(), pytest.raises(ValueError, match="outside of it"):
+        _small(model)
+
+
+@pytest.mark.parametrize("what", ["weight", "gradient"])
+def test_a_loss_that_trains_is_refused(what):
+    def train(model, x):
+        loss = model(x).square().mean()
+        if what == "gradient":
+            loss.backward(retain_graph=True)
+        else:
+            torch.no_grad()(model[0].weight.add_)(1.0)
+        return loss
+
+    with pytest.raises(ValueError, match="only computes the loss"):
+        _small(nn.Sequential(Fp8Linear(32, 32)), loss_of=train)
+
+
+def test_where_every_gradient_is_zero_nothing_is_called_clean():
+    found = _small(nn.Sequential(Fp8Linear(32, 32)), loss_of=lambda model, x: 0.0 * model(x).sum())
+    assert not found.clean and "every gradient is zero" in found.verdict
+
+
+def test_a_budget_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="budget=nan"):
+        _small(nn.Sequential(Fp8Linear(32, 32)), budget=float("nan"))

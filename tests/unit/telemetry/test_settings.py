@@ -123,3 +123,10 @@ def test_a_pattern_that_matches_no_site_is_an_error():
 def test_what_cannot_be_is_refused(given, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         Selection(**given)
+
+
+def test_it_tells_when_a_run_ends_before_anything_is_measured():
+    late = TelemetrySettings((Selection(every=100), Selection(windows=((50, None),))))
+    assert late.misses(1, 49) and not late.misses(1, 50)
+    assert not TelemetrySettings((Selection(every=0),)).misses(1, 49)
+    assert not late.misses(21, 20)  # a run that has nothing left to do

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -162,3 +163,27 @@ def test_a_file_that_is_no_yaml(tmp_path):
         te_settings(path)
     with pytest.raises(FileNotFoundError):
         te_settings(tmp_path / "none.yaml")
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "stats.yaml"
+    path.write_text("s:\n  enabled: True\n  enabled: False\n")
+    with pytest.raises(ValueError, match="'enabled' stands twice, again in line 3"):
+        te_settings(path)
+
+
+@pytest.mark.parametrize("depth", [12, 40_000])
+def test_a_file_of_aliases_or_brackets_without_end_is_one_short_line(tmp_path, depth):
+    path = tmp_path / "stats.yaml"
+    lists = ["&a0 [x, x, x]", *(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 13))]
+    bomb = f"{{s: {{enabled: False, x: [{', '.join(lists)}]}}, t: *a12}}"
+    path.write_text(bomb if depth == 12 else "[" * depth)
+    with pytest.raises(ValueError) as error:
+        te_settings(path)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_file_that_is_no_ordinary_one(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no ordinary file"):
+        te_settings(tmp_path / "pipe")

@@ -381,3 +381,18 @@ def test_two_interleaved_stages_need_overlapped_messages() -> None:
     with pytest.warns(UserWarning, match="overlap_p2p_comm=True and batch_p2p_comm=False"):
         make(**interleaved)
     make(**interleaved, **right)
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"fp8_guard": True}, "fp8_guard=True has no effect because fp8 is None"),
+        (
+            {"fp8": "hybrid", "fp8_guard_patience": 7},
+            "fp8_guard_patience=7 has no effect with fp8_guard=False",
+        ),
+    ],
+)
+def test_a_guard_that_guards_nothing_is_said(fields, said):
+    with pytest.warns(UserWarning, match=said):
+        TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=2, bf16=True, **fields)

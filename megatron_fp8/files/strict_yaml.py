@@ -1,0 +1,32 @@
+"""YAML that people write, read so that nothing of it is dropped without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error: the first one would be dropped without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"the key in line {line} must be a name, and is a list or a section")
+            if key.value in seen:
+                raise yaml.YAMLError(
+                    f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(content: bytes) -> Any:
+    """What the file says. ValueError, in one line: it is no YAML, or a key stands twice."""
+    try:
+        return yaml.load(content.decode("utf-8"), _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date, a number, a character
+        raise ValueError(" ".join(str(error).split())) from error
