@@ -260,7 +260,7 @@ def _eagerly() -> Any:
 
 
 class _Buffers:
-    """A model's buffers, which of them are missing too: a forward may write to one, or put another tensor in its place."""
+    """A model's buffers, and which are missing: a forward may write to one, or put another tensor in its place."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._of = [
