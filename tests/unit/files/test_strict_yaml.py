@@ -14,8 +14,15 @@ def test_what_it_reads():
 
 
 @pytest.mark.parametrize(
-    "content, said", [(b"a: 1\na: 2", "stands twice, again in line 2"), (b"[a]: 1", "must be a name"), (b"a: [", "expected"), (b"\xff", "decode"), (b"[" * 40_000, "recursion")]
-)  # fmt: skip
+    "content, said",
+    [
+        (b"a: 1\na: 2", "stands twice, again in line 2"),
+        (b"[a]: 1", "must be a name"),
+        (b"a: [", "expected"),
+        (b"\xff", "decode"),
+        (b"[" * 40_000, "recursion"),
+    ],
+)
 def test_what_it_refuses_in_one_line(content, said):
     with pytest.raises(ValueError, match=said) as error:
         load_yaml(content)
