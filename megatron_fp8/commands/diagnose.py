@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files.disk import replace_file
 from .on_checkpoint import Parser, run_command, say
 
 HELP = """\
@@ -213,7 +214,11 @@ def _change(loss: float, spread: float) -> str:
 
 def _write(path: Any, text: str) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        path = Path(path)
+        if path.exists() and not path.is_file():  # /dev/stdout
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(path, text)
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be written ({error.strerror}): give another file") from error
     print(f"written     {path}", flush=True)

@@ -28,11 +28,20 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Put ``text`` in place of what the file holds: whoever looks, now or after a crash, sees the old or the new."""
+    """Put ``text`` in place of what the file holds: whoever looks, now or after a crash, sees the old or the new.
+
+    OSError for a pipe or a device (/dev/null, say), which a file must not take the place of.
+    """
+    if path.exists() and not path.is_dir():
+        ordinary(path.stat())
     beside = path.with_name(f".{path.name}.new")
     discard(beside)  # of a killed process, or a link that would be written through
-    write_file(beside, text)
-    beside.replace(path)
+    try:
+        write_file(beside, text)
+        beside.replace(path)
+    except BaseException:  # a full disk keeps no half of it
+        discard(beside)
+        raise
     sync(path.parent)
 
 

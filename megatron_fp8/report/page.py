@@ -32,6 +32,8 @@ def write_html(runs: Sequence[Run], path: Path, advice: Sequence[Iterable[Any] |
 
     Raises ValueError: the file cannot be written, or it is there and is no HTML (a mistaken name would lose it).
     """
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise ValueError(f"--html={path}: it is no ordinary file. Give the name of a file to write.")
     if path.is_dir():
         raise ValueError(f"--html={path}: it is a folder. Give the name of a file to write.")
     try:

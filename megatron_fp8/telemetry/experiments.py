@@ -39,7 +39,6 @@ class Experiments:
     The gradients in high precision are kept, one copy for each batch. ``losses``: in high precision; ``useless``: which
     of the losses and gradients are NaN or Inf, or that all gradients are zero; ``gradient_noise``: how far batches'
     gradients are from their mean, relative.
-    gradients are from their mean, relative.
 
     Raises ValueError: too few batches; something runs in FP8 that no variant changes.
     """

@@ -4,6 +4,8 @@ import os
 import threading
 import time
 
+import pytest
+
 from megatron_fp8.files.disk import discard, free_name, replace_file, unseen
 
 
@@ -12,6 +14,16 @@ def test_a_replaced_file_is_never_half_written(tmp_path):
     replace_file(path, "one\n")
     replace_file(path, "two\n")
     assert path.read_text() == "two\n" and os.listdir(tmp_path) == ["latest"]
+
+
+def test_a_pipe_or_device_is_not_replaced_and_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no ordinary file"):
+        replace_file(tmp_path / "pipe", "x")
+    monkeypatch.setattr(os, "fsync", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        replace_file(tmp_path / "new", "x")
+    assert os.listdir(tmp_path) == ["pipe"]
 
 
 def test_a_link_is_replaced_and_what_it_points_to_is_left(tmp_path):
