@@ -93,6 +93,10 @@ def write_advice(folder: Path, path: Path) -> None:
         pieces = [piece.as_dict() for piece in advice_of(folder, read_report(folder))]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(folder)!r} is not a run's report or telemetry ({error!r})") from error
+    if path.is_file() and not path.read_bytes().lstrip().startswith(b"["):
+        raise ValueError(
+            f"--advice={path} is there and is no list of advice, so it is not replaced: give another file."
+        )
     try:
         replace_file(path, json.dumps(pieces, indent=1) + "\n")
     except OSError as error:

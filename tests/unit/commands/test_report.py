@@ -57,3 +57,10 @@ def test_escapes_in_a_report_do_not_reach_the_terminal(tmp_path, capsys, monkeyp
     assert main(["report", str(run)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("a site\\x1b]0;mine\\x07\n  b\n")
+
+
+def test_advice_does_not_take_the_place_of_another_file(tmp_path, capsys):
+    run = write_run(tmp_path / "run", every=0)
+    before = (run / "report.json").read_bytes()
+    assert main(["report", str(run), "--advice", str(run / "report.json")]) == 2
+    assert "is not replaced" in capsys.readouterr().err and (run / "report.json").read_bytes() == before
