@@ -72,7 +72,9 @@ def test_says_what_is_not_recorded():
     state.watch(watch)
     step(site, training=False)
     assert {slot: recorded for slot, *_, recorded in watch.casts}["fc1.input"] is False
-    assert watch.others == [("not recorded", "fprop")]
+    assert watch.others == [
+        ("not recorded", gemm) for gemm in ("fprop", "dgrad", "wgrad")
+    ]  # evaluation's backward too
 
 
 def test_hears_of_layers_in_high_precision_and_of_the_end():
