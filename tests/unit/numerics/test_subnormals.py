@@ -26,6 +26,7 @@ from megatron_fp8.recipe import (
 )
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.fp8_weights import quantizer_of
+from tests.support.threads import threads
 
 RECIPES = {
     "tensorwise": Float8CurrentScaling(),
@@ -36,6 +37,12 @@ RECIPES = {
 }
 SMALL, LARGE = (7, 129), (600, 129)
 """Torch's operations take the first, compiled kernels the second, and two threads."""
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    with threads(2):
+        yield
 
 
 @contextmanager
@@ -80,7 +87,7 @@ def test_quantize_and_dequantize(recipe, size, shape):
 
 def test_the_threads_of_compiled_kernels():
     """Called as they are, on a new thread: the helpers that OpenMP starts there flush as it does."""
-    assert cpu.reason() is None and torch.get_num_threads() > 1
+    assert cpu.reason() is None and cpu.thread_count(LARGE[0] * LARGE[1]) == 2
     x, scale = sample(LARGE, 1e-39, torch.float32), torch.tensor(2.0**127)
     codes = cpu.cast(x, scale, (0, 0), torch.float8_e4m3fn)
     inverse = 1 / scale
@@ -89,6 +96,7 @@ def test_the_threads_of_compiled_kernels():
 
     def run():
         with flushing():
+            assert cpu.thread_count(x.numel()) == 2
             found = cpu.cast(x, scale, (0, 0), torch.float8_e4m3fn)
             return found, cpu.decode(codes, inverse, (0, 0), torch.float32)
 
