@@ -45,6 +45,11 @@ class FloatFormat:
         """floor(log2(max)): 8 for E4M3, 15 for E5M2. MX calls it emax."""
         return 127 if not self.signed else (8 if self.mantissa_bits == 3 else 15)
 
+    @property
+    def smallest(self) -> float:
+        """The smallest value above zero, a subnormal (E8M0 has none); half of it and less is rounded to zero."""
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
 
 E4M3 = FloatFormat("e4m3", torch.float8_e4m3fn, 4, 3, 7, 448.0, has_inf=False)
 E5M2 = FloatFormat("e5m2", torch.float8_e5m2, 5, 2, 15, 57344.0, has_inf=True)

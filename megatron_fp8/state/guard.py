@@ -7,6 +7,9 @@ finite. That tells three illnesses:
     saturates    the amax lies beyond what the scale lets FP8 hold, by a factor: what is above became the largest value
     underflows   the amax lies so far below it that most of FP8's range goes unused: what is small became zero
 
+A margin puts every amax that many powers of two below the largest value, because the user asked for the headroom. So
+underflow counts from there, and no further down than where the amax itself becomes zero.
+
 Only delayed scaling can have the last two, since its scale is made from earlier iterations: every other scale is made
 from the tensor itself, and puts its amax at the top of the range. What such a recipe loses inside a tensor the amax
 does not tell; telemetry does (underflows%). Rejected: counting underflows in every cast, for all who never switch the
@@ -27,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .arena import Arena
+from .arena import Arena, Slot
 
 Illness = Literal["not finite", "saturates", "underflows"]
 
@@ -39,8 +42,8 @@ class Thresholds:
     Args:
         patience: iterations in a row, at least 1.
         saturation: amax over the largest value that the scale lets FP8 hold, above 1.
-        unused_bits: binary orders of magnitude between the two, the other way, at least 1. E4M3 has 18 from its
-            largest to its smallest value, E5M2 has 32.
+        unused_bits: binary orders of magnitude between the two, the other way, beyond the recipe's margin; at least 1.
+            E4M3 has 18 from its largest to its smallest value, E5M2 has 32.
 
     Raises:
         ValueError: a threshold is out of range.
@@ -164,7 +167,7 @@ class Guard:
         for slot, a, bad, part in zip(slots, *figures, strict=True):
             if a == 0 and not bad:
                 continue  # not cast, or all zero
-            illness = self._illness(bad, part)
+            illness = self._illness(slot, bad, part)
             if illness is None:
                 self._rows.pop(slot.name, None)
                 continue
@@ -175,9 +178,12 @@ class Guard:
                 found.append(Finding(slot.name, illness, row, bad if illness == "not finite" else part))
         return found
 
-    def _illness(self, nonfinite: float, share: float) -> Illness | None:
+    def _illness(self, slot: Slot, nonfinite: float, share: float) -> Illness | None:
         if nonfinite:
             return "not finite"
         if share > self.thresholds.saturation:
             return "saturates"
-        return "underflows" if share < 2.0**-self.thresholds.unused_bits else None
+        margin = 0 if slot.delayed is None else slot.delayed.margin
+        unused = share < 2.0 ** -(self.thresholds.unused_bits + margin)
+        all_zero = share <= slot.fmt.smallest / 2 / slot.fmt.max
+        return "underflows" if unused or all_zero else None

@@ -135,6 +135,19 @@ def test_tensor_that_was_not_cast_keeps_scale_and_history():
     assert idle.scale == 112 and slot.scale == 56
 
 
+def test_all_zeros_leave_no_trace_as_in_transformer_engine():
+    """numerics: v == 0 does not roll, whether the tensor was not cast or was cast and all zero."""
+    state, slot, recipe = one_slot()
+    quantizer = Quantizer(recipe.rule("input"), slot, emulated)
+    quantizer(torch.full((2, 3), 2.0), "rowwise", record=True)
+    state.finish_iteration()
+    scale, rows = slot.scale, slot.arena.history(recipe, E4M3)[1].clone()
+    quantizer(torch.zeros(2, 3), "rowwise", record=True)
+    state.finish_iteration()
+    assert_same_bytes(slot.scale, scale)
+    assert_same_bytes(slot.arena.history(recipe, E4M3)[1], rows)
+
+
 def test_interval_recomputes_at_its_multiples_and_always_rolls():
     state, slot, recipe = one_slot(interval=3, amax_compute_algo="most_recent")
     scales = []

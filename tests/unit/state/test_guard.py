@@ -67,6 +67,20 @@ def test_underflow_is_a_scale_left_from_a_spike():
     assert run(state, slot, [1000.0, 0.5, 0.5, 0.5]) == [[], [], [("underflows", 2)], [("underflows", 3)]]
 
 
+@pytest.mark.parametrize("margin", [0, 5, 8, 12])
+def test_headroom_that_was_asked_for_is_no_underflow(margin):
+    """Ten binary orders below where the margin puts the amax are; so is an amax that becomes zero itself."""
+    state, slot = make(patience=1, delayed=DelayedScaling(amax_history_len=64, margin=margin))
+    assert run(state, slot, [1.0, 1.0, 0.9]) == [[]] * 3
+    ill = 2.0 ** -min(10, 18.8 - margin)
+    assert run(state, slot, [ill * 1.1, ill * 0.9]) == [[], [("underflows", 1)]]
+
+
+def test_a_margin_that_makes_everything_zero_is_ill():
+    state, slot = make(patience=1, delayed=DelayedScaling(amax_history_len=64, margin=19))
+    assert run(state, slot, [1.0, 1.0]) == [[], [("underflows", 1)]]
+
+
 def test_an_illness_starts_anew_after_health_or_another():
     state, slot = make()
     assert run(state, slot, [1.0, 3.0, 3.0, 9.0, 27.0]) == [[], [], [], [], [("saturates", 2)]]
