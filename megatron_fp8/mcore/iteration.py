@@ -7,7 +7,7 @@ scaler downstream would see nothing.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
 from . import is_installed
 from .guard import move_ill_sites
-from .runtime import state_of, unwrap
+from .runtime import find_runtime, set_length, state_of, unwrap
 from .sites import check_plan
 
 _latest = IterationCounts()
@@ -93,8 +93,7 @@ def set_training_length(config: Any, iterations: int) -> None:
     Raises:
         ValueError: not a positive integer, or the fractions leave no iteration to FP8.
     """
-    state = state_of(config)
-    state.phases = replace(state.phases, length=iterations)
+    set_length(config, iterations)
 
 
 def _announce_switch(state: Fp8State, own: str) -> None:
@@ -123,4 +122,6 @@ def iteration_counts(config: Any = None) -> dict[str, int]:
     Args:
         config: whose last finished iteration; None: the one that ended last in this process, of whatever model.
     """
-    return asdict(_latest if config is None else state_of(config).last)
+    runtime = None if config is None else find_runtime(config)
+    last = _latest if config is None else IterationCounts() if runtime is None else runtime.state.last
+    return asdict(last)

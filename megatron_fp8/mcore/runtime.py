@@ -3,8 +3,9 @@
 All parts of a model hold its config and have little else in common, so what belongs to its models hangs there. A plain
 Megatron ``TransformerConfig`` has no field for it and no hash; and copies that Megatron-Core makes of it while it builds
 must lead to the same object. So it lies in the config's own dictionary, under one key that this file alone reads and
-writes. It is made on first use and not with the config: who copies a config before building anything from it wants
-another model.
+writes. It is made on first use, in building, and not with the config: who copies a config before building anything from
+it wants another model. What is said before that, the training's length, is a number under a key of its own, which copies
+have too.
 
 Rejected: a table by ``id(config)``, in which copies are not found and numbers are used again.
 """
@@ -24,7 +25,7 @@ from ..state.guard import Guard, Thresholds
 from ..state.phases import Phases
 from . import installed as compat
 
-_KEY = "_fp8_runtime"
+_KEY, _LENGTH = "_fp8_runtime", "_fp8_training_length"
 
 
 @dataclass(eq=False)
@@ -90,7 +91,22 @@ def runtime_of(config: Any) -> Fp8Runtime:
     found = find_runtime(config)
     if found is None:
         found = vars(config)[_KEY] = Fp8Runtime()
+        found.state.phases = Phases(length=vars(config).get(_LENGTH))
     return found
+
+
+def set_length(config: Any, iterations: int) -> None:
+    """Of the training, for the models of this config and of copies that are made of it. ValueError: see Phases."""
+    phases = _phases(config, iterations)
+    vars(config)[_LENGTH] = iterations
+    runtime = find_runtime(config)
+    if runtime is not None:
+        runtime.state.phases = phases
+
+
+def _phases(config: Any, length: int | None) -> Phases:
+    warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
+    return Phases(warmup, healing, length)
 
 
 def _guard(config: Any) -> Guard | None:
@@ -109,8 +125,7 @@ def state_of(config: Any) -> Fp8State:
         wanted = _guard(config)
         if wanted is None or state.guard is None or not state.guard.is_set_as(wanted):
             state.guard = wanted
-    warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
-    state.phases = Phases(warmup, healing, state.phases.length)
+    state.phases = _phases(config, state.phases.length)
     return state
 
 

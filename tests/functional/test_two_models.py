@@ -1,7 +1,8 @@
-"""Two models in one process: what is found in one skips its own optimizer's step and no other's."""
+"""Two models in one process, built from copies of one config: what is found in one skips its own optimizer's step and no other's."""
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -23,11 +24,10 @@ KINDS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def a_model(layout: Layout, fields: dict[str, Any], ddp: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+def a_model(config: Any, ddp: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """(config, chunks, optimizer, the optimizer's step, which train_step does not take)."""
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
-    config = fp8_config(layout, "delayed", **fields)
     chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, ddp=ddp)
     optimizer = build_optimizer(config, chunks, ddp=ddp)
     step = optimizer.step
@@ -40,11 +40,13 @@ def health_of_two(layout: Layout, fields: dict[str, Any], ddp: dict[str, Any]) -
     taken, whether its masters changed, and what was counted."""
     import torch.distributed as dist
 
-    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.iteration import iteration_counts, set_training_length
 
     found = []
     with model_parallel(layout):
-        models = [a_model(layout, fields, ddp) for _ in range(2)]
+        config = fp8_config(layout, "delayed", **fields)
+        set_training_length(config, 8)
+        models = [a_model(c, ddp) for c in (config, copy.deepcopy(config))]
         for index, (ill, forward, step) in enumerate(
             (ill, forward, step)
             for ill in (0, 1)

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
 from megatron_fp8 import TransformerConfig
-from megatron_fp8.mcore.iteration import iteration_counts
+from megatron_fp8.mcore.iteration import iteration_counts, set_training_length
 from megatron_fp8.mcore.owed import watch
 from megatron_fp8.mcore.runtime import Fp8Runtime, find_runtime, living_runtimes, runtime_of, state_of
 from megatron_fp8.numerics.formats import E4M3
@@ -39,6 +39,21 @@ def test_one_for_a_config_and_for_copies_made_since(config):
     assert find_runtime(dataclasses.replace(config)) is None
     hidden = set(vars(config)) - {field.name for field in dataclasses.fields(config)}
     assert hidden <= {"_fp8_runtime"}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_made_before_building_is_another_model_s_however_long_the_training(config, copied):
+    """Megatron's copies in building come after its model has a runtime, or have none of their own either."""
+    config.fp8_high_precision_warmup = 0.5
+    set_training_length(config, 10)
+    twin = copied(config)
+    assert find_runtime(config) is find_runtime(twin) is None and iteration_counts(twin)["fp8_gemms"] == 0
+    assert runtime_of(twin) is not runtime_of(config)
+    assert [state_of(c).phases.start for c in (config, twin)] == [5, 5], "both know it"
+    set_training_length(twin, 20)
+    assert [state_of(c).phases.start for c in (config, twin)] == [5, 10]
+    state_of(twin).finish_iteration()
+    assert [state_of(c).iteration for c in (config, twin)] == [0, 1]
 
 
 def test_in_another_process_it_begins_anew():
