@@ -27,6 +27,8 @@ GRANULARITIES = {
 }
 """How many values share a scale -> the recipe that does it."""
 
+_OF_A_LINEAR = ("overrides", "size_filter", "size_filter_tokens", "backend")
+
 
 @dataclass(frozen=True)
 class Fp8Config:
@@ -132,6 +134,17 @@ class Fp8Config:
             backend=self.backend,
             warn=self.fallback == "warn",
         )
+
+    def differing(self, other: Fp8Config) -> dict[str, tuple[Any, Any]]:
+        """How two configs have one linear run, where they differ: name -> (this one's, the other's)."""
+        recipes = self.resolved_recipe, other.resolved_recipe
+        names = recipe_name(recipes[0]), recipe_name(recipes[1])
+        said = {
+            "recipe": recipes if names[0] == names[1] else names,
+            "not quantised": (self.unquantized, other.unquantized),
+            **{name: (getattr(self, name), getattr(other, name)) for name in _OF_A_LINEAR},
+        }
+        return {name: (mine, its) for name, (mine, its) in said.items() if mine != its}
 
     def with_recipe(self, recipe: Recipe | str) -> Fp8Config:
         """The same with another recipe; an instance brings its own formats, margin and epsilon."""

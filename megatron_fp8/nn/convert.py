@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ..files.say import say
 from ..params.fp8_parameter import Fp8Parameter
@@ -65,8 +65,9 @@ def convert_to_fp8(
         The model. A linear that was converted before is left as it is.
 
     Raises:
-        ValueError: a glob of the user's matches no module, the model has no linear to convert, a setting is wrong, or
-            the backend cannot run on a weight's device. The model is unchanged then.
+        ValueError: a glob of the user's matches no module, the model has no linear to convert, a setting is wrong, the
+            backend cannot run on a weight's device, or a recipe or config is given and a linear, which ``skip`` does not
+            name, runs in FP8 already and otherwise than that. The model is unchanged then.
     """
     settings = make_config(recipe, config)
     if skip is not DEFAULT:
@@ -74,6 +75,8 @@ def convert_to_fp8(
             raise ValueError("skip is given twice, to convert_to_fp8 and in its config: give it once")
         settings = Fp8Config(**{**vars(settings), "skip": skip})
     _check_globs(model, settings.skip)
+    if recipe is not None or config is not None:
+        _check_converted(model, settings)
     tied = _embedding_weights(model) if settings.skip == DEFAULT_SKIP else set()
     rows, modules, chosen = [], [], []
     for name, module in _modules_with_weights(model):
@@ -200,17 +203,17 @@ def _consider(model: nn.Module, name: str, module: nn.Module, config: Fp8Config,
 def _reason_to_skip(
     model: nn.Module, name: str, module: nn.Module, config: Fp8Config, tied: set[int]
 ) -> str | None:
-    for entry in config.skip:
-        if isinstance(entry, str) and matches(name, entry):
-            return f"skip {entry!r}"
-        if callable(entry) and _is_linear(module) and entry(name, module):
-            return f"skip {getattr(entry, '__name__', 'function')}"
+    skipped = _skipped_by(name, module, config)
+    if skipped is not None:
+        return skipped
     if not _is_linear(module):
         return _what_it_is(module)
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "MultiheadAttention reads its weight and never calls it"
     if isinstance(module, nn.LazyLinear):
         return "has no shape yet: run a batch through the model, then convert"
+    if is_parametrized(module) and _fp8_class(type(module).__bases__[0]) is not None:
+        return "is parametrised (weight_norm, ...), its weight computed in each call: convert first, then parametrise"
     if _fp8_class(module) is None:
         return f"{type(module).__name__} is a subclass of nn.Linear, which may compute something else"
     if "forward" in vars(module):
@@ -224,6 +227,16 @@ def _reason_to_skip(
     smallest = min(_features(module))
     if smallest < config.min_features:
         return f"{smallest} features: below {config.min_features} FP8 would multiply padding"
+    return None
+
+
+def _skipped_by(name: str, module: nn.Module, config: Fp8Config) -> str | None:
+    """Which entry of the skip list names the module, in words."""
+    for entry in config.skip:
+        if isinstance(entry, str) and matches(name, entry):
+            return f"skip {entry!r}"
+        if callable(entry) and _is_linear(module) and entry(name, module):
+            return f"skip {getattr(entry, '__name__', 'function')}"
     return None
 
 
@@ -289,6 +302,22 @@ def _check_globs(model: nn.Module, skip: tuple[Skip, ...]) -> None:
             raise ValueError(
                 f"skip={pattern!r} matches no module of {type(model).__name__}; its modules are {', '.join(names[:8])}"
                 f"{', ...' if len(names) > 8 else ''}"
+            )
+
+
+def _check_converted(model: nn.Module, settings: Fp8Config) -> None:
+    """ValueError for linears that run in FP8 already and otherwise than is asked for now: neither is silently ignored."""
+    for name, module in model.named_modules():
+        if not isinstance(module, Fp8Layer) or _skipped_by(name, module, settings) is not None:
+            continue
+        differing = module.fp8_config.differing(settings)
+        if differing:
+            runs = ", ".join(f"{field}={mine!r}" for field, (mine, _) in differing.items())
+            asked = ", ".join(f"{field}={its!r}" for field, (_, its) in differing.items())
+            raise ValueError(
+                f"{name or type(model).__name__} runs in FP8 already, with {runs}, and {asked} is asked for: to change it"
+                " call convert_from_fp8(model) first, to leave it name it in skip, and for some calls only there is"
+                " fp8_autocast(recipe=...)"
             )
 
 

@@ -205,7 +205,10 @@ def test_a_forward_replaced_on_the_instance_would_go_past_fp8():
 
 def test_parametrized_linears_are_subclasses_and_left():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
-    assert "ParametrizedLinear is a subclass" in convert_to_fp8(model).fp8_report.skipped["0"]
+    assert "convert first, then parametrise" in convert_to_fp8(model).fp8_report.skipped["0"]
+    nn.utils.parametrizations.weight_norm(model[1])
+    model[1](torch.randn(5, 64)).sum().backward()
+    assert model[1].fp8_site.has_run, "parametrised after it was converted"
 
 
 def test_a_model_that_is_one_linear():
@@ -229,14 +232,35 @@ def test_a_shared_linear_is_converted_once():
 def test_converted_before_is_left_as_it_is():
     model = convert_to_fp8(make(), "mxfp8")
     group = model.blocks[0][0].fp8_group
-    convert_to_fp8(model, "delayed", skip=())
-    assert model.blocks[0][0].fp8_group is group
+    for recipe, skip in ((None, DEFAULT_SKIP), ("mxfp8", DEFAULT_SKIP), ("delayed", ["blocks"])):
+        convert_to_fp8(model, recipe, skip=skip)
+        assert model.blocks[0][0].fp8_group is group
     rows = {row.name: row for row in model.fp8_report.rows}
     assert (
         rows["blocks.0.0"].reason == "is an Fp8Linear already: left as it is"
         and rows["blocks.0.0"].runs == "mxfp8"
     )
     assert rows["lm_head"].runs == "delayed, emulated"
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"recipe": "delayed"}, "with recipe='mxfp8', and recipe='delayed' is asked for"),
+        (
+            {"config": Fp8Config("mxfp8", quantize_gradients=False)},
+            "and not quantised=('grad_output',) is asked",
+        ),
+        ({"config": Fp8Config("mxfp8", overrides={"*.0": "bf16"})}, "and overrides={'*.0': 'bf16'} is asked"),
+    ],
+)
+def test_converted_before_and_asked_for_otherwise_is_an_error(other, said):
+    model = convert_to_fp8(make(), "mxfp8")
+    with pytest.raises(ValueError, match=r"blocks\.0\.0 runs in FP8 already") as refused:
+        convert_to_fp8(model, **other)
+    assert said in str(refused.value) and "convert_from_fp8(model) first" in str(refused.value)
+    assert not isinstance(model.lm_head, Fp8Linear), "nothing has changed"
+    assert convert_to_fp8(convert_from_fp8(model), **other).fp8_report.converted
 
 
 def test_meta_device_then_real_weights():
