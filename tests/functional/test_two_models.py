@@ -1,4 +1,4 @@
-"""Two models in one process, built from copies of one config: what is found in one skips its own optimizer's step and no other's."""
+"""Two models in one process, of copies of one config: what is found in one skips its own optimizer's step alone."""
 
 from __future__ import annotations
 
