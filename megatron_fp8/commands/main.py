@@ -28,6 +28,7 @@ FP8 training for Megatron-Core models.
   generate   continue a prompt: megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def "
   export     write a checkpoint for transformers and vLLM: megatron-fp8 export runs/mine out --format=fp8-channel
   import     make a run of a Llama, Qwen2 or Qwen3 directory: megatron-fp8 import Llama-3.2-1B runs/llama
+  formats    the numbers behind FP8: values, range, error, scaling with outliers, delayed scaling
   bench      time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
   doctor     say what this machine can run and what is missing, and run an FP8 GEMM on each backend
 
@@ -44,6 +45,7 @@ COMMANDS = {
     "generate": "generate:main",
     "export": "export:main",
     "import": "import_:main",
+    "formats": "formats:main",
     "bench": "bench:main",
     "doctor": "doctor:main",
 }

@@ -24,6 +24,7 @@ STREAM: list[tuple[str, ...]] = [
     ("mcore",),
     ("train",),
     ("huggingface", "report"),
+    ("study",),
     ("commands",),
     ("__main__", "moved"),
 ]

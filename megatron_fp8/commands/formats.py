@@ -1,0 +1,98 @@
+"""`megatron-fp8 formats`: what the formats can hold, and what scaling makes of them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from ..files.disk import replace_file
+from ..study.formats import picture, tables
+from .line import CommandParser, run
+
+DESCRIPTION = """\
+The numbers behind FP8, computed by this package's own casts, scales and recipes:
+
+  megatron-fp8 formats                          a picture and the tables below, on the terminal
+  megatron-fp8 formats --table values           every value of the 8-bit (and smaller) formats
+  megatron-fp8 formats --csv codes.csv          every code of every format: format, code, value, spacing
+  megatron-fp8 formats --csv d.csv --table delayed    another table as CSV
+  megatron-fp8 formats --png formats.png        range, error, recipes on outliers and delayed scaling, drawn
+
+  formats     what each format has: codes, largest and smallest values, dynamic range, largest error
+  values      all values
+  magnitudes  spacing of the values and largest relative error, by power of two
+  recipes     one tensor with outliers, quantised with a scale for the tensor, a row, a block, an MX block
+  delayed     delayed scaling on tensors whose size stays, grows or jumps: saturation and noise
+
+E2M1 is there to compare with; nothing here trains in it. What the numbers mean: docs/formats.md.
+"""
+
+_SHOWN: dict[str, tuple[str, Callable[[], str]]] = {
+    "formats": (
+        "What each format has (of E8M0, a format of scales, no rounding error is given)",
+        tables.show_formats,
+    ),
+    "values": ("All values", tables.show_values),
+    "magnitudes": (
+        "Spacing and largest relative error of values from 2^n to 2^(n+1)",
+        tables.show_magnitudes,
+    ),
+    "recipes": (
+        "SQNR in dB of the ordinary elements, and the share of them that became 0, beside\n"
+        "outliers of that many standard deviations (E4M3)",
+        tables.show_recipes,
+    ),
+    "delayed": (
+        "Delayed scaling, 64 iterations: in how many something saturated, the largest\n"
+        "share of a tensor that did, median SQNR and the worst iteration's",
+        tables.show_delays,
+    ),
+}
+_ROWS: dict[str, Callable[[], tables.Rows]] = {
+    "formats": tables.formats,
+    "values": tables.values,
+    "magnitudes": tables.magnitudes,
+    "recipes": tables.recipes,
+    "delayed": tables.delays,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Print, or write what was asked for; the exit code."""
+    parser = CommandParser("formats", DESCRIPTION)
+    parser.add_argument(
+        "--table", choices=list(_SHOWN), help="one table alone (of --csv: this in place of values)"
+    )
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="write a table as CSV")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="write the picture")
+    return run(parser, arguments, _formats)
+
+
+def _formats(options: Namespace) -> None:
+    """Raises ValueError: bad input."""
+    if options.csv is None and options.png is None:
+        _print(options.table)
+    if options.csv is not None:
+        text = tables.as_csv(_ROWS[options.table or "values"]())
+        try:
+            replace_file(options.csv, text)
+        except OSError as error:
+            raise ValueError(
+                f"--csv={options.csv} cannot be written ({error.strerror}): give another file."
+            ) from error
+        print(f"{options.csv}: {text.count(chr(10)) - 1:,} rows of {options.table or 'values'}")
+    if options.png is not None:
+        picture.draw(options.png)
+        print(f"{options.png}: range, error, recipes on outliers, delayed scaling")
+
+
+def _print(wanted: str | None) -> None:
+    """One table, or the picture and all of them but every value."""
+    if wanted is None:
+        print(picture.terminal())
+    for name, (title, show) in _SHOWN.items():
+        if name == wanted or (wanted is None and name != "values"):
+            print(f"\n{title}\n\n{show()}" if wanted is None else show(), flush=True)
+    if wanted is None:
+        print("\nEvery value: --table values; as files: --csv FILE, --png FILE.")

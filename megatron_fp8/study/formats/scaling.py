@@ -1,0 +1,87 @@
+"""One tensor with outliers, quantised by every recipe: how many elements share a scale decides what an outlier costs.
+
+A scale is set by the largest element that shares it. One outlier moves the others of its tensor, row or block down the
+format's range, and below the smallest normal value their relative error grows until they become 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ...quantizer import quantize
+from ...recipe import RECIPES
+
+ROWS, COLS, OUTLIERS = 256, 1024, 32
+SIZES = (1, 1024, 16384, 65536, 262144)
+"""How many standard deviations the outliers are; 1: there are none."""
+NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+"""Recipes whose scales come from the tensor at hand. Delayed scaling is delayed.py's."""
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What a recipe makes of the tensor.
+
+    Attributes:
+        recipe, rule: 'mxfp8', and what it says of the operand ('e4m3 1x32 e8m0').
+        outlier: how large the outliers are, in standard deviations.
+        sqnr: signal-to-quantisation-noise ratio of all elements, in dB; that of the outliers decides it.
+        ordinary: the same of all other elements, which is what training feels.
+        flushed: share of those that became 0.
+    """
+
+    recipe: str
+    rule: str
+    outlier: int
+    sqnr: float
+    ordinary: float
+    flushed: float
+
+
+def with_outliers(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 [ROWS, COLS] of standard deviation 1, bool: where OUTLIERS elements are `size` instead)."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(ROWS, COLS, generator=generator, dtype=torch.float32, device="cpu")
+    places = torch.randperm(ROWS * COLS, generator=generator, device="cpu")[:OUTLIERS]
+    where = torch.zeros(ROWS * COLS, dtype=torch.bool, device="cpu")
+    if size > 1:
+        where[places] = True
+        x.view(-1)[places] = torch.copysign(torch.tensor(float(size), device="cpu"), x.view(-1)[places])
+    return x, where.view(ROWS, COLS)
+
+
+def sqnr(x: torch.Tensor, found: torch.Tensor) -> float:
+    """Signal-to-quantisation-noise ratio in dB, formed in float64: Inf where nothing was lost, NaN of no elements."""
+    signal = x.double().square().sum()
+    return float(10 * (signal / (found.double() - x.double()).square().sum()).log10())
+
+
+@cache
+def by_recipe(seed: int = 0) -> tuple[Quantised, ...]:
+    """Every recipe and operand with a rule of its own, at every size of outliers."""
+    found = []
+    for size in SIZES:
+        x, outliers = with_outliers(size, seed)
+        for name in NAMES:
+            recipe = RECIPES[name]()
+            seen = set()
+            for role in ("input", "weight"):
+                rule = str(recipe.rule(role))
+                if rule in seen:
+                    continue
+                seen.add(rule)
+                y = quantize(x, recipe, role).dequantize(torch.float32)
+                found.append(
+                    Quantised(
+                        name,
+                        rule,
+                        size,
+                        sqnr(x, y),
+                        sqnr(x[~outliers], y[~outliers]),
+                        float((y[~outliers] == 0).double().mean()),
+                    )
+                )
+    return tuple(found)

@@ -1,0 +1,221 @@
+"""The tables of `megatron-fp8 formats`: rows of plain values for a CSV file, and for people at most 80 columns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ...plan.timing import table
+from . import delayed, scaling
+from .values import Described, Interval, all_formats, by_magnitude
+
+Rows = list[dict[str, Any]]
+
+
+def formats() -> Rows:
+    """One row a format: counts of codes, limits, dynamic range in powers of two, the largest error of normal values."""
+    rows = []
+    for one in all_formats():
+        normal = [
+            i
+            for i in by_magnitude(one)
+            if i.values and i.worst is not None and 2.0**i.exponent >= one.smallest_normal
+        ]
+        rows.append(
+            {
+                "format": one.name,
+                "bits": one.bits,
+                "use": one.use,
+                "mantissa_bits": one.mantissa_bits,
+                "finite_codes": int(one.values.isfinite().sum()),
+                "inf_codes": int(one.values.isinf().sum()),
+                "nan_codes": int(one.values.isnan().sum()),
+                "max": one.max,
+                "smallest_normal": one.smallest_normal,
+                "smallest": one.smallest,
+                "binades": math.log2(one.max / one.smallest_normal),
+                "binades_with_subnormals": math.log2(one.max) - math.log2(one.smallest),
+                "largest_relative_error": max((i.worst for i in normal if i.worst is not None), default=None),
+            }
+        )
+    return rows
+
+
+def values() -> Rows:
+    """One row a code: its value, and the distance to the next larger magnitude (empty for the largest, NaN and Inf)."""
+    rows = []
+    for one in all_formats():
+        positive = [0.0, *one.positive.tolist()] if bool((one.values == 0).any()) else one.positive.tolist()
+        after = dict(pairwise(positive))
+        digits = -(-one.bits // 4)
+        for code, value in enumerate(one.values.tolist()):
+            size = abs(value)
+            gap = after[size] - size if size in after else None
+            rows.append({"format": one.name, "code": f"0x{code:0{digits}x}", "value": value, "spacing": gap})
+    return rows
+
+
+def magnitudes() -> Rows:
+    """One row a format and power of two."""
+    return [
+        {
+            "format": one.name,
+            "exponent": i.exponent,
+            "values": i.values,
+            "spacing": i.spacing,
+            "worst_relative_error": i.worst,
+            "rms_relative_error": i.rms,
+        }
+        for one in all_formats()
+        for i in by_magnitude(one)
+    ]
+
+
+def recipes() -> Rows:
+    """One row a recipe's operand and size of outliers."""
+    return [
+        {
+            "recipe": q.recipe,
+            "rule": q.rule,
+            "outlier": q.outlier,
+            "sqnr_db": q.sqnr,
+            "ordinary_sqnr_db": q.ordinary,
+            "ordinary_flushed": q.flushed,
+        }
+        for q in scaling.by_recipe()
+    ]
+
+
+def delays() -> Rows:
+    """One row an iteration of each simulation."""
+    return [
+        {"magnitudes": kind, "setting": name, **vars(step)}
+        for (kind, name), steps in delayed.all_simulations().items()
+        for step in steps
+    ]
+
+
+def as_csv(rows: Rows) -> str:
+    """The rows under one header; None is an empty field, NaN and Inf are nan and inf."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+# For people: at most 80 columns.
+
+
+def power(value: float | None) -> str:
+    """'2^-3' where it is one, else the number; '' for None."""
+    if value is None:
+        return ""
+    mantissa, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
+
+
+def show_formats() -> str:
+    """The facts of each format, a column each."""
+    rows = formats()
+    facts: dict[str, Callable[[dict[str, Any]], str]] = {
+        "bits": lambda r: str(r["bits"]),
+        "mantissa bits": lambda r: str(r["mantissa_bits"]),
+        "codes: numbers": lambda r: f"{r['finite_codes']:,}",
+        "codes: NaN": lambda r: str(r["nan_codes"]),
+        "codes: Inf": lambda r: str(r["inf_codes"]),
+        "largest": lambda r: power(r["max"]) if r["format"] == "e8m0" else f"{r['max']:.5g}",
+        "smallest normal": lambda r: power(r["smallest_normal"]),
+        "smallest": lambda r: power(r["smallest"]),
+        "powers of two": lambda r: f"{r['binades']:.1f}",
+        "with subnormals": lambda r: f"{r['binades_with_subnormals']:.1f}",
+        "largest error": lambda r: (
+            "" if r["largest_relative_error"] is None else f"{r['largest_relative_error']:.2%}"
+        ),
+    }
+    cells = [(name, *(say(row) for row in rows)) for name, say in facts.items()]
+    return table(("", *(row["format"] for row in rows)), cells)
+
+
+def show_values() -> str:
+    """Every positive value of the small formats, one line a power of two."""
+    lines = []
+    for one in all_formats():
+        if one.bits == 16 or not one.mantissa_bits:
+            what = f"{len(one.positive):,} positive values from {power(one.smallest)} to {power(one.max)}"
+            lines.append(f"{one.name}: {what}; --csv FILE lists them")
+            continue
+        sign = "and their negatives, 0 and -0" if bool((one.values < 0).any()) else ""
+        lines.append(f"{one.name}: {len(one.positive)} positive values, {sign}")
+        exponents = torch.frexp(one.positive)[1] - 1
+        for exponent in exponents.unique().tolist():
+            inside = one.positive[exponents == exponent].tolist()
+            lines.append(f"  2^{exponent:<4}" + "".join(f"{exactly(value):>9}" for value in inside))
+    return "\n".join(lines)
+
+
+def exactly(value: float) -> str:
+    """A value without rounding: as a decimal number, or as a fraction where that is long."""
+    text = f"{value:g}"
+    return text if len(text) <= 6 and float(text) == value else str(Fraction(value))
+
+
+def show_magnitudes() -> str:
+    """Spacing and largest relative error of each element format, from large to small."""
+    shown = [one for one in all_formats() if one.rounded is not None]
+    by_name = {one.name: {i.exponent: i for i in by_magnitude(one)} for one in shown}
+    small = [i for one in shown if one.bits <= 8 for i in by_name[one.name]]
+    rows = []
+    for exponent in range(max(small), min(small) - 1, -1):
+        cells = [f"2^{exponent}"]
+        for one in shown:
+            cells.append(_cell(one, exponent, by_name[one.name].get(exponent)))
+        rows.append(tuple(cells))
+    return table(("from", *(f"{one.name}" for one in shown)), rows)
+
+
+def _cell(one: Described, exponent: int, interval: Interval | None) -> str:
+    """Spacing and error, or what becomes of values outside the format."""
+    if 2.0**exponent > one.max:
+        return "Inf" if one.bits == 16 else "saturates"
+    if interval is None or interval.worst is None or interval.worst >= 1:
+        return "0"
+    return f"{power(interval.spacing)} {interval.worst:.{2 if one.bits == 16 else 1}%}"
+
+
+def show_recipes() -> str:
+    """SQNR of ordinary elements by recipe and size of the outliers."""
+    rows: dict[tuple[str, str], list[scaling.Quantised]] = {}
+    for q in scaling.by_recipe():
+        rows.setdefault((q.recipe, q.rule), []).append(q)
+    cells = [
+        (f"{name} {rule.split()[1]}", *(f"{q.ordinary:.1f} {q.flushed:3.0%}" for q in found))
+        for (name, rule), found in rows.items()
+    ]
+    sizes = ("none" if size == 1 else f"{size:,}" for size in scaling.SIZES)
+    return table(("scale for each", *sizes), cells)
+
+
+def show_delays() -> str:
+    """What each setting of delayed scaling does to magnitudes that stay, grow or jump."""
+    cells = []
+    for (kind, name), steps in delayed.all_simulations().items():
+        ratios = [step.sqnr for step in steps]
+        cells.append(
+            (
+                f"{kind}: {name}",
+                str(sum(step.saturated > 0 for step in steps)),
+                f"{max(step.saturated for step in steps):.2%}",
+                f"{statistics.median(ratios):.1f}",
+                f"{min(ratios):.1f}",
+            )
+        )
+    return table(("magnitudes: setting", "saturated", "at most", "SQNR dB", "worst"), cells)
