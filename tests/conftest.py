@@ -15,6 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.support.ranks import RankPool
+from tests.support.interpreter import lean_interpreter
+
+lean_interpreter()
 
 
 @pytest.fixture(scope="session")

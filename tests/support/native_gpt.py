@@ -56,8 +56,10 @@ def native_on_cpu(how: str = "fused") -> Iterator[None]:
     from megatron_fp8.backends.native import backend as native
     from megatron_fp8.kernels.deferred import written
     from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+    from tests.support.interpreter import lean_interpreter
     from tests.support.scaled_mm import fake_torch
 
+    lean_interpreter()
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
         stack.enter_context(unchecked())

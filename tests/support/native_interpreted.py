@@ -29,6 +29,7 @@ from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
 from megatron_fp8.state.fp8_state import Fp8State
+from tests.support.interpreter import lean_interpreter
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES, data, make_site, randn, run
 
@@ -255,6 +256,7 @@ CHECKS = {
 
 def main() -> None:
     torch.set_num_threads(1)
+    lean_interpreter()
     found = {}
     for name, (check, *arguments) in CHECKS.items():
         try:
