@@ -12,7 +12,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help train test test-quick .slurm test-slurm .browser test-browser test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
+.PHONY: help docs train test test-quick .slurm test-slurm .browser test-browser test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -76,6 +76,10 @@ format: $(VENV)/.test ## let ruff fix and format every file
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: $(VENV)/.test ## the documentation as a site, into site/, without a network; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --clean
+	@echo "site/index.html"
+
 bench: $(VENV)/.test ## CPU benchmarks against BF16 and the installed peers
 	$(PY) benchmarks/cast.py $(ARGS)
 	$(PY) benchmarks/step.py $(ARGS)
@@ -118,7 +122,7 @@ te-signatures: $(VENV)/.test ## with network: is what tests/support/te records o
 	$(PY) -m tests.support.te.signatures build/te --check
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) .gpu-site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .gpu-site build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is touched last, so an interrupted install is simply done again.
@@ -142,5 +146,5 @@ $(VENV)/.test: $(VENV)/.train $(REQ)
 		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
 			&& apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y gcc libc6-dev; } \
 		|| { echo "error: the tests of the compiled kernels need a C compiler; on Debian: sudo apt-get install gcc" >&2; exit 2; }
-	$(PIP) "$(TORCH)" -e ".[test]"
+	$(PIP) "$(TORCH)" -e ".[test,docs]"
 	touch $@

@@ -1,8 +1,13 @@
 """Packaging of megatron_fp8: dependencies, extras and the command line entry point."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+PACKAGE = "megatron_fp8"
 
 # torch is a range: on a GPU machine keep the build that matches its driver; the Makefile takes 2.13.0.
 RUNTIME = [
@@ -30,6 +35,7 @@ EXTRAS = {
     # Writing needs safetensors alone, which is always here; these read what was written.
     "export": ["accelerate>=1.0", "compressed-tensors>=0.15", "tokenizers>=0.20", "transformers>=5.0"],
     "examples": ["scikit-learn>=1.4"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings-python>=2.0"],
     "test": [
         "accelerate>=1.0",
         "compressed-tensors>=0.15",
@@ -54,18 +60,46 @@ EXTRAS = {
     ],
 }
 
+
+def text(name: str) -> str:
+    """A file of the repository."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def version() -> str:
+    """As the package itself says it, without importing torch."""
+    (found,) = re.findall(r'^__version__ = "(.+)"$', text(f"{PACKAGE}/__init__.py"), re.M)
+    return found
+
+
+class BuildWithConfigs(build_py):
+    """Wheels have a copy of examples/configs in the package, where files/shipped.py finds it."""
+
+    def run(self) -> None:
+        """setuptools' own, then the copies; an editable installation reads them where they are."""
+        super().run()
+        if not self.editable_mode:
+            folder = Path(self.build_lib) / PACKAGE / "configs"
+            folder.mkdir(parents=True, exist_ok=True)
+            for config in sorted((ROOT / "examples" / "configs").glob("*.yaml")):
+                self.copy_file(str(config), str(folder / config.name))
+
+
 setup(
-    name="megatron_fp8",
-    version="0.1.0",
+    name=PACKAGE,
+    version=version(),
     description="FP8 training for Megatron-Core models, from a CPU laptop to a GPU cluster",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    if Path(__file__).with_name("README.md").exists()
-    else "",
+    long_description=text("README.md"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["megatron_fp8", "megatron_fp8.*"]),
-    package_data={"megatron_fp8.kernels.cpu": ["*.c", "*.h"], "megatron_fp8.report": ["templates/*"]},
+    packages=find_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
+    package_data={
+        PACKAGE: ["py.typed"],
+        f"{PACKAGE}.kernels.cpu": ["*.c", "*.h"],
+        f"{PACKAGE}.report": ["templates/*"],
+    },
+    cmdclass={"build_py": BuildWithConfigs},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-fp8=megatron_fp8.commands.main:main"]},

@@ -4,8 +4,8 @@ A recipe answers one question, ``rule(role)``: how is the operand 'input', 'weig
 answer is a Rule (numerics/rule.py), or None for "not at all". Class names and keywords are Transformer Engine's where it
 has them.
 
-Everything that changes a number is a field, so two recipes are equal exactly when they quantise alike; equality, hash and
-repr are the dataclass's own and may serve as cache keys.
+Everything that changes a number is a field, so two recipes are equal exactly when they quantise alike; equality and hash
+are the dataclass's own. The repr leaves out what is at its default, and may serve as a cache key.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .numerics.rule import (
     Rule,
     ScaleKind,
     check_flags,
+    short_repr,
 )
 
 __all__ = [
@@ -111,11 +112,14 @@ class Recipe:
         """How 'input', 'weight' or 'grad_output' is quantised; None: it stays in high precision."""
         raise NotImplementedError(f"{type(self).__name__} has no rule(role)")
 
+    def __repr__(self) -> str:
+        return short_repr(self)
+
     def _stochastic(self, role: str) -> bool:
         return self.stochastic_rounding and role == "grad_output"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of past iterations (Micikevicius et al., arXiv 2209.05433).
 
@@ -160,7 +164,7 @@ class DelayedScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8CurrentScaling(Recipe):
     """One scale per tensor, from the amax of the tensor itself ('tensorwise').
 
@@ -185,7 +189,7 @@ class Float8CurrentScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8RowwiseScaling(Recipe):
     """One power-of-two scale per row along the contraction, in each direction (torchao's 'rowwise')."""
 
@@ -204,7 +208,7 @@ class Float8RowwiseScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8BlockScaling(Recipe):
     """1x128 blocks for input and grad_output, 128x128 for weight (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 
@@ -227,7 +231,7 @@ class Float8BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP8BlockScaling(Recipe):
     """1x32 blocks with E8M0 scales rounded up (OCP MX 1.0; rounding: arXiv 2506.08027)."""
 
@@ -253,7 +257,7 @@ def _takes_one(function: Callable[..., Any]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CustomRecipe(Recipe):
     """A recipe made by the user: ``qfactory(role)`` gives each role's Rule, or a recipe to take that role's rule from,
     or None to leave the role in high precision (then the GEMMs that would read it run in high precision).

@@ -43,6 +43,11 @@ class QuantizedSide:
     pow2: bool
     finite: bool = False
 
+    def __repr__(self) -> str:
+        codes = f"{self.fmt.name} {list(self.codes.shape)}"
+        scales = f"{str(self.scale_inv.dtype).removeprefix('torch.')} {list(self.scale_inv.shape)}"
+        return f"QuantizedSide({codes}, scale_inv {scales} per {self.granularity}, {self.codes.device})"
+
     @property
     def fmt(self) -> FloatFormat:
         """Format of the codes."""
@@ -91,6 +96,9 @@ class Float8Tensor:
     rowwise: QuantizedSide | None
     columnwise: QuantizedSide | None
     dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return f"Float8Tensor({list(self.shape)} of {self.dtype}, rowwise={self.rowwise}, columnwise={self.columnwise})"
 
     @property
     def sides(self) -> tuple[QuantizedSide | None, QuantizedSide | None]:

@@ -29,7 +29,7 @@ FP8 against BF16 on this machine: quantisation, single GEMMs, and a linear layer
 
   megatron-fp8 bench                                        every recipe, one shape that suits the device
   megatron-fp8 bench --recipe mxfp8 --shape 4096x14336x8192 one recipe; in features x out features x tokens
-  megatron-fp8 bench --config examples/configs/llama3_8b.yaml    the shapes, recipe and backend of a run
+  megatron-fp8 bench --config llama3_8b    the shapes, recipe and backend of a run
 
 Where FP8 does not pay (small GEMMs), leave those layers in BF16 by measurement:
 

@@ -19,7 +19,7 @@ usage: megatron-fp8 COMMAND ...
 
 FP8 training for Megatron-Core models.
 
-  train      train a GPT on real text: megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml
+  train      train a GPT on real text: megatron-fp8 train --config tiny_gpt_cpu
   report     show what a run ran, layer by layer, and how it went: megatron-fp8 report runs/tiny_gpt_cpu
              as a page, of several runs too: megatron-fp8 report runs/a runs/b --html out.html
   diagnose   what FP8 costs a run, in which layer and GEMM, and overrides that cure it: megatron-fp8 diagnose RUN

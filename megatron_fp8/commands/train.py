@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..files.shipped import shipped_configs
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from .line import refuse
 
@@ -22,11 +23,12 @@ usage: megatron-fp8 train --config FILE [--section.key=value ...] [--data FILE .
 
 Trains a GPT in FP8 (or BF16) with Megatron-Core: on CPU over gloo, on GPUs over nccl.
 
-  one process    megatron-fp8 train --config examples/configs/tiny_gpt_cpu.yaml \\
+  one process    megatron-fp8 train --config tiny_gpt_cpu \\
                      --model.tensor_model_parallel_size=1 --model.sequence_parallel=false
-  several        torchrun --nproc-per-node 2 -m megatron_fp8 train --config examples/configs/tiny_gpt_cpu.yaml
-  under SLURM    srun python -m megatron_fp8 train --config examples/configs/llama3_8b.yaml
+  several        torchrun --nproc-per-node 2 -m megatron_fp8 train --config tiny_gpt_cpu
+  under SLURM    srun python -m megatron_fp8 train --config llama3_8b
 
+--config takes a file, or the name of a config that comes with the package: {SHIPPED}.
 A config file has the sections model, train, optimizer, data, checkpoint and telemetry; every key is also an option:
 
   --model.fp8=hybrid               FP8: E4M3, and E5M2 for gradients ('e4m3': E4M3 everywhere; null: BF16)
@@ -46,7 +48,7 @@ A config file has the sections model, train, optimizer, data, checkpoint and tel
   --resume=auto                    go on from the run's latest checkpoint ('never', or the path of another one)
   --dry-run                        build, report, check that the first loss is near ln(vocabulary)
   --debug                          show tracebacks of bad input
-  --keys                           list every key with its default
+  --keys                           list every key with its default and what it does
 
 SIGTERM and SIGUSR1 make the run finish its iteration, save and end; --resume=auto goes on from there.
 
@@ -62,7 +64,7 @@ _READER_LEFT = RuntimeError(
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 train` with `arguments`; returns the exit code."""
     if "-h" in arguments or "--help" in arguments:
-        print(USAGE)
+        print(USAGE.replace("{SHIPPED}", ", ".join(shipped_configs())))
         return EXIT_DONE
     debug = "--debug" in arguments
     # Before anything asks for a GPU. With one queue a collective starts before the GEMM that is to hide it.
@@ -338,11 +340,13 @@ def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
 
 
 def _all_keys() -> str:
-    from ..train.config.run_config import RunConfig, known_keys
+    from ..train.config.key_help import key_help
+    from ..train.config.run_config import RunConfig
 
     values = RunConfig().to_dict()
     lines = []
-    for key in known_keys():
+    for key, line in key_help().items():
         section, _, name = key.rpartition(".")
-        lines.append(f"{key} = {(values[section] if section else values)[name]!r}")
+        default = f"{key} = {(values[section] if section else values)[name]!r}"
+        lines.append(f"{default:<50} {line}")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..numerics.formats import Format
+from ..numerics.rule import short_repr
 from ..plan.overrides import check_overrides
 from ..plan.resolve import Asked
 from ..plan.settings import RecipeSettings, from_settings, takes
@@ -30,7 +31,7 @@ GRANULARITIES = {
 _OF_A_LINEAR = ("overrides", "size_filter", "size_filter_tokens", "backend")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fp8Config:
     """How the linears of a model run in FP8.
 
@@ -75,6 +76,9 @@ class Fp8Config:
     size_filter_tokens: int | None = None
     backend: str = "auto"
     fallback: Literal["error", "warn"] = "error"
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip", as_skip(self.skip))

@@ -43,11 +43,15 @@ class Row:
     linear: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fp8Report:
     """Every module that holds parameters of its own; ``str()`` is a table, with alike layers on one line."""
 
     rows: tuple[Row, ...]
+
+    def __repr__(self) -> str:
+        running = len(self.converted) - len(self.not_in_use)
+        return f"Fp8Report({running} of {len(self.rows)} modules run in FP8; print it for the table)"
 
     @property
     def converted(self) -> list[str]:

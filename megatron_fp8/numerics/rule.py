@@ -6,7 +6,8 @@ A recipe gives a Rule for each operand (recipe.py); casts and scales are made by
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
 from typing import Any, Literal, get_args
 
 from .formats import E4M3, E5M2, FloatFormat
@@ -105,6 +106,18 @@ class Rule:
 
     def __str__(self) -> str:
         return f"{self.fmt.name} {self.granularity} {'delayed ' if self.delayed else ''}{self.scale}"
+
+
+def short_repr(settings: Any) -> str:
+    """A dataclass as the call that makes it, without the fields that are at their defaults."""
+    given = []
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if value != default:
+            shown = value.value if isinstance(value, Enum) else value
+            given.append(f"{each.name}={shown!r}")
+    return f"{type(settings).__name__}({', '.join(given)})"
 
 
 def check_flags(of: Any, *names: str) -> None:

@@ -29,14 +29,14 @@ Versions = dict[str, dict[str, list[str]]]
 
 
 def requirements(*, tests: bool) -> list[str]:
-    """What setup.py asks for: the package's own needs, and those of its tests."""
+    """What setup.py asks for: the package's own needs, and those of its tests and its documentation."""
     found: dict[str, Any] = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             if name in ("RUNTIME", "EXTRAS"):
                 found[name] = ast.literal_eval(node.value)
-    return [*found["RUNTIME"], *(found["EXTRAS"]["test"] if tests else ())]
+    return [*found["RUNTIME"], *(found["EXTRAS"]["test"] + found["EXTRAS"]["docs"] if tests else ())]
 
 
 def resolve(wanted: list[str], constraints: Path, wheels: Path | None = None) -> dict[str, dict[str, Any]]:

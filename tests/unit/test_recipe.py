@@ -78,7 +78,8 @@ def test_every_field_is_part_of_identity(cls):
         changed = dataclasses.replace(base, **{field.name: other_value(base, field.name)})
         assert changed != base, field.name
         assert repr(changed) != repr(base), field.name
-        assert field.name in repr(base), field.name
+        assert field.name in repr(changed) and field.name not in repr(base), field.name
+        assert eval(repr(changed), {cls.__name__: cls}) == changed
         assert len({base, changed}) == 2, field.name
 
 

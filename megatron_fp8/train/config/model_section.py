@@ -74,14 +74,19 @@ class GPTOptions:
     vocab_size: int | None = None
     """None: the tokenizer's. Padded to a multiple of make_vocab_size_divisible_by x tensor parallel size."""
     make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor parallel size."""
     padded_vocab_size: int | None = None
     """Rows of the vocabulary, whatever the tensor parallel size; None: as make_vocab_size_divisible_by says."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    """How tokens know their place: turned queries and keys, a learned vector for each position, or not at all."""
     rotary_percent: float = 1.0
+    """The part of each head's channels that rotary positions turn, above 0 and at most 1."""
     rotary_base: int = 10000
+    """The base of the rotary frequencies; a larger one suits longer sequences."""
     rope_scaling: bool = False
     """Llama-3.1's scaling of low rotary frequencies."""
     rope_scaling_factor: float = 8.0
+    """By how much rope_scaling stretches the longest wavelengths."""
     share_embeddings_and_output_weights: bool = False
     """Tie the output layer to the embedding."""
 
@@ -135,7 +140,7 @@ def transformer_config(section: Any) -> TransformerConfig:
         if getattr(section, name) == 0:
             raise ValueError(
                 f"model.{name}={getattr(section, name)} must be at least 1: give it, or a config file such "
-                "as --config examples/configs/tiny_gpt_cpu.yaml."
+                "as --config tiny_gpt_cpu."
             )
     settle_precision(section)
     # What is at Megatron's default is left out; what this section defaults itself (a recipe: None) is not, so

@@ -21,6 +21,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from ...files.disk import read_ordinary
+from ...files.shipped import find_config, shipped_configs
 from ...files.strict_yaml import load_yaml
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import FIELDS, FP8_FORMATS, OWN_RULES
@@ -36,9 +37,10 @@ from .sections import (
     check_loss_scaling,
     check_sections,
     check_telemetry,
+    settle_warmup,
 )
 
-_SECTIONS: dict[str, Any] = {
+SECTIONS: dict[str, Any] = {
     "model": ModelSection,
     "train": TrainSection,
     "optimizer": OptimizerSection,
@@ -93,7 +95,7 @@ def parse(arguments: list[str]) -> RunConfig:
     Raises ValueError with one line: an unknown key (with the nearest known one), a value of the wrong type or out of
     range, a file that is missing or not YAML.
     """
-    arguments = list(_normalised(arguments))
+    arguments = list(_with_config_files(_normalised(arguments)))
     # Key: what was written, and the file it is in; what comes later wins.
     given: dict[str, tuple[Any, str]] = {}
     files = []
@@ -111,7 +113,7 @@ def parse(arguments: list[str]) -> RunConfig:
             _check_key(name, "--")
             given[name] = (value, "")
     values = _typed(arguments, given)
-    sections = {name: kind(**values[name]) for name, kind in _SECTIONS.items()}
+    sections = {name: kind(**values[name]) for name, kind in SECTIONS.items()}
     run_dir = values["run_dir"]
     if run_dir is None:
         run_dir = f"runs/{Path(files[-1]).stem if files else 'train'}"
@@ -122,7 +124,7 @@ def parse(arguments: list[str]) -> RunConfig:
         dry_run=values["dry_run"],
         debug=values["debug"],
     )
-    for name in _SECTIONS:
+    for name in SECTIONS:
         check_rules(name, getattr(run, name))
     check_rules("", run)
     for name in run.checkpoint.accept:
@@ -130,6 +132,7 @@ def parse(arguments: list[str]) -> RunConfig:
     _check_text(run.to_dict())
     _check_fp8_switch(run.model, given)
     settle_precision(run.model)
+    settle_warmup(run.train, run.optimizer)
     check_sections(run.train, run.optimizer, run.checkpoint)
     check_loss_scaling(run.optimizer, fp16=run.model.fp16)
     check_paths(run)
@@ -196,7 +199,7 @@ def tokens_of_microbatch(run: RunConfig) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="megatron-fp8 train", exit_on_error=False, add_help=False)
     parser.add_argument("--config", action="config")
-    for name, kind in _SECTIONS.items():
+    for name, kind in SECTIONS.items():
         parser.add_argument(f"--{name}", type=kind, default=kind())
     defaults = RunConfig()
     parser.add_argument("--run_dir", type=str | None, default=None)
@@ -230,6 +233,19 @@ def _normalised(arguments: list[str]) -> Iterator[str]:
             yield argument
 
 
+def _with_config_files(arguments: Iterator[str]) -> Iterator[str]:
+    """The names of shipped configs as the files that they are."""
+    before = ""
+    for argument in arguments:
+        if before == "--config":
+            yield find_config(argument)
+        elif argument.startswith("--config="):
+            yield f"--config={find_config(argument.removeprefix('--config='))}"
+        else:
+            yield argument
+        before = argument
+
+
 def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
     """(name, value or None) of every `--name=value` and `--name value`. A stray word is a ValueError."""
     waiting: str | None = None
@@ -258,7 +274,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
         content = load_yaml(read_ordinary(Path(path), _LARGEST))
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ValueError(f"--config={path!r}: {reason}. Shipped ones are in examples/configs/.") from error
+        shipped = ", ".join(shipped_configs())
+        raise ValueError(f"--config={path!r}: {reason}. Shipped ones, by name: {shipped}.") from error
     except ValueError as error:
         raise ValueError(f"--config={path} is not YAML: {error}") from error
     if content is None:
@@ -266,7 +283,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
     for name, section in content.items():
-        if name in _SECTIONS and not isinstance(section, dict):
+        if name in SECTIONS and not isinstance(section, dict):
             raise ValueError(
                 f"--config={path}: {name}={shown(section)} must be a section: write {name}: {{KEY: VALUE}}, or leave"
                 " it out."
@@ -278,7 +295,7 @@ def _flat(content: dict[str, Any]) -> dict[str, Any]:
     """Values by dotted key."""
     found = {}
     for name, value in content.items():
-        inner = value if isinstance(value, dict) and name in _SECTIONS else None
+        inner = value if isinstance(value, dict) and name in SECTIONS else None
         found.update(
             {f"{name}.{key}": item for key, item in inner.items()} if inner is not None else {name: value}
         )
@@ -288,7 +305,7 @@ def _flat(content: dict[str, Any]) -> dict[str, Any]:
 def _keys(content: dict[str, Any], before: str = "") -> Iterator[str]:
     for name, value in content.items():
         key = f"{before}{name}"
-        if isinstance(value, dict) and not before and name in _SECTIONS:
+        if isinstance(value, dict) and not before and name in SECTIONS:
             yield from _keys(value, f"{key}.")
         else:
             yield key
@@ -296,21 +313,21 @@ def _keys(content: dict[str, Any], before: str = "") -> Iterator[str]:
 
 def known_keys() -> list[str]:
     """Every key of a config file, dotted."""
-    top = [item.name for item in dataclasses.fields(RunConfig) if item.name not in _SECTIONS]
-    inner = [f"{name}.{item.name}" for name, kind in _SECTIONS.items() for item in dataclasses.fields(kind)]
+    top = [item.name for item in dataclasses.fields(RunConfig) if item.name not in SECTIONS]
+    inner = [f"{name}.{item.name}" for name, kind in SECTIONS.items() for item in dataclasses.fields(kind)]
     return [*inner, *top]
 
 
 def _check_key(key: str, where: str) -> None:
     known = known_keys()
-    if key in _SECTIONS:
+    if key in SECTIONS:
         raise ValueError(f"{where}{key} is a section: give its keys, --{key}.KEY=VALUE.")
     if key in known or any(key.startswith(f"{free}.") for free in _FREE_FORM):
         return
     # 'model.fp8_recepi' is near 'model.fp8_recipe'; 'fp8' alone is near 'model.fp8'.
     by_last_part = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = by_last_part or difflib.get_close_matches(key, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else " Sections are " + ", ".join(_SECTIONS) + "."
+    hint = f" Did you mean {near[0]}?" if near else " Sections are " + ", ".join(SECTIONS) + "."
     raise ValueError(f"{where}{key} is not a known key.{hint}")
 
 

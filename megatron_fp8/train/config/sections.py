@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -61,8 +62,11 @@ class OptimizerSection:
     weight_decay: float = 0.1
     """Decoupled weight decay; biases and norms have none."""
     adam_beta1: float = 0.9
+    """How much of Adam's mean of gradients is kept at each step."""
     adam_beta2: float = 0.95
+    """How much of Adam's mean of squared gradients is kept at each step."""
     adam_eps: float = 1e-8
+    """Added to the root that Adam divides by."""
     clip_grad: float = 1.0
     """Largest norm of the whole gradient; 0 switches clipping (and the norm) off."""
     state_dtype: Literal["float32", "fp8"] = "float32"
@@ -177,6 +181,19 @@ def check_telemetry(section: TelemetrySection) -> None:
                 )
     if section.wandb:
         require_wandb()
+
+
+def settle_warmup(train: TrainSection, optimizer: OptimizerSection) -> None:
+    """A run that is no longer than its warm-up (a config's, with train_iters lowered) warms up for a tenth of it, and
+    says so. A decay that was given is left alone."""
+    warmup, iterations = optimizer.lr_warmup_iters, train.train_iters
+    if optimizer.lr_decay_iters is None and warmup >= iterations:
+        optimizer.lr_warmup_iters = iterations // 10
+        warnings.warn(
+            f"optimizer.lr_warmup_iters={warmup} leaves nothing of a run of {iterations} iterations: it warms up for"
+            f" {optimizer.lr_warmup_iters}.",
+            stacklevel=2,
+        )
 
 
 def check_sections(train: TrainSection, optimizer: OptimizerSection, checkpoint: CheckpointSection) -> None:

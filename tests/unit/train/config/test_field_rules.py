@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_fp8.train.config.field_rules import MODEL, RELATIONS, RULES, check_rules
 from megatron_fp8.train.config.model_section import GPTOptions, transformer_config
-from megatron_fp8.train.config.run_config import _SECTIONS, RunConfig, known_keys, parse, rule_of
+from megatron_fp8.train.config.run_config import SECTIONS, RunConfig, known_keys, parse, rule_of
 from megatron_fp8.train.launch.parallel import Launch, check_layout, find_launch
 from tests.support.draws import draws
 from tests.support.nonsense import NONSENSE, WRITTEN, edges
@@ -18,9 +18,9 @@ SMALL = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_attentio
 
 
 def test_every_option_has_a_rule_and_every_rule_an_option():
-    for name, kind in {**_SECTIONS, "model": GPTOptions}.items():
+    for name, kind in {**SECTIONS, "model": GPTOptions}.items():
         assert set(RULES[name]) == {field.name for field in dataclasses.fields(kind)}, name
-    assert set(RULES[""]) == {field.name for field in dataclasses.fields(RunConfig)} - set(_SECTIONS)
+    assert set(RULES[""]) == {field.name for field in dataclasses.fields(RunConfig)} - set(SECTIONS)
     for section, relations in RELATIONS.items():
         assert all(set(relation.names) <= set(RULES[section]) for relation in relations)
 

@@ -1,0 +1,30 @@
+"""The example configs that come with the package, by name: `--config tiny_gpt_cpu`.
+
+They are written once, in the repository's examples/configs; building a wheel copies them to `configs/` in the package
+(setup.py), so that an installed package has them too.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "examples" / "configs")
+"""In an installed package, and in a checkout."""
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file of every shipped config."""
+    return {path.stem: path for folder in _FOLDERS for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_config(given: str) -> str:
+    """The file that `--config=given` means: itself where it exists, else the shipped config of this name.
+
+    A name of neither is returned as it is, for whoever opens it to complain of.
+    """
+    if os.path.exists(given) or os.path.basename(given) != given:
+        return given
+    found = shipped_configs().get(given.removesuffix(".yaml"))
+    return given if found is None else str(found)

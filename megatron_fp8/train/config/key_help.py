@@ -1,0 +1,62 @@
+"""One line of help for each key of a run's config, read where the field is defined: from the docstrings of this package's
+dataclasses and of Megatron-Core's, whichever version is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import textwrap
+from typing import Any
+
+from docstring_parser import parse_from_object
+
+from ...mcore.config.transformer_config import TransformerConfig
+from .model_section import GPTOptions
+from .run_config import SECTIONS, RunConfig, known_keys
+
+OWN: dict[str, str] = {
+    "model.fp8": "FP8: 'hybrid' (E4M3, and E5M2 for gradients) or 'e4m3' (E4M3 everywhere); None: BF16.",
+    "model.fp8_recipe": "Which scaling: delayed, tensorwise, rowwise, blockwise, mxfp8 or custom; None: delayed.",
+    "model.fp8_param": "Keep the weights of FP8 GEMMs as FP8 alone, with float32 masters in the optimizer.",
+    "model.fp8_wgrad": "Compute the weights' gradients in FP8 too; False: in high precision.",
+    "model.fp8_dot_product_attention": "Attention's own products in FP8: refused, only Transformer Engine has them.",
+    "model.fp8_multi_head_attention": "Attention's own products in FP8: refused, only Transformer Engine has them.",
+    "model.fp8_interval": "Delayed scaling: iterations between two scales; histories roll every iteration.",
+    "model.fp8_margin": "Powers of two of headroom that scales leave (delayed, tensorwise).",
+    "model.fp8_amax_history_len": "Delayed scaling: iterations whose largest magnitudes are remembered.",
+    "model.fp8_amax_compute_algo": "Delayed scaling: 'max' of the history, or 'most_recent'.",
+    "model.transformer_impl": "Which layers a model is made from: 'local', Megatron-Core's own with this package's FP8.",
+}
+"""What is other here than Megatron-Core's docstrings say, which speak of Transformer Engine."""
+
+_WIDTH = 130
+_FIRST_SENTENCE = re.compile(r"(.{20,}?[.!?])(?: (?=[A-Z'\"])|$)")
+
+
+def key_help() -> dict[str, str]:
+    """Dotted key -> one line, in the order of ``known_keys``. Empty where nobody has said anything."""
+    return {key: OWN.get(key) or _one_line(_described(key)) for key in known_keys()}
+
+
+def _described(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    if section == "model":
+        return _docstrings(TransformerConfig).get(name) or _docstrings(GPTOptions).get(name, "")
+    return _docstrings(SECTIONS[section] if section else RunConfig).get(name, "")
+
+
+@functools.cache
+def _docstrings(kind: Any) -> dict[str, str]:
+    """Field -> the text below it, in a dataclass and those that it inherits from."""
+    found: dict[str, str] = {}
+    for each in kind.__mro__[:-1]:
+        for parameter in parse_from_object(each).params:
+            found.setdefault(parameter.arg_name, " ".join((parameter.description or "").split()))
+    return found
+
+
+def _one_line(text: str) -> str:
+    """The first sentence, or as much of it as a line holds."""
+    sentence = _FIRST_SENTENCE.match(text)
+    return textwrap.shorten(sentence[1] if sentence else text, _WIDTH, placeholder=" ...")

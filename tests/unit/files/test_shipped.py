@@ -1,0 +1,14 @@
+"""Shipped configs by name."""
+
+from megatron_fp8.files.shipped import find_config, shipped_configs
+
+
+def test_a_name_is_a_shipped_config_and_a_file_is_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = shipped_configs()["tiny_gpt_cpu"]
+    assert shipped.is_file()
+    assert find_config("tiny_gpt_cpu") == find_config("tiny_gpt_cpu.yaml") == str(shipped)
+    (tmp_path / "tiny_gpt_cpu").write_text("model: {}\n")
+    assert find_config("tiny_gpt_cpu") == "tiny_gpt_cpu"
+    for other in ("no_such", "folder/tiny_gpt_cpu", "", "x" * 9999, "a\0b"):
+        assert find_config(other) == other
