@@ -61,7 +61,14 @@ def test_it_holds_what_is_no_python(wheel):
 def test_it_trains_a_shipped_config_by_its_name(site, tmp_path):
     """And ten iterations are less than the config's warm-up, which is said."""
     (tmp_path / "words.txt").write_text("every step of a small model is one line of text\n" * 300)
-    small = ["--data", "words.txt", "--data.split=100,0,0", "--train.train_iters=10", "--train.seq_length=32", "--train.eval_iters=0"]
+    small = [
+        "--data",
+        "words.txt",
+        "--data.split=100,0,0",
+        "--train.train_iters=10",
+        "--train.seq_length=32",
+        "--train.eval_iters=0",
+    ]
     small += ["--train.micro_batch_size=1", "--train.global_batch_size=1", "--model.num_layers=3"]
     small += ["--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false"]
     small += ["--model.hidden_size=64", "--model.ffn_hidden_size=64", "--model.kv_channels=16"]
