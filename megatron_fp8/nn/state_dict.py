@@ -14,6 +14,7 @@ import torch
 
 from ..linear.site import GemmSite
 from ..state.arena import Slot
+from ..state.saved import check_saved, load_slots, saved_slots
 from .find import fp8_linears, groups_of
 from .linear import Fp8Layer
 
@@ -32,9 +33,7 @@ def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     saved = {}
     for name, linear in _linears(model):
         saved[f"{name}.iteration"] = torch.tensor(linear.fp8_group.iteration, dtype=torch.int64, device="cpu")
-        for key, slot in _delayed_slots(name, linear.fp8_site):
-            for part, tensor in slot.arena.saved_slot(slot).items():
-                saved[f"{key}.{part}"] = tensor.cpu()
+        saved.update(saved_slots(_delayed_slots(name, linear.fp8_site)))
     return saved
 
 
@@ -47,24 +46,12 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
     Raises:
         ValueError: the model has no FP8 linear, or its FP8 linears or recipes are not those that were saved.
     """
-    expected = fp8_state_dict(model)
-    missing, unknown = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
-    if missing or unknown:
-        raise ValueError(
-            f"the saved FP8 state is of another model or recipe: {len(missing)} entries are missing"
-            f" ({', '.join(missing[:3])}), {len(unknown)} are unknown ({', '.join(unknown[:3])}). Convert the model as"
-            " the saved one was, or start with cold scales by not loading this"
-        )
-    for key, tensor in saved.items():  # all of it before anything changes
-        fits = (
-            tensor.ndim == 1 and tensor.numel() > 0 if key.endswith(".amax_history") else tensor.numel() == 1
-        )
-        if not fits:
-            raise ValueError(f"the saved FP8 state is damaged: {key} has the shape {tuple(tensor.shape)}")
+    check_saved(
+        fp8_state_dict(model), saved, "Convert the model as the saved one was"
+    )  # before anything changes
     for name, linear in _linears(model):
         linear.fp8_group.resume(int(saved[f"{name}.iteration"]))
-        for key, slot in _delayed_slots(name, linear.fp8_site):
-            slot.arena.load_slot(slot, {part: saved[f"{key}.{part}"] for part in slot.arena.saved_slot(slot)})
+        load_slots(_delayed_slots(name, linear.fp8_site), saved)
 
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
@@ -74,7 +61,9 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
     yield from fp8_linears(model).items()
 
 
-def _delayed_slots(name: str, site: GemmSite) -> Iterator[tuple[str, Slot]]:
-    for role, quantizer in site.quantizers.items():
-        if quantizer is not None and quantizer.slot.delayed is not None:
-            yield f"{name}.{role}", quantizer.slot
+def _delayed_slots(name: str, site: GemmSite) -> dict[str, Slot]:
+    return {
+        f"{name}.{role}": quantizer.slot
+        for role, quantizer in site.quantizers.items()
+        if quantizer is not None and quantizer.slot.delayed is not None
+    }

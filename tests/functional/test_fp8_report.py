@@ -220,15 +220,17 @@ def test_without_install_is_an_error(ranks: RankPool) -> None:
 
 
 def frozen(name: str, value: Any) -> str:
+    from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel():
         config = fp8_config(ONE, "delayed")
         config.fp8_format = "mxfp8"  # before the model takes it over
-        chunks = train(config, spec=get_gpt_layer_fp8_spec, **OPTIONS).chunks
-        assert {m.fp8_site.plan.recipe.__class__.__name__ for m in linears(chunks)} == {"MXFP8BlockScaling"}
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=OPTIONS["sequence"])
         with pytest.raises(ValueError) as caught:
             setattr(config, name, value)
+        site_report(chunks)
+        assert {m.fp8_site.plan.recipe.__class__.__name__ for m in linears(chunks)} == {"MXFP8BlockScaling"}
         return str(caught.value)
 
 

@@ -24,7 +24,13 @@ from .checks import wants_te
 
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
-    """fp8_utils.get_fp8_context, and inside it Transformer Engine's where the config asks for TE's layers."""
+    """fp8_utils.get_fp8_context, and inside it Transformer Engine's where the config asks for TE's layers.
+
+    A layer that is built takes over which layers run in FP8: settings that change later would reach the others alone, so
+    they are closed from here on, and copies that are made of the config while it is built share its state.
+    """
+    if is_init and hasattr(config, "freeze"):
+        config.freeze()
     ours = fp8_utils.get_fp8_context(config, layer_no, is_init)
     return _both(ours, config) if not is_init and _has_te_layers(config) else ours
 

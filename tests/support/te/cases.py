@@ -141,6 +141,7 @@ def refusals() -> dict[str, str]:
     from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
     from benchmarks.support.ranks import model_parallel
     from megatron_fp8.backends import transformer_engine as engine
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
     from megatron_fp8.mcore.te.context import get_fp8_context
 
     te, found = "transformer_engine", {}
@@ -179,9 +180,9 @@ def refusals() -> dict[str, str]:
         train(config, chunk)
 
     def te_layers_of_another_backend() -> None:
-        config = config_of(te, "tensorwise")
-        chunk = build(config)
-        config.fp8_backend = "emulated"
+        config = config_of("emulated", "tensorwise")
+        made = get_gpt_layer_fp8_spec(config_of(te, "tensorwise"))
+        (chunk,) = build_chunks(config, spec=lambda _: made, sequence=128, vocab=128)
         train(config, chunk)
 
     def outside_the_context() -> None:

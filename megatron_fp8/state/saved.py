@@ -1,0 +1,41 @@
+"""Delayed state by name, as plain tensors on the CPU: what a state dict of FP8 is made of, under any framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .arena import Slot
+
+
+def saved_slots(slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
+    """``NAME.scale`` (float32 [1]), ``NAME.amax_history`` (float32 [length]) and ``NAME.warm`` (uint8 [1]) of each slot."""
+    return {
+        f"{name}.{part}": tensor.cpu()
+        for name, slot in slots.items()
+        for part, tensor in slot.arena.saved_slot(slot).items()
+    }
+
+
+def load_slots(slots: Mapping[str, Slot], saved: Mapping[str, torch.Tensor]) -> None:
+    """Put back what ``saved_slots`` gave; of a history of another length the latest entries that fit."""
+    for name, slot in slots.items():
+        parts = slot.arena.saved_slot(slot)
+        slot.arena.load_slot(slot, {part: saved[f"{name}.{part}"] for part in parts})
+
+
+def check_saved(expected: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], remedy: str) -> None:
+    """ValueError unless the saved state has the entries that are expected, in possible shapes."""
+    missing, unknown = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"the saved FP8 state is of another model or recipe: {len(missing)} entries are missing"
+            f" ({', '.join(missing[:3])}), {len(unknown)} are unknown ({', '.join(unknown[:3])}). {remedy}, or start with"
+            " cold scales by not loading this"
+        )
+    for key, tensor in saved.items():
+        history = key.endswith(".amax_history")
+        fits = tensor.ndim == 1 and tensor.numel() > 0 if history else tensor.numel() == 1
+        if not fits:
+            raise ValueError(f"the saved FP8 state is damaged: {key} has the shape {tuple(tensor.shape)}")
