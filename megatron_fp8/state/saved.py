@@ -10,7 +10,7 @@ from .arena import Slot
 
 
 def saved_slots(slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
-    """``NAME.scale`` (float32 [1]), ``NAME.amax_history`` (float32 [length]) and ``NAME.warm`` (uint8 [1]) of each slot."""
+    """``NAME.scale`` (float32 [1]), ``NAME.amax_history`` (float32 [length]), ``NAME.warm`` (uint8 [1]) of each slot."""
     return {
         f"{name}.{part}": tensor.cpu()
         for name, slot in slots.items()
