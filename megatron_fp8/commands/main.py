@@ -22,6 +22,7 @@ FP8 training for Megatron-Core models.
   train      train a GPT on real text: megatron-fp8 train --config tiny_gpt_cpu
   report     show what a run ran, layer by layer, and how it went: megatron-fp8 report runs/tiny_gpt_cpu
              as a page, of several runs too: megatron-fp8 report runs/a runs/b --html out.html
+  compare    train BF16 and several recipes, and say how they differ: megatron-fp8 compare --config FILE --seeds 3
   diagnose   what FP8 costs a run, in which layer and GEMM, and overrides that cure it: megatron-fp8 diagnose RUN
   inspect    show what is in a checkpoint: megatron-fp8 inspect runs/tiny_gpt_cpu
   calibrate  measure a trained model's activations, for static scales: megatron-fp8 calibrate runs/tiny_gpt_cpu
@@ -39,6 +40,7 @@ Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
 COMMANDS = {
     "train": "train:main",
     "report": "report:main",
+    "compare": "compare:main",
     "diagnose": "diagnose:main",
     "inspect": "inspect:main",
     "calibrate": "calibrate:main",

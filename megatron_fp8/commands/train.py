@@ -209,6 +209,8 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
 
     def after_first_step() -> None:
         launch.meeting.close()
+        if stepper.saved is not None:
+            report["saved_bytes"] = stepper.saved.bytes
         _note_what_ran(report, chunks, folder, first)
 
     writer = display = None

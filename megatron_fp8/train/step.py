@@ -19,6 +19,7 @@ from torch import Tensor
 from .config.run_config import RunConfig
 from .data.datasets import batches
 from .mtp import take_mtp_loss
+from .saved import SavedBytes
 from .stop import StopRequest
 
 
@@ -45,6 +46,7 @@ class Stepper:
         self._schedule = get_forward_backward_func()
         data_ranks = parallel_state.get_data_parallel_world_size()
         self._microbatches = run.train.global_batch_size // (run.train.micro_batch_size * data_ranks)
+        self.saved: SavedBytes | None = SavedBytes(chunks) if run.train.count_saved else None
 
     def training_data(self, samples: int) -> list[Iterator[Any]]:
         """What ``step`` reads, from this sample on."""
@@ -100,8 +102,9 @@ class Stepper:
     ) -> list[Tensor]:
         """Megatron-Core's schedule over `microbatches`: [loss sum, tokens] of each, on the last stage."""
         several = len(self.chunks) > 1
+        count = self.saved is not None and not forward_only and self.saved.bytes is None
         return self._schedule(
-            forward_step_func=forward_step,
+            forward_step_func=self._counted_forward_step if count else forward_step,
             data_iterator=iterators if several else iterators[0],
             model=self.chunks if several else self.chunks[0],
             num_microbatches=microbatches,
@@ -109,6 +112,12 @@ class Stepper:
             micro_batch_size=self.run.train.micro_batch_size,
             forward_only=forward_only,
         )
+
+    def _counted_forward_step(self, iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+        """``forward_step`` of each micro-batch of the first iteration, the first of each chunk counted."""
+        assert self.saved is not None
+        with self.saved.counting(model):
+            return forward_step(iterator, model)
 
     @property
     def _device(self) -> torch.device:

@@ -57,6 +57,7 @@ TRAIN: dict[str, Rule] = {
     "deterministic": FLAG,
     "threads": integer(0, 1024, "threads"),
     "distributed_timeout_minutes": integer(1, 10**6, "minutes"),
+    "count_saved": FLAG,
 }
 OPTIMIZER: dict[str, Rule] = {
     "lr": number(0, _FLOAT32, without=[0]),

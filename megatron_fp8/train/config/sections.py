@@ -43,6 +43,8 @@ class TrainSection:
     count. 0: never."""
     distributed_timeout_minutes: int = 30
     """A collective that waits longer than this ends the run."""
+    count_saved: bool = False
+    """Count in the first iteration the bytes that a micro-batch keeps for its backward (report.json: saved_bytes)."""
 
 
 @dataclass

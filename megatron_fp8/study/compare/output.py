@@ -1,0 +1,130 @@
+"""A comparison as Markdown and as a picture, from what compare.json holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...plan.timing import table
+from ..colours import RECIPES
+from .plan import BASELINE
+
+_SMOOTH = 15  # iterations of a training loss that are averaged for the eye, or a tenth of a shorter run
+
+
+def as_table(content: dict[str, Any]) -> str:
+    """One line a recipe, Markdown."""
+    header = (
+        "run",
+        "loss",
+        "from bf16",
+        "±",
+        "tokens/s",
+        "x bf16",
+        "saved MiB",
+        "peak MiB",
+        "FP8 GEMMs",
+        "others",
+    )
+    rows = []
+    for row in content["recipes"]:
+        is_baseline = row["recipe"] == BASELINE
+        mean = sum(row["differences"]) / len(row["differences"])
+        deviation = content["band"]["deviation"] if is_baseline else row["deviation"]
+        known = deviation is not None and content["band"]["seeds"] > 1
+        rows.append(
+            (
+                row["recipe"],
+                f"{row['loss']:.4f}",
+                "" if is_baseline else f"{mean:+.4f} ({row['relative']:+.2%})",
+                f"{deviation:.4f}" if known else "",
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['speed_ratio']:.2f}",
+                "" if row["saved_bytes"] is None else f"{row['saved_bytes'] / 2**20:,.1f}",
+                f"{row['peak_bytes'] / 2**20:,.0f}",
+                str(row["fp8_gemms"]),
+                str(row["hp_gemms"]),
+            )
+        )
+    return table(header, rows)
+
+
+def as_markdown(content: dict[str, Any]) -> str:
+    """compare.md: what was run, the table with what its columns are, the verdict, the picture."""
+    seeds = ", ".join(map(str, content["seeds"]))
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    options = f" with `{' '.join(content['overrides'])}`" if content["overrides"] else ""
+    kind = "validation" if content["loss"] == "validation" else "training (mean of the last tenth)"
+    entropy = content["bigram_entropy"]
+    learned = (
+        f" A model that has learned more than pairs of tokens is below {entropy:.4f}, the data's bigram entropy."
+        if entropy
+        else ""
+    )
+    return f"""# FP8 recipes against {BASELINE}
+
+`{content["config"]}`{options}: {content["iterations"]} iterations on {content["ranks"]} ranks, seeds {seeds}.
+{content["device"]}; {versions}.
+
+{as_table(content)}
+
+{content["verdict"]}
+
+Loss: {kind}, nats a token, the mean over seeds.{learned} "From bf16" is the mean of the differences seed by seed, "±"
+their standard deviation; in the row of {BASELINE} it is that of its own losses over the seeds. Tokens/s: the median of
+iterations. Saved: what a micro-batch keeps for its backward on the first rank. Peak: the largest memory of that rank.
+GEMMs: of linear layers, in one iteration on that rank.
+
+![loss by iteration](compare.png)
+"""
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Two panels with one meaning of colours: training losses, and differences from the baseline of the same seed.
+
+    A line is the mean over seeds, the shade around it the smallest and largest seed; on the right the grey band is the
+    baseline's seeds around their mean.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    length = min(len(run["losses"]) for run in content["runs"])
+    window = max(1, min(_SMOOTH, length // 10))
+    kernel = np.ones(window) / window
+    steps = np.arange(window, length + 1)
+    curves: dict[str, Any] = {}
+    for run in content["runs"]:
+        values = np.array([np.nan if x is None else x for x in run["losses"][:length]], dtype=float)
+        curves.setdefault(run["recipe"], []).append(np.convolve(values, kernel, mode="valid"))
+    bf16 = np.stack(curves[BASELINE])  # [seeds, iterations]
+    for name, several in curves.items():
+        losses = np.stack(several)
+        _line(left, steps, losses, name)
+        if name != BASELINE:
+            _line(right, steps, 100 * (losses / bf16 - 1), name)
+    if len(bf16) > 1:
+        apart = 100 * (bf16 / bf16.mean(0) - 1)
+        shade = {"color": RECIPES[BASELINE], "alpha": 0.15, "lw": 0, "label": f"{BASELINE}'s seeds"}
+        right.fill_between(steps, apart.min(0), apart.max(0), **shade)
+    right.axhline(0, color=RECIPES[BASELINE], lw=0.8)
+    if content["bigram_entropy"]:
+        left.axhline(content["bigram_entropy"], color="#999999", ls=":", label="bigram entropy")
+    smoothed = f", mean of {window}" if window > 1 else ""
+    left.set(xlabel="iteration", ylabel=f"training loss (nats a token{smoothed})")
+    right.set(xlabel="iteration", ylabel=f"difference from {BASELINE} of the same seed (%)")
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=110)
+    finally:
+        plt.close(figure)
+
+
+def _line(axes: Any, steps: Any, values: Any, name: str) -> None:
+    axes.plot(steps, values.mean(0), color=RECIPES[name], lw=1.3, label=name)
+    if len(values) > 1:
+        axes.fill_between(steps, values.min(0), values.max(0), color=RECIPES[name], alpha=0.15, lw=0)

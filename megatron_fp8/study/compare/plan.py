@@ -1,0 +1,210 @@
+"""The runs of a comparison, all checked before the first starts; and which of them are there already.
+
+Runs differ in recipe and seed alone. With one seed all start from the same weights and read the same batches in the same
+order, so the losses of a seed are compared with each other (paired), and seeds among themselves show the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...files.lines import records
+from ...files.strict_yaml import load_yaml
+from ...recipe import check_recipe_name
+from ...train.config import run_config
+from ...train.config.model_section import ModelSection, transformer_config
+from ...train.config.run_config import RunConfig
+from ...train.launch.parallel import check_layout
+
+BASELINE = "bf16"
+"""The model without FP8: in its own dtype, BF16 unless the config says otherwise."""
+_NOT_COMPARED = ("run_dir", "resume", "dry_run", "debug", "checkpoint", "telemetry")
+_NOT_COMPARED_KEYS = ("train.log_interval", "train.count_saved", "data.cache_dir")
+_OURS = ("run_dir", "resume", "dry_run", "train.seed", "train.count_saved")
+_OF_FP8 = (
+    *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    *("tp_only_amax_red",),
+)
+
+
+@dataclass(frozen=True)
+class WantedRun:
+    """One run.
+
+    Attributes:
+        recipe, seed: 'bf16' or a recipe's name.
+        folder: its run_dir.
+        arguments: of `megatron-fp8 train`.
+        config: what they come to.
+    """
+
+    recipe: str
+    seed: int
+    folder: Path
+    arguments: tuple[str, ...]
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """For people: 'mxfp8, seed 1234'."""
+        return f"{self.recipe}, seed {self.seed}"
+
+    @property
+    def iterations(self) -> int:
+        """How many it is to train."""
+        return self.config.train.train_iters
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was trained to its end, its last validation included."""
+        done = [line["iteration"] for line in records(self.folder / "metrics.jsonl")[-1:]]
+        if not done or done[0] < self.iterations:
+            return False
+        if not self.config.train.eval_iters:
+            return True
+        return any(v["iteration"] >= self.iterations for v in records(self.folder / "validation.jsonl")[-1:])
+
+    def check_existing(self) -> None:
+        """ValueError if the folder holds a run of other settings, naming the first that differs."""
+        path = self.folder / "config.yaml"
+        if not path.exists():
+            return
+        theirs, ours = _settings(load_yaml(path.read_bytes())), _settings(self._plain)
+        for key in sorted(ours.keys() | theirs.keys()):
+            if theirs.get(key) != ours.get(key):
+                raise ValueError(
+                    f"{self.folder} holds a run with {key}={theirs.get(key)!r}, and this comparison has"
+                    f" {ours.get(key)!r}: give another --out, or move that run away."
+                )
+
+    @cached_property
+    def _plain(self) -> Any:
+        return yaml.safe_load(yaml.safe_dump(self.config.to_dict()))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared: names, seeds, the processes of a run, and the runs, seed by seed."""
+
+    config: str
+    overrides: tuple[str, ...]
+    recipes: tuple[str, ...]
+    seeds: tuple[int, ...]
+    ranks: int
+    out: Path
+    runs: tuple[WantedRun, ...]
+
+
+def plan(
+    config: str, recipes: str, seeds: str, overrides: Sequence[str], out: Path | None, ranks: int | None
+) -> Comparison:
+    """The comparison of a command line.
+
+    Args:
+        config: as `train` takes it.
+        recipes: names, separated by commas; 'bf16' is put first if it is missing.
+        seeds: how many, counted up from the config's; or several, separated by commas.
+        overrides: options of the run, of every recipe alike.
+        out: where everything goes; None: runs/compare-CONFIG.
+        ranks: processes of a run; None: as few as the layout needs.
+
+    Raises:
+        ValueError: one line that names what is wrong, before anything is trained.
+    """
+    for option in overrides:
+        name = option.partition("=")[0].removeprefix("--").replace("-", "_")
+        if name in _OURS:
+            raise ValueError(
+                f"--{name} is what a comparison sets itself: leave it out (--seeds, --out and --recipes)."
+            )
+    names = _recipes(recipes)
+    base = run_config.parse([f"--config={config}", *overrides])
+    numbers = _seeds(seeds, base.train.seed)
+    model = base.model
+    least = (
+        model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    )
+    ranks = least if ranks is None else ranks
+    check_layout(model, base.train, ranks)
+    out = Path("runs") / f"compare-{Path(config).stem}" if out is None else out
+    runs = []
+    for seed in numbers:
+        for name in names:
+            folder = out / "runs" / f"{name}-seed-{seed}"
+            options = [*overrides, *_options(name, model), f"--train.seed={seed}", "--train.count_saved=true"]
+            resume = (
+                base.resume
+                if base.resume not in ("auto", "never") and not (folder / "checkpoints").exists()
+                else "auto"
+            )
+            arguments = [f"--config={config}", *options, f"--run_dir={folder}", f"--resume={resume}"]
+            try:
+                run = run_config.parse(arguments)
+                if seed == numbers[0]:
+                    transformer_config(run.model)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            runs.append(WantedRun(name, seed, folder, tuple(arguments), run))
+    return Comparison(config, tuple(overrides), names, numbers, ranks, out, tuple(runs))
+
+
+def _recipes(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name != BASELINE:
+            check_recipe_name(name)
+        if names.count(name) > 1:
+            raise ValueError(f"--recipes={text} names {name} twice: once is enough.")
+    names = [BASELINE, *(name for name in names if name != BASELINE)]
+    if len(names) < 2:
+        raise ValueError(
+            f"--recipes={text} compares nothing with {BASELINE}: add a recipe, such as tensorwise."
+        )
+    return tuple(names)
+
+
+def _seeds(text: str, first: int) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts) or (len(parts) == 1 and not 1 <= int(text) <= 100):
+        raise ValueError(
+            f"--seeds={text} must be how many (1 to 100), or seeds separated by commas, such as 1,2,3."
+        )
+    if len(parts) == 1:
+        return tuple(range(first, first + int(text)))
+    numbers = tuple(int(part) for part in parts)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"--seeds={text} names a seed twice: each run would be the same again.")
+    return numbers
+
+
+def _options(name: str, model: Any) -> list[str]:
+    """What makes the config's model one of this recipe; of the baseline: everything of FP8 as if it was not given."""
+    if name != BASELINE:
+        switch = [] if model.fp8 else ["--model.fp8=hybrid"]
+        other = ["--model.fp8_recipe=null"] if model.fp8_recipe is not None else []
+        return [*switch, *other, f"--model.fp8_format={name}"]
+    default = ModelSection()
+    given = [key for key in vars(model) if key.startswith("fp8") or key in _OF_FP8]
+    changed = [key for key in given if getattr(model, key) != getattr(default, key)]
+    return [f"--model.{key}={_as_option(getattr(default, key))}" for key in dict.fromkeys(["fp8", *changed])]
+
+
+def _as_option(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def _settings(content: Any) -> dict[str, Any]:
+    """The values by dotted key that make two runs the same, log lines and checkpoints apart."""
+    found: dict[str, Any] = {}
+    for name, value in (content if isinstance(content, dict) else {}).items():
+        if name in _NOT_COMPARED:
+            continue
+        inner = value if isinstance(value, dict) else {}
+        found.update({f"{name}.{key}": item for key, item in inner.items()} if inner else {name: value})
+    return {key: value for key, value in found.items() if key not in _NOT_COMPARED_KEYS}

@@ -1,0 +1,223 @@
+"""What the runs of a comparison came to: figures of each recipe, and a verdict in words that the figures support.
+
+The loss of a recipe is compared with high precision's of the same seed, since those two started from the same weights and
+read the same batches. The band is how far high precision's own losses lie apart over the seeds: what chance alone does. A
+difference of means over all seeds would hide what pairing shows, and a single seed has no band at all.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...files.lines import records
+from ...train.report import read_report
+from .plan import BASELINE, Comparison, WantedRun
+
+FORMAT = "megatron_fp8 comparison 1"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run left.
+
+    Attributes:
+        loss: of the last validation, in nats a token; without validation the mean of the last tenth of training.
+        losses: of each iteration, None where it was not finite.
+        tokens_per_s: median over iterations but the first.
+        saved_bytes: what a micro-batch keeps for its backward on the first rank; None: it was not counted.
+        peak_bytes: largest of the first rank: allocated on a GPU, or resident on a CPU.
+        fp8_gemms, hp_gemms: linear GEMMs of the last iteration on the first rank, in FP8 and not.
+    """
+
+    recipe: str
+    seed: int
+    folder: str
+    loss: float
+    losses: list[float | None]
+    tokens_per_s: float
+    saved_bytes: int | None
+    peak_bytes: int
+    fp8_gemms: int
+    hp_gemms: int
+    skipped: int
+
+
+@dataclass(frozen=True)
+class Band:
+    """High precision over the seeds: mean loss, sample standard deviation (0 for one seed), largest minus smallest."""
+
+    seeds: int
+    mean: float
+    deviation: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe.
+
+    Attributes:
+        loss: mean over the seeds.
+        differences: its loss minus high precision's, for each seed in the comparison's order; zeros of the baseline.
+        deviation: their sample standard deviation; None for one seed.
+        relative: the mean difference over the band's mean.
+        tokens_per_s, saved_bytes, peak_bytes: medians over the seeds; the ratios are to the baseline's.
+        verdict: in words; '' for the baseline.
+    """
+
+    recipe: str
+    loss: float
+    differences: list[float]
+    deviation: float | None
+    relative: float
+    tokens_per_s: float
+    speed_ratio: float
+    saved_bytes: int | None
+    peak_bytes: int
+    fp8_gemms: int
+    hp_gemms: int
+    skipped: int
+    verdict: str
+
+
+def read_outcome(run: WantedRun) -> Outcome:
+    """What a finished run left. ValueError: it left no finite loss, or its files are damaged."""
+    try:
+        metrics = records(run.folder / "metrics.jsonl")
+        validations = records(run.folder / "validation.jsonl")
+        report = read_report(run.folder)
+        losses = [line["lm_loss"] for line in metrics]
+        if run.config.train.eval_iters:
+            loss = validations[-1]["validation_loss"]
+        else:
+            last = losses[-max(1, len(losses) // 10) :]
+            loss = None if None in last else statistics.fmean(last)
+        if loss is None:
+            raise ValueError(
+                f"{run.name} ended without a finite loss: {run.folder} shows how, see report {run.folder}"
+            )
+        return Outcome(
+            recipe=run.recipe,
+            seed=run.seed,
+            folder=str(run.folder),
+            loss=loss,
+            losses=losses,
+            tokens_per_s=statistics.median(line["tokens_per_s"] for line in metrics[1:] or metrics),
+            saved_bytes=report.get("saved_bytes"),
+            peak_bytes=max(line["peak_memory"] for line in metrics),
+            fp8_gemms=metrics[-1]["fp8_gemms"],
+            hp_gemms=metrics[-1]["hp_gemms"],
+            skipped=sum(line["skipped"] for line in metrics),
+        )
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{run.folder} is not a finished run's folder ({error!r}): remove it, and compare again"
+        ) from error
+
+
+def band_of(outcomes: Sequence[Outcome]) -> Band:
+    """The noise that seeds make in high precision."""
+    losses = [outcome.loss for outcome in outcomes if outcome.recipe == BASELINE]
+    deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
+    return Band(len(losses), statistics.fmean(losses), deviation, max(losses) - min(losses))
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
+    """A row a recipe, the baseline first."""
+    band = band_of(outcomes)
+    baseline = {outcome.seed: outcome for outcome in outcomes if outcome.recipe == BASELINE}
+    speed = statistics.median(outcome.tokens_per_s for outcome in baseline.values())
+    rows = []
+    for name in dict.fromkeys(outcome.recipe for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if outcome.recipe == name]
+        differences = [outcome.loss - baseline[outcome.seed].loss for outcome in mine]
+        mean = statistics.fmean(differences)
+        saved = [outcome.saved_bytes for outcome in mine if outcome.saved_bytes is not None]
+        tokens = statistics.median(outcome.tokens_per_s for outcome in mine)
+        rows.append(
+            Row(
+                recipe=name,
+                loss=statistics.fmean(outcome.loss for outcome in mine),
+                differences=differences,
+                deviation=statistics.stdev(differences) if len(differences) > 1 else None,
+                relative=mean / band.mean,
+                tokens_per_s=tokens,
+                speed_ratio=tokens / speed,
+                saved_bytes=round(statistics.median(saved)) if saved else None,
+                peak_bytes=round(statistics.median(outcome.peak_bytes for outcome in mine)),
+                fp8_gemms=mine[-1].fp8_gemms,
+                hp_gemms=mine[-1].hp_gemms,
+                skipped=sum(outcome.skipped for outcome in mine),
+                verdict="" if name == BASELINE else verdict(name, differences, mine[-1].fp8_gemms, band),
+            )
+        )
+    return rows
+
+
+def verdict(name: str, differences: Sequence[float], fp8_gemms: int, band: Band) -> str:
+    """What the differences from high precision (loss, by seed) say, and no more than that.
+
+    'Within the band': no seed's difference is larger than the spread of high precision over the seeds.
+    """
+    if not fp8_gemms:
+        return f"{name} ran no GEMM in FP8: it shows nothing about FP8"
+    if not any(differences):
+        return f"{name} equals {BASELINE} to the last bit: its losses come from before FP8 began"
+    mean = statistics.fmean(differences)
+    by = f"{mean:+.4f} nats ({mean / band.mean:+.2%})"
+    if band.seeds < 2:
+        return f"{name} ends {by} from {BASELINE}; one seed shows no band, so this may be noise: give more --seeds"
+    spread = f"the {band.spread:.4f} by which {BASELINE}'s {band.seeds} seeds differ"
+    same_sign = all(d > 0 for d in differences) or all(d < 0 for d in differences)
+    largest = max(map(abs, differences))
+    which = "worse" if mean > 0 else "better"
+    if largest <= band.spread:
+        more = f", though {which} with every seed" if same_sign else ""
+        return f"{name} is within the band: {by} on average, no seed further than {spread}{more}"
+    if same_sign and min(map(abs, differences)) > band.spread:
+        return f"{name} is {which} than {BASELINE} with every seed, by more than {spread}: {by} on average"
+    return f"{name} is not decided: {by} on average, some seeds further than {spread}, not all; more --seeds would tell"
+
+
+def conclusion(rows: Sequence[Row], band: Band, device: str) -> str:
+    """The verdicts, and what the speeds may not be taken for."""
+    lines = [f"{row.verdict}." for row in rows if row.verdict]
+    if 1 < band.seeds < 4:
+        lines.append(f"{band.seeds} seeds show the size of the noise, not its shape.")
+    if device.startswith("CPU"):
+        lines.append("FP8 is emulated on a CPU: these speeds say nothing about a GPU.")
+    return "\n".join(lines)
+
+
+def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """compare.json: names and meaning of its keys stay; new ones may join.
+
+    ``recipes`` has the fields of Row, ``runs`` those of Outcome, ``band`` those of Band.
+    """
+    report = read_report(comparison.runs[0].folder)
+    rows, band = rows_of(outcomes), band_of(outcomes)
+    return {
+        "format": FORMAT,
+        "config": comparison.config,
+        "overrides": list(comparison.overrides),
+        "ranks": comparison.ranks,
+        "iterations": comparison.runs[0].iterations,
+        "seeds": list(comparison.seeds),
+        "device": report["device"],
+        "versions": report["versions"],
+        "loss": "validation" if comparison.runs[0].config.train.eval_iters else "training",
+        "bigram_entropy": report.get("bigram_entropy"),
+        "band": asdict(band),
+        "recipes": [asdict(row) for row in rows],
+        "runs": [asdict(outcome) for outcome in outcomes],
+        "verdict": conclusion(rows, band, report["device"]),
+    }
+
+
+def as_json(content: dict[str, Any]) -> str:
+    """Text of compare.json."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"

@@ -1,0 +1,45 @@
+"""How many bytes a micro-batch keeps from its forward for its backward, counted as autograd keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class SavedBytes:
+    """Counts one micro-batch of each model chunk on this rank: storages that autograd saves, each once, no parameters.
+
+    Attributes:
+        bytes: the sum over the chunks counted so far; None before the first. Under pipeline parallelism a rank keeps that
+            much for each micro-batch in flight.
+    """
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self.bytes: int | None = None
+        self._counted: list[Any] = []
+        self._parameters = {
+            parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()
+        }
+
+    @contextmanager
+    def counting(self, chunk: Any) -> Iterator[None]:
+        """Count what is saved inside, unless a micro-batch of this chunk was counted before. Changes no result."""
+        if any(chunk is other for other in self._counted):
+            yield
+            return
+        self._counted.append(chunk)
+        # What autograd keeps stays alive meanwhile, so that no address is used twice.
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._parameters:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self.bytes = (self.bytes or 0) + sum(storages.values())

@@ -1,0 +1,108 @@
+"""`megatron-fp8 compare` as people use it: ended in the middle, given again, and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_fp8.commands.main import main
+from tests.support.command import environment, lines
+
+
+def running(folder):
+    """Process ids whose command line names the folder."""
+    found = []
+    for entry in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{entry}/cmdline", "rb") as stream:
+                if entry.isdigit() and str(folder).encode() in stream.read():
+                    found.append(int(entry))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_comparison_that_is_ended_goes_on_where_it_was(tmp_path, config, capsys):
+    out = tmp_path / "out"
+    options = [
+        f"--config={config}", "--recipes=mxfp8", "--seeds=1", f"--out={out}",
+        "--checkpoint.save_interval=1", "--train.train_iters=8",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "megatron_fp8", "compare", *options]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    metrics = out / "runs" / "bf16-seed-1234" / "metrics.jsonl"
+    try:
+        until = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n")) and process.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert not running(out), "its run ended with it"
+    before = lines(metrics)
+    assert 1 <= len(before) <= 8 and not (out / "compare.json").exists()
+
+    assert main(["compare", *options]) == 0
+    printed = capsys.readouterr()
+    after = lines(metrics)
+    assert len(after) == 8 and after[: len(before)] == before, "no iteration was trained twice"
+    content = json.loads((out / "compare.json").read_text())
+    assert content["format"] == "megatron_fp8 comparison 1" and content["seeds"] == [1234]
+    assert [row["recipe"] for row in content["recipes"]] == ["bf16", "mxfp8"]
+    bf16, mxfp8 = content["recipes"]
+    final = lines(out / "runs" / "mxfp8-seed-1234" / "validation.jsonl")[-1]["validation_loss"]
+    assert mxfp8["loss"] == final and mxfp8["differences"] == [final - bf16["loss"]] != [0]
+    assert (bf16["fp8_gemms"], bf16["hp_gemms"]) == (0, 102) and (mxfp8["fp8_gemms"], mxfp8["hp_gemms"]) == (
+        24,
+        78,
+    )
+    tokens, layers, hidden = 2 * 64, 4, 64
+    for row in (bf16, mxfp8):  # a layer keeps more than its input, in BF16; a process is larger than that
+        assert 2 * tokens * hidden * layers < row["saved_bytes"] < row["peak_bytes"]
+    assert mxfp8["saved_bytes"] != bf16["saved_bytes"]
+    assert "one seed shows no band" in content["verdict"] and content["verdict"] in printed.out
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert content["verdict"] in (out / "compare.md").read_text()
+    assert "mxfp8-seed-1234" in (out / "compare.html").read_text()
+    assert "training mxfp8, seed 1234" in printed.err
+
+    # Given a third time it trains nothing.
+    assert main(["compare", *options]) == 0
+    assert "2 of 2 runs are there already" in capsys.readouterr().err
+    assert json.loads((out / "compare.json").read_text()) == content
+    # Another length is another comparison.
+    assert main(["compare", *options, "--train.train_iters=9"]) == 2
+    assert "holds a run with train.train_iters=8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "--config"),
+        (["--config=nope.yaml"], "there is no such file"),
+        (["--config=CONFIG", "--recipes=fp4"], "'fp4' is unknown"),
+        (["--config=CONFIG", "--ranks=3", "--model.tensor_model_parallel_size=2"], "does not divide"),
+    ],
+)
+def test_bad_input_is_one_line(config, capsys, arguments, words):
+    assert main(["compare", *(part.replace("CONFIG", str(config)) for part in arguments)]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["compare", "--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0 and all(
+        word in said for word in ("--seeds 3", "goes on", "shows no such band")
+    )

@@ -1,0 +1,89 @@
+"""Figures and verdicts of comparisons whose losses are made up, so that the words can be held against them."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from megatron_fp8.study.compare.output import as_table, draw
+from megatron_fp8.study.compare.results import Band, Outcome, band_of, conclusion, rows_of, verdict
+
+
+def outcome(recipe, seed, loss, fp8_gemms=24, **more):
+    given = {
+        "folder": "x", "losses": [loss + 1, None, loss + 0.5, loss], "tokens_per_s": 100.0, "saved_bytes": 2**20,
+        "peak_bytes": 2**30, "fp8_gemms": 0 if recipe == "bf16" else fp8_gemms, "hp_gemms": 3, "skipped": 1,
+    }  # fmt: skip
+    return Outcome(recipe=recipe, seed=seed, loss=loss, **{**given, **more})
+
+
+BF16 = [outcome("bf16", 1, 2.0), outcome("bf16", 2, 2.1), outcome("bf16", 3, 2.04)]
+
+
+def with_differences(*differences):
+    """The row of a recipe that ends so far from BF16's three seeds."""
+    runs = [outcome("mxfp8", run.seed, run.loss + d) for run, d in zip(BF16, differences, strict=True)]
+    (row,) = (row for row in rows_of([*BF16, *runs]) if row.recipe == "mxfp8")
+    return row
+
+
+def test_losses_are_paired_by_seed():
+    row, band = with_differences(0.01, 0.03, 0.02), band_of(BF16)
+    assert (band.seeds, band.spread) == (3, pytest.approx(0.1))
+    assert band.deviation == pytest.approx(statistics.stdev([2.0, 2.1, 2.04]))
+    assert row.differences == pytest.approx([0.01, 0.03, 0.02]) and row.deviation == pytest.approx(0.01)
+    assert row.relative == pytest.approx(0.02 / band.mean) and row.skipped == 3
+
+
+@pytest.mark.parametrize(
+    "differences, words",
+    [
+        ((0.01, -0.03, 0.02), "mxfp8 is within the band: +0.0000 nats"),
+        (
+            (0.01, 0.03, 0.02),
+            "within the band: +0.0200 nats (+0.98%) on average, no seed further than the 0.1000",
+        ),
+        ((0.01, 0.03, 0.02), "though worse with every seed"),
+        ((-0.01, -0.03, -0.02), "though better with every seed"),
+        ((0.2, 0.3, 0.4), "worse than bf16 with every seed, by more than the 0.1000"),
+        ((-0.2, -0.3, -0.4), "better than bf16 with every seed"),
+        ((0.01, 0.3, 0.02), "is not decided"),
+        ((-0.2, 0.3, 0.4), "is not decided"),
+        ((0.0, 0.0, 0.0), "equals bf16 to the last bit"),
+    ],
+)
+def test_the_verdict_says_what_the_differences_show(differences, words):
+    assert words in with_differences(*differences).verdict
+    assert ("though" in with_differences(*differences).verdict) == (abs(sum(differences)) == 0.06)
+
+
+def test_one_seed_shows_no_band():
+    rows = rows_of([BF16[0], outcome("mxfp8", 1, 2.5)])
+    assert "one seed shows no band" in rows[1].verdict and rows[1].deviation is None
+    assert "within" not in rows[1].verdict and "worse" not in rows[1].verdict
+
+
+def test_what_ran_no_fp8_shows_nothing():
+    assert "ran no GEMM in FP8" in verdict("mxfp8", [0.1], 0, Band(1, 2.0, 0.0, 0.0))
+
+
+def test_the_conclusion_names_few_seeds_and_emulation():
+    rows, band = rows_of(BF16), band_of(BF16)
+    assert "3 seeds show the size of the noise" in conclusion(rows, band, "CPU x86_64, 2 cores")
+    assert "emulated on a CPU" in conclusion(rows, band, "CPU x86_64, 2 cores")
+    assert "emulated" not in conclusion(rows, band, "NVIDIA H100")
+
+
+def test_the_table_and_the_picture(tmp_path):
+    from dataclasses import asdict
+
+    runs = [*BF16, *(outcome("mxfp8", run.seed, run.loss + 0.02, tokens_per_s=150.0) for run in BF16)]
+    content = {
+        "band": asdict(band_of(runs)), "recipes": [asdict(row) for row in rows_of(runs)],
+        "runs": [asdict(run) for run in runs], "bigram_entropy": 2.4,
+    }  # fmt: skip
+    lines = as_table(content).splitlines()
+    assert len(lines) == 4 and "+0.0200 (+0.98%)" in lines[3] and " 1.50 " in lines[3] and " 1.0 " in lines[3]
+    draw(content, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
