@@ -1,4 +1,7 @@
-"""What quantising did to a matrix: values that vanished, values that saturated, the error, and the scales."""
+"""What quantising did to a matrix: values that vanished, values that saturated, the error, and the scales.
+
+``measure_codes`` is torch's way, on any device; on CPUs with a compiler statistics.py has kernels/cpu/figures.py do it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 import torch
 
 from ..kernels.codes import decode
-from ..kernels.cpu import figures
+from ..kernels.cpu.figures import Side
 from ..numerics.cast import chunks
 from ..numerics.rule import Granularity
 from ..numerics.subnormals import keeping_subnormals
@@ -17,46 +20,43 @@ _BEYOND = 1 + 2.0**-21
 """A scale and its inverse are rounded, so the element that made the scale can lie beyond the largest code by this."""
 
 
-@keeping_subnormals
-def measure_codes(
-    x: torch.Tensor, side: QuantizedSide, *, columnwise: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Figures of x [rows, cols] and of one side of what was made of it; elements of x that are NaN or Inf are left out.
+def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) -> Side:
+    """One side of what was made of a matrix of this shape, as that matrix lies.
 
     Args:
         columnwise: the side holds codes [cols, rows].
 
+    Raises:
+        ValueError: the codes are not of this shape.
+    """
+    made, scale, granularity = quantized.codes, quantized.float_scale_inv(), quantized.granularity
+    block = (granularity.rows, granularity.cols)
+    if columnwise:
+        made, scale, block = made.t(), scale.t() if scale.ndim == 2 else scale, block[::-1]
+    if made.shape != shape:
+        raise ValueError(f"codes of shape {tuple(made.shape)} were not made of values of shape {tuple(shape)}")
+    return Side(made.contiguous(), scale.contiguous(), block)
+
+
+@keeping_subnormals
+def measure_codes(x: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
+    """Figures of x [rows, cols] and of one side of what was made of it; elements of x that are NaN or Inf are left out.
+
     Returns:
         float64 [3]: the sum of squared errors, the number of underflows and of overflows; and float64 [2]: the largest
         scale_inv and the negative of the smallest (-Inf where there is none).
-
-    Raises:
-        ValueError: the codes are not of x's shape.
     """
-    made, scale, granularity = side.codes, side.float_scale_inv(), side.granularity
-    if columnwise:
-        made, scale = made.t(), scale.t() if scale.ndim == 2 else scale
-        granularity = Granularity(granularity.cols, granularity.rows)
-    if made.shape != x.shape:
-        raise ValueError(
-            f"codes of shape {tuple(made.shape)} were not made of values of shape {tuple(x.shape)}"
-        )
-    if x.numel() == 0:
-        nothing = torch.full((2,), -math.inf, dtype=torch.float64, device=x.device)
-        return torch.zeros(3, dtype=torch.float64, device=x.device), nothing
-    smallest, largest = scale.aminmax()
-    scales = torch.stack([largest, -smallest]).to(torch.float64)
-    made = made.contiguous()
-    if figures.usable(x) and figures.plain(made):
-        found = figures.codes(x, made, scale, (granularity.rows, granularity.cols))
-        return torch.tensor(found, dtype=torch.float64, device="cpu"), scales
     sums = torch.zeros(3, dtype=torch.float64, device=x.device)
+    if x.numel() == 0:
+        return sums, torch.full((2,), -math.inf, dtype=torch.float64, device=x.device)
+    made, scale, granularity = side.made, side.scale, Granularity(*side.block)
+    smallest, largest = scale.aminmax()
     unit = granularity.rows or 1  # chunks hold whole blocks
     for part in chunks(-(-x.shape[0] // unit), x.numel(), x.device):
         rows = slice(unit * part.start, unit * part.stop)
         of_part = (scale[part] if granularity.rows else scale).to(torch.float64)
-        sums += _chunk(x[rows], made[rows], of_part, granularity, side.fmt.max)
-    return sums, scales
+        sums += _chunk(x[rows], made[rows], of_part, granularity, torch.finfo(made.dtype).max)
+    return sums, torch.stack([largest, -smallest]).to(torch.float64)
 
 
 def _chunk(

@@ -26,12 +26,14 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.codes import in_memory
+from ..kernels.cpu import figures
+from ..kernels.cpu.figures import Side
 from ..numerics.cast import check_float
 from ..numerics.rule import Direction
-from ..tensor import Float8Tensor, QuantizedSide
-from .codes import measure_codes
+from ..tensor import Float8Tensor
+from .codes import measure_codes, side_of
 from .names import Blocks, Variant, Wanted, parse_all
-from .values import measure_values
+from .values import measure_values, tiles
 
 _ROUNDING = 2.0**-50
 """How far off a float64 sum of many numbers may be, relative to the sum of their magnitudes."""
@@ -133,30 +135,47 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
         last = x.shape[-1] if x.ndim else 1
         matrix = matrix.reshape(x.numel() // max(last, 1), last)
     matrix = matrix.contiguous()
+    sides = [_side(codes or {}, variant, matrix.shape) for variant in layout.variants]
+    given = [side for side in sides if side is not None]
+    if figures.usable(matrix) and all(figures.plain(side.made) for side in given):
+        return _in_c(matrix, layout, sides, given)
     of_values, extremes_of_values = measure_values(matrix, layout.blocks)
     sums, extremes = [of_values], [extremes_of_values]
     # numel, finite and squares: each variant counts its own, since its codes may be missing in some pieces
     shared = [of_values[:2], of_values[4:5]]
-    for variant in layout.variants:
-        side, turned = _side(codes or {}, variant)
+    for side in sides:
         if side is None:
             sums.append(torch.zeros(len(CODE_SUMS), dtype=torch.float64, device=x.device))
             extremes.append(torch.full((2,), -math.inf, dtype=torch.float64, device=x.device))
         else:
-            of_codes, scales = measure_codes(matrix, side, columnwise=turned)
+            of_codes, scales = measure_codes(matrix, side)
             sums += [*shared, of_codes]
             extremes.append(scales)
     return Measured(torch.cat(sums), torch.cat(extremes))
 
 
-def _side(codes: Mapping[str, Float8Tensor], variant: Variant) -> tuple[QuantizedSide | None, bool]:
-    """The side that a variant is about, None if it is not there, and whether it is the columnwise one."""
+def _in_c(x: torch.Tensor, layout: Layout, sides: list[Side | None], given: list[Side]) -> Measured:
+    """``measure`` of a matrix [rows, cols] that C can read, in one pass."""
+    values, of_codes = figures.measure(x, given)
+    numel, finite, squares = float(x.numel()), values[0], values[3]
+    sums, extremes = [numel, *values[:6]], values[6:]
+    extremes += [max(figures.largest_ratio(x, tile) for tile in tiles(cut)) for cut in layout.blocks]
+    told = iter(of_codes)
+    for side in sides:
+        one = None if side is None else next(told)
+        sums += [0.0] * len(CODE_SUMS) if one is None else [numel, finite, squares, *one[:3]]
+        extremes += [-math.inf, -math.inf] if one is None else one[3:]
+    return Measured(*(torch.tensor(numbers, dtype=torch.float64, device="cpu") for numbers in (sums, extremes)))
+
+
+def _side(codes: Mapping[str, Float8Tensor], variant: Variant, shape: torch.Size) -> Side | None:
+    """The side that a variant is about, None if it is not there."""
     quantized = codes.get(variant.recipe)
     if quantized is None:
-        return None, False
-    if variant.columnwise or quantized.rowwise is None:
-        return quantized.columnwise, True
-    return quantized.rowwise, False
+        return None
+    columnwise = variant.columnwise or quantized.rowwise is None
+    side = quantized.columnwise if columnwise else quantized.rowwise
+    return None if side is None else side_of(side, shape, columnwise=columnwise)
 
 
 def finish(

@@ -1,4 +1,7 @@
-"""Sums and extremes of a matrix's values: in C where it can be, else in torch; the same to the last bits of the sums."""
+"""Sums and extremes of a matrix's values with torch's operations, on any device.
+
+On CPUs with a compiler statistics.py has kernels/cpu/figures.py do it, the same to the last bits of the sums.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.cpu import figures
 from ..numerics import waiting
 from ..numerics.cast import chunks
 from ..numerics.scaling import blocked
@@ -24,10 +26,6 @@ def measure_values(x: torch.Tensor, blocks: Sequence[Blocks]) -> tuple[torch.Ten
         [3 + len(blocks)]: the maxima of x, of -x, of -|x| where x is not zero, then for each of blocks the largest ratio
         of a block's largest magnitude to its smallest that is not zero (1 for zeros). -Inf is the maximum of nothing.
     """
-    if figures.usable(x):
-        finite, *told = figures.values(x)
-        ratios = [max(figures.largest_ratio(x, tile) for tile in _tiles(cut)) for cut in blocks]
-        return _vector([x.numel(), finite, *told[:5]]), _vector([*told[5:], *ratios])
     flat = x.reshape(-1)
     sums = torch.zeros(7, dtype=torch.float64, device=x.device)
     extremes = torch.full((3,), -math.inf, dtype=torch.float64, device=x.device)
@@ -35,15 +33,11 @@ def measure_values(x: torch.Tensor, blocks: Sequence[Blocks]) -> tuple[torch.Ten
         found = _chunk(flat[part])
         sums += found[0]
         extremes = torch.maximum(extremes, found[1])
-    largest = [torch.stack([_ratio(x, tile) for tile in _tiles(cut)]).amax(0, keepdim=True) for cut in blocks]
+    largest = [torch.stack([_ratio(x, tile) for tile in tiles(cut)]).amax(0, keepdim=True) for cut in blocks]
     return sums, torch.cat([extremes, *largest])
 
 
-def _vector(numbers: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
-
-
-def _tiles(cut: Blocks) -> list[tuple[int, int]]:
+def tiles(cut: Blocks) -> list[tuple[int, int]]:
     """The blocks as rows and columns."""
     height = cut.size if cut.dims == 2 else 1
     turned = cut.both_orientations and cut.dims == 1

@@ -3,7 +3,13 @@
    Elements come in three dtypes and two kinds of codes. Only the loops that read them know it: those write RUN floats at
    a time, and everything after that is of floats. (GCC 12 counts wrongly in one loop that reads 16 bit integers and sums
    comparisons of 32 bit ones.) Everything is summed in float64, in pieces whose borders depend on the matrix alone, added
-   in order: no sum depends on the number of threads. Elements that are NaN or Inf are counted, and zeros for all else. */
+   in order: no sum depends on the number of threads. Elements that are NaN or Inf are counted, and zeros for all else;
+   they are rare, so a run is measured as if it had none, and again without them where its largest magnitude shows one. */
+
+/* Sums of float64 are bound by the width of vectors; compilers of today choose half of it by themselves. */
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
 
 #include <math.h>
 #include <stdlib.h>
@@ -15,6 +21,12 @@
 #define BEYOND (1 + 0x1p-21)    /* what a scale's rounding can put beyond the largest code */
 #define NONE 0xFFFFFFFF         /* above every magnitude */
 
+/* a * b + c, with one rounding where that is one instruction. */
+#if defined(FP_FAST_FMA)
+INLINE double plus(double a, double b, double c) { return fma(a, b, c); }
+#else
+INLINE double plus(double a, double b, double c) { return a * b + c; }
+#endif
 INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 INLINE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
@@ -43,7 +55,7 @@ READ_CODES(e5m2)
 /* ---------------------------------------------------------------------------------------------------------- values */
 
 /* Of the finite elements: how many, sums of x, |x|, x^2, x^3, x^4; then the largest and the smallest as integers that
-   sort like them, and the smallest magnitude that is not zero. */
+   sort like them, and the smallest magnitude that is not zero, less one: that makes NONE of zero. */
 typedef struct {
     double finite, sum, magnitudes, squares, cubes, fourths;
     int32_t largest, smallest;
@@ -54,6 +66,12 @@ typedef struct {
 INLINE int32_t key_of(uint32_t u) { return (int32_t)(u ^ ((uint32_t)((int32_t)u >> 31) & 0x7FFFFFFF)); }
 INLINE double of_key(int32_t key) { return float_of((uint32_t)key ^ ((uint32_t)(key >> 31) & 0x7FFFFFFF)); }
 
+INLINE void widen(Values *v, int32_t largest, int32_t smallest, uint32_t magnitude) {
+    v->largest = largest > v->largest ? largest : v->largest;
+    v->smallest = smallest < v->smallest ? smallest : v->smallest;
+    v->least = smaller(magnitude, v->least);
+}
+
 /* Counts and extremes of n floats; those that are NaN or Inf become zeros. */
 static void clean(float *restrict x, int64_t n, Values *v) {
     int32_t largest = INT32_MIN, smallest = INT32_MAX, finite = 0;
@@ -62,7 +80,7 @@ static void clean(float *restrict x, int64_t n, Values *v) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t u = bits_of(x[i]), m = u & 0x7FFFFFFF;
         int32_t ok = m < INFINITE, high = ok ? key_of(u) : INT32_MIN, low = ok ? key_of(u) : INT32_MAX;
-        uint32_t some = ok & (m > 0) ? m : NONE;
+        uint32_t some = (ok ? m : 0) - 1;
         finite += ok;
         largest = high > largest ? high : largest;
         smallest = low < smallest ? low : smallest;
@@ -70,9 +88,25 @@ static void clean(float *restrict x, int64_t n, Values *v) {
         x[i] = float_of(ok ? u : 0);
     }
     v->finite += finite;
-    v->largest = largest > v->largest ? largest : v->largest;
-    v->smallest = smallest < v->smallest ? smallest : v->smallest;
-    v->least = smaller(magnitude, v->least);
+    widen(v, largest, smallest, magnitude);
+}
+
+/* Counts and extremes of n floats, if all of them are finite; 0 if they are not, and nothing was counted. */
+static int32_t extremes(const float *restrict x, int64_t n, Values *v) {
+    int32_t largest = INT32_MIN, smallest = INT32_MAX;
+    uint32_t magnitude = NONE;
+#pragma omp simd reduction(max : largest) reduction(min : smallest, magnitude)
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u = bits_of(x[i]), some = (u & 0x7FFFFFFF) - 1;
+        int32_t key = key_of(u);
+        largest = key > largest ? key : largest;
+        smallest = key < smallest ? key : smallest;
+        magnitude = some < magnitude ? some : magnitude;
+    }
+    if (largest >= INFINITE || smallest <= ~INFINITE) return 0;
+    v->finite += (double)n;
+    widen(v, largest, smallest, magnitude);
+    return 1;
 }
 
 static void add_powers(const float *restrict x, int64_t n, Values *v) {
@@ -83,53 +117,176 @@ static void add_powers(const float *restrict x, int64_t n, Values *v) {
         s += d;
         a += fabs(d);
         q += square;
-        c += square * d;
-        f += square * square;
+        c = plus(square, d, c);
+        f = plus(square, square, f);
     }
     v->sum += s, v->magnitudes += a, v->squares += q, v->cubes += c, v->fourths += f;
 }
 
+static void add_values(Values *all, const Values *v) {
+    all->finite += v->finite, all->sum += v->sum, all->magnitudes += v->magnitudes;
+    all->squares += v->squares, all->cubes += v->cubes, all->fourths += v->fourths;
+    widen(all, v->largest, v->smallest, v->least);
+}
+
 /* out: the six sums, then the maxima of x, of -x, and of -|x| where x is not zero; -Inf is that of nothing. */
-static void values(const void *x, int64_t n, Read *read, Values *found, double *out, int32_t threads) {
-    int64_t pieces = (n + PIECE - 1) / PIECE;
+static void tell_values(const Values *v, double *out) {
+    const double told[9] = {
+        v->finite, v->sum, v->magnitudes, v->squares, v->cubes, v->fourths,
+        v->finite > 0 ? of_key(v->largest) : -INFINITY,
+        v->finite > 0 ? -of_key(v->smallest) : -INFINITY,
+        v->least < NONE ? -(double)float_of(v->least + 1) : -INFINITY,
+    };
+    memcpy(out, told, sizeof told);
+}
+
+/* ----------------------------------------------------------------------------------------------------------- codes */
+
+/* One side of codes [rows, cols]: of E4M3 or E5M2, with a scale for each block of height x width, row-major. */
+typedef struct {
+    const void *made;
+    const float *scale;
+    int64_t height, width, scales;
+    int32_t e5m2;
+} Side;
+
+/* The sum of squared errors, how many values vanished, how many lie beyond the largest code. */
+typedef struct {
+    double error, underflows, overflows;
+} Codes;
+
+/* The largest magnitude, as an integer, that is not beyond `top` in the codes of this scale. */
+INLINE uint32_t limit_of(float scale, double top) {
+    double limit = scale * top;
+    float below = (float)limit;
+    return bits_of(below) - (below > limit);
+}
+
+/* Adds up n values and what their codes stand for before the scale.
+   step: 0 where one scale and limit serve all n, 1 where each has its own. */
+INLINE void add_errors(const float *restrict x, const float *restrict meant, int64_t n, const float *restrict scale,
+                       const uint32_t *restrict limit, int64_t step, Codes *found) {
+    double error = 0;
+    int32_t underflows = 0, overflows = 0;
+#pragma omp simd reduction(+ : error, underflows, overflows)
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t m = bits_of(x[i]) & 0x7FFFFFFF, code = bits_of(meant[i]) & 0x7FFFFFFF;
+        double lost = plus(-(double)meant[i], (double)scale[i * step], x[i]);
+        underflows += (m > 0) & (code == 0);
+        overflows += m > limit[i * step];
+        error = plus(lost, lost, error);
+    }
+    found->error += error, found->underflows += underflows, found->overflows += overflows;
+}
+
+/* Zeros for codes whose value is NaN or Inf. */
+static void drop(const float *restrict x, float *restrict meant, int64_t n) {
+    for (int64_t i = 0; i < n; i++) meant[i] = (bits_of(x[i]) & 0x7FFFFFFF) < INFINITE ? meant[i] : 0;
+}
+
+/* Scales and limits of n elements from column `col` on, with one scale for each `width` columns. */
+static void spread(const float *restrict from, int64_t col, int64_t n, int64_t width, double top, float *restrict scale,
+                   uint32_t *restrict limit) {
+    if (width == 1) {
+        for (int64_t i = 0; i < n; i++) scale[i] = from[col + i], limit[i] = limit_of(from[col + i], top);
+        return;
+    }
+    for (int64_t i = 0; i < n;) {
+        int64_t block = (col + i) / width, end = least(n, (block + 1) * width - col);
+        float one = from[block];
+        uint32_t most = limit_of(one, top);
+        for (; i < end; i++) scale[i] = one, limit[i] = most;
+    }
+}
+
+/* Adds up n elements of a row from column `col` on; of several rows where one scale serves all. `raw`: the values as
+   they are, if some are NaN or Inf; x has zeros for those. */
+static void compare(const Side *side, int64_t at, const float *raw, const float *x, int64_t n, int64_t cols,
+                    Codes *found) {
+    float meant[RUN], scale[RUN];
+    uint32_t limit[RUN];
+    int64_t width = side->width, row = at / cols, col = at % cols;
+    const float *from = side->scale + row / side->height * ((cols + width - 1) / width);
+    double top = (side->e5m2 ? 57344 : 448) * BEYOND;
+    (side->e5m2 ? read_e5m2 : read_e4m3)(side->made, at, n, meant);
+    if (raw) drop(raw, meant, n);
+    if (width >= cols) {
+        *limit = limit_of(*from, top);
+        add_errors(x, meant, n, from, limit, 0, found);
+    } else {
+        spread(from, col, n, width, top, scale, limit);
+        add_errors(x, meant, n, scale, limit, 1, found);
+    }
+}
+
+/* out: the sums of one side's pieces, the largest scale, and the negative of the smallest; NaN if one is. */
+static void tell_codes(const Side *side, const Codes *found, int64_t step, int64_t pieces, double *out) {
+    Codes all = {0, 0, 0};
+    for (int64_t piece = 0; piece < pieces; piece++, found += step)
+        all.error += found->error, all.underflows += found->underflows, all.overflows += found->overflows;
+    float largest = -INFINITY, smallest = INFINITY;
+    for (int64_t i = 0; i < side->scales; i++) {
+        float s = side->scale[i];
+        largest = s > largest || s != s ? s : largest;
+        smallest = s < smallest || s != s ? s : smallest;
+    }
+    const double told[5] = {all.error, all.underflows, all.overflows, largest, -smallest};
+    memcpy(out, told, sizeof told);
+}
+
+/* -------------------------------------------------------------------------------------------------- both, in one pass */
+
+/* Fetches what comes next while this run is computed: a quarter of the time where a matrix is not in the caches. */
+INLINE void ahead(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+/* Of x [rows, cols] and of what was made of it.
+   size: of an element; by_rows: some side has several scales; values: for each piece; codes: for each piece and side;
+   out: 9 numbers of tell_values, 5 of tell_codes for each side. */
+static void measure(const void *x, int64_t rows, int64_t cols, Read *read, int64_t size, const Side *sides,
+                    int64_t n_sides, int32_t by_rows, int64_t piece_length, Values *values, Codes *codes, double *out,
+                    int32_t threads) {
+    int64_t total = rows * cols, line = by_rows ? cols : total, pieces = (total + piece_length - 1) / piece_length;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t piece = 0; piece < pieces; piece++) {
         uint64_t before = use_ieee();
         Values v = {.largest = INT32_MIN, .smallest = INT32_MAX, .least = NONE};
-        float run[RUN];
-        int64_t end = least(n, (piece + 1) * PIECE);
-        for (int64_t at = piece * PIECE; at < end; at += RUN) {
-            int64_t many = least(RUN, end - at);
-            read(x, at, many, run);
-            clean(run, many, &v);
-            add_powers(run, many, &v);
+        Codes *of_piece = codes + piece * n_sides;
+        memset(of_piece, 0, (size_t)n_sides * sizeof(Codes));
+        float run[RUN], raw[RUN];
+        int64_t end = least(total, (piece + 1) * piece_length), n;
+        for (int64_t at = piece * piece_length; at < end; at += n) {
+            n = least(least(RUN, end - at), line - at % line);
+            read(x, at, n, run);
+            int64_t next = least(RUN, total - at - n);
+            ahead((const char *)x + (at + n) * size, next * size);
+            for (int64_t side = 0; side < n_sides; side++) ahead((const char *)sides[side].made + at + n, next);
+            int32_t finite = extremes(run, n, &v);
+            if (!finite) {
+                memcpy(raw, run, (size_t)n * sizeof(float));
+                clean(run, n, &v);
+            }
+            add_powers(run, n, &v);
+            for (int64_t side = 0; side < n_sides; side++)
+                compare(sides + side, at, finite ? NULL : raw, run, n, cols, of_piece + side);
         }
-        found[piece] = v;
+        values[piece] = v;
         use_again(before);
     }
-    Values all = {.largest = INT32_MIN, .smallest = INT32_MAX, .least = NONE};
-    for (const Values *v = found; v < found + pieces; v++) {
-        all.finite += v->finite, all.sum += v->sum, all.magnitudes += v->magnitudes;
-        all.squares += v->squares, all.cubes += v->cubes, all.fourths += v->fourths;
-        all.largest = v->largest > all.largest ? v->largest : all.largest;
-        all.smallest = v->smallest < all.smallest ? v->smallest : all.smallest;
-        all.least = smaller(v->least, all.least);
-    }
     uint64_t before = use_ieee(); /* converting a subnormal float is arithmetic too */
-    const double told[9] = {
-        all.finite, all.sum, all.magnitudes, all.squares, all.cubes, all.fourths,
-        all.finite > 0 ? of_key(all.largest) : -INFINITY,
-        all.finite > 0 ? -of_key(all.smallest) : -INFINITY,
-        all.least < NONE ? -(double)float_of(all.least) : -INFINITY,
-    };
-    memcpy(out, told, sizeof told);
+    Values all = {.largest = INT32_MIN, .smallest = INT32_MAX, .least = NONE};
+    for (int64_t piece = 0; piece < pieces; piece++) add_values(&all, values + piece);
+    tell_values(&all, out);
+    for (int64_t side = 0; side < n_sides; side++)
+        tell_codes(sides + side, codes + side, n_sides, pieces, out + 9 + 5 * side);
     use_again(before);
 }
 
 /* ------------------------------------------------------------------------------------------------ blockwise ranges */
 
 /* The largest and the smallest magnitude but zero of every column, over n elements of one row more. */
-static void widen(const float *restrict x, int64_t n, uint32_t *restrict high, uint32_t *restrict low) {
+static void stretch(const float *restrict x, int64_t n, uint32_t *restrict high, uint32_t *restrict low) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t m = bits_of(x[i]) & 0x7FFFFFFF, some = m < INFINITE ? m : 0;
         high[i] = larger(some, high[i]);
@@ -167,7 +324,7 @@ static int32_t ranges(const void *x, int64_t rows, int64_t cols, int64_t height,
                 for (int64_t at = 0; at < cols; at += RUN) {
                     float run[RUN];
                     read(x, row * cols + at, least(RUN, cols - at), run);
-                    widen(run, least(RUN, cols - at), high + at, low + at);
+                    stretch(run, least(RUN, cols - at), high + at, low + at);
                 }
             double most = 1;
             for (int64_t at = 0; at < cols; at += width) {
@@ -184,101 +341,19 @@ static int32_t ranges(const void *x, int64_t rows, int64_t cols, int64_t height,
     return failed ? -1 : 0;
 }
 
-/* ----------------------------------------------------------------------------------------------------------- codes */
-
-/* The sum of squared errors, how many values vanished, how many lie beyond the largest code. */
-typedef struct {
-    double error, underflows, overflows;
-} Codes;
-
-/* Values and what their codes stand for before the scale, of finite values; returns how many vanished. */
-static int32_t vanished(float *restrict x, float *restrict meant, int64_t n) {
-    int32_t found = 0;
-#pragma omp simd reduction(+ : found)
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t u = bits_of(x[i]), m = u & 0x7FFFFFFF, code = bits_of(meant[i]);
-        int32_t ok = m < INFINITE;
-        found += ok & (m > 0) & ((code & 0x7FFFFFFF) == 0);
-        x[i] = float_of(ok ? u : 0);
-        meant[i] = float_of(ok ? code : 0);
-    }
-    return found;
-}
-
-/* step: 0 where one scale serves all n, 1 where each has its own. */
-INLINE void add_errors(const float *restrict x, const float *restrict meant, int64_t n, const float *restrict scale,
-                       int64_t step, double top, Codes *found) {
-    double error = 0, overflows = 0;
-#pragma omp simd reduction(+ : error, overflows)
-    for (int64_t i = 0; i < n; i++) {
-        double v = x[i], s = scale[i * step], lost = v - meant[i] * s;
-        error += lost * lost;
-        overflows += fabs(v) > s * top ? 1 : 0;
-    }
-    found->error += error, found->overflows += overflows;
-}
-
-/* n elements from column `col` on, with one scale for each `width` columns; constant lengths are worth unrolling. */
-static void add_row(const float *x, const float *meant, int64_t col, int64_t n, const float *scale, int64_t width,
-                    double top, Codes *found) {
-    if (width == 1) {
-        add_errors(x, meant, n, scale + col, 1, top, found);
-        return;
-    }
-    for (int64_t i = 0; i < n;) {
-        int64_t block = (col + i) / width, many = least(n - i, (block + 1) * width - col - i);
-        if (many == 32) add_errors(x + i, meant + i, 32, scale + block, 0, top, found);
-        else add_errors(x + i, meant + i, many, scale + block, 0, top, found);
-        i += many;
-    }
-}
-
-/* found: Codes of each row, or of each PIECE where one scale serves all; out: their sum. */
-static void codes(const void *x, const void *made, int64_t rows, int64_t cols, const float *scale, int64_t height,
-                  int64_t width, Read *read, Read *read_codes, double top, Codes *found, Codes *out, int32_t threads) {
-    int32_t whole = height >= rows && width >= cols;
-    int64_t total = rows * cols, across = whole ? 0 : (cols + width - 1) / width;
-    int64_t length = whole ? PIECE : cols, pieces = (total + length - 1) / length;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t piece = 0; piece < pieces; piece++) {
-        uint64_t before = use_ieee();
-        float run[RUN], meant[RUN];
-        int64_t n = least(length, total - piece * length);
-        Codes c = {0, 0, 0};
-        for (int64_t at = 0; at < n; at += RUN) {
-            int64_t many = least(RUN, n - at);
-            read(x, piece * length + at, many, run);
-            read_codes(made, piece * length + at, many, meant);
-            c.underflows += vanished(run, meant, many);
-            add_row(run, meant, at, many, scale + piece / height * across, whole ? length : width, top, &c);
-        }
-        found[piece] = c;
-        use_again(before);
-    }
-    *out = (Codes){0, 0, 0};
-    for (const Codes *c = found; c < found + pieces; c++)
-        out->error += c->error, out->underflows += c->underflows, out->overflows += c->overflows;
-}
-
 /* ---------------------------------------------------------------------------------------------- what Python calls */
 
-#define CODES(FMT, TOP, DTYPE)                                                                                       \
-    void codes_##FMT##_##DTYPE(const void *x, const void *made, int64_t rows, int64_t cols, const float *scale,      \
-                               int64_t height, int64_t width, Codes *found, Codes *out, int32_t threads) {           \
-        codes(x, made, rows, cols, scale, height, width, read_##DTYPE, read_##FMT, TOP * BEYOND, found, out, threads); \
-    }
-
-#define FIGURES(DTYPE)                                                                                               \
-    void values_##DTYPE(const void *x, int64_t n, Values *found, double *out, int32_t threads) {                     \
-        values(x, n, read_##DTYPE, found, out, threads);                                                             \
+#define FIGURES(DTYPE, SIZE)                                                                                         \
+    void measure_##DTYPE(const void *x, int64_t rows, int64_t cols, const Side *sides, int64_t n_sides,              \
+                         int32_t by_rows, int64_t piece, Values *values, Codes *codes, double *out,                  \
+                         int32_t threads) {                                                                          \
+        measure(x, rows, cols, read_##DTYPE, SIZE, sides, n_sides, by_rows, piece, values, codes, out, threads);     \
     }                                                                                                                \
     int32_t ranges_##DTYPE(const void *x, int64_t rows, int64_t cols, int64_t height, int64_t width, double *found,  \
                            double *out, int32_t threads) {                                                           \
         return ranges(x, rows, cols, height, width, read_##DTYPE, found, out, threads);                              \
-    }                                                                                                                \
-    CODES(e4m3, 448, DTYPE)                                                                                          \
-    CODES(e5m2, 57344, DTYPE)
+    }
 
-FIGURES(float32)
-FIGURES(bfloat16)
-FIGURES(float16)
+FIGURES(float32, 4)
+FIGURES(bfloat16, 2)
+FIGURES(float16, 2)
