@@ -14,6 +14,7 @@ from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
 from .recipe import Recipe
 from .state.arena import Slot
+from .state.observer import SeenCast
 from .tensor import Float8Tensor
 
 
@@ -72,7 +73,7 @@ class Quantizer:
             self.slot.record(quantized.amax, quantized.nonfinite)
         if (observer := self.slot.arena.observer) is not None:
             shard = reduce_amax is not None
-            observer.cast(self.slot.name, x, quantized, direction, recorded=record, shard=shard)
+            observer.cast(SeenCast(self.slot.name, x, quantized, direction, record, shard))
         return quantized.tensor
 
     def quantize(

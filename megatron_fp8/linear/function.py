@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..numerics.rule import Granularity
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import in_recompute, without_autocast
+from ..state.observer import SeenLinear
 from ..tensor import Operand, QuantizedSide
 from .derivative import first_derivative_only
 from .passes import Call, backward, forward
@@ -154,7 +155,7 @@ def watch_high_precision(
     if x.is_meta or isinstance(x, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     with _disable_current_modes():  # what keeps or counts operations has no business with an observer's
-        observer.high_precision(site.plan.name, x, weight, y, recorded=not in_recompute(), shard=shard)
+        observer.high_precision(SeenLinear(site.plan.name, x, weight, y, not in_recompute(), shard))
 
 
 class _LinearFunction(torch.autograd.Function):

@@ -15,6 +15,7 @@ from ..plan.site_plan import SitePlan
 from ..quantizer import Casts, Quantizer
 from ..state.arena import Group
 from ..state.fp8_state import Fp8State
+from ..state.observer import SeenProduct
 from ..tensor import Operand, QuantizedSide
 from .gradient_stream import GradientStream
 from .registry import register
@@ -174,7 +175,7 @@ class GemmSite:
         """
         y = self._multiply(gemm, a, b, out_dtype, bias)
         if (observer := self.state.observer) is not None:
-            observer.product(self.plan.name, gemm, a, b, y, recorded=record)
+            observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
         return y
 
     def _multiply(

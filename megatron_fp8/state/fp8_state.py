@@ -37,7 +37,8 @@ class Fp8State:
         capturing: a CapturedStep (graph.py) captures.
         owed: an optimizer stepped after FP8 GEMMs of an iteration that was not ended (mcore/owed.py).
         experiment: iterations that end now are not ended (``unrecorded``).
-        observer: who watches (``watch``).
+        watcher: who watches (``watch``).
+        observer: who is told what passes in this iteration: the watcher, if it wants to. Follows from both.
         guard: looks for tensors that are ill in each iteration; None: nobody does.
         ill: what it found in the last finished iteration.
         phase: of this iteration; follows from ``phases``. None where the training's length should be known and is not.
@@ -55,11 +56,12 @@ class Fp8State:
     capturing: bool = False
     owed: bool = False
     experiment: bool = False
-    observer: Observer | None = None
+    watcher: Observer | None = None
     guard: Guard | None = None
     ill: list[Finding] = field(default_factory=list)
     _outside: IterationCounts | None = field(default=None, init=False, repr=False, compare=False)
     phase: Phase | None = field(init=False, repr=False, compare=False)
+    observer: Observer | None = field(default=None, init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8State:
         return self
@@ -79,18 +81,27 @@ class Fp8State:
 
     def watch(self, observer: Observer | None) -> None:
         """From now on this one is told of casts and products; None: nobody is. There is one at a time."""
-        assert observer is None or self.observer is None, (
+        assert observer is None or self.watcher is None, (
             "somebody watches already: who watches last stops first"
         )
-        self.observer = observer
-        for arena in self.arenas:
-            arena.observer = observer
+        self.watcher = observer
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """The phase is kept: traced code guards on what it reads, and a guard on the iteration would fail in the next."""
+        """What follows from the iteration is kept: traced code guards on what it reads, and one on the iteration would
+        fail in the next."""
         super().__setattr__(name, value)
         if name in ("iteration", "phases") and hasattr(self, "phases"):
             self.phase = self.phases.at(self.iteration) if self.phases.known else None
+        if name in ("iteration", "watcher"):
+            self._tell(
+                self.watcher if self.watcher is not None and self.watcher.wants(self.iteration) else None
+            )
+
+    def _tell(self, observer: Observer | None) -> None:
+        if observer is not self.observer:
+            self.observer = observer
+            for arena in self.arenas:
+                arena.observer = observer
 
     def known_phase(self) -> Phase:
         """The phase of this iteration. ValueError where the training's length should be known and is not."""
@@ -123,7 +134,7 @@ class Fp8State:
         are those of now.
         """
         rows = [arena.rows.clone() for arena in self.arenas]
-        observer, owed = self.observer, self.owed
+        watcher, owed = self.watcher, self.owed
         self.watch(None)
         self.experiment = True
         try:
@@ -133,7 +144,7 @@ class Fp8State:
             for arena, before in zip(self.arenas, rows, strict=True):
                 arena.rows.copy_(before)
             self.experiment, self.owed = False, owed
-            self.watch(observer)
+            self.watch(watcher)
 
     def begin_capture(self) -> None:
         """What follows is captured, not run: counted apart, and no quantised weight is shared with what is run."""
@@ -179,8 +190,8 @@ class Fp8State:
                 if self.guard is not None and self.phase == "fp8":  # no cast uses a scale in other phases
                     self.ill += self.guard.look(arena)  # before the update: by the scales that were used
                 arena.update(self.iteration)
-        if self.observer is not None:
-            self.observer.ended(self.iteration)
+        if self.watcher is not None:
+            self.watcher.ended(self.iteration)
         self.last = self.counts
         self._count_in(IterationCounts())
         self.iteration += 1

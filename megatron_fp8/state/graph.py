@@ -105,7 +105,7 @@ def _refusal(state: Fp8State) -> str | None:
         )
     if state.guard is not None:
         return "the guard changes what sites run in, by figures that the host reads: switch it off, or train eagerly"
-    if state.observer is not None:
+    if state.watcher is not None:
         return "somebody watches its casts (telemetry), and a replay calls nobody: detach it first"
     for arena in state.arenas:
         reason = arena.capture_refusal()

@@ -34,7 +34,9 @@ def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) ->
     if columnwise:
         made, scale, block = made.t(), scale.t() if scale.ndim == 2 else scale, block[::-1]
     if made.shape != shape:
-        raise ValueError(f"codes of shape {tuple(made.shape)} were not made of values of shape {tuple(shape)}")
+        raise ValueError(
+            f"codes of shape {tuple(made.shape)} were not made of values of shape {tuple(shape)}"
+        )
     return Side(made.contiguous(), scale.contiguous(), block)
 
 

@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..backends.base import Quantized
 from ..kernels.codes import in_memory
 from ..linear.site import GemmSite
-from ..numerics.rule import Direction
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.operands import READERS
 from ..state.fp8_state import Fp8State
+from ..state.observer import SeenCast, SeenLinear, SeenProduct
 from ..tensor import Float8Tensor, Operand
 from .autograd import show_gradients
 from .histories import Histories
@@ -48,11 +48,28 @@ _PARTIAL = {("row", "output"), ("column", "dgrad")}
 
 
 class _Asked(NamedTuple):
-    """What is measured of a row: where its sums and extremes begin in the table, and how they lie."""
+    """What is measured of a row, and where its sums and extremes stand among those of all rows. Behind its extremes is a
+    place for whether it is partial."""
 
     layout: Layout
+    sums: slice
+    extremes: slice
+
+
+@dataclass(frozen=True)
+class _Table:
+    """All rows of an iteration, in an order that all ranks have; none if it is not measured."""
+
+    rows: Mapping[Row, _Asked]
     sums: int
     extremes: int
+
+    def empty(self, device: torch.device) -> Measured:
+        """What was measured of nothing, of all rows."""
+        return Measured(
+            torch.zeros(self.sums, dtype=torch.float64, device=device),
+            torch.full((self.extremes,), -math.inf, dtype=torch.float64, device=device),
+        )
 
 
 class Collector:
@@ -78,84 +95,66 @@ class Collector:
     ):
         self.state, self.settings, self.agreed = state, settings, agreed
         self._sites, self._group, self._deliver = sites, group, deliver
-        self._tables: dict[tuple[bool, ...], dict[Row, _Asked]] = {}
-        self._iteration = -1
-        self._asked: dict[Row, _Asked] = {}
-        self._found: dict[Row, Measured] = {}
+        self._tables: dict[tuple[bool, ...], _Table] = {}
+        self._iteration, self._table = -1, _Table({}, 0, 0)
+        self._found: Measured | None = None  # of all rows
+        self._weights: set[Row] = set()  # that were measured
         self._partial: set[Row] = set()
         self._had_dgrad: set[str] = set()
         self._histories = Histories(state) if "fp8_delayed_scaling" in settings.what_if else None
 
     # ------------------------------------------------------------------------------------------------------ what passes
 
-    def cast(
-        self,
-        slot: str,
-        x: torch.Tensor,
-        done: Quantized,
-        direction: Direction,
-        *,
-        recorded: bool,
-        shard: bool,
-    ) -> None:
+    def wants(self, iteration: int) -> bool:
+        """Whether anything is measured in this iteration, counted from 0."""
+        if iteration != self._iteration:
+            self._iteration, self._table = iteration, self._table_of(iteration + 1)
+            self._clear()
+        return bool(self._table.rows)
+
+    def cast(self, seen: SeenCast) -> None:
         """A piece of an operand, and its codes."""
-        if recorded and self._measures():
-            row = _row_of(slot)
-            self._operand(row, lambda: x, {"": done.tensor}, shard=shard)
+        if seen.recorded:
+            self._operand(_row_of(seen.slot), lambda: seen.x, {"": seen.done.tensor}, shard=seen.shard)
 
     def stored(self, slot: str, weight: torch.Tensor) -> None:
         """A weight that lives as FP8: the values that it was cast from."""
         row = _row_of(slot)
-        if not self._measures() or row not in self._asked or row in self._found:
+        if row not in self._table.rows or row in self._weights:
             return
         assert isinstance(weight, Fp8Parameter)
-        wanted = self._asked[row].layout.directions.get("", "rowwise")
+        self._weights.add(row)
+        wanted = self._table.rows[row].layout.directions.get("", "rowwise")
         values, codes, whole = held(weight, columnwise=wanted != "rowwise")
-        if not values.numel() or (whole and not self.agreed.mine[row[0]].weight):
-            self._found[row] = self._asked[row].layout.empty(values.device)
-            return
-        self._measure(row, values, {} if codes is None else {"": codes})
+        if values.numel() and (not whole or self.agreed.mine[row[0]].weight):
+            self._measure(row, values, {} if codes is None else {"": codes})
 
-    def product(
-        self, site: str, gemm: str, a: Operand, b: Operand, y: torch.Tensor, *, recorded: bool
-    ) -> None:
+    def product(self, seen: SeenProduct) -> None:
         """A product, and those of its operands that no GEMM of the site quantises."""
-        if not recorded or not self._measures():
+        if not seen.recorded:
             return
-        site = _site_of(site)
-        tensor = PRODUCTS[gemm]
+        site, tensor = _site_of(seen.site), PRODUCTS[seen.gemm]
         counts = self.agreed.mine.get(site)
         if counts is not None and (counts.kind, tensor) in _PARTIAL:
             self._partial.add((site, tensor))
-        if gemm == "fprop":
-            self._plain(site, "input", a)
-            self._plain(site, "weight", b)
-        elif gemm == "dgrad":
+        if seen.gemm == "fprop":
+            self._plain(site, "input", seen.a)
+            self._plain(site, "weight", seen.b)
+        elif seen.gemm == "dgrad":
             self._had_dgrad.add(site)
-            self._plain(site, "grad_output", a)
+            self._plain(site, "grad_output", seen.a)
         elif site not in self._had_dgrad:  # else dgrad's operand was the same gradient
-            self._plain(site, "grad_output", a, turned=True)
-        self._measure((site, tensor), y)
+            self._plain(site, "grad_output", seen.a, turned=True)
+        self._measure((site, tensor), seen.y)
 
-    def high_precision(
-        self,
-        site: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        recorded: bool,
-        shard: bool,
-    ) -> None:
+    def high_precision(self, seen: SeenLinear) -> None:
         """A site that runs in the model's own dtype: what it reads and gives, and, when its backward comes, the rest."""
-        if not self._measures():
-            return
-        site = _site_of(site)
+        site, x, weight, y = _site_of(seen.site), seen.x, seen.weight, seen.y
         counts = self.agreed.mine.get(site)
         if counts is None:
             return
-        if recorded:
-            self._operand((site, "input"), lambda: x, shard=shard)
+        if seen.recorded:
+            self._operand((site, "input"), lambda: x, shard=seen.shard)
             self._operand((site, "weight"), lambda: weight)
             if (counts.kind, "output") in _PARTIAL:
                 self._partial.add((site, "output"))
@@ -164,7 +163,7 @@ class Collector:
             iteration = self.state.iteration
             y.register_hook(partial(self._late, iteration, (site, "grad_output"), True))
             # Megatron-Core has summed a column's dgrad over ranks here, unless each of them keeps its shard.
-            counted = counts.kind != "column" or shard or counts.tokens
+            counted = counts.kind != "column" or seen.shard or counts.tokens
             dgrad = partial(self._late, iteration, (site, "dgrad"), counted)
             wgrad = partial(self._wgrad, iteration, (site, "wgrad"), weight)
             show_gradients(y, [(x, dgrad), (weight, wgrad)])
@@ -173,25 +172,17 @@ class Collector:
         """Add up all ranks' figures, and deliver the records. Collective over the group in measured iterations."""
         if self._histories is not None:
             self._histories.update()
-        if self._measures():
+        if self.wants(iteration):
             self._deliver(iteration + 1, self._records(iteration + 1))
         self._clear()
 
     # ------------------------------------------------------------------------------------------------------- what is kept
 
-    def _measures(self) -> bool:
-        """Whether anything is measured in this iteration."""
-        if self._iteration != self.state.iteration:
-            self._iteration = self.state.iteration
-            self._clear()
-            self._asked = self._table(self._iteration + 1)
-        return bool(self._asked)
-
     def _clear(self) -> None:
-        self._found, self._partial, self._had_dgrad = {}, set(), set()
+        self._found, self._weights, self._partial, self._had_dgrad = None, set(), set(), set()
 
-    def _table(self, iteration: int) -> dict[Row, _Asked]:
-        """All rows of an iteration, in an order that all ranks have; empty if it is not measured."""
+    def _table_of(self, iteration: int) -> _Table:
+        """What is measured of this iteration, counted from 1."""
         due = tuple(selection.measures(iteration) for selection in self.settings.selections)
         if due not in self._tables:
             rows: dict[Row, _Asked] = {}
@@ -202,9 +193,11 @@ class Collector:
                     if not names:
                         continue
                     layout = Layout.of(names)
-                    rows[site, tensor] = _Asked(layout, sums, extremes)
-                    sums, extremes = sums + len(layout.sums), extremes + len(layout.extremes) + 1
-            self._tables[due] = rows
+                    first = sums, extremes
+                    sums, extremes = sums + len(layout.sums), extremes + len(layout.extremes)
+                    rows[site, tensor] = _Asked(layout, slice(first[0], sums), slice(first[1], extremes))
+                    extremes += 1
+            self._tables[due] = _Table(rows, sums, extremes)
         return self._tables[due]
 
     def _plain(self, site: str, role: str, operand: Operand, *, turned: bool = False) -> None:
@@ -224,24 +217,31 @@ class Collector:
         """A piece of 'input', 'weight' or 'grad_output', if this rank counts it; a weight once an iteration."""
         counts = self.agreed.mine.get(row[0])
         role = row[1].partition(".")[0]
-        if row not in self._asked or counts is None or (role == "weight" and row in self._found):
+        if row not in self._table.rows or counts is None or row in self._weights:
             return
         if counts.counts(role, shard=shard):
+            self._weights |= {row} if role == "weight" else set()
             self._measure(row, x(), codes)
 
     def _measure(self, row: Row, x: torch.Tensor, codes: Mapping[str, Float8Tensor] | None = None) -> None:
         """Add the figures of a piece to those of its row."""
-        asked = self._asked.get(row)
+        asked = self._table.rows.get(row)
         if asked is None or row[0] not in self.agreed.mine:
             return
         with torch.no_grad():
             x = in_memory(x)
             x = x.reshape(-1, x.shape[-1])
             found = measure(x, asked.layout, {**(codes or {}), **self._what_ifs(row, x, codes, asked.layout)})
-            known = self._found.get(row)
-            if known is not None:
-                found = Measured(known.sums + found.sums, torch.maximum(known.extremes, found.extremes))
-            self._found[row] = found
+            all_rows = self._all_rows()
+            all_rows.sums[asked.sums] += found.sums.to(self.state.device)
+            extremes = all_rows.extremes[asked.extremes]
+            torch.maximum(extremes, found.extremes.to(self.state.device), out=extremes)
+
+    def _all_rows(self) -> Measured:
+        """What was measured of all rows so far."""
+        if self._found is None:
+            self._found = self._table.empty(self.state.device)
+        return self._found
 
     def _what_ifs(
         self, row: Row, x: torch.Tensor, codes: Mapping[str, Float8Tensor] | None, layout: Layout
@@ -262,7 +262,7 @@ class Collector:
 
     def _late(self, iteration: int, row: Row, counted: bool, gradient: torch.Tensor) -> None:
         """A gradient that autograd shows, of a forward in this iteration."""
-        if iteration != self.state.iteration or not self._measures():
+        if iteration != self.state.iteration:
             return
         if row[1] == "grad_output":
             self._operand(row, lambda: gradient)
@@ -278,29 +278,21 @@ class Collector:
 
     def _records(self, iteration: int) -> Records:
         """The records of a measured iteration, of all ranks' sites: one SUM and one MAX over the group."""
-        device, sums, extremes = self.state.device, [], []
-        for row, (layout, *_) in self._asked.items():
-            found = self._found.get(row) or layout.empty(device)
-            partial = 1.0 if row in self._partial else -math.inf
-            sums.append(found.sums.to(device))
-            extremes += [
-                found.extremes.to(device),
-                torch.full((1,), partial, dtype=torch.float64, device=device),
-            ]
-        all_sums, all_extremes = torch.cat(sums), torch.cat(extremes)
+        all_rows = self._all_rows()
+        for row in self._partial & self._table.rows.keys():
+            all_rows.extremes[self._table.rows[row].extremes.stop] = 1
         if self._group is not None and dist.get_world_size(self._group) > 1:
-            dist.all_reduce(all_sums, op=dist.ReduceOp.SUM, group=self._group)
-            dist.all_reduce(all_extremes, op=dist.ReduceOp.MAX, group=self._group)
-        total, most = all_sums.tolist(), all_extremes.tolist()
+            dist.all_reduce(all_rows.sums, op=dist.ReduceOp.SUM, group=self._group)
+            dist.all_reduce(all_rows.extremes, op=dist.ReduceOp.MAX, group=self._group)
+        total, most = all_rows.sums.tolist(), all_rows.extremes.tolist()
         records: Records = []
-        for (site, tensor), (layout, first_sum, first) in self._asked.items():
-            of_row = total[first_sum : first_sum + len(layout.sums)]
-            last = first + len(layout.extremes)
+        for (site, tensor), (layout, sums, extremes) in self._table.rows.items():
+            of_row = total[sums]
             if of_row[0]:  # how many elements there are
                 record: dict[str, Any] = {"iteration": iteration, "site": site, "tensor": tensor}
-                if most[last] > 0:
+                if most[extremes.stop] > 0:
                     record["partial"] = True
-                records.append(record | finish(layout, of_row, most[first:last]))
+                records.append(record | finish(layout, of_row, most[extremes]))
         return records
 
 

@@ -165,7 +165,9 @@ def _in_c(x: torch.Tensor, layout: Layout, sides: list[Side | None], given: list
         one = None if side is None else next(told)
         sums += [0.0] * len(CODE_SUMS) if one is None else [numel, finite, squares, *one[:3]]
         extremes += [-math.inf, -math.inf] if one is None else one[3:]
-    return Measured(*(torch.tensor(numbers, dtype=torch.float64, device="cpu") for numbers in (sums, extremes)))
+    return Measured(
+        *(torch.tensor(numbers, dtype=torch.float64, device="cpu") for numbers in (sums, extremes))
+    )
 
 
 def _side(codes: Mapping[str, Float8Tensor], variant: Variant, shape: torch.Size) -> Side | None:

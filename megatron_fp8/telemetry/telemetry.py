@@ -134,7 +134,7 @@ class Telemetry:
             )
         self.settings.check_sites(found)
         for state, _ in states:
-            if state.observer is not None:
+            if state.watcher is not None:
                 raise ValueError(
                     "this model is watched already: close the telemetry that it has, then make another"
                 )

@@ -37,11 +37,14 @@ class Dump:
         self.seen: dict[tuple[str, str], list[Piece]] = defaultdict(list)
         self._weights: set[str] = set()
 
-    def cast(self, slot, x, done, direction, *, recorded, shard):
-        site, _, role = slot.rpartition(".")
-        if recorded and not (role == "weight" and site in self._weights):
+    def wants(self, iteration):
+        return self.inner.wants(iteration)
+
+    def cast(self, seen):
+        site, _, role = seen.slot.rpartition(".")
+        if seen.recorded and not (role == "weight" and site in self._weights):
             self._weights |= {site} if role == "weight" else set()
-            side = done.tensor.rowwise
+            side, x = seen.done.tensor.rowwise, seen.x
             scale = side.expanded_scale_inv().expand(x.shape)
             self.seen[site, role].append(
                 Piece(
@@ -51,7 +54,7 @@ class Dump:
                     _numbers(side.float_scale_inv()).reshape(-1),
                 )
             )
-        self.inner.cast(slot, x, done, direction, recorded=recorded, shard=shard)
+        self.inner.cast(seen)
 
     def stored(self, slot, weight):
         """The masters that this rank has, rounded as they were cast, and their codes."""
@@ -66,13 +69,14 @@ class Dump:
             self.seen[site, role].append(Piece(x, meant, largest, scale))
         self.inner.stored(slot, weight)
 
-    def product(self, site, gemm, a, b, y, *, recorded):
-        if recorded:
-            self.seen[site, {"fprop": "output"}.get(gemm, gemm)].append(Piece(_numbers(y)))
-        self.inner.product(site, gemm, a, b, y, recorded=recorded)
+    def product(self, seen):
+        if seen.recorded:
+            tensor = {"fprop": "output"}.get(seen.gemm, seen.gemm)
+            self.seen[seen.site, tensor].append(Piece(_numbers(seen.y)))
+        self.inner.product(seen)
 
-    def high_precision(self, *args, **kwargs):
-        self.inner.high_precision(*args, **kwargs)
+    def high_precision(self, seen):
+        self.inner.high_precision(seen)
 
     def ended(self, iteration):
         self.inner.ended(iteration)
@@ -176,7 +180,7 @@ def trained(
             if validate:
                 _validate(training)
             (state,) = measured.states
-            collector = state.observer
+            collector = state.watcher
             state.watch(None)
             state.watch(dump := Dump(collector))
             training.steps(1)

@@ -64,9 +64,7 @@ def measure(x: torch.Tensor, sides: Sequence[Side] = ()) -> tuple[list[float], l
     piece = max(1, _PIECE // cols) * cols if by_rows else _PIECE
     pieces = -(-total // piece)
     # what is kept of each piece: of the values, then of each side
-    kept = torch.empty(
-        pieces * (_VALUES_BYTES + len(told) * _CODES_BYTES), dtype=torch.uint8, device="cpu"
-    )
+    kept = torch.empty(pieces * (_VALUES_BYTES + len(told) * _CODES_BYTES), dtype=torch.uint8, device="cpu")
     out = (ctypes.c_double * (_OF_VALUES + _OF_CODES * len(told)))()
     getattr(compiled(), f"measure_{NAMES[x.dtype]}")(
         address(x, x.dtype, total),
@@ -82,7 +80,9 @@ def measure(x: torch.Tensor, sides: Sequence[Side] = ()) -> tuple[list[float], l
         thread_count(total),
     )
     numbers = list(out)
-    return numbers[:_OF_VALUES], [numbers[at : at + _OF_CODES] for at in range(_OF_VALUES, len(numbers), _OF_CODES)]
+    return numbers[:_OF_VALUES], [
+        numbers[at : at + _OF_CODES] for at in range(_OF_VALUES, len(numbers), _OF_CODES)
+    ]
 
 
 def _told(side: Side, rows: int, cols: int) -> _Side:

@@ -91,6 +91,9 @@ def test_what_is_cast_in_an_experiment_leaves_no_trace():
     rows, counts = [arena.rows.clone() for arena in state.arenas], repr(state.counts)
 
     class Told:
+        def wants(self, iteration):
+            return True
+
         def cast(self, *args, **kwargs):
             raise AssertionError("an experiment is nobody's business")
 

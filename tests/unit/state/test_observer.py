@@ -14,23 +14,27 @@ from tests.support.sites import RECIPES, make_site, randn
 
 
 class Recording:
-    """An observer that keeps what it is told."""
+    """An observer that keeps what it is told, of every so many iterations."""
 
-    def __init__(self):
+    def __init__(self, every=1):
+        self.every = every
         self.casts, self.products, self.others = [], [], []
 
-    def cast(self, slot, x, done, direction, *, recorded, shard):
-        self.casts.append((slot, x.detach().clone(), done, direction, recorded))
+    def wants(self, iteration):
+        return iteration % self.every == 0
+
+    def cast(self, seen):
+        self.casts.append((seen.slot, seen.x.detach().clone(), seen.done, seen.direction, seen.recorded))
 
     def stored(self, slot, weight):
         self.others.append(("stored", slot, weight))
 
-    def product(self, site, gemm, a, b, y, *, recorded):
-        self.products.append((site, gemm, y.detach().clone()))
-        self.others += [] if recorded else [("not recorded", gemm)]
+    def product(self, seen):
+        self.products.append((seen.site, seen.gemm, seen.y.detach().clone()))
+        self.others += [] if seen.recorded else [("not recorded", seen.gemm)]
 
-    def high_precision(self, site, x, weight, y, *, recorded, shard):
-        self.others.append(("high precision", site, y.detach().clone(), recorded))
+    def high_precision(self, seen):
+        self.others.append(("high precision", seen.site, seen.y.detach().clone(), seen.recorded))
 
     def ended(self, iteration):
         self.others.append(("ended", iteration))
@@ -96,9 +100,28 @@ def test_hears_of_layers_in_high_precision_and_of_the_end():
     assert [what for what, *_ in watch.others[2:]] == ["not recorded"] * 2
 
 
+def test_in_iterations_that_it_does_not_want_nobody_is_told():
+    """Not even asked: state and arenas have no observer then, also where a resumed run sets the iteration."""
+    state, watch = Fp8State(), Recording(every=2)
+    site, _ = make_site("tensorwise", state=state, name="fc1")
+    state.watch(watch)
+    told = []
+    for _ in range(4):
+        step(site)
+        told.append((len(watch.casts), state.observer is watch, state.arenas[0].observer is state.observer))
+        state.finish_iteration()
+    assert told == [(3, True, True), (3, False, True), (6, True, True), (6, False, True)]
+    assert [event for event in watch.others if event[0] == "ended"] == [("ended", i) for i in range(4)]
+    state.iteration = 7
+    assert state.observer is None is state.arenas[0].observer
+    state.iteration = 8
+    assert state.observer is watch is state.arenas[0].observer
+
+
 def test_a_watched_step_is_not_captured():
     state = Fp8State()
-    state.watch(Recording())
+    state.watch(Recording(every=2))
+    state.iteration = 1
     with pytest.raises(ValueError, match="detach it first"):
         CapturedStep(state)
 
@@ -133,11 +156,14 @@ def test_not_one_operation_more(recipe):
         return names, [y, x.grad, w.grad]
 
     class Silent:
-        def cast(self, *_, **__): ...
-        def product(self, *_, **__): ...
-        def stored(self, *_): ...
-        def high_precision(self, *_, **__): ...
-        def ended(self, *_): ...
+        def wants(self, iteration):
+            return True
+
+        def cast(self, seen): ...
+        def product(self, seen): ...
+        def stored(self, slot, weight): ...
+        def high_precision(self, seen): ...
+        def ended(self, iteration): ...
 
     (without, bits), (watched, same) = run(None), run(Silent())
     assert without == watched
