@@ -23,7 +23,7 @@ STREAM: list[tuple[str, ...]] = [
     ("fp8_utils",),
     ("mcore",),
     ("train",),
-    ("huggingface", "report"),
+    ("huggingface", "report", "estimate"),
     ("study",),
     ("commands",),
     ("__main__", "moved"),

@@ -118,6 +118,11 @@ _KINDS = {
 _FORMATS = ("e4m3", "hybrid")
 
 
+def known_fields() -> frozenset[str]:
+    """Every field of a model section that a table here names."""
+    return frozenset(_KINDS)
+
+
 def kind_of(name: str) -> str:
     """'shape', 'function', or the topic of a field that may change. One that no table names is 'function'."""
     return _KINDS.get(name, "function")

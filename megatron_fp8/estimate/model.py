@@ -1,0 +1,248 @@
+"""The model of a run as an estimate sees it: its sizes, how ranks share it, and which layers stand where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one rank of a pipeline stage holds in one piece.
+
+    Attributes:
+        stage, part: the pipeline stage, and which of its virtual stages.
+        layers: global numbers of its layers, from 0.
+        first, last: whether the embedding, and whether the output layer, are here.
+    """
+
+    stage: int
+    part: int
+    layers: range
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """Megatron-Core's fields that decide sizes, by their names and with its defaults; None is filled in where it means
+    another field. ``fp8_options`` are the recipe's, and change no size; ``positions`` are the rows of a learned table.
+
+    Raises ValueError where the layers cannot be split as asked.
+    """
+
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_attention_heads: int = 0
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    ffn_hidden_size: int | None = None
+    gated_linear_unit: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    normalization: str = "LayerNorm"
+    activation_func: str = "gelu"
+    bias_activation_fusion: bool = False
+    activation_func_fp8_input_store: bool = False
+    position_embedding_type: str = "rope"
+    share_embeddings_and_output_weights: bool = False
+    positions: int = 0
+    vocab_size: int | None = None
+    make_vocab_size_divisible_by: int = 128
+    padded_vocab_size: int | None = None
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    bf16: bool | None = None
+    fp16: bool = False
+    params_dtype: str | None = None
+    fp8: str | None = None
+    fp8_recipe: str | None = None
+    fp8_param: bool = False
+    fp8_wgrad: bool = True
+    fp8_backend: str | None = None
+    fp8_overrides: Mapping[str, Any] = field(default_factory=dict)
+    fp8_options: Mapping[str, Any] = field(default_factory=dict)
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_layout: None = None
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    microbatch_group_size_per_vp_stage: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: list[str] | None = None
+    distribute_saved_activations: bool = False
+    num_moe_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_layer_freq: int | list[int] = 1
+    moe_router_topk: int = 2
+
+    def __post_init__(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        bf16 = not self.fp16 if self.bf16 is None else self.bf16
+        filled = {
+            "num_query_groups": groups or heads,
+            "kv_channels": self.kv_channels or self.hidden_size // heads,
+            "ffn_hidden_size": self.ffn_hidden_size or 4 * self.hidden_size,
+            "bf16": bf16,
+            "params_dtype": self.params_dtype
+            or ("float16" if self.fp16 else "bfloat16" if bf16 else "float32"),
+            "fp8_recipe": self.fp8_recipe or "delayed",
+        }
+        if self.num_moe_experts:
+            filled["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or filled["ffn_hidden_size"]
+            filled["expert_tensor_parallel_size"] = (
+                self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+            )
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+        if self.query_groups % self.tensor_model_parallel_size:
+            raise ValueError(
+                f"model.num_query_groups={self.query_groups} with model.tensor_model_parallel_size="
+                f"{self.tensor_model_parallel_size}: no estimate is known where ranks share a group. Make the first a"
+                " multiple of the second."
+            )
+        if isinstance(self.moe_layer_freq, list) and len(self.moe_layer_freq) != self.num_layers:
+            raise ValueError(
+                f"model.moe_layer_freq has {len(self.moe_layer_freq)} entries for model.num_layers={self.num_layers}:"
+                " give one for each layer."
+            )
+        self.chunks()
+
+    # What None was filled in for, for those who read: mypy then knows that they are numbers.
+
+    @property
+    def query_groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def channels(self) -> int:
+        """Of a head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn(self) -> int:
+        """Width of a dense MLP."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ffn(self) -> int:
+        """Width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens, without padding."""
+        return self.vocab_size or 0
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding over all ranks."""
+        if self.padded_vocab_size is not None:
+            return self.padded_vocab_size
+        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return -(-self.vocabulary // multiple) * multiple
+
+    @property
+    def gate(self) -> int:
+        """Projections that an MLP's first linear holds."""
+        return 2 if self.gated_linear_unit else 1
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the dense model, context parallel ones included."""
+        return (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share an expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of a layer on one rank."""
+        return (self.num_moe_experts or 0) // self.expert_model_parallel_size
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one value between layers."""
+        return 2 if self.bf16 or self.fp16 else 4 if self.params_dtype == "float32" else 2
+
+    @property
+    def token_share(self) -> int:
+        """Ranks among which a tensor-parallel group's tokens are split between linears."""
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether that layer's MLP is a mixture of experts."""
+        if not self.num_moe_experts:
+            return False
+        every = self.moe_layer_freq
+        return layer % every == 0 if isinstance(every, int) else bool(every[layer])
+
+    def in_high_precision(self, layer: int) -> bool:
+        """Whether first_last_layers_bf16 keeps that layer out of FP8."""
+        start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        return self.first_last_layers_bf16 and not start <= layer < self.num_layers - end
+
+    def chunks(self) -> list[Chunk]:
+        """Every chunk of one pipeline, in the order in which a token passes through them."""
+        stages, parts = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size or 1
+        if stages == 1:
+            return [Chunk(0, 0, range(self.num_layers), True, True)]
+        counts = [count // parts for count in self._layers_of_stages(stages, parts)]
+        found, at = [], 0
+        for part in range(parts):
+            for stage in range(stages):
+                first, last = (part, stage) == (0, 0), (part, stage) == (parts - 1, stages - 1)
+                count = counts[stage]
+                count -= first and self.account_for_embedding_in_pipeline_split
+                count -= last and self.account_for_loss_in_pipeline_split
+                found.append(Chunk(stage, part, range(at, at + count), first, last))
+                at += count
+        return found
+
+    def _layers_of_stages(self, stages: int, parts: int) -> list[int]:
+        """Layers of each stage, the embedding and the loss among them where they count as layers."""
+        total = (
+            self.num_layers
+            + self.account_for_embedding_in_pipeline_split
+            + self.account_for_loss_in_pipeline_split
+        )
+        ends = [self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage]
+        left = stages - sum(end is not None for end in ends)
+        rest = total - sum(end or 0 for end in ends)
+        if rest < 0 or (left == 0 and rest) or (left and rest % left):
+            raise ValueError(
+                f"model.num_layers={self.num_layers} cannot be split over model.pipeline_model_parallel_size={stages}:"
+                f" after those of the first and last stage {rest} layers are left for {left} stages. Change one of them."
+            )
+        middle = rest // left if left else 0
+        counts = [middle] * stages
+        for index, end in ((0, ends[0]), (-1, ends[1])):
+            if end is not None:
+                counts[index] = end
+        if any(count % parts for count in counts):
+            raise ValueError(
+                f"stages of {', '.join(map(str, counts))} layers cannot be split into"
+                f" model.virtual_pipeline_model_parallel_size={parts} equal parts: change one of them."
+            )
+        return counts

@@ -1,0 +1,55 @@
+"""Which microbatches a pipeline stage has in flight: Megatron-Core's schedules, walked through in numbers.
+
+Without virtual stages a stage runs as many forwards as there are stages after it, then a forward and a backward in turn
+(1F1B). With them its chunks take turns, a group of microbatches each, and more are in flight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from .model import Model
+
+
+def peak(model: Model, stage: int, microbatches: int, sizes: Mapping[int, int]) -> tuple[int, Counter[int]]:
+    """(most bytes at once, microbatches in flight by chunk then) of a stage.
+
+    Args:
+        sizes: chunk of the stage -> bytes that one microbatch leaves there until its backward pass.
+    """
+    stages, parts = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    forwards = _order(model, microbatches)
+    warmup = stages - stage - 1
+    if parts > 1:
+        group = model.microbatch_group_size_per_vp_stage or stages
+        warmup = 2 * warmup + (parts - 1) * group
+    held: Counter[int] = Counter()
+    best, when = 0, Counter[int]()
+    for index, part in enumerate(forwards):
+        held[part] += 1
+        size = sum(sizes[chunk] * count for chunk, count in held.items())
+        if size > best:
+            best, when = size, held.copy()
+        if index >= warmup:  # a backward follows each forward, of the chunks in reverse
+            held[parts - 1 - forwards[index - warmup]] -= 1
+    return best, when
+
+
+def _order(model: Model, microbatches: int) -> list[int]:
+    """The chunk of each forward of a stage, in order."""
+    parts = model.virtual_pipeline_model_parallel_size or 1
+    group = model.microbatch_group_size_per_vp_stage or model.pipeline_model_parallel_size
+    if parts == 1:
+        return [0] * microbatches
+    found = []
+    for first in range(0, microbatches, group):
+        count = min(group, microbatches - first)
+        found += [part for part in range(parts) for _ in range(count)]
+    return found
+
+
+def bubble(model: Model, microbatches: int) -> float:
+    """Idle time of a stage over its busy one."""
+    parts = model.virtual_pipeline_model_parallel_size or 1
+    return (model.pipeline_model_parallel_size - 1) / (parts * microbatches)

@@ -1,0 +1,349 @@
+"""A run's config, read without Megatron-Core: what an estimate needs of it, in a second and on any machine.
+
+    settings = read(["--config=examples/configs/llama3_8b.yaml", "--model.fp8_param=true"], gpus=64)
+
+Files and dotted options are as `megatron-fp8 train` takes them; a later option wins, and options win over files. Names
+of keys are checked against the tables of train/config, values of what is read here by their rules. The whole config is
+checked by `train --dry_run`.
+
+Rejected: train's own parser. Its model section is made of Megatron-Core's dataclass, whose import takes longer than all
+of an estimate, and is not there on a laptop. A test compares what both read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..files.disk import read_ordinary
+from ..files.strict_yaml import load_yaml
+from ..mcore.config.relations import RELATIONS
+from ..mcore.config.rules import (
+    FLAG,
+    Rule,
+    check,
+    check_relation,
+    either,
+    integer,
+    list_of,
+    number,
+    one_of,
+    optional,
+    shown,
+    text,
+)
+from ..plan.overrides import check_overrides
+from ..recipe import RECIPES, check_recipe_name
+from ..train.config.field_rules import RULES, check_rules
+from ..train.config.model_fields import known_fields
+from ..train.config.sections import (
+    CheckpointSection,
+    DataSection,
+    OptimizerSection,
+    TelemetrySection,
+    TrainSection,
+)
+from .model import Model
+
+_FORMATS = ("hybrid", "e4m3")
+_SIZE, _COUNT, _RANKS = integer(1, 2**24), integer(1, 2**16), integer(1, 2**20, "ranks")
+_PROBABILITY = number(0, 1, without=[1])
+
+_MODEL_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("num_layers", "num_attention_heads"), _COUNT),
+    "hidden_size": _SIZE,
+    **dict.fromkeys(("num_query_groups", "kv_channels"), optional(_COUNT)),
+    **dict.fromkeys(
+        ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), optional(_SIZE)
+    ),
+    **dict.fromkeys(
+        (
+            "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "bias_activation_fusion",
+            "activation_func_fp8_input_store", "fp8_param", "fp8_wgrad", "fp16", "first_last_layers_bf16",
+            "sequence_parallel", "moe_shared_expert_gate", "distribute_saved_activations",
+            "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+            "share_embeddings_and_output_weights",
+        ),
+        FLAG,
+    ),
+    "bf16": optional(FLAG),
+    "normalization": one_of("LayerNorm", "RMSNorm"),
+    "activation_func": one_of("gelu", "silu", "relu", "squared_relu"),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), _PROBABILITY),
+    "params_dtype": optional(one_of("bfloat16", "float16", "float32")),
+    "fp8": optional(one_of(*_FORMATS)),
+    "fp8_recipe": optional(one_of(*RECIPES)),
+    "fp8_backend": optional(one_of("auto", "emulated", "native", "transformer_engine")),
+    **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), integer(0, 2**16, "layers")),
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+         "expert_model_parallel_size"),
+        _RANKS,
+    ),
+    "expert_tensor_parallel_size": optional(_RANKS),
+    **dict.fromkeys(
+        ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
+         "num_layers_in_last_pipeline_stage", "microbatch_group_size_per_vp_stage", "recompute_num_layers",
+         "num_moe_experts"),
+        optional(_COUNT),
+    ),
+    "recompute_granularity": optional(one_of("full", "selective")),
+    "recompute_method": optional(one_of("uniform", "block")),
+    "recompute_modules": optional(list_of(text())),
+    "moe_layer_freq": either(_COUNT, list_of(integer(0, 1))),
+    "moe_router_topk": _COUNT,
+    **{name: RULES["model"][name] for name in (
+        "vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size", "position_embedding_type",
+        "share_embeddings_and_output_weights",
+    )},
+}  # fmt: skip
+
+_UNKNOWN_SHAPES: dict[str, Any] = {
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+    "attention_output_gate": False,
+    "softmax_type": "vanilla",
+    "moe_latent_size": None,
+    "moe_grouped_gemm": False,
+    "heterogeneous_block_specs": False,
+    "experimental_attention_variant": None,
+}
+"""Fields that change shapes or layouts in ways no file here knows: anything but these values is refused."""
+
+_SECTIONS: dict[str, Any] = {
+    "train": TrainSection,
+    "optimizer": OptimizerSection,
+    "data": DataSection,
+    "checkpoint": CheckpointSection,
+    "telemetry": TelemetrySection,
+}
+_TOP = {"run_dir", "resume", "dry_run", "debug"}
+_LARGEST = 1 << 24
+_BYTES_VOCABULARY = 257  # of a run without a tokenizer: every byte, and the end of a document
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an estimate is of.
+
+    Attributes:
+        model: the model's section, derived values filled in.
+        train, optimizer: the run's sections.
+        gpus: ranks of the whole run.
+        notes: what was read and is not in the figures.
+    """
+
+    model: Model
+    train: TrainSection
+    optimizer: OptimizerSection
+    gpus: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that hold the same dense parameters, context parallel ranks apart."""
+        return self.gpus // self.model.model_ranks
+
+    @property
+    def microbatches(self) -> int:
+        """Of an iteration, on each rank."""
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.data_parallel)
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch on one context-parallel rank: what a tensor-parallel group multiplies at once."""
+        return self.train.micro_batch_size * self.train.seq_length // self.model.context_parallel_size
+
+
+def read(options: list[str], gpus: int | None = None) -> Settings:
+    """The settings of `--config=FILE` and dotted options.
+
+    Args:
+        options: as `megatron-fp8 train` takes them, each `--name=value`.
+        gpus: of the run; None: one copy of the model.
+
+    Raises:
+        ValueError: a key is unknown, a value is out of range, sizes do not divide, or the model has a part that no
+            estimate is known for; the message names the key and the remedy.
+    """
+    given: dict[str, Any] = {}
+    for option in options:
+        name, equals, value = option.removeprefix("--").partition("=")
+        if not option.startswith("--") or not equals:
+            raise ValueError(
+                f"{option!r} is not an option: options are --config FILE and --section.key=value."
+            )
+        name = name.replace("-", "_")
+        if name == "config":
+            content = _file(value)
+            for key in content:
+                _check_key(key, f"{value}: ")
+            given.update(content)
+        else:
+            _check_key(name, "--")
+            given[name] = _value(name, value)
+    return settle(given, gpus)
+
+
+def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
+    """The settings of values by dotted key; arguments and errors otherwise as ``read``'s."""
+    sections: dict[str, Any] = {}
+    for name in ("train", "optimizer"):
+        keys = {item.name for item in dataclasses.fields(_SECTIONS[name])}
+        sections[name] = _SECTIONS[name](**{k: given[f"{name}.{k}"] for k in keys if f"{name}.{k}" in given})
+        check_rules(name, sections[name])
+    section = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("model.")}
+    train = sections["train"]
+    model, notes = _model(section, given, train.seq_length)
+    ranks = model.model_ranks
+    if gpus is None:
+        experts = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or 1)
+        gpus = max(ranks, model.pipeline_model_parallel_size * experts)
+    if gpus < 1 or gpus % ranks:
+        raise ValueError(
+            f"--gpus={gpus} must be a multiple of the {ranks} ranks that hold one model (tensor"
+            f" {model.tensor_model_parallel_size} x pipeline {model.pipeline_model_parallel_size} x context"
+            f" {model.context_parallel_size}): change one of them."
+        )
+    settings = Settings(model, train, sections["optimizer"], gpus, tuple(notes))
+    _check_batch(settings)
+    return settings
+
+
+def _check_batch(settings: Settings) -> None:
+    train, model = settings.train, settings.model
+    at_once = train.micro_batch_size * settings.data_parallel
+    if train.global_batch_size % at_once:
+        raise ValueError(
+            f"train.global_batch_size={train.global_batch_size} must be a multiple of train.micro_batch_size="
+            f"{train.micro_batch_size} x {settings.data_parallel} data-parallel ranks (--gpus={settings.gpus}): change"
+            " one of them."
+        )
+    if train.seq_length % model.context_parallel_size or (
+        model.sequence_parallel
+        and train.seq_length // model.context_parallel_size % model.tensor_model_parallel_size
+    ):
+        raise ValueError(
+            f"train.seq_length={train.seq_length} is shared by {model.context_parallel_size} context-parallel and, with"
+            f" sequence_parallel, {model.tensor_model_parallel_size} tensor-parallel ranks: make it a multiple."
+        )
+
+
+def _file(path: str) -> dict[str, Any]:
+    try:
+        content = load_yaml(read_ordinary(Path(path), _LARGEST))
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ValueError(f"--config={path!r}: {reason}. Shipped ones are in examples/configs/.") from error
+    except ValueError as error:
+        raise ValueError(f"--config={path} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        if name in ("model", *_SECTIONS):
+            if not isinstance(value, dict):
+                raise ValueError(f"--config={path}: {name}={shown(value)} must be a section: {{KEY: VALUE}}.")
+            found.update({f"{name}.{key}": item for key, item in value.items()})
+        else:
+            found[name] = value
+    return found
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--{name}={text!r} is not YAML: {' '.join(str(error).split())}") from error
+    if isinstance(value, str):
+        try:
+            return float(value)  # 1e-4, which YAML takes for text
+        except ValueError:
+            return value
+    return value
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of a run's config."""
+    inner = [f"{name}.{item.name}" for name, kind in _SECTIONS.items() for item in dataclasses.fields(kind)]
+    return [*(f"model.{name}" for name in sorted(known_fields())), *inner, *sorted(_TOP)]
+
+
+def _check_key(key: str, where: str) -> None:
+    known = known_keys()
+    if key in known or key.startswith("model.fp8_overrides."):
+        return
+    last = key.rpartition(".")[2]
+    near = [name for name in known if name.rpartition(".")[2] == last] or difflib.get_close_matches(
+        key, known, n=1
+    )
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ValueError(f"{where}{key} is not a known key.{hint}")
+
+
+def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tuple[Model, list[str]]:
+    section = dict(section)
+    if (other := section.pop("fp8_format", None)) is not None:
+        if other not in _FORMATS:
+            check_recipe_name(other)
+        section["fp8" if other in _FORMATS else "fp8_recipe"] = other
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not section.get(name):
+            raise ValueError(
+                f"model.{name}={shown(section.get(name))} must be at least 1: give it, or a config file such as --config"
+                " examples/configs/tiny_gpt_cpu.yaml."
+            )
+    for name, only in _UNKNOWN_SHAPES.items():
+        if section.get(name, only) != only:
+            raise ValueError(
+                f"model.{name}={shown(section[name])}: no estimate is known for it. Leave it {shown(only)} to have one"
+                " of the rest."
+            )
+    values = {}
+    for name, rule in _MODEL_RULES.items():
+        if name in section:
+            check(f"model.{name}", section[name], rule)
+            values[name] = section[name]
+    overrides = dict(section.get("fp8_overrides") or {})
+    overrides |= {
+        key.removeprefix("model.fp8_overrides."): value
+        for key, value in given.items()
+        if key.startswith("model.fp8_overrides.")
+    }
+    check_overrides(overrides, "model.fp8_overrides")
+    options: dict[str, Any] = {
+        name: section[name] for name in ("fp8_margin", "fp8_amax_history_len", "fp8_pow2_scales",
+                                         "fp8_quantizer_factory", "fp8_amax_compute_algo", "fp8_interval",
+                                         "fp8_stochastic_rounding", "fp8_amax_epsilon")
+        if name in section
+    }  # fmt: skip
+    has_experts = bool(values.get("num_moe_experts"))
+    model = Model(**values, positions=positions, fp8_overrides=overrides, fp8_options=options)
+    if model.fp8_param and not model.fp8:
+        raise ValueError(
+            f"model.fp8_param=True needs FP8 training, and model.fp8 is {model.fp8!r}. Set model.fp8=hybrid or e4m3, or"
+            " drop it."
+        )
+    for relation in RELATIONS:
+        if all(hasattr(model, name) for name in relation.names):
+            check_relation(model, relation, "model.")
+    notes = []
+    if section.get("fp8_size_filter"):
+        notes.append("fp8_size_filter: not read; sites that it leaves in BF16 are counted as FP8")
+    if section.get("fp8_high_precision_warmup") or section.get("fp8_high_precision_healing"):
+        notes.append("phases in BF16: the figures are of iterations in FP8")
+    if section.get("vocab_size") is None:
+        if given.get("data.tokenizer"):
+            raise ValueError(
+                "model.vocab_size is the tokenizer's, which is not read here: give --model.vocab_size=N."
+            )
+        model = dataclasses.replace(model, vocab_size=_BYTES_VOCABULARY)
+    if has_experts:
+        notes.append("experts: every expert is taken to get as many tokens as any other")
+    return model, notes

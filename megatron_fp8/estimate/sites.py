@@ -1,0 +1,158 @@
+"""What each GEMM site of a chunk multiplies, and which weights live as FP8: the plan, before there is a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+
+from ..fp8_utils import get_fp8_recipe
+from ..numerics.rule import Granularity, Rule
+from ..plan.overrides import Override
+from ..plan.resolve import Asked, choose
+from ..plan.site_plan import SitePlan, bf16_site, chosen_site
+from ..recipe import RECIPES, Recipe
+from .model import Model
+from .settings import Settings
+
+_DEFAULTS = {
+    "fp8_margin": 0,
+    "fp8_interval": 1,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_quantizer_factory": None,
+}
+"""Megatron-Core's, of options that change no size."""
+
+
+def recipe_of(model: Model) -> Callable[[str | None], Recipe]:
+    """The recipe of a name with the model's options; of None, the model's."""
+    options = {**_DEFAULTS, **model.fp8_options, "fp8": model.fp8, "fp8_recipe": model.fp8_recipe}
+    fields = SimpleNamespace(**options)
+    return lambda name: get_fp8_recipe(fields, name)
+
+
+class Plans:
+    """The plans of a model's sites, by name."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._asked: Asked | None = None
+        if model.fp8:
+            self._asked = Asked(
+                recipe=recipe_of(model),
+                reason="fp8 recipe of the config",
+                overrides=model.fp8_overrides,
+                fp8_wgrad=model.fp8_wgrad,
+                prefix="fp8_",
+                dtype="BF16",
+            )
+        self._known: dict[str, SitePlan] = {}
+
+    def of(self, name: str, layer: int | None) -> SitePlan:
+        """What that site runs. ValueError where two operands of a GEMM would be E5M2."""
+        if name not in self._known:
+            self._known[name] = self._make(name, layer)
+        return self._known[name]
+
+    def _make(self, name: str, layer: int | None) -> SitePlan:
+        if self._asked is None:
+            return bf16_site(name, layer, "fp8 is off")
+        reason = None
+        if layer is not None and self._model.in_high_precision(layer):
+            reason = "first_last_layers_bf16"
+        choices = choose(self._asked, name, reason)
+        if choices.none_in_fp8:
+            return bf16_site(name, layer, "; ".join(choices.reasons))
+        return chosen_site(name, layer, "emulated", "; ".join(choices.reasons), choices)
+
+
+def two_rules(plan: SitePlan, role: str, one: str, other: str) -> tuple[Rule | None, Rule | None]:
+    """How an operand is quantised for the GEMM that reads its rowwise side, and for the other one."""
+    casts = (plan.operands[one][role], plan.operands[other][role])
+    rowwise, columnwise = (None if cast is None else cast.rule for cast in casts)
+    return rowwise, columnwise
+
+
+def weight_rules(plan: SitePlan) -> tuple[Rule | None, Rule | None]:
+    """Of the weight, for fprop and for dgrad."""
+    return two_rules(plan, "weight", "fprop", "dgrad")
+
+
+def shares_gradient_buffer(settings: Settings) -> bool:
+    """Whether weights that travel in BF16 do so through the gradient buffer (reuse_grad_buf_for_mxfp8_param_ag)."""
+    share = settings.optimizer.reuse_grad_buf_for_mxfp8_param_ag
+    if share is not None:
+        return share
+    return settings.optimizer.use_distributed_optimizer and travels_in_bf16(settings.model)
+
+
+def travels_in_bf16(model: Model) -> bool:
+    """Whether every FP8 weight needs codes of its own in each direction; as mcore/params.py has it, which imports
+    Megatron-Core."""
+    if not (model.fp8 and model.fp8_param):
+        return False
+    overrides = [Override.of(*entry) for entry in model.fp8_overrides.items()]
+    names = {override.value for override in overrides if override.covers("weight")} & set(RECIPES)
+    recipe = recipe_of(model)
+    rules = [recipe(name).rule("weight") for name in (None, *sorted(names))]
+    return all(rule is not None and not rule.granularity.symmetric for rule in rules)
+
+
+def lives_as_fp8(settings: Settings, plan: SitePlan) -> bool:
+    """Whether this site's weight is an FP8 parameter."""
+    if not (settings.model.fp8 and settings.model.fp8_param) or plan.precision == "bf16":
+        return False
+    rowwise, _ = weight_rules(plan)
+    if rowwise is None or plan.operands["fprop"]["weight"] != plan.operands["dgrad"]["weight"]:
+        return False
+    two_way = not settings.optimizer.use_distributed_optimizer or shares_gradient_buffer(settings)
+    return rowwise.granularity.symmetric or two_way
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes of a quantised matrix.
+
+    Attributes:
+        codes: one a value and direction.
+        scales: of their scale_inv.
+    """
+
+    codes: int = 0
+    scales: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.codes + self.scales
+
+
+@lru_cache(maxsize=4096)
+def side_scales(rule: Rule, rows: int, cols: int) -> int:
+    """Bytes of the scales of one direction of a matrix, whose blocks run along the columns: [rows, cols]."""
+    granularity: Granularity = rule.granularity
+    if granularity.is_tensor:
+        return 4
+    height = granularity.rows or rows
+    width = granularity.cols or cols
+    return -(-rows // height) * -(-cols // width) * (1 if rule.scale == "e8m0" else 4)
+
+
+def stored_weight(plan: SitePlan, n: int, k: int, *, both_contiguous: bool = False) -> Stored:
+    """What a quantised weight [n, k] takes, in the directions that its GEMMs read.
+
+    Args:
+        both_contiguous: codes that serve both directions are nevertheless kept twice, as tensor cores read them.
+    """
+    rowwise, columnwise = weight_rules(plan)
+    codes = scales = 0
+    same = plan.operands["fprop"]["weight"] == plan.operands["dgrad"]["weight"]
+    if rowwise is not None:
+        codes, scales = n * k, side_scales(rowwise, n, k)
+        if same and rowwise.granularity.symmetric:
+            return Stored(codes * (2 if both_contiguous else 1), scales)
+    if columnwise is not None:
+        codes, scales = codes + n * k, scales + side_scales(columnwise, k, n)
+    return Stored(codes, scales)

@@ -1,0 +1,136 @@
+"""Bytes that a rank holds between iterations: weights, kept codes, gradients, masters, moments.
+
+They are exact, padding included: tests/functional/test_estimate.py counts them in trainings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from .buffers import Buffer, of_chunk_buffers
+from .model import Chunk
+from .parameters import Parameter
+from .settings import Settings
+from .sites import Plans, lives_as_fp8, shares_gradient_buffer, stored_weight
+
+_BLOCK = 128  # values that share a scale in a compact moment (mcore/optimizer/compact_moments.py)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Of one rank, in bytes.
+
+    Attributes:
+        weights: parameters: BF16 values, or codes and scales, and the buffers that they lie in.
+        kept_codes: codes and scales of weights that stay BF16, from one microbatch to the next, in all directions.
+        gradients: the float32 buffer that gradients are summed in.
+        masters: float32 weights of the optimizer.
+        moments: of Adam, both.
+    """
+
+    weights: int = 0
+    kept_codes: int = 0
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, item.name) for item in fields(self))
+
+
+def of_stage(
+    settings: Settings, chunks: Iterable[Chunk], plans: Plans, *, both_contiguous: bool = False
+) -> StateBytes:
+    """What the rank of a pipeline stage holds that holds most.
+
+    Args:
+        chunks: the stage's.
+        both_contiguous: FP8 weights whose codes serve both directions are kept once for each (the native backend).
+    """
+    found = StateBytes()
+    owned: list[list[int]] = []  # by rank of the stage: masters and moments
+    for chunk in chunks:
+        for buffer in of_chunk_buffers(settings, chunk, plans):
+            found += _buffer(settings, buffer, plans, both_contiguous)
+            owned = _added(owned, _optimizer(settings, buffer))
+    masters, moments = max(owned, key=sum) if owned else (0, 0)
+    return replace(found, masters=masters, moments=moments)
+
+
+def _added(owned: list[list[int]], more: list[list[int]]) -> list[list[int]]:
+    """Sums by rank. Experts' groups are smaller: their ranks come round again in the dense group's."""
+    if not owned:
+        return more
+    count = max(len(owned), len(more))
+    return [
+        [a + b for a, b in zip(owned[i % len(owned)], more[i % len(more)], strict=True)] for i in range(count)
+    ]
+
+
+def _buffer(settings: Settings, buffer: Buffer, plans: Plans, both_contiguous: bool) -> StateBytes:
+    model, distributed = settings.model, settings.optimizer.use_distributed_optimizer
+    shared = shares_gradient_buffer(settings)
+    parameters = [parameter for bucket in buffer.buckets for parameter, _ in bucket.places]
+    size = model.activation_bytes
+    weights = kept = 0
+    if not buffer.fp8:
+        weights = size * (buffer.size if distributed else buffer.values)
+        if distributed and shared:
+            # Megatron-Core gathers these through a buffer beside the parameters (param_data is not what they live in).
+            weights = size * (buffer.values + buffer.size)
+        kept = sum(kept_codes(settings, parameter, plans, both_contiguous) for parameter in parameters)
+    else:
+        for parameter in parameters:
+            stored = stored_weight(plans.of(_site(parameter), parameter.layer), *_matrix(parameter))
+            weights += stored.total
+        if distributed and not shared:
+            weights += buffer.size - buffer.values  # of the buffer that codes lie in
+    return StateBytes(weights, kept, 4 * buffer.size)
+
+
+def kept_codes(settings: Settings, parameter: Parameter, plans: Plans, both_contiguous: bool = False) -> int:
+    """Bytes of the codes of a weight that stays BF16: quantised once an iteration, kept for all its microbatches."""
+    if parameter.site is None:
+        return 0
+    plan = plans.of(parameter.site, parameter.layer)
+    if plan.precision == "bf16" or lives_as_fp8(settings, plan):
+        return 0
+    return stored_weight(plan, *_matrix(parameter), both_contiguous=both_contiguous).total
+
+
+def _optimizer(settings: Settings, buffer: Buffer) -> list[list[int]]:
+    """(masters, moments) of each rank of the buffer's group."""
+    if settings.optimizer.use_distributed_optimizer:
+        pieces: list[list[int]] = [[] for _ in range(buffer.ranks)]
+        for bucket in buffer.buckets:
+            for rank, more in enumerate(bucket.pieces(buffer.ranks)):
+                pieces[rank] += more
+    else:
+        pieces = [[p.size for bucket in buffer.buckets for p, _ in bucket.places]] * buffer.ranks
+    half = settings.model.bf16 or settings.model.fp16
+    compact = settings.optimizer.state_dtype == "fp8"
+    return [
+        [4 * sum(sizes) if half else 0, sum(map(moments, sizes)) if compact else 8 * sum(sizes)]
+        for sizes in pieces
+    ]
+
+
+def moments(size: int) -> int:
+    """Bytes of compact moments of a piece: E4M3 and float16, each with a float32 scale for 128 values."""
+    return 3 * size + 8 * -(-size // _BLOCK)
+
+
+def _site(parameter: Parameter) -> str:
+    assert parameter.site is not None
+    return parameter.site
+
+
+def _matrix(parameter: Parameter) -> tuple[int, int]:
+    n, k = parameter.shape
+    return n, k

@@ -1,0 +1,145 @@
+"""Estimates against counts: parameters and state, to the byte, of trainings in many layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from benchmarks.support.fp8_gpt import RECIPES
+from benchmarks.support.ranks import RankPool
+from megatron_fp8.estimate.parameters import of_chunk, totals
+from megatron_fp8.estimate.settings import read
+from megatron_fp8.estimate.sites import Plans
+from megatron_fp8.estimate.state import of_stage
+from tests.support.estimates import GELU, TINY, count_held, largest, options
+
+ONE = {"model__tensor_model_parallel_size": 1, "model__sequence_parallel": False}
+TWO = {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": False}
+DISTRIBUTED = {"optimizer__use_distributed_optimizer": True}
+PIPELINE = {**ONE, "model__pipeline_model_parallel_size": 2}
+FP8 = {"model__fp8_param": True}
+MOE = {
+    "model__num_moe_experts": 4,
+    "model__moe_ffn_hidden_size": 256,
+    "model__moe_router_load_balancing_type": "none",
+    "model__moe_token_dispatcher_type": "alltoall",
+}
+
+# Title -> (ranks, shipped config, changes). Each recipe, fp8_param, optimizer and kind of layout is in one of these.
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "as shipped": (2, TINY, {}),
+    "tied, biases": (2, GELU, {}),
+    "tied over stages": (4, GELU, {**PIPELINE, **DISTRIBUTED, "model__fp8_format": "blockwise"}),
+    "tensorwise, fp8_param, sharded": (4, TINY, {**DISTRIBUTED, **FP8}),
+    "mxfp8, fp8_param, sharded": (2, TINY, {**ONE, **DISTRIBUTED, **FP8, "model__fp8_format": "mxfp8"}),
+    "rowwise, fp8_param, not sharded": (2, TINY, {**TWO, **FP8, "model__fp8_format": "rowwise"}),
+    "rowwise, fp8_param, buffer apart": (
+        2,
+        TINY,
+        {
+            **ONE,
+            **DISTRIBUTED,
+            **FP8,
+            "model__fp8_format": "rowwise",
+            "optimizer__reuse_grad_buf_for_mxfp8_param_ag": False,
+        },
+    ),
+    "delayed, interleaved, compact": (
+        4,
+        TINY,
+        {
+            **PIPELINE,
+            **DISTRIBUTED,
+            **FP8,
+            "model__virtual_pipeline_model_parallel_size": 2,
+            "model__fp8_format": "delayed",
+            "optimizer__state_dtype": "fp8",
+            "optimizer__overlap_grad_reduce": True,
+        },
+    ),
+    "BF16, uneven stages, odd widths": (
+        4,
+        TINY,
+        {
+            **PIPELINE,
+            **DISTRIBUTED,
+            "model__fp8": None,
+            "model__num_layers_in_first_pipeline_stage": 1,
+            "model__ffn_hidden_size": 510,
+            "model__qk_layernorm": True,
+        },
+    ),
+    "FP32": (2, TINY, {**ONE, **DISTRIBUTED, "model__fp8": None, "model__bf16": False}),
+    "context parallel, mixed": (
+        4,
+        TINY,
+        {
+            **TWO,
+            **DISTRIBUTED,
+            **FP8,
+            "model__context_parallel_size": 2,
+            "model__fp8_format": "tensorwise",
+            "model__fp8_overrides": "{'*.linear_fc1': bf16, '*.linear_proj': blockwise}",
+        },
+    ),
+    "experts": (
+        4,
+        TINY,
+        {**ONE, **MOE, **DISTRIBUTED, "model__expert_model_parallel_size": 2, "model__fp8_format": "mxfp8"},
+    ),
+}
+
+LONG = {
+    f"{recipe}, {'fp8_param' if fp8_param else 'bf16 weights'}, {name}, {'sharded' if sharded else 'whole'}, {state}": (
+        4,
+        config,
+        {
+            **layout,
+            "model__fp8_format": recipe,
+            "model__fp8_param": fp8_param,
+            "optimizer__use_distributed_optimizer": sharded,
+            "optimizer__state_dtype": state,
+        },
+    )
+    for recipe in RECIPES
+    for fp8_param in (False, True)
+    for name, config, layout in (
+        ("tp2 sp", TINY, {}),
+        ("tp2 sp tied", GELU, {}),
+        ("dp4", TINY, ONE),
+        ("pp2", TINY, PIPELINE),
+        ("pp2 tied", GELU, PIPELINE),
+    )
+    for sharded in (False, True)
+    for state in ("float32", "fp8")
+}
+
+
+def hold(ranks: RankPool, world: int, config: str, changes: dict[str, Any]) -> None:
+    arguments = options(config, **changes)
+    counts = ranks(world).run(count_held, arguments)
+    settings = read(arguments, gpus=world)
+    model, plans = settings.model, Plans(settings.model)
+    found = totals(model)
+    if not model.num_moe_experts:  # of experts count_parameters has one rank's
+        assert found.total + found.padding == counts[0]["parameters"]
+    for stage in range(model.pipeline_model_parallel_size):
+        chunks = [chunk for chunk in model.chunks() if chunk.stage == stage]
+        there = next(count for count in counts if count["stage"] == stage)
+        assert [[(p.name, p.shape) for p in of_chunk(model, chunk)] for chunk in chunks] == there["shapes"]
+        expected = Counter(dataclasses.asdict(of_stage(settings, chunks, plans)))
+        assert expected == largest(counts, stage), f"stage {stage}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_is_exact(ranks: RankPool, name: str) -> None:
+    hold(ranks, *CASES[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_state_is_exact_everywhere(ranks: RankPool, name: str) -> None:
+    hold(ranks, *LONG[name])
