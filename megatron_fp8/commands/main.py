@@ -31,6 +31,7 @@ FP8 training for Megatron-Core models.
   import     make a run of a Llama, Qwen2 or Qwen3 directory: megatron-fp8 import Llama-3.2-1B runs/llama
   formats    the numbers behind FP8: values, range, error, scaling with outliers, delayed scaling
   bench      time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
+  estimate   what a run will need, before it is built: megatron-fp8 estimate --config FILE --gpus 64 --device h100
   doctor     say what this machine can run and what is missing, and run an FP8 GEMM on each backend
 
 `megatron-fp8 COMMAND --help` says more, `megatron-fp8 --version` what is installed.
@@ -49,6 +50,7 @@ COMMANDS = {
     "import": "import_:main",
     "formats": "formats:main",
     "bench": "bench:main",
+    "estimate": "estimate:main",
     "doctor": "doctor:main",
 }
 """Command -> module of this room and function: its arguments -> exit code."""

@@ -10,11 +10,14 @@ import pytest
 
 from benchmarks.support.fp8_gpt import RECIPES
 from benchmarks.support.ranks import RankPool
+from megatron_fp8.estimate.activations import CPU
+from megatron_fp8.estimate.activations import of_chunk as saved_by_chunk
 from megatron_fp8.estimate.parameters import of_chunk, totals
 from megatron_fp8.estimate.settings import read
 from megatron_fp8.estimate.sites import Plans
 from megatron_fp8.estimate.state import of_stage
-from tests.support.estimates import GELU, TINY, count_held, largest, options
+from megatron_fp8.estimate.wire import of_stage as of_stage_wire
+from tests.support.estimates import GELU, TINY, count_held, count_saved, count_sent, largest, options
 
 ONE = {"model__tensor_model_parallel_size": 1, "model__sequence_parallel": False}
 TWO = {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": False}
@@ -143,3 +146,129 @@ def test_state_is_exact(ranks: RankPool, name: str) -> None:
 @pytest.mark.parametrize("name", LONG)
 def test_state_is_exact_everywhere(ranks: RankPool, name: str) -> None:
     hold(ranks, *LONG[name])
+
+
+# --------------------------------------------------------------------------------------------------------- on the wire
+
+WIRE: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tensorwise": (2, TINY, {}),
+    "rowwise, sharded fp8_param": (4, TINY, {**DISTRIBUTED, **FP8, "model__fp8_format": "rowwise"}),
+    "blockwise, shards not aligned": (2, TINY, {"model__fp8_format": "blockwise", "train__seq_length": 64}),
+    "blockwise, sharded fp8_param": (
+        4,
+        GELU,
+        {**DISTRIBUTED, **FP8, "model__fp8_format": "blockwise", "train__seq_length": 256},
+    ),
+    "delayed, no sequence parallelism": (
+        4,
+        GELU,
+        {**TWO, **FP8, **DISTRIBUTED, "model__fp8_format": "delayed"},
+    ),
+    "mxfp8 with stages, tied": (
+        4,
+        GELU,
+        {"model__pipeline_model_parallel_size": 2, "model__fp8_format": "mxfp8"},
+    ),
+    "BF16, context parallel": (
+        4,
+        TINY,
+        {**TWO, **DISTRIBUTED, "model__context_parallel_size": 2, "model__fp8": None},
+    ),
+    "recomputed": (
+        2,
+        TINY,
+        {
+            "model__recompute_granularity": "full",
+            "model__recompute_method": "uniform",
+            "model__recompute_num_layers": 2,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WIRE)
+def test_wire_is_exact(ranks: RankPool, name: str) -> None:
+    world, config, changes = WIRE[name]
+    arguments = options(config, **changes)
+    counts = ranks(world).run(count_sent, arguments)
+    settings = read(arguments, gpus=world)
+    model, plans = settings.model, Plans(settings.model)
+    for count in counts:
+        chunks = [chunk for chunk in model.chunks() if chunk.stage == count["stage"]]
+        expected: Counter[str] = Counter()
+        for one in of_stage_wire(settings, chunks, plans):
+            if one.bytes > 16 * one.calls:
+                expected[one.call] += one.bytes
+        counted = {key: value for key, value in count.items() if key != "stage"}
+        assert dict(expected) == counted, count["stage"]
+
+
+# -------------------------------------------------------------------------------------------------- saved for backward
+
+SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "as shipped": (2, TINY, {"train__micro_batch_size": 2}),
+    "BF16, fused": (1, TINY, {**ONE, "model__fp8": None, "model__bias_activation_fusion": True}),
+    "mxfp8, biases, dropout": (1, GELU, {**ONE, "model__fp8_format": "mxfp8", "model__hidden_dropout": 0.1}),
+    "rowwise, no wgrad in FP8": (2, GELU, {"model__fp8_format": "rowwise", "model__fp8_wgrad": False}),
+    "blockwise, stored SwiGLU": (
+        1,
+        TINY,
+        {
+            **ONE,
+            "model__fp8_format": "blockwise",
+            "model__bias_activation_fusion": True,
+            "model__activation_func_fp8_input_store": True,
+        },
+    ),
+    "core attention recomputed": (1, TINY, {**ONE, "model__recompute_granularity": "selective"}),
+    "norms recomputed": (
+        1,
+        TINY,
+        {
+            **ONE,
+            "model__recompute_granularity": "selective",
+            "model__recompute_modules": "[layernorm]",
+        },
+    ),
+    "MLP recomputed": (
+        1,
+        TINY,
+        {**ONE, "model__recompute_granularity": "selective", "model__recompute_modules": "[mlp]"},
+    ),
+    "two layers at once recomputed": (
+        2,
+        TINY,
+        {
+            "model__recompute_granularity": "full",
+            "model__recompute_method": "uniform",
+            "model__recompute_num_layers": 2,
+        },
+    ),
+    "one layer recomputed": (
+        1,
+        TINY,
+        {
+            **ONE,
+            "model__recompute_granularity": "full",
+            "model__recompute_method": "block",
+            "model__recompute_num_layers": 1,
+        },
+    ),
+    "normed queries": (1, TINY, {**ONE, "model__qk_layernorm": True}),
+    "context parallel": (2, TINY, {**ONE, "model__context_parallel_size": 2}),
+    "attention dropout": (1, TINY, {**ONE, "model__attention_dropout": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_activations_are_within_two_percent(ranks: RankPool, name: str) -> None:
+    world, config, changes = SAVED[name]
+    arguments = options(config, **changes)
+    counted = ranks(world).run(count_saved, arguments)[0]
+    settings = read(arguments, gpus=world)
+    (chunk,) = settings.model.chunks()
+    found = saved_by_chunk(settings, chunk, Plans(settings.model), CPU)
+    print(
+        f"{name}: counted {counted:,}, estimated {found.total():,} ({found.total() / counted - 1:+.2%}) {dict(found)}"
+    )
+    assert abs(found.total() / counted - 1) <= 0.02

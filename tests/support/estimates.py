@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.param_bytes import held, in_gradients, inner_optimizers, size
-from benchmarks.support.gpt import train_step
+from benchmarks.support.gpt import _batches, train_step
 from benchmarks.support.ranks import Layout, model_parallel
 
 TINY = "examples/configs/tiny_gpt_cpu.yaml"
@@ -31,12 +36,46 @@ def count_held(arguments: list[str]) -> dict[str, Any]:
     """A rank case: bytes on this rank after two iterations, by kind, and its pipeline stage."""
     from megatron.core import parallel_state
 
+    from megatron_fp8.train.model import count_parameters
+
+    with _trained(arguments, iterations=2) as (step, chunks, _):
+        return {
+            "stage": parallel_state.get_pipeline_model_parallel_rank(),
+            "parameters": count_parameters(chunks)["total"],
+            "shapes": _shapes(chunks),
+            **_held(chunks, step.optimizer),
+        }
+
+
+class _Step:
+    """Iterations of a run."""
+
+    def __init__(self, config: Any, chunks: list[Any], optimizer: Any, run: Any) -> None:
+        self.config, self.chunks, self.optimizer, self.run = config, chunks, optimizer, run
+
+    def __call__(self, iteration: int) -> None:
+        train = self.run.train
+        train_step(
+            self.config,
+            self.chunks,
+            self.optimizer,
+            iteration,
+            micro_batch=train.micro_batch_size,
+            global_batch=train.global_batch_size,
+            sequence=train.seq_length,
+            vocab=self.run.model.vocab_size,
+        )
+
+
+@contextmanager
+def _trained(arguments: list[str], iterations: int) -> Iterator[tuple[_Step, list[Any], Any]]:
+    """A run of these options, built as the app builds it and trained a little: (a step, its chunks, its config)."""
     from megatron_fp8.train.config.model_section import padded_vocab_size, transformer_config
     from megatron_fp8.train.config.run_config import parse
-    from megatron_fp8.train.model import build_chunks, build_optimizer, count_parameters
+    from megatron_fp8.train.model import build_chunks, build_optimizer
 
     run = parse(arguments)
-    model, train = run.model, run.train
+    model = run.model
     layout = Layout(
         tp=model.tensor_model_parallel_size,
         pp=model.pipeline_model_parallel_size,
@@ -46,24 +85,12 @@ def count_held(arguments: list[str]) -> dict[str, Any]:
         etp=model.expert_tensor_parallel_size,
     )
     with model_parallel(layout):
-        vocab = padded_vocab_size(model, model.vocab_size)
         config = transformer_config(model)
-        chunks = build_chunks(config, run, vocab)
-        optimizer = build_optimizer(config, run, chunks)
-        step = {
-            "micro_batch": train.micro_batch_size,
-            "global_batch": train.global_batch_size,
-            "sequence": train.seq_length,
-            "vocab": model.vocab_size,
-        }
-        for iteration in range(2):
-            train_step(config, chunks, optimizer, iteration, **step)
-        return {
-            "stage": parallel_state.get_pipeline_model_parallel_rank(),
-            "parameters": count_parameters(chunks)["total"],
-            "shapes": _shapes(chunks),
-            **_held(chunks, optimizer),
-        }
+        chunks = build_chunks(config, run, padded_vocab_size(model, model.vocab_size))
+        step = _Step(config, chunks, build_optimizer(config, run, chunks), run)
+        for iteration in range(iterations):
+            step(iteration)
+        yield step, chunks, run
 
 
 def _shapes(chunks: list[Any]) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -89,7 +116,8 @@ def _held(chunks: list[Any], optimizer: Any) -> dict[str, int]:
     from megatron_fp8.mcore.runtime import unwrap
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
-    weights, kept = [], []
+    weights: list[Any] = []
+    kept: list[Any] = []
     for chunk in chunks:
         for parameter in chunk.parameters():
             weights += (
@@ -106,7 +134,8 @@ def _held(chunks: list[Any], optimizer: Any) -> dict[str, int]:
         for p in chunk.parameters()
         if not isinstance(p, Fp8Parameter)
     }
-    masters, moments = [], []
+    masters: list[Any] = []
+    moments: list[Any] = []
     for inner in inner_optimizers(optimizer):
         parameters = [p.detach() for group in inner.param_groups for p in group["params"]]
         masters += [p for p in parameters if p.untyped_storage().data_ptr() not in own]
@@ -129,4 +158,97 @@ def largest(counts: list[dict[str, Any]], stage: int) -> Counter[str]:
     """What the fullest rank of a stage holds."""
     names = ("weights", "kept_codes", "gradients", "masters", "moments")
     ranks = [{name: count[name] for name in names} for count in counts if count["stage"] == stage]
-    return Counter(max(ranks, key=lambda rank: sum(rank.values())))
+    totals = [sum(rank.values()) for rank in ranks]
+    return Counter(ranks[totals.index(max(totals))])
+
+
+# ------------------------------------------------------------------------------------------------------- on the wire
+
+
+def count_sent(arguments: list[str]) -> dict[str, Any]:
+    """A rank case: bytes of whole tensors by collective in the third iteration, scalars apart."""
+    from megatron.core import parallel_state
+
+    with _trained(arguments, iterations=2) as (step, _, _):
+        with _collectives() as calls:
+            step(2)
+        return {"stage": parallel_state.get_pipeline_model_parallel_rank(), **calls}
+
+
+@contextmanager
+def _collectives() -> Iterator[Counter[str]]:
+    """Collective -> bytes of the whole tensors that it is called with inside, those of up to four elements left out."""
+    found: Counter[str] = Counter()
+    whole = {  # the argument that is the whole tensor
+        "all_gather_into_tensor": ("all-gather", 0),
+        "reduce_scatter_tensor": ("reduce-scatter", 1),
+        "all_reduce": ("all-reduce", 0),
+    }
+    patches = []
+    for name, (kind, position) in whole.items():
+        original = getattr(dist, name)
+
+        def call(*args: Any, _k: str = kind, _p: int = position, _f: Any = original, **kwargs: Any) -> Any:
+            tensor = args[_p] if len(args) > _p else list(kwargs.values())[_p - len(args)]
+            ranks = dist.get_world_size(kwargs.get("group"))
+            if tensor.numel() > 4 and ranks > 1:
+                found[_k] += tensor.numel() * tensor.element_size()
+            return _f(*args, **kwargs)
+
+        patches += _everywhere(original, call)
+    batch = dist.batch_isend_irecv
+
+    def sent(operations: list[Any]) -> Any:
+        found["send"] += sum(
+            o.tensor.numel() * o.tensor.element_size() for o in operations if o.op is dist.isend
+        )
+        return batch(operations)
+
+    patches += _everywhere(batch, sent)
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield found
+
+
+def _everywhere(original: Any, other: Any) -> list[Any]:
+    """Patches of every name of torch.distributed and of Megatron-Core that holds a function."""
+    return [
+        mock.patch.object(module, attribute, other)
+        for name, module in list(sys.modules.items())
+        if name == "torch.distributed" or name.startswith(("megatron.", "megatron_fp8."))
+        for attribute, value in list(vars(module).items())
+        if value is original
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ saved for backward
+
+
+def count_saved(arguments: list[str]) -> int:
+    """A rank case: bytes that one microbatch's forward leaves for its backward; neither weights nor their codes."""
+    from megatron_fp8.mcore.runtime import unwrap
+    from megatron_fp8.params.fp8_parameter import Fp8Parameter
+
+    with _trained(arguments, iterations=0) as (_, chunks, run):
+        (chunk,) = chunks
+        model = unwrap(chunk)
+        known: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            known[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        batch = next(_batches(0, 1, run.train.micro_batch_size, run.train.seq_length, run.model.vocab_size))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        others: list[torch.Tensor] = []
+        for parameter in model.parameters():
+            others += parameter.stored_tensors() if isinstance(parameter, Fp8Parameter) else [parameter]
+        for module in model.modules():
+            if hasattr(module, "bind_fp8_site") and not isinstance(module.weight, Fp8Parameter):
+                others += held(module)[1:]
+        for tensor in others:
+            known.pop(tensor.untyped_storage().data_ptr(), None)
+        return sum(known.values())

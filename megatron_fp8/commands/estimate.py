@@ -1,0 +1,108 @@
+"""`megatron-fp8 estimate`: what a run will need, before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from .line import CommandParser, refuse
+
+HELP = """\
+What a run needs, from its config alone, in seconds and without a GPU: parameters, bytes on the fullest rank by kind,
+bytes on the wire by collective, and with --device the step's time by a roofline, what FP8 changes of each linear, and
+whether it fits, or else the nearest change with which it does.
+
+  megatron-fp8 estimate --config examples/configs/llama3_8b.yaml --gpus 64 --device h100
+  megatron-fp8 estimate --config my.yaml --set model.fp8_param=true --set train.micro_batch_size=2
+  megatron-fp8 estimate --config my.yaml --model.fp8_param=true --json
+
+Options of the run may follow as in `train`: --model.fp8_format=mxfp8. The whole config is checked by `train --dry_run`.
+--device is a name, a file of figures (docs/estimates.md), or what `megatron-fp8 bench --out FILE` wrote.
+
+Parameters, weights, gradients, optimizer state and the bytes on the wire are exact; activations within 2 %; times are a
+roofline from peaks and no measurement: a run is slower.
+
+Exit codes: 0 done; 2 bad input.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Print an estimate; returns the exit code."""
+    parser = _parser()
+    try:
+        options, run_options = parser.parse_known_args(arguments)
+        _run(options, run_options)
+    except ValueError as error:
+        return refuse(error, debug="--debug" in arguments)
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("estimate", HELP)
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="the run's config, as train takes it")
+    add("--gpus", type=int, metavar="N", help="GPUs of the run (default: one copy of the model)")
+    add(
+        "--device",
+        metavar="NAME|FILE",
+        help="h100, h200, b200, mi300x, or a file of figures (default: no times)",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a dotted key of the config; may be given again",
+    )
+    add(
+        "--reserve",
+        type=float,
+        metavar="PART",
+        help="of the device's memory, left to CUDA and NCCL (default 0.1)",
+    )
+    add("--json", action="store_true", help="one object")
+    return parser
+
+
+def _run(options: argparse.Namespace, run_options: list[str]) -> None:
+    from ..estimate.device import device
+    from ..estimate.estimate import estimate
+    from ..estimate.fit import RESERVE, fit
+    from ..estimate.payoff import grouped, of_sites
+    from ..estimate.settings import read
+    from ..estimate.sites import Plans
+    from ..estimate.text import shown
+
+    reserve = RESERVE if options.reserve is None else options.reserve
+    if not 0 <= reserve < 1:
+        raise ValueError(
+            f"--reserve={reserve:g} must be at least 0 and below 1: give a part of the device's memory."
+        )
+    given = [f"--config={options.config}"] if options.config is not None else []
+    for one in options.set:
+        if "=" not in one:
+            raise ValueError(f"--set {one!r} has no value: write --set KEY=VALUE.")
+        given.append(f"--{one}")
+    settings = read([*given, *_joined(run_options)], options.gpus)
+    chosen = device(options.device) if options.device is not None else None
+    found = estimate(settings, chosen)
+    sites = list(of_sites(settings, Plans(settings.model), chosen))
+    fits = fit(found, chosen, reserve) if chosen is not None else None
+    if options.json:
+        record = {**found.as_dict(), "sites": [site.as_dict() for site in sites]}
+        if fits is not None:
+            record["fit"] = {"fits": fits.fits, **vars(fits)}
+        print(json.dumps(record))
+        return
+    print(shown(found, fits, grouped(iter(sites))))
+
+
+def _joined(arguments: list[str]) -> list[str]:
+    """`--name value` as `--name=value`."""
+    found: list[str] = []
+    for argument in arguments:
+        if argument.startswith("--") or not found or "=" in found[-1]:
+            found.append(argument)
+        else:
+            found[-1] = f"{found[-1]}={argument}"
+    return found

@@ -1,0 +1,159 @@
+"""An estimate: what a run holds, sends and takes, put together from this room's parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from .activations import CPU, GPU, of_chunk, working_set
+from .device import Device
+from .parameters import Totals, totals
+from .pipeline import peak
+from .settings import Settings
+from .sites import Plans
+from .state import StateBytes, of_stage
+from .time import StepTime, step_time
+from .wire import Traffic
+from .wire import of_stage as wire_of_stage
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank of a pipeline stage.
+
+    Attributes:
+        stage: the pipeline stage.
+        state: what it holds between iterations.
+        activations: saved by all microbatches in flight at the fullest moment.
+        by_kind: of one microbatch, what it saves, by kind.
+        in_flight: microbatches then, by virtual stage.
+        working: what is there for a moment: recomputed layers, logits and their gradients.
+    """
+
+    stage: int
+    state: StateBytes
+    activations: int
+    by_kind: Counter[str]
+    in_flight: Counter[int]
+    working: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state.total + self.activations + self.working
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one run.
+
+    Attributes:
+        settings: of the run.
+        device: whose peaks the time is of; None: no time.
+        parameters: of the whole model.
+        stages: memory of the fullest rank of each pipeline stage.
+        wire: traffic of each stage's ranks.
+        time: an iteration's; None without a device.
+    """
+
+    settings: Settings
+    device: Device | None
+    parameters: Totals
+    stages: list[Memory]
+    wire: list[list[Traffic]]
+    time: StepTime | None
+
+    @property
+    def fullest(self) -> Memory:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.total)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as ``--json`` prints them; bytes are of the fullest rank, ``wire`` of the same stage."""
+        full, settings = self.fullest, self.settings
+        state = dataclasses.asdict(full.state)
+        found: dict[str, Any] = {
+            "parameters": dataclasses.asdict(self.parameters),
+            "gpus": settings.gpus,
+            "data_parallel": settings.data_parallel,
+            "microbatches": settings.microbatches,
+            "bytes": {
+                **state,
+                "activations": full.activations,
+                "working": full.working,
+                "total": full.total,
+                "stage": full.stage,
+                "activations_by_kind": dict(full.by_kind),
+                "in_flight": {str(part): count for part, count in full.in_flight.items()},
+            },
+            "stages": [
+                {"stage": one.stage, "total": one.total, **dataclasses.asdict(one.state),
+                 "activations": one.activations, "working": one.working}
+                for one in self.stages
+            ],
+            "wire": [{**dataclasses.asdict(one), "sent": one.sent} for one in self.wire[full.stage]],
+            "notes": list(settings.notes),
+        }  # fmt: skip
+        if self.time is not None and self.device is not None:
+            time = self.time
+            found |= {
+                "step_seconds": time.seconds,
+                "mfu": time.mfu,
+                "tokens_per_second": time.tokens_per_second,
+                "flops": time.flops,
+                "bubble_seconds": time.bubble,
+                "time": {**dataclasses.asdict(time.stage), "slowest_stage": time.slowest},
+                "device": dataclasses.asdict(self.device),
+                "kind": "roofline from peaks, not a measurement",
+            }
+        return found
+
+
+def estimate(settings: Settings, device: Device | None) -> Estimate:
+    """What this run needs.
+
+    Args:
+        device: a GPU, for times, and because kernels there keep some things otherwise; None: on CPUs, and no times.
+    """
+    plans = Plans(settings.model)
+    stages, wire = [], []
+    for stage in range(settings.model.pipeline_model_parallel_size):
+        stages.append(memory(settings, stage, plans, gpu=device is not None))
+        wire.append(wire_of_stage(settings, _chunks(settings, stage), plans))
+    time = None
+    if device is not None:
+        moved = {one.stage: _optimizer_bytes(one.state) for one in stages}
+        time = step_time(settings, plans, device, moved)
+    return Estimate(settings, device, totals(settings.model), stages, wire, time)
+
+
+def memory(settings: Settings, stage: int, plans: Plans, *, gpu: bool) -> Memory:
+    """Of a stage's fullest rank; ``gpu``: as the native backend keeps it."""
+    device = GPU if gpu else CPU
+    chunks = _chunks(settings, stage)
+    saved = [of_chunk(settings, chunk, plans, device) for chunk in chunks]
+    sizes = {chunk.part: kinds.total() for chunk, kinds in zip(chunks, saved, strict=True)}
+    most, in_flight = peak(settings.model, stage, settings.microbatches, sizes)
+    working = max(working_set(settings, chunk, plans, device) for chunk in chunks)
+    if any(chunk.last for chunk in chunks):
+        model = settings.model
+        rows = model.padded_vocabulary // model.tensor_model_parallel_size
+        working = max(working, (model.activation_bytes + 4) * settings.tokens * rows)
+    state = of_stage(settings, chunks, plans, both_contiguous=keeps_both(settings, gpu=gpu))
+    return Memory(stage, state, most, sum(saved, Counter()), in_flight, working)
+
+
+def keeps_both(settings: Settings, *, gpu: bool) -> bool:
+    """Whether codes that serve both directions are kept once for each, as tensor cores read them."""
+    return gpu and settings.model.fp8_backend != "emulated"
+
+
+def _chunks(settings: Settings, stage: int) -> list[Any]:
+    return [chunk for chunk in settings.model.chunks() if chunk.stage == stage]
+
+
+def _optimizer_bytes(state: StateBytes) -> int:
+    """Read and written by a step: gradients read; masters and moments both; weights written."""
+    return state.masters + 2 * state.masters + 2 * state.moments + state.weights

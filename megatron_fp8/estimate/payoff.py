@@ -1,0 +1,104 @@
+"""Will FP8 pay: what it changes of each GEMM site, in bytes and, by the roofline, in time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .activations import kept_rule
+from .device import Device
+from .estimate import keeps_both
+from .settings import Settings
+from .sites import Plans, lives_as_fp8, side_scales, stored_weight
+from .time import GemmTime, Linear, gemm_times, linears
+
+
+@dataclass(frozen=True)
+class SitePayoff:
+    """One site on one rank, for one microbatch.
+
+    Attributes:
+        linear: its sizes.
+        precision, reason: what runs there, and why.
+        gemms: the roofline of its three GEMMs; empty without a device.
+        input_bytes, input_bytes_bf16: kept for the backward pass, as planned and in BF16.
+        weight_bytes, weight_bytes_bf16: the weight and its codes, as planned and in BF16.
+    """
+
+    linear: Linear
+    precision: str
+    reason: str
+    gemms: tuple[GemmTime, ...]
+    input_bytes: int
+    input_bytes_bf16: int
+    weight_bytes: int
+    weight_bytes_bf16: int
+
+    @property
+    def seconds(self) -> float:
+        """Of its GEMMs and casts."""
+        return sum(one.seconds for one in self.gemms)
+
+    @property
+    def seconds_bf16(self) -> float:
+        """Of its GEMMs in BF16."""
+        return sum(one.bf16 for one in self.gemms)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        found = {key: value for key, value in vars(self).items() if key not in ("linear", "gemms")}
+        return {**asdict(self.linear), **found, "gemms": [asdict(one) for one in self.gemms]}
+
+
+def of_sites(settings: Settings, plans: Plans, device: Device | None) -> Iterator[SitePayoff]:
+    """Every site of the model, layer by layer."""
+    size = settings.model.activation_bytes
+    for layer in range(settings.model.num_layers):
+        for linear in linears(settings, layer):
+            plan = plans.of(linear.site, layer)
+            gathers = linear.site.endswith(("linear_qkv", "linear_fc1")) and ".experts." not in linear.site
+            rows = linear.tokens // (settings.model.token_share if gathers else 1)
+            values, weight = rows * linear.k * linear.count, linear.n * linear.k * linear.count
+            rule = kept_rule(settings, plans, linear.site, layer, rows)
+            kept = size * values
+            if rule is not None:
+                kept = values + side_scales(rule, linear.k, rows) * linear.count
+            codes = 0
+            if plan.precision == "fp8":
+                lives = lives_as_fp8(settings, plan)
+                twice = not lives and keeps_both(settings, gpu=device is not None)
+                codes = stored_weight(plan, linear.n, linear.k, both_contiguous=twice).total * linear.count
+            yield SitePayoff(
+                linear,
+                plan.precision,
+                plan.reason,
+                tuple(gemm_times(settings, linear, plans, device)) if device else (),
+                kept,
+                size * values,
+                codes + (0 if lives_as_fp8(settings, plan) else size * weight),
+                size * weight,
+            )
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Sites of one kind that run alike, in one or more layers."""
+
+    name: str
+    layers: tuple[int, ...]
+    site: SitePayoff
+
+
+def grouped(sites: Iterator[SitePayoff]) -> list[Alike]:
+    """Sites by what is left of their names without the layer, those alike together."""
+    found: dict[Any, list[SitePayoff]] = {}
+    for site in sites:
+        name = re.sub(r"^decoder\.layers\.\d+\.", "", site.linear.site)
+        alike = replace(site, linear=replace(site.linear, site=name, layer=0))
+        found.setdefault((name, alike), []).append(site)
+    return [
+        Alike(name, tuple(site.linear.layer for site in sites), sites[0])
+        for (name, _), sites in found.items()
+    ]

@@ -1,0 +1,210 @@
+"""An estimate as a table for people, in 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from .estimate import Estimate
+from .fit import Fit
+from .payoff import Alike
+from .wire import Traffic
+
+WIDTH = 80
+
+
+def shown(found: Estimate, fits: Fit | None, sites: Sequence[Alike]) -> str:
+    """Everything, one part after the other."""
+    parts = [
+        _head(found),
+        _parameters(found),
+        _memory(found),
+        _wire(found),
+        _time(found),
+        _sites(found, sites),
+    ]
+    if fits is not None:
+        parts.append(_fit(found, fits))
+    parts += [_wrapped(f"note: {note}") for note in found.settings.notes]
+    return "\n\n".join(part for part in parts if part)
+
+
+def size(count: float) -> str:
+    """Bytes in powers of 1000, three figures."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 999.5 or unit == "TB":
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    raise AssertionError
+
+
+def seconds(value: float) -> str:
+    """A time, three figures."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 0.9995 or unit == "us":
+            return f"{value * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def _head(found: Estimate) -> str:
+    s, model = found.settings, found.settings.model
+    layout = {
+        "tensor": model.tensor_model_parallel_size,
+        "pipeline": model.pipeline_model_parallel_size,
+        "virtual": model.virtual_pipeline_model_parallel_size or 1,
+        "context": model.context_parallel_size,
+        "expert": model.expert_model_parallel_size,
+        "data": s.data_parallel,
+    }
+    names = ", ".join(f"{name} {count}" for name, count in layout.items() if count > 1) or "one rank"
+    precision = (
+        f"{model.fp8_recipe} ({model.fp8})" if model.fp8 else "BF16" if model.bf16 else model.params_dtype
+    )
+    return (
+        f"{s.gpus} GPUs: {names}\n{precision}; {s.microbatches} microbatches of {s.train.micro_batch_size} x"
+        f" {s.train.seq_length} tokens a step"
+    )
+
+
+def _parameters(found: Estimate) -> str:
+    p = found.parameters
+    lines = [f"parameters {p.total:,}"]
+    if p.active != p.total:
+        lines.append(f"active     {p.active:,} for a token")
+    if p.padding:
+        lines.append(f"padding    {p.padding:,} more, of the vocabulary")
+    return "\n".join(lines)
+
+
+def _memory(found: Estimate) -> str:
+    full = found.fullest
+    rows = [
+        ("weights", full.state.weights),
+        ("codes kept of weights", full.state.kept_codes),
+        ("gradients", full.state.gradients),
+        ("masters", full.state.masters),
+        ("moments", full.state.moments),
+        (f"activations, {sum(full.in_flight.values())} in flight", full.activations),
+        ("working memory, about", full.working),
+        ("total", full.total),
+    ]
+    title = "bytes on the fullest rank"
+    if len(found.stages) > 1:
+        title += f" (pipeline stage {full.stage})"
+    kinds = ", ".join(f"{kind} {size(count)}" for kind, count in full.by_kind.most_common() if count)
+    return "\n".join(
+        [
+            title,
+            *_columns([(f"  {name}", size(count)) for name, count in rows if count]),
+            _wrapped(f"saved by one microbatch: {kinds}", "  "),
+        ]
+    )
+
+
+def _wire(found: Estimate) -> str:
+    traffic: Iterable[Traffic] = found.wire[found.fullest.stage]
+    rows = [
+        (f"  {one.what}", f"{one.call}, {one.axis} {one.ranks}", size(one.sent))
+        for one in sorted(traffic, key=lambda one: -one.sent)
+        if one.sent >= 1e6
+    ]
+    return "\n".join(["sent by a rank in a step (1 MB and more)", *_columns(rows)]) if rows else ""
+
+
+def _time(found: Estimate) -> str:
+    time, device = found.time, found.device
+    if time is None or device is None:
+        return ""
+    stage, count = time.stage, found.settings.microbatches
+    rows = [
+        ("  GEMMs of linears, casts included", seconds(stage.gemms * count)),
+        ("  attention", seconds(stage.attention * count)),
+        ("  norms, activations, residuals", seconds(stage.elementwise * count)),
+        ("  output layer and loss", seconds(stage.output * count)),
+        ("  exchange inside layers", seconds(stage.exchange * count)),
+        ("  waiting for other stages", seconds(time.bubble)),
+        ("  gradients and parameters, not hidden", seconds(stage.reduced)),
+        ("  optimizer", seconds(stage.optimizer)),
+        ("  step", seconds(time.seconds)),
+    ]
+    said = f"step time by a roofline of {device.name}: {device.source}. " + (
+        "A bound from rates that GEMMs reached, not a measurement of this run."
+        if device.measured
+        else "Peaks of a data sheet; nothing was measured, and no run reaches them."
+    )
+    return "\n".join(
+        [
+            _wrapped(said),
+            *_columns(rows),
+            f"  at most {time.mfu:.0%} MFU (of the BF16 peak), {time.tokens_per_second:,.0f} tokens/s",
+        ]
+    )
+
+
+def _sites(found: Estimate, sites: Sequence[Alike]) -> str:
+    if not found.settings.model.fp8:
+        return ""
+    rows = [("  site", "layers", "runs", "x BF16's time", "input kept", "weight")]
+    for alike in sites:
+        site = alike.site
+        ratio = f"{site.seconds / site.seconds_bf16:.2f}" if site.gemms else "-"
+        rows.append(
+            (
+                f"  {_short(alike.name)}",
+                spans(alike.layers),
+                site.precision,
+                ratio,
+                f"{site.input_bytes / site.input_bytes_bf16:.2f} x",
+                f"{site.weight_bytes / site.weight_bytes_bf16:.2f} x",
+            )
+        )
+    return "\n".join(["what FP8 changes, by site (against BF16; casts included)", *_columns(rows)])
+
+
+def _short(name: str) -> str:
+    return name.replace("self_attention.", "").replace("local_experts.0.", "").replace("mlp.", "")
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Numbers in words: '0-3, 7'."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
+def _fit(found: Estimate, fits: Fit) -> str:
+    assert found.device is not None
+    room = f"{size(fits.there)} of {found.device.name}'s {size(found.device.memory)} (the rest is left to CUDA and NCCL)"
+    if fits.fits:
+        return _wrapped(f"fits: {size(fits.needed)} of {room}")
+    said = f"does not fit: {size(fits.needed)} of {room}."
+    if fits.change is None:
+        return _wrapped(
+            f"{said} Nothing tried is enough; the least was {size(fits.smallest)}. Use more GPUs."
+        )
+    return "\n".join(
+        [
+            _wrapped(f"{said} It fits, with {size(fits.changed or 0)}, with:"),
+            *(f"  {one}" for one in fits.change),
+        ]
+    )
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")

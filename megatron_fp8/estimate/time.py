@@ -1,0 +1,316 @@
+"""How long an iteration would take at the device's peaks: a roofline, and no measurement.
+
+Each piece of work takes as long as its operations at the peak rate or its bytes at the peak bandwidth, whichever is more.
+What nobody reaches a peak with (kernels, launches, waiting) is left out, so a run is slower: a step's time is a lower
+bound, and differences between settings mean more than times. Collectives inside a layer are taken to stop its work,
+those of gradients and parameters to hide behind the backward and forward pass where the settings overlap them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..numerics.rule import Rule
+from .device import Device
+from .model import Chunk, Model
+from .pipeline import bubble
+from .settings import Settings
+from .sites import Plans, two_rules
+from .wire import Traffic, of_stage
+
+_GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A GEMM site on one rank: y [tokens, n] = x [tokens, k] w^T, ``count`` times in its layer (experts)."""
+
+    site: str
+    layer: int
+    k: int
+    n: int
+    tokens: int
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of one of its three GEMMs."""
+        return 2 * self.k * self.n * self.tokens * self.count
+
+
+def linears(settings: Settings, layer: int) -> list[Linear]:
+    """The GEMM sites of a layer; of experts one stands for all of a rank."""
+    model, tokens, tp = settings.model, settings.tokens, settings.model.tensor_model_parallel_size
+    hidden, name = model.hidden_size, f"decoder.layers.{layer}."
+    heads = model.num_attention_heads * model.channels // tp
+    groups = model.query_groups * model.channels // tp
+    found = [
+        Linear(f"{name}self_attention.linear_qkv", layer, hidden, heads + 2 * groups, tokens),
+        Linear(f"{name}self_attention.linear_proj", layer, heads, hidden, tokens),
+    ]
+
+    def mlp(prefix: str, ffn: int, rows: int, count: int = 1) -> None:
+        found.append(Linear(f"{name}mlp.{prefix}linear_fc1", layer, hidden, model.gate * ffn, rows, count))
+        found.append(Linear(f"{name}mlp.{prefix}linear_fc2", layer, ffn, hidden, rows, count))
+
+    if not model.has_experts(layer):
+        mlp("", model.ffn // tp, tokens)
+        return found
+    routed = tokens // model.token_share * model.moe_router_topk * model.expert_tp
+    each = max(1, routed // model.local_experts)
+    mlp("experts.local_experts.0.", model.expert_ffn // model.expert_tp, each, model.local_experts)
+    if model.moe_shared_expert_intermediate_size:
+        mlp("shared_experts.", model.moe_shared_expert_intermediate_size // tp, tokens)
+    return found
+
+
+def attention_flops(settings: Settings) -> int:
+    """Of the two products of core attention of a layer, causal, forward, for one microbatch on a rank."""
+    model, train = settings.model, settings.train
+    width = model.num_attention_heads * model.channels // model.tensor_model_parallel_size
+    return 2 * settings.tokens * train.seq_length * width  # 4 s^2, of which half is masked
+
+
+def output_flops(settings: Settings) -> int:
+    """Of the output layer's forward GEMM."""
+    model = settings.model
+    rows = model.padded_vocabulary // model.tensor_model_parallel_size
+    return 2 * settings.tokens * model.hidden_size * rows
+
+
+def model_flops(settings: Settings) -> int:
+    """Of an iteration over all ranks, forward and backward, recomputation not counted: what MFU is of."""
+    model = settings.model
+    layers = sum(
+        3 * sum(linear.flops for linear in linears(settings, layer)) + 3 * attention_flops(settings)
+        for layer in range(model.num_layers)
+    )
+    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
+    replicas = settings.data_parallel * settings.microbatches
+    return (layers + 3 * output_flops(settings)) * tp * cp * replicas
+
+
+@dataclass(frozen=True)
+class GemmTime:
+    """One GEMM of a linear by the roofline, seconds.
+
+    Attributes:
+        gemm: 'fprop', 'dgrad' or 'wgrad'.
+        fp8: whether the plan has it in FP8.
+        seconds: as planned, the quantisation of what it reads first included.
+        bf16: in BF16.
+    """
+
+    gemm: str
+    fp8: bool
+    seconds: float
+    bf16: float
+
+
+def gemm_times(settings: Settings, linear: Linear, plans: Plans, device: Device) -> list[GemmTime]:
+    """The three GEMMs of a linear for one microbatch; the weight's quantisation is shared by all microbatches."""
+    plan, size = plans.of(linear.site, linear.layer), settings.model.activation_bytes
+    k, n, m = linear.k, linear.n, linear.tokens
+    sizes = {"fprop": (m * k, n * k, m * n), "dgrad": (m * n, n * k, m * k), "wgrad": (m * n, m * k, n * k)}
+    casts = _quantisation(settings, linear, plans)
+    found = []
+    for gemm in _GEMMS:
+        first, second, out = (values * linear.count for values in sizes[gemm])
+        result = out * (8 if gemm == "wgrad" else size)  # a weight's gradient is read and written in float32
+        plain = max(linear.flops / device.bf16, (size * (first + second) + result) / device.bandwidth)
+        fp8 = plan.gemms[gemm] == "fp8"
+        seconds = plain
+        if fp8:
+            seconds = max(linear.flops / device.fp8, (first + second + result) / device.bandwidth)
+        seconds += casts[gemm] * linear.count / device.bandwidth
+        found.append(GemmTime(gemm, fp8, seconds, plain))
+    return found
+
+
+def _quantisation(settings: Settings, linear: Linear, plans: Plans) -> Counter[str]:
+    """Bytes that casts read and write, at the GEMM before which they run."""
+    plan, size = plans.of(linear.site, linear.layer), settings.model.activation_bytes
+    values = {
+        "input": linear.tokens * linear.k,
+        "weight": linear.n * linear.k,
+        "grad_output": linear.tokens * linear.n,
+    }
+    readers = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+    found: Counter[str] = Counter()
+    for role, (one, other) in readers.items():
+        rules = two_rules(plan, role, one, other)
+        share = settings.microbatches if role == "weight" else 1
+        alike = rules[0] is not None and rules[0] == rules[1]
+        for gemm, rule in zip((one, other), rules, strict=True):
+            if rule is None or (gemm == other and alike):
+                continue
+            directions = 2 if alike else 1
+            found[gemm] += values[role] * (size * _reads(rule) + directions) // share
+    return found
+
+
+def _reads(rule: Rule) -> int:
+    """How often a cast reads its operand: once for the amax too, where a scale is of more than a block."""
+    return 1 if rule.delayed or rule.granularity.cols else 2
+
+
+def elementwise_bytes(settings: Settings, layer: int) -> int:
+    """Bytes that norms, residuals, rotary positions and the activation function move, forward and backward."""
+    model, size = settings.model, settings.model.activation_bytes
+    tp, sharded = model.tensor_model_parallel_size, settings.tokens // model.token_share
+    norms = 2 * (2 + 3) * sharded * model.hidden_size  # x, y; x, dy, dx
+    residuals = 2 * (3 + 2) * sharded * model.hidden_size
+    turned = settings.tokens * (model.num_attention_heads + model.query_groups) * model.channels // tp
+    rotary = 4 * turned if model.position_embedding_type == "rope" else 0
+    ffn = sum(linear.k * linear.tokens * linear.count for linear in linears(settings, layer)
+              if linear.site.endswith("linear_fc2"))  # fmt: skip
+    activation = ffn * (model.gate + 1 + 2 * model.gate + 1)
+    return size * (norms + residuals + rotary + activation)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of a pipeline stage, for one microbatch by what takes them, and for an iteration besides.
+
+    Attributes:
+        gemms, attention, elementwise, output, exchange: of a microbatch, forward, backward and recomputation.
+        reduced: of gradients and parameters, an iteration, as far as nothing hides it.
+        optimizer: of the optimizer's step.
+    """
+
+    gemms: float
+    attention: float
+    elementwise: float
+    output: float
+    exchange: float
+    reduced: float
+    optimizer: float
+
+    @property
+    def microbatch(self) -> float:
+        """All of a microbatch."""
+        return self.gemms + self.attention + self.elementwise + self.output + self.exchange
+
+
+def of_stage_time(
+    settings: Settings, chunks: list[Chunk], plans: Plans, device: Device, optimizer_bytes: int
+) -> StageTime:
+    """The roofline of one stage.
+
+    Args:
+        optimizer_bytes: that the optimizer's step reads and writes.
+    """
+    model = settings.model
+    gemms = attention = elementwise = output = 0.0
+    for chunk in chunks:
+        again = _again(model, chunk)
+        for layer in chunk.layers:
+            forwards = 1 + (layer in again)
+            for linear in linears(settings, layer):
+                for one in gemm_times(settings, linear, plans, device):
+                    gemms += one.seconds * (forwards if one.gemm == "fprop" else 1)
+            # Forward, and a backward that computes scores again: two products there, five here.
+            core = forwards + 2.5 + _core_again(model)
+            attention += core * attention_flops(settings) / device.bf16
+            elementwise += elementwise_bytes(settings, layer) / device.bandwidth
+        if chunk.last:
+            output += 3 * output_flops(settings) / device.bf16
+            rows = model.padded_vocabulary // model.tensor_model_parallel_size
+            output += (
+                16 * settings.tokens * rows / device.bandwidth
+            )  # logits, 16 and 32 bits, and their gradient
+    traffic = of_stage(settings, chunks, plans)
+    inside = sum(exchange_time(settings, one, device) for one in traffic if _stops_work(one))
+    outside = sum(exchange_time(settings, one, device) for one in traffic if not _stops_work(one))
+    exchange = inside / settings.microbatches
+    last = gemms + attention + elementwise + output + exchange
+    if settings.optimizer.overlap_grad_reduce:
+        outside = max(0.0, outside - last * 2 / 3)  # behind the backward pass of the last microbatch
+    return StageTime(
+        gemms, attention, elementwise, output, exchange, outside, optimizer_bytes / device.bandwidth
+    )
+
+
+def _again(model: Model, chunk: Chunk) -> range:
+    if model.recompute_granularity != "full":
+        return range(0)
+    return (
+        chunk.layers[: model.recompute_num_layers or 1] if model.recompute_method == "block" else chunk.layers
+    )
+
+
+def _core_again(model: Model) -> int:
+    modules = model.recompute_modules or ["core_attn"]
+    return int(model.recompute_granularity == "selective" and "core_attn" in modules)
+
+
+def _stops_work(traffic: Traffic) -> bool:
+    return (
+        traffic.axis in ("tensor", "context", "expert", "pipeline") and traffic.what != "gradients of norms"
+    )
+
+
+def exchange_time(settings: Settings, traffic: Traffic, device: Device) -> float:
+    """Seconds of one kind of exchange: what a rank sends, at the links of its group."""
+    model = settings.model
+    tp = model.tensor_model_parallel_size
+    # Ranks lie as Megatron-Core orders them: tensor, context, (expert,) data, pipeline.
+    apart = {"tensor": 1, "context": tp, "expert": tp, "data": tp, "expert data": tp, "amax": 1}
+    distance = apart.get(traffic.axis, settings.gpus // model.pipeline_model_parallel_size)
+    return traffic.sent / device.between(traffic.ranks, distance)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """An iteration by the roofline.
+
+    Attributes:
+        seconds: of the whole iteration.
+        slowest: of the slowest stage, whose parts ``stage`` has.
+        bubble: seconds in which stages wait for each other.
+        flops: of the model, over all ranks.
+        mfu: flops over what all ranks could do in BF16 in that time.
+        tokens_per_second: over all ranks.
+    """
+
+    seconds: float
+    slowest: int
+    stage: StageTime
+    bubble: float
+    flops: int
+    mfu: float
+    tokens_per_second: float
+
+
+def step_time(settings: Settings, plans: Plans, device: Device, optimizer_bytes: dict[int, int]) -> StepTime:
+    """The iteration's time; ``optimizer_bytes`` by stage."""
+    chunks = settings.model.chunks()
+    stages = {
+        stage: of_stage_time(
+            settings, [c for c in chunks if c.stage == stage], plans, device, optimizer_bytes[stage]
+        )
+        for stage in _distinct(settings.model)
+    }
+    slowest = max(stages, key=lambda stage: stages[stage].microbatch)
+    stage = stages[slowest]
+    busy = settings.microbatches * stage.microbatch
+    idle = busy * bubble(settings.model, settings.microbatches)
+    rest = max(one.reduced + one.optimizer for one in stages.values())
+    seconds = busy + idle + rest
+    flops = model_flops(settings)
+    tokens = settings.train.global_batch_size * settings.train.seq_length
+    return StepTime(
+        seconds,
+        slowest,
+        stage,
+        idle,
+        flops,
+        flops / (seconds * settings.gpus * device.bf16),
+        tokens / seconds,
+    )
+
+
+def _distinct(model: Model) -> Iterator[int]:
+    yield from range(model.pipeline_model_parallel_size)
