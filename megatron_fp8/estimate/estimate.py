@@ -95,6 +95,7 @@ class Estimate:
             ],
             "wire": [{**dataclasses.asdict(one), "sent": one.sent} for one in self.wire[full.stage]],
             "notes": list(settings.notes),
+            "step_seconds": None,
         }  # fmt: skip
         if self.time is not None and self.device is not None:
             time = self.time

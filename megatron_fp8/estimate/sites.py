@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 
 from ..fp8_utils import get_fp8_recipe
@@ -30,7 +30,7 @@ def recipe_of(model: Model) -> Callable[[str | None], Recipe]:
     """The recipe of a name with the model's options; of None, the model's."""
     options = {**_DEFAULTS, **model.fp8_options, "fp8": model.fp8, "fp8_recipe": model.fp8_recipe}
     fields = SimpleNamespace(**options)
-    return lambda name: get_fp8_recipe(fields, name)
+    return cache(lambda name: get_fp8_recipe(fields, name))
 
 
 class Plans:

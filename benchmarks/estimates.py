@@ -1,0 +1,115 @@
+"""Tables of estimates for Llama-3 8B and 70B on 8 to 2,048 GPUs: `python -m benchmarks.estimates [--write]`
+
+Bytes of the fullest rank, and the step's time by a roofline of data-sheet peaks: no GPU is needed, and none was measured.
+--write puts them into docs/estimates.md, between its marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.common import table
+from megatron_fp8.estimate.device import device
+from megatron_fp8.estimate.estimate import Estimate, estimate
+from megatron_fp8.estimate.fit import RESERVE
+from megatron_fp8.estimate.settings import read
+
+PAGE = Path(__file__).parents[1] / "docs" / "estimates.md"
+CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
+DEVICES = ("h100", "b200")
+RUNS = {
+    "BF16": ["--model.fp8=null"],
+    "FP8": [],
+    "FP8, fp8_param": ["--model.fp8_param=true"],
+}
+"""Title of a run -> its options over the shipped config (FP8 tensorwise, the first and last layer in BF16)."""
+
+# GPUs -> (layout in words, options), as far as it is not the shipped one.
+_STAGES = "--model.pipeline_model_parallel_size={}", "--model.virtual_pipeline_model_parallel_size={}"
+
+
+def _pipeline(stages: int, parts: str) -> list[str]:
+    return [option.format(value) for option, value in zip(_STAGES, (stages, parts), strict=True)]
+
+
+LAYOUTS: dict[str, dict[int, tuple[str, list[str]]]] = {
+    "llama3_8b": {gpus: ("TP 4", []) for gpus in (8, 64, 256, 1024, 2048)},
+    "llama3_70b": {
+        8: ("TP 8", _pipeline(1, "null")),
+        16: ("TP 8, PP 2", _pipeline(2, "5")),
+        **{gpus: ("TP 8, PP 4 x 5", []) for gpus in (32, 64, 256, 1024, 2048)},
+    },
+}
+TITLES = {"llama3_8b": "Llama-3 8B", "llama3_70b": "Llama-3 70B"}
+
+
+def estimates(name: str, gpus: int, on: str) -> dict[str, Estimate]:
+    """The runs of one row."""
+    options = [f"--config={CONFIGS / name}.yaml", *LAYOUTS[name][gpus][1]]
+    return {title: estimate(read([*options, *more], gpus), device(on)) for title, more in RUNS.items()}
+
+
+def rows(name: str, on: str) -> Iterator[list[str]]:
+    """A row for each number of GPUs."""
+    there = device(on).memory * (1 - RESERVE)
+    for gpus, (layout, _) in LAYOUTS[name].items():
+        found = estimates(name, gpus, on)
+        memory = []
+        for one in found.values():
+            total = one.fullest.total
+            memory.append(f"{total / 1e9:.1f}{'' if total <= there else ' (too much)'}")
+        times = {title: one.time for title, one in found.items()}
+        bf16, fp8 = times["BF16"], times["FP8"]
+        assert bf16 is not None and fp8 is not None
+        ranks = found["FP8"].settings.data_parallel
+        yield [
+            f"{gpus:,}",
+            f"{layout}, DP {ranks}",
+            *memory,
+            f"{bf16.seconds:.2f}",
+            f"{fp8.seconds:.2f}",
+            f"{fp8.seconds / bf16.seconds:.2f}",
+        ]
+
+
+def section(name: str, on: str) -> str:
+    """One table with its title and what it is."""
+    header = ["GPUs", "layout", *(f"{title} GB" for title in RUNS), "BF16 s", "FP8 s", "FP8 / BF16"]
+    return "\n".join(
+        [
+            f"### {TITLES[name]} on {on}",
+            "",
+            f"A roofline from a data sheet ({device(on).source}), not a measurement: times are lower bounds.",
+            "",
+            table(header, list(rows(name, on))),
+        ]
+    )
+
+
+def sections() -> str:
+    """All tables."""
+    return "\n\n".join(section(name, on) for name in LAYOUTS for on in DEVICES)
+
+
+BEGIN, END = "<!-- python -m benchmarks.estimates --write: from here", "to here -->"
+
+
+def main() -> int:
+    """Print the tables, or write them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write docs/estimates.md")
+    text = sections()
+    if parser.parse_args().write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, _, rest = page.partition(f"{BEGIN} -->\n")
+        _, _, after = rest.partition(f"<!-- {END}")
+        PAGE.write_text(f"{before}{BEGIN} -->\n\n{text}\n\n<!-- {END}{after}", encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,82 @@
+"""`megatron-fp8 estimate` from the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import estimates
+from megatron_fp8.commands.main import main
+
+TINY, LLAMA = "examples/configs/tiny_gpt_cpu.yaml", "examples/configs/llama3_8b.yaml"
+
+
+def test_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--config", LLAMA, "--gpus", "64", "--device", "h100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"]["total"] == found["parameters"]["active"] == 8_030_261_248
+    held = found["bytes"]
+    parts = ("weights", "kept_codes", "gradients", "masters", "moments", "activations", "working")
+    assert held["total"] == sum(held[part] for part in parts)
+    assert found["step_seconds"] > 0 and 0 < found["mfu"] < 1 and found["wire"]
+    assert found["kind"] == "roofline from peaks, not a measurement"
+    assert len(found["sites"]) == 32 * 4 and found["fit"]["fits"]
+
+
+def test_without_a_device_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", f"--config={TINY}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        "step_seconds" in found
+        and found["step_seconds"] is None
+        and found["parameters"]["total"] == 3_410_176
+    )
+
+
+@pytest.mark.parametrize("config", [TINY, LLAMA, "examples/configs/llama3_70b.yaml"])
+def test_the_table_fits_a_terminal_and_says_what_it_is(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", "--config", config, "--device", "h200", "--set", "model.fp8_param=true"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for words in (
+        "parameters",
+        "bytes on the fullest rank",
+        "roofline of h200",
+        "nothing was measured",
+        "fits",
+    ):
+        assert words in out
+
+
+def test_a_run_that_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "model.tensor_model_parallel_size=1", "--model.sequence_parallel", "false"]
+    assert main(["estimate", "--config", LLAMA, "--gpus", "64", "--device", "h100", *options]) == 0
+    out = capsys.readouterr().out
+    assert "does not fit" in out and "  --model.tensor_model_parallel_size=2" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--config", "nowhere.yaml"], "there is no such file"),
+        ([], "model.num_layers=None must be at least 1"),
+        (["--config", TINY, "--device", "h1"], "neither one of"),
+        (["--config", TINY, "--set", "model.fp8"], "has no value"),
+        (["--config", TINY, "--reserve", "1"], "below 1"),
+        (["--config", TINY, "--gpus", "0"], "must be a multiple"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_the_page_has_the_tables_that_the_command_prints() -> None:
+    page = estimates.PAGE.read_text(encoding="utf-8")
+    for name in estimates.LAYOUTS:
+        for device in estimates.DEVICES:
+            assert estimates.section(name, device) in page

@@ -1,0 +1,49 @@
+"""Devices by name, from a file, and from what a benchmark wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8.estimate.device import device, names
+
+
+def test_devices_by_name_say_where_their_figures_are_from() -> None:
+    assert names() == ["h100", "h200", "b200", "mi300x"]
+    for name in names():
+        found = device(name)
+        assert "data sheet" in found.source and not found.measured
+        assert found.fp8 == pytest.approx(2 * found.bf16, rel=1e-3)
+
+
+def test_a_file_of_figures(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(
+        "{source: ours, tflops: {bf16: 700, fp8: 1200}, memory_gb: 80, bandwidth_gbs: 3000, link_gbs: 350,"
+        " network_gbs: 40, node: 4}"
+    )
+    found = device(str(path))
+    assert (found.bf16, found.memory, found.source) == (7e14, 80_000_000_000, "ours")
+    assert found.between(2, 2) == found.link and found.between(2, 4) == found.network
+    path.write_text(path.read_text().replace("fp8: 1200", "fp8: -1"))
+    with pytest.raises(ValueError, match="fp8 must be a number above 0"):
+        device(str(path))
+
+
+def test_rates_that_a_benchmark_found_replace_the_data_sheets(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    row = {"section": "gemm", "k": 1000, "n": 1000, "tokens": 1000, "bf16_ms": 4.0, "fp8_ms": 2.5}
+    path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "rows": [row, {**row, "bf16_ms": 8.0}]}))
+    found = device(str(path))
+    assert found.measured and found.bf16 == pytest.approx(5e11) and found.fp8 == pytest.approx(8e11)
+    assert found.memory == device("h100").memory
+    path.write_text(json.dumps({"device": "unheard of", "rows": [row]}))
+    with pytest.raises(ValueError, match="add `base: NAME`"):
+        device(str(path))
+
+
+def test_what_is_neither_is_refused() -> None:
+    with pytest.raises(ValueError, match="neither one of h100, h200, b200, mi300x nor a file"):
+        device("h1000")

@@ -1,0 +1,53 @@
+"""Whether a run fits, and the change that makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_fp8.estimate.device import Device, device
+from megatron_fp8.estimate.estimate import estimate
+from megatron_fp8.estimate.fit import fit
+from megatron_fp8.estimate.settings import Settings, read
+
+TINY = "--config=examples/configs/tiny_gpt_cpu.yaml"
+
+
+def of_size(memory: float) -> Device:
+    return dataclasses.replace(device("h100"), memory=int(memory))
+
+
+@pytest.fixture(scope="module")
+def settings() -> Settings:
+    return read([TINY, "--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false"], gpus=8)
+
+
+def test_the_change_that_is_named_fits(settings: Settings) -> None:
+    there = of_size(1e12)
+    needed = estimate(settings, there).fullest.total
+    assert fit(estimate(settings, there), there).fits
+    for part in (0.9, 0.6, 0.3, 0.15):
+        small = of_size(needed * part)
+        found = fit(estimate(settings, small), small, reserve=0.0)
+        assert not found.fits and found.change is not None and found.changed is not None
+        again = read(
+            [TINY, "--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false", *found.change],
+            8,
+        )
+        assert estimate(again, small).fullest.total == found.changed <= small.memory
+
+
+def test_splitting_comes_first_then_recomputation() -> None:
+    settings = read([TINY], gpus=2)  # two ranks, split already
+    there = of_size(1e12)
+    needed = estimate(settings, there).fullest.total
+    small = of_size(needed * 0.7)
+    found = fit(estimate(settings, small), small, reserve=0.0)
+    assert found.change and found.change[0].startswith("--model.recompute_granularity")
+
+
+def test_nothing_is_promised_that_does_not_fit(settings: Settings) -> None:
+    tiny = of_size(1000)
+    found = fit(estimate(settings, tiny), tiny)
+    assert not found.fits and found.change is None and found.smallest > 1000

@@ -1,0 +1,36 @@
+"""Parameters against published totals. Shapes and names are held against real models in tests/functional."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_fp8.estimate.parameters import totals
+from megatron_fp8.estimate.settings import read
+
+
+@pytest.mark.parametrize("name, published", [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496)])
+def test_llama_has_as_many_parameters_as_published(name: str, published: int) -> None:
+    found = totals(read([f"--config=examples/configs/{name}.yaml"]).model)
+    assert found.total == found.active == published
+    assert found.padding > 0, "the vocabulary is padded for eight or four ranks, and that is apart"
+
+
+def test_totals_do_not_depend_on_the_layout() -> None:
+    model = read(["--config=examples/configs/tiny_gelu_cpu.yaml"]).model
+    once = totals(model).total
+    for tp, pp in ((1, 1), (4, 1), (2, 2), (1, 4)):
+        cut = dataclasses.replace(model, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+        assert totals(cut).total == once
+
+
+def test_of_experts_a_token_uses_as_many_as_it_is_sent_to() -> None:
+    options = [
+        "--config=examples/configs/tiny_gpt_cpu.yaml",
+        "--model.num_moe_experts=8",
+        "--model.moe_router_topk=2",
+    ]
+    found = totals(read(options).model)
+    experts = 4 * 8 * 3 * 256 * 768  # layers, experts, gate and up and down
+    assert found.total - found.active == experts * 6 // 8

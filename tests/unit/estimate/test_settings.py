@@ -1,0 +1,91 @@
+"""What is read of a config, without Megatron-Core, is what the app reads of it with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fp8.estimate.settings import known_keys, read
+
+CONFIGS = sorted(Path("examples/configs").glob("*.yaml"))
+TINY = "--config=examples/configs/tiny_gpt_cpu.yaml"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_the_app_reads_the_same(config: Path) -> None:
+    from megatron_fp8.train.config import run_config
+    from megatron_fp8.train.config.model_section import padded_vocab_size, transformer_config
+
+    settings, run = read([f"--config={config}"]), run_config.load(config)
+    made = transformer_config(run.model)
+    for name, value in vars(settings.model).items():
+        if name in ("positions", "fp8_options", "params_dtype", "activation_func", "vocab_size"):
+            continue
+        there: Any = getattr(made if hasattr(made, name) else run.model, name)
+        assert value == there, name
+    assert settings.model.padded_vocabulary == padded_vocab_size(run.model, 257)
+    assert (settings.train, settings.optimizer) == (run.train, run.optimizer)
+
+
+def test_every_key_of_the_app_is_known_and_no_other() -> None:
+    from megatron_fp8.train.config import run_config
+
+    # resume, run_dir and such are the same; fields that a newer Megatron-Core adds would show here.
+    assert set(known_keys()) >= set(run_config.known_keys())
+
+
+def test_defaults_are_megatrons() -> None:
+    from megatron_fp8.train.config import run_config
+    from megatron_fp8.train.config.model_section import transformer_config
+
+    options = ["--model.num_layers=2", "--model.hidden_size=64", "--model.num_attention_heads=4"]
+    made = transformer_config(run_config.parse(options).model)
+    for name, value in vars(read(options).model).items():
+        if hasattr(made, name) and name not in ("params_dtype", "activation_func"):
+            assert value == getattr(made, name), name
+
+
+def test_later_options_win_and_dashes_are_underscores() -> None:
+    settings = read([TINY, "--model.num-layers=6", "--model.num_layers=8", "--optimizer.lr=1e-4"])
+    assert settings.model.num_layers == 8 and settings.optimizer.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ("--model.num_layer=2", "not a known key. Did you mean model.num_layers?"),
+        ("--model.num_layers=two", "model.num_layers='two' must be a whole number"),
+        ("--model.multi_latent_attention=true", "no estimate is known for it"),
+        ("--model.recompute_modules=[x]", None),
+        ("--model.fp8_format=fp7", "is unknown"),
+        ("--model.fp8=hybird", "Did you mean 'hybrid'?"),
+        ("--train.global_batch_size=7", "must be a multiple of train.micro_batch_size=8"),
+        ("--model.num_query_groups=1", "make the first a multiple|Make the first a"),
+        ("--model.ffn_hidden_size=7", "equal part of ffn_hidden_size"),
+        ("--model.pipeline_model_parallel_size=3", "cannot be split"),
+        ("nothing", "is not an option"),
+    ],
+)
+def test_what_cannot_be_is_said(option: str, words: str | None) -> None:
+    if words is None:
+        read([TINY, option])  # without recompute_granularity nobody reads it
+        return
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        read([TINY, option])
+
+
+def test_ranks_that_hold_no_whole_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="--gpus=3 must be a multiple of the 2 ranks"):
+        read([TINY], gpus=3)
+
+
+def test_megatron_is_not_imported() -> None:
+    code = (
+        "import sys; from megatron_fp8.commands.estimate import main;"
+        f" assert main([{TINY!r}, '--device', 'h100', '--json']) == 0; assert 'megatron' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

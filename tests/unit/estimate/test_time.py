@@ -1,0 +1,78 @@
+"""The roofline: its operations by formula, and that it moves as it must."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_fp8.estimate.device import device
+from megatron_fp8.estimate.estimate import Estimate, estimate
+from megatron_fp8.estimate.payoff import grouped, of_sites
+from megatron_fp8.estimate.settings import read
+from megatron_fp8.estimate.sites import Plans
+from megatron_fp8.estimate.time import model_flops
+
+LLAMA = "--config=examples/configs/llama3_8b.yaml"
+
+
+def of(*options: str, on: str = "h100") -> Estimate:
+    return estimate(read([LLAMA, *options], gpus=64), device(on))
+
+
+def seconds(*options: str, on: str = "h100") -> float:
+    time = of(*options, on=on).time
+    assert time is not None
+    return time.seconds
+
+
+def test_operations_are_six_a_parameter_and_token_and_attention() -> None:
+    settings = read([LLAMA], gpus=64)
+    tokens = 512 * 8192
+    linears = (
+        6 * tokens * (8_030_261_248 - 128256 * 4096 + 2_097_152 // 2)
+    )  # no table; padding of the output layer
+    attention = 6 * tokens * 32 * 8192 * 4096  # causal: half of 12 s h a layer
+    assert model_flops(settings) == pytest.approx(linears + attention, rel=1e-4)
+    for layout in (["--model.tensor_model_parallel_size=8"], ["--model.pipeline_model_parallel_size=2"]):
+        assert model_flops(read([LLAMA, *layout], gpus=64)) == pytest.approx(linears + attention, rel=1e-3)
+
+
+def test_no_run_is_faster_than_the_peak() -> None:
+    for on in ("h100", "h200", "b200", "mi300x"):
+        time = of("--model.fp8=null", on=on).time
+        assert time is not None and 0 < time.mfu < 1
+
+
+def test_what_costs_time_costs_time() -> None:
+    fp8 = seconds()
+    assert fp8 < seconds("--model.fp8=null")
+    assert fp8 < seconds("--model.fp8_wgrad=false")
+    full = [
+        "--model.recompute_granularity=full",
+        "--model.recompute_method=uniform",
+        "--model.recompute_num_layers=1",
+    ]
+    assert fp8 < seconds(*full)
+    assert fp8 < seconds("--model.pipeline_model_parallel_size=2"), "stages wait for each other"
+    assert seconds(on="b200") < fp8
+
+
+def test_small_linears_gain_nothing() -> None:
+    """The casts of a linear cost as many bytes whatever its other side is; its GEMMs shrink with that."""
+    wide, narrow = read([LLAMA], gpus=64), read([LLAMA, "--model.ffn_hidden_size=64"], gpus=64)
+    ratios = []
+    for settings in (wide, narrow):
+        sites = grouped(of_sites(settings, Plans(settings.model), device("h100")))
+        fc1 = next(
+            alike.site for alike in sites if alike.name == "mlp.linear_fc1" and alike.site.precision == "fp8"
+        )
+        ratios.append(fc1.seconds / fc1.seconds_bf16)
+    assert ratios[0] < 0.75 < ratios[1]
+
+
+def test_faster_networks_show() -> None:
+    settings, h100 = read([LLAMA], gpus=64), device("h100")
+    slow = estimate(settings, dataclasses.replace(h100, network=h100.network / 10)).time
+    fast = estimate(settings, h100).time
+    assert slow is not None and fast is not None and slow.stage.reduced > fast.stage.reduced
