@@ -54,16 +54,21 @@ def of_chunk(settings: Settings, chunk: Chunk, plans: Plans, device: Device = GP
 
 def _kept_after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes]:
     model = settings.model
-    if model.recompute_granularity != "full":
+    if model.recompute_granularity != "full" or not layers:
         return layers
     share = model.token_share
     if model.distribute_saved_activations:
         share = model.tensor_model_parallel_size
-    hidden = model.activation_bytes * settings.tokens // share * model.hidden_size
+    hidden = Bytes({"layer inputs": model.activation_bytes * settings.tokens // share * model.hidden_size})
+    positions = Bytes()
+    if (
+        model.position_embedding_type == "rope"
+    ):  # angles, float32: one tensor, which every recomputation keeps
+        positions["layer inputs"] = 4 * settings.tokens // settings.train.micro_batch_size * model.channels
     count = model.recompute_num_layers or 1
     if model.recompute_method == "block":
-        return [Bytes({"layer inputs": hidden}) for _ in layers[:count]] + layers[count:]
-    return [Bytes({"layer inputs": hidden}) for _ in layers[::count]]
+        return [*(hidden for _ in layers[:count]), *layers[count:], positions]
+    return [*(hidden for _ in layers[::count]), positions]
 
 
 def working_set(settings: Settings, chunk: Chunk, plans: Plans, device: Device = GPU) -> int:
@@ -172,7 +177,10 @@ def _attention(
     groups = model.query_groups * model.channels // tp
     rope = model.position_embedding_type == "rope"
     mixed, query, keys = tokens * (width + 2 * groups), tokens * width, tokens * groups
+    # Several groups of queries lie between their keys and values: heads of one size are a copy.
+    copied = tokens * width * (1 < model.query_groups // tp < model.num_attention_heads // tp)
     if model.qk_layernorm:
+        found["norms"] += size * copied
         heads = (model.num_attention_heads + model.query_groups) // tp
         found["norms"] += tokens * heads * (4 if model.normalization == "RMSNorm" else 8)
     if rope:
@@ -181,7 +189,7 @@ def _attention(
         found["attention"] += size * (query + 4 * positions * model.channels)
         found["attention"] += size * (mixed + keys if cp == 1 else 0)
     else:
-        found["attention"] += size * (mixed + (query + keys) * model.qk_layernorm)
+        found["attention"] += size * (mixed + (query + keys if model.qk_layernorm else copied))
     if cp > 1:
         found["attention"] += size * 2 * keys * cp  # keys and values of the whole sequence
     if "core_attn" not in recomputed:

@@ -178,11 +178,11 @@ def _microbatch(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traf
         for one in of_layer(settings, layer, plans):
             yield one * (2 if layer in again and one.what.endswith("forward") else 1)
     if chunk.first:
+        # Where learned positions are added, tokens are summed on all ranks and split afterwards.
+        split = model.sequence_parallel and model.position_embedding_type != "learned_absolute"
+        yield Traffic("embedding", "reduce-scatter" if split else "all-reduce", "tensor", tp, whole)
         if model.sequence_parallel:
-            yield Traffic("embedding", "reduce-scatter", "tensor", tp, whole)
             yield Traffic("embedding", "all-gather", "tensor", tp, whole)
-        else:
-            yield Traffic("embedding", "all-reduce", "tensor", tp, whole)
     if chunk.last:
         if model.sequence_parallel:
             yield Traffic("output layer", "all-gather", "tensor", tp, 2 * whole, 2)

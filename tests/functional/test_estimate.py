@@ -256,7 +256,6 @@ SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
     "normed queries": (1, TINY, {**ONE, "model__qk_layernorm": True}),
     "context parallel": (2, TINY, {**ONE, "model__context_parallel_size": 2}),
-    "attention dropout": (1, TINY, {**ONE, "model__attention_dropout": 0.1}),
 }
 
 

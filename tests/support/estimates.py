@@ -196,6 +196,15 @@ def _collectives() -> Iterator[Counter[str]]:
             return _f(*args, **kwargs)
 
         patches += _everywhere(original, call)
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    gather = buffers.dist_all_gather_func  # this package's own, which knows torch's by another name
+
+    def gathered(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found["all-gather"] += output.numel() * output.element_size()
+        return gather(output, *args, **kwargs)
+
+    patches.append(mock.patch.object(buffers, "dist_all_gather_func", gathered))
     batch = dist.batch_isend_irecv
 
     def sent(operations: list[Any]) -> Any:
@@ -228,20 +237,21 @@ def _everywhere(original: Any, other: Any) -> list[Any]:
 def count_saved(arguments: list[str]) -> int:
     """A rank case: bytes that one microbatch's forward leaves for its backward; neither weights nor their codes."""
     from megatron_fp8.mcore.runtime import unwrap
+    from megatron_fp8.mcore.sites import keeping_weights
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
     with _trained(arguments, iterations=0) as (_, chunks, run):
         (chunk,) = chunks
         model = unwrap(chunk)
-        known: dict[int, int] = {}
+        known: dict[int, Any] = {}  # storages, which may be emptied after they were saved
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            known[storage.data_ptr()] = storage.nbytes()
+            known[storage._cdata] = storage
             return tensor
 
         batch = next(_batches(0, 1, run.train.micro_batch_size, run.train.seq_length, run.model.vocab_size))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with keeping_weights(chunks), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         others: list[torch.Tensor] = []
         for parameter in model.parameters():
@@ -250,5 +260,5 @@ def count_saved(arguments: list[str]) -> int:
             if hasattr(module, "bind_fp8_site") and not isinstance(module.weight, Fp8Parameter):
                 others += held(module)[1:]
         for tensor in others:
-            known.pop(tensor.untyped_storage().data_ptr(), None)
-        return sum(known.values())
+            known.pop(tensor.untyped_storage()._cdata, None)
+        return sum(storage.nbytes() for storage in known.values())
