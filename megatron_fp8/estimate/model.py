@@ -103,12 +103,11 @@ class Model:
             "params_dtype": self.params_dtype
             or ("float16" if self.fp16 else "bfloat16" if bf16 else "float32"),
             "fp8_recipe": self.fp8_recipe or "delayed",
+            "expert_tensor_parallel_size": self.expert_tensor_parallel_size
+            or self.tensor_model_parallel_size,
         }
         if self.num_moe_experts:
             filled["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or filled["ffn_hidden_size"]
-            filled["expert_tensor_parallel_size"] = (
-                self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-            )
         for name, value in filled.items():
             object.__setattr__(self, name, value)
         if self.query_groups % self.tensor_model_parallel_size:

@@ -33,17 +33,21 @@ def _text(value: Any) -> str:
 
 
 def count_held(arguments: list[str]) -> dict[str, Any]:
-    """A rank case: bytes on this rank after two iterations, by kind, and its pipeline stage."""
+    """A rank case: bytes on this rank after two iterations, by kind, what the third one sends, and its stage."""
     from megatron.core import parallel_state
 
     from megatron_fp8.train.model import count_parameters
 
     with _trained(arguments, iterations=2) as (step, chunks, _):
+        kept = _held(chunks, step.optimizer)
+        with _collectives() as sent:
+            step(2)
         return {
             "stage": parallel_state.get_pipeline_model_parallel_rank(),
             "parameters": count_parameters(chunks)["total"],
             "shapes": _shapes(chunks),
-            **_held(chunks, step.optimizer),
+            "sent": dict(sent),
+            **kept,
         }
 
 
@@ -163,16 +167,6 @@ def largest(counts: list[dict[str, Any]], stage: int) -> Counter[str]:
 
 
 # ------------------------------------------------------------------------------------------------------- on the wire
-
-
-def count_sent(arguments: list[str]) -> dict[str, Any]:
-    """A rank case: bytes of whole tensors by collective in the third iteration, scalars apart."""
-    from megatron.core import parallel_state
-
-    with _trained(arguments, iterations=2) as (step, _, _):
-        with _collectives() as calls:
-            step(2)
-        return {"stage": parallel_state.get_pipeline_model_parallel_rank(), **calls}
 
 
 @contextmanager

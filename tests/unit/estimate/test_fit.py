@@ -12,6 +12,12 @@ from megatron_fp8.estimate.fit import fit
 from megatron_fp8.estimate.settings import Settings, read
 
 TINY = "--config=examples/configs/tiny_gpt_cpu.yaml"
+WHOLE = [
+    TINY,
+    "--model.tensor_model_parallel_size=1",
+    "--model.sequence_parallel=false",
+    "--train.global_batch_size=64",
+]
 
 
 def of_size(memory: float) -> Device:
@@ -20,7 +26,7 @@ def of_size(memory: float) -> Device:
 
 @pytest.fixture(scope="module")
 def settings() -> Settings:
-    return read([TINY, "--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false"], gpus=8)
+    return read(WHOLE, gpus=8)
 
 
 def test_the_change_that_is_named_fits(settings: Settings) -> None:
