@@ -95,6 +95,7 @@ class Model:
     def __post_init__(self) -> None:
         heads, groups = self.num_attention_heads, self.num_query_groups
         bf16 = not self.fp16 if self.bf16 is None else self.bf16
+        # Not what follows from the layout: replace() may change that.
         filled = {
             "num_query_groups": groups or heads,
             "kv_channels": self.kv_channels or self.hidden_size // heads,

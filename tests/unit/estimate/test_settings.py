@@ -11,6 +11,11 @@ import pytest
 
 from megatron_fp8.estimate.settings import known_keys, read
 
+# What None means in these follows from the layout, and is a property of the model; and what has other names here.
+OTHERWISE = {
+    "expert_tensor_parallel_size", "microbatch_group_size_per_vp_stage", "recompute_modules", "positions", "fp8_options",
+    "params_dtype", "activation_func", "vocab_size",
+}  # fmt: skip
 CONFIGS = sorted(Path("examples/configs").glob("*.yaml"))
 TINY = "--config=examples/configs/tiny_gpt_cpu.yaml"
 
@@ -23,10 +28,11 @@ def test_the_app_reads_the_same(config: Path) -> None:
     settings, run = read([f"--config={config}"]), run_config.load(config)
     made = transformer_config(run.model)
     for name, value in vars(settings.model).items():
-        if name in ("positions", "fp8_options", "params_dtype", "activation_func", "vocab_size"):
+        if name in OTHERWISE:
             continue
         there: Any = getattr(made if hasattr(made, name) else run.model, name)
         assert value == there, name
+    assert settings.model.expert_tp == made.expert_tensor_parallel_size
     assert settings.model.padded_vocabulary == padded_vocab_size(run.model, 257)
     assert (settings.train, settings.optimizer) == (run.train, run.optimizer)
 
@@ -45,7 +51,7 @@ def test_defaults_are_megatrons() -> None:
     options = ["--model.num_layers=2", "--model.hidden_size=64", "--model.num_attention_heads=4"]
     made = transformer_config(run_config.parse(options).model)
     for name, value in vars(read(options).model).items():
-        if hasattr(made, name) and name not in ("params_dtype", "activation_func"):
+        if hasattr(made, name) and name not in OTHERWISE:
             assert value == getattr(made, name), name
 
 
