@@ -37,10 +37,7 @@ def test_the_change_that_is_named_fits(settings: Settings) -> None:
         small = of_size(needed * part)
         found = fit(estimate(settings, small), small, reserve=0.0)
         assert not found.fits and found.change is not None and found.changed is not None
-        again = read(
-            [TINY, "--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false", *found.change],
-            8,
-        )
+        again = read([*WHOLE, *found.change], gpus=8)
         assert estimate(again, small).fullest.total == found.changed <= small.memory
 
 
