@@ -12,7 +12,7 @@ What a run needs, from its config alone, in seconds and without a GPU: parameter
 bytes on the wire by collective, and with --device the step's time by a roofline, what FP8 changes of each linear, and
 whether it fits, or else the nearest change with which it does.
 
-  megatron-fp8 estimate --config examples/configs/llama3_8b.yaml --gpus 64 --device h100
+  megatron-fp8 estimate --config llama3_8b --gpus 64 --device h100
   megatron-fp8 estimate --config my.yaml --set model.fp8_param=true --set train.micro_batch_size=2
   megatron-fp8 estimate --config my.yaml --model.fp8_param=true --json
 
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser("estimate", HELP)
     add = parser.add_argument
-    add("--config", metavar="FILE", help="the run's config, as train takes it")
+    add("--config", metavar="FILE", help="the run's config, a file or a shipped one's name")
     add("--gpus", type=int, metavar="N", help="GPUs of the run (default: one copy of the model)")
     add(
         "--device",

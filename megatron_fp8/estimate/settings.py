@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from ..files.disk import read_ordinary
+from ..files.shipped import find_config, shipped_configs
 from ..files.strict_yaml import load_yaml
 from ..mcore.config.relations import RELATIONS
 from ..mcore.config.rules import (
@@ -181,7 +182,7 @@ def read(options: list[str], gpus: int | None = None) -> Settings:
             )
         name = name.replace("-", "_")
         if name == "config":
-            content = _file(value)
+            content = _file(find_config(value))
             for key in content:
                 _check_key(key, f"{value}: ")
             given.update(content)
@@ -240,7 +241,8 @@ def _file(path: str) -> dict[str, Any]:
         content = load_yaml(read_ordinary(Path(path), _LARGEST))
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ValueError(f"--config={path!r}: {reason}. Shipped ones are in examples/configs/.") from error
+        shipped = ", ".join(shipped_configs())
+        raise ValueError(f"--config={path!r}: {reason}. Shipped ones, by name: {shipped}.") from error
     except ValueError as error:
         raise ValueError(f"--config={path} is not YAML: {error}") from error
     if not isinstance(content, dict):
