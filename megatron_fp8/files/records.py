@@ -70,13 +70,14 @@ class Board:
 
     def __init__(self, folder: Path, first: int = 0) -> None:
         from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        from .crc import framed
 
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
         taken = sum(1 for _ in folder.glob(f"{name}.*"))
         self._file = Appended(folder / f"{name}.{taken}")
-        self._records, self._event = RecordWriter(self._file), event_pb2.Event
+        self._framed, self._event = framed, event_pb2.Event
         self._add(file_version="brain.Event:2")
         if first:
             self._add(step=first, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
@@ -93,7 +94,7 @@ class Board:
         self._file.close()
 
     def _add(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.write(self._framed(self._event(wall_time=time.time(), **fields).SerializeToString()))
 
 
 def continued(path: Path, finished: int) -> Appended:

@@ -1,10 +1,10 @@
 /* Sums and extremes of a matrix, and of the codes that were made of it, for telemetry on CPUs.
 
-   Elements come in three dtypes and two kinds of codes. Only the loops that read them know it: those write RUN floats at
-   a time, and everything after that is of floats. (GCC 12 counts wrongly in one loop that reads 16 bit integers and sums
-   comparisons of 32 bit ones.) Everything is summed in float64, in pieces whose borders depend on the matrix alone, added
-   in order: no sum depends on the number of threads. Elements that are NaN or Inf are counted, and zeros for all else;
-   they are rare, so a run is measured as if it had none, and again without them where its largest magnitude shows one. */
+   Elements come in three dtypes and two kinds of codes. Only the loops that read them know it: those write RUN floats
+   at a time, and everything after that is of floats. (GCC 12 counts wrongly in one loop that reads 16 bit integers and
+   sums comparisons of 32 bit ones.) Everything is summed in float64, in pieces whose borders depend on the matrix alone,
+   added in order: no sum depends on the number of threads. Elements that are NaN or Inf are counted, and zeros for all
+   else. They are rare: extremes are taken as if there were none, and again without them where the largest shows one. */
 
 /* Sums of float64 are bound by the width of vectors; compilers of today choose half of it by themselves. */
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
@@ -234,7 +234,7 @@ static void tell_codes(const Side *side, const Codes *found, int64_t step, int64
     memcpy(out, told, sizeof told);
 }
 
-/* -------------------------------------------------------------------------------------------------- both, in one pass */
+/* ------------------------------------------------------------------------------------------------ both in one pass */
 
 /* Fetches what comes next while this run is computed: a quarter of the time where a matrix is not in the caches. */
 INLINE void ahead(const char *from, int64_t bytes) {
