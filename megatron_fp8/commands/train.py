@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..files.records import say_lacking
 from ..files.shipped import shipped_configs
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from .line import refuse
@@ -309,10 +310,11 @@ def _train(trainer: Any) -> int:
     try:
         summary = trainer.train()
     finally:
-        trainer.telemetry.close()
+        lacking = trainer.telemetry.close_files()
         if trainer.display:
             trainer.display.close()
-            trainer.writer.close()
+            lacking += trainer.writer.close()
+        say_lacking(lacking)
     if trainer.display:
         print(_last_line(trainer, summary, time.perf_counter() - start), flush=True)
     return EXIT_DONE

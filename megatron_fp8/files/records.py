@@ -1,7 +1,8 @@
 """Files that grow by one record at a time; a full disk does not end the training that writes them.
 
 What cannot be written now is kept in memory and written before the next record, from the byte where writing stopped; one
-warning says that something is missing. A killed process leaves at most one record unfinished, the last.
+warning says that something is missing, and ``close`` what is missing for good: whoever closes a run's files says it in
+one line. A killed process leaves at most one record unfinished, the last.
 """
 
 from __future__ import annotations
@@ -35,18 +36,17 @@ class Appended:
             self._tell(error)
         return len(record)
 
-    def close(self) -> None:
-        """Try once more to write what is waiting, and close."""
+    def close(self) -> list[str]:
+        """Try once more to write what is waiting, and close; what the file lacks now, in words, if it lacks something."""
         if self._file is None:
-            return
+            return []
         self.write(b"")
         file, self._file = self._file, None
         try:
             os.close(file)
         except OSError as error:
             self._tell(error)
-        if self._waiting:
-            warnings.warn(f"{str(self._path)!r} lacks its last {len(self._waiting)} bytes.", stacklevel=2)
+        return [f"{str(self._path)!r} lacks its last {len(self._waiting)} bytes"] if self._waiting else []
 
     def _tell(self, error: OSError) -> None:
         if not self._told:
@@ -89,12 +89,18 @@ class Board:
         entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step=step, summary=Summary(value=entries))
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    def close(self) -> list[str]:
+        """Close the file; what it lacks."""
+        return self._file.close()
 
     def _add(self, **fields: Any) -> None:
         self._file.write(self._framed(self._event(wall_time=time.time(), **fields).SerializeToString()))
+
+
+def say_lacking(lacking: list[str]) -> None:
+    """Warn of what closed files lack, in one line; of nothing where they are whole."""
+    if lacking:
+        warnings.warn(f"records are lost: {', '.join(lacking)}. Checkpoints do not need them.", stacklevel=3)
 
 
 def continued(path: Path, finished: int) -> Appended:

@@ -26,8 +26,8 @@ class Output(Protocol):
     def write(self, iteration: int, records: list[Record]) -> None:
         """The records of one iteration."""
 
-    def close(self) -> None:
-        """No more come."""
+    def close(self) -> list[str]:
+        """No more come; what a full disk has left out for good, in words."""
 
 
 def read_records(folder: Path, finished: int) -> list[Record]:
@@ -57,9 +57,9 @@ class Lines:
         """One line each."""
         self._file.write("".join(json.dumps(record) + "\n" for record in records).encode())
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    def close(self) -> list[str]:
+        """Close the file; what it lacks."""
+        return self._file.close()
 
 
 class Scalars:
@@ -72,9 +72,9 @@ class Scalars:
         """One step."""
         self._board.scalars(iteration, scalars(records))
 
-    def close(self) -> None:
-        """Close the file."""
-        self._board.close()
+    def close(self) -> list[str]:
+        """Close the file; what it lacks."""
+        return self._board.close()
 
 
 def require_wandb() -> None:
@@ -115,6 +115,7 @@ class WandbRun:
         """One step."""
         self._run.log(scalars(records), step=iteration)
 
-    def close(self) -> None:
+    def close(self) -> list[str]:
         """End the run there."""
         self._run.finish()
+        return []

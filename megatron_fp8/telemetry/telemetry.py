@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..files.records import say_lacking
 from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..state.fp8_state import Fp8State
@@ -107,12 +108,16 @@ class Telemetry:
         return dict(self._bad.found)
 
     def close(self) -> None:
-        """Stop watching, and close what is written."""
+        """Stop watching, and close what is written. Warns in one line of files that lack something, on a full disk."""
+        say_lacking(self.close_files())
+
+    def close_files(self) -> list[str]:
+        """``close`` for who has other files to close: what files lack is not said but returned."""
         for state in self.states:
             state.watch(None)
-        for output in self._outputs:
-            output.close()
+        lacking = [words for output in self._outputs for words in output.close()]
         self.states, self._outputs = [], []
+        return lacking
 
     def __enter__(self) -> Telemetry:
         return self

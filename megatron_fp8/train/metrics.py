@@ -131,12 +131,14 @@ class MetricsWriter:
             (json.dumps({"iteration": iteration, "event": event, "text": text}) + "\n").encode()
         )
 
-    def close(self) -> None:
-        """Close every file."""
-        self._events.close()
-        self._metrics.close()
-        self._validation.close()
-        self._board.close()
+    def close(self) -> list[str]:
+        """Close every file; what they lack."""
+        return [
+            *self._events.close(),
+            *self._metrics.close(),
+            *self._validation.close(),
+            *self._board.close(),
+        ]
 
 
 class Display:

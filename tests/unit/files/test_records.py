@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from megatron_fp8.files import records
-from megatron_fp8.files.records import Appended, Board, continued
+from megatron_fp8.files.records import Appended, Board, continued, say_lacking
 
 
 @pytest.fixture
@@ -51,9 +51,12 @@ def test_what_never_fits_is_said(tmp_path, disk):
     disk.room = 3
     with pytest.warns(UserWarning) as warned:
         file.write(b"0123456789")
-        file.close()
-        file.close()
-    assert "lacks its last 7 bytes" in str(warned[-1].message) and len(warned) == 2
+        lacking = [*file.close(), *file.close()]
+        say_lacking([])
+        say_lacking([*lacking, "another"])
+    assert lacking == [f"{str(tmp_path / 'metrics.jsonl')!r} lacks its last 7 bytes"]
+    assert len(warned) == 2
+    assert str(warned[-1].message).startswith(f"records are lost: {lacking[0]}, another.")
 
 
 def test_tensorboard_reads_what_was_written(tmp_path, disk):

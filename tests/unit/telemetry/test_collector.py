@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import re
+
 import pytest
 import torch
 
 from megatron_fp8 import convert_to_fp8
+from megatron_fp8.files import records
 from megatron_fp8.nn import Fp8Config, fp8_autocast, fp8_step
 from megatron_fp8.telemetry import Telemetry
 from tests.support.sites import RECIPES, randn
@@ -192,6 +196,25 @@ def test_linears_made_one_by_one_are_named_and_watched():
     with Telemetry(model) as telemetry:
         step(model)
     assert {record["site"] for record in telemetry.records} == {"0", "1"}
+
+
+def test_what_a_full_disk_left_out_is_said_in_one_line(tmp_path, monkeypatch):
+    """By name, for both files, when they are closed; the training goes on meanwhile."""
+
+    def full(file, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = tower()
+    telemetry = Telemetry(model, folder=tmp_path)
+    with monkeypatch.context() as patch, pytest.warns(UserWarning) as warned:
+        patch.setattr(records.os, "write", full)
+        step(model)
+        telemetry.close()
+    assert len(warned) == 3 and telemetry.records  # two files cannot be written, and what they lack
+    assert re.fullmatch(
+        r"records are lost: '.*telemetry.jsonl' lacks its last \d+ bytes, '.*tfevents.*' lacks its last \d+ bytes\..*",
+        str(warned[-1].message),
+    )
 
 
 def test_refusals():
