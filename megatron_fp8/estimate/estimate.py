@@ -14,7 +14,7 @@ from .pipeline import peak
 from .settings import Settings
 from .sites import Plans
 from .state import StateBytes, of_stage
-from .time import StepTime, step_time
+from .time import StepTime, model_flops, step_time
 from .wire import Traffic
 from .wire import of_stage as wire_of_stage
 
@@ -29,7 +29,7 @@ class Memory:
         activations: saved by all microbatches in flight at the fullest moment.
         by_kind: of one microbatch, what it saves, by kind.
         in_flight: microbatches then, by virtual stage.
-        working: what is there for a moment: recomputed layers, logits and their gradients.
+        working: what is there for a moment: recomputed layers or logits and their gradients, and gathered tokens.
     """
 
     stage: int
@@ -95,6 +95,7 @@ class Estimate:
             ],
             "wire": [{**dataclasses.asdict(one), "sent": one.sent} for one in self.wire[full.stage]],
             "notes": list(settings.notes),
+            "flops": model_flops(settings),
             "step_seconds": None,
         }  # fmt: skip
         if self.time is not None and self.device is not None:
@@ -103,7 +104,6 @@ class Estimate:
                 "step_seconds": time.seconds,
                 "mfu": time.mfu,
                 "tokens_per_second": time.tokens_per_second,
-                "flops": time.flops,
                 "bubble_seconds": time.bubble,
                 "time": {**dataclasses.asdict(time.stage), "slowest_stage": time.slowest},
                 "device": dataclasses.asdict(self.device),
@@ -142,6 +142,8 @@ def memory(settings: Settings, stage: int, plans: Plans, *, gpu: bool) -> Memory
         model = settings.model
         rows = model.padded_vocabulary // model.tensor_model_parallel_size
         working = max(working, (model.activation_bytes + 4) * settings.tokens * rows)
+    if settings.model.sequence_parallel:
+        working += settings.model.activation_bytes * settings.tokens * settings.model.hidden_size
     state = of_stage(settings, chunks, plans, both_contiguous=keeps_both(settings, gpu=gpu))
     return Memory(stage, state, most, sum(saved, Counter()), in_flight, working)
 

@@ -340,6 +340,14 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         notes.append("fp8_size_filter: not read; sites that it leaves in BF16 are counted as FP8")
     if section.get("fp8_high_precision_warmup") or section.get("fp8_high_precision_healing"):
         notes.append("phases in BF16: the figures are of iterations in FP8")
+    if section.get("fp8_backend") == "transformer_engine":
+        notes.append(
+            "fp8_backend=transformer_engine: what its layers keep is not known; these are this package's"
+        )
+    if model.attention_dropout:
+        notes.append(
+            "attention_dropout: scores are written out, and what is kept of them is about right only"
+        )
     if section.get("vocab_size") is None:
         if given.get("data.tokenizer"):
             raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from .estimate import Estimate
 from .fit import Fit
 from .payoff import Alike
+from .time import model_flops
 from .wire import Traffic
 
 WIDTH = 80
@@ -73,6 +74,9 @@ def _parameters(found: Estimate) -> str:
         lines.append(f"active     {p.active:,} for a token")
     if p.padding:
         lines.append(f"padding    {p.padding:,} more, of the vocabulary")
+    lines.append(
+        f"operations {model_flops(found.settings):.4g} a step (FLOPs of the model, forward and backward)"
+    )
     return "\n".join(lines)
 
 
@@ -144,21 +148,27 @@ def _time(found: Estimate) -> str:
 def _sites(found: Estimate, sites: Sequence[Alike]) -> str:
     if not found.settings.model.fp8:
         return ""
-    rows = [("  site", "layers", "runs", "x BF16's time", "input kept", "weight")]
+    gemms = ("fprop", "dgrad", "wgrad", "all") if found.time is not None else ()
+    rows = [("  site", "layers", "runs", *gemms, "input kept", "weight")]
     for alike in sites:
         site = alike.site
-        ratio = f"{site.seconds / site.seconds_bf16:.2f}" if site.gemms else "-"
+        times = [f"{one.seconds / one.bf16:.2f}" for one in site.gemms]
+        if times:
+            times.append(f"{site.seconds / site.seconds_bf16:.2f}")
         rows.append(
             (
                 f"  {_short(alike.name)}",
                 spans(alike.layers),
                 site.precision,
-                ratio,
+                *times,
                 f"{site.input_bytes / site.input_bytes_bf16:.2f} x",
                 f"{site.weight_bytes / site.weight_bytes_bf16:.2f} x",
             )
         )
-    return "\n".join(["what FP8 changes, by site (against BF16; casts included)", *_columns(rows)])
+    title = "what FP8 changes, by site: bytes over BF16's"
+    if gemms:
+        title = "what FP8 changes, by site: time of each GEMM with its casts, and bytes, over\nBF16's"
+    return "\n".join([title, *_columns(rows)])
 
 
 def _short(name: str) -> str:
