@@ -4,7 +4,7 @@ A rule speaks of one statistic of some tensors, in sites that scale in a certain
 statistic was beyond the limit in at least two measured iterations (or in the only one). Limits lie far from what
 healthy training shows, where E4M3 codes have an SQNR of 31 dB, E5M2 codes 25 dB, and less than 0.2 % of the values
 underflow or saturate. No rule looks at the loss: whether FP8 costs any is measured by a diagnosis, and advice says
-where to look first.
+where to look first. Beside the rules, a loss that rose while codes were good (rise.py) is not put down to FP8.
 
 Rejected: one number for a tensor's health: nobody could tell what it is made of.
 """
@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
+
+from .rise import find_rise
 
 OWN_SCALES = ("tensorwise", "rowwise")
 BLOCKS = ("blockwise", "mxfp8")
@@ -162,7 +164,10 @@ def advise(
     found = [*_not_finite(bad, metrics)]
     if not bad:
         ruled = _by_rules(series, plans)
-        found += [*_loss_first(metrics, ruled), *ruled, *_spikes(metrics, bool(ruled))]
+        measured = {record["iteration"] for seen in series.values() for record in seen}
+        spikes = _spikes(metrics, bool(ruled))
+        # Spikes that raise the loss explain it.
+        found += [*(() if spikes else _loss_first(metrics, ruled, measured)), *ruled, *spikes]
     return found + _configuration(report)
 
 
@@ -257,32 +262,32 @@ def _not_finite(bad: list[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any
     ]  # fmt: skip
 
 
-RISEN = 1.5
-"""A loss so many times the lowest before it has risen."""
+def _loss_first(
+    metrics: Sequence[Mapping[str, Any]], ruled: list[Advice], measured: Iterable[int]
+) -> list[Advice]:
+    """The loss rose before any tensor's codes were bad: what ruins a model ruins its codes too, later.
 
-
-def _loss_first(metrics: Sequence[Mapping[str, Any]], ruled: list[Advice]) -> list[Advice]:
-    """The loss rose before any tensor's codes were bad: what ruins a model ruins its codes too, later."""
-    lowest = math.inf
-    for line in metrics:
-        loss = line.get("lm_loss")
-        if loss is None:
-            continue
-        if loss > RISEN * lowest:
-            first = line["iteration"]
-            break
-        lowest = min(lowest, loss)
-    else:
+    Not every iteration is measured. A rise by little is put down to the model only where codes were seen to be good in
+    it, or later.
+    """
+    rise = find_rise(metrics)
+    if rise is None:
         return []
-    if any(piece.iterations is not None and piece.iterations[0] < first for piece in ruled):
+    bad = min((piece.iterations[0] for piece in ruled if piece.iterations is not None), default=math.inf)
+    last_good = max((iteration for iteration in measured if iteration < bad), default=-math.inf)
+    if bad < rise.iteration or (bad < math.inf and rise.noise is not None and last_good < rise.iteration):
         return []
     return [
         Advice(
             "the loss rose first", "no codes of FP8 were bad until then: the learning rate or the data, rather than FP8."
             " megatron-fp8 diagnose RUN says whether high precision has it too",
             "--optimizer.lr=LOWER --optimizer.clip_grad=1.0",
-            figures={"lm_loss": loss, "lowest lm_loss": lowest},
-            iterations=(first, first),
+            figures={
+                "lm_loss": rise.loss,
+                "lm_loss before": rise.before,
+                **({} if rise.noise is None else {"noise of lm_loss": rise.noise}),
+            },
+            iterations=(rise.iteration, rise.iteration),
         )
     ]  # fmt: skip
 

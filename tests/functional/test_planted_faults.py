@@ -77,8 +77,6 @@ def _of_the_model(fault: Fault, ill: Trial) -> None:
     assert ill.found is not None
     assert IN_WORDS[fault.kind] in ill.found["verdict"], ill.found["verdict"]
     assert ill.found["overrides"] == {}, ill.found["verdict"]
-    if fault.kind == "learning rate" and not ill.advice:  # the loss rose by less than half
-        return
     told = ill.advice[0]
     if fault.kind == "nan":
         assert ill.first_bad[fault.site, "weight", "non-finite"] == fault.start
@@ -86,8 +84,9 @@ def _of_the_model(fault: Fault, ill: Trial) -> None:
         assert told.iterations == (fault.start, fault.start)
     else:
         assert "--optimizer.lr=LOWER" in told.line and "FP8" in told.cause, told
-        wanted = fault.start + (fault.kind == "learning rate")  # its first step is felt in the next iteration
-        assert told.iterations[0] == wanted
+        # A learning rate's first step is felt in the next iteration, beyond the loss's noise at times one later.
+        wanted = {fault.start + 1, fault.start + 2} if fault.kind == "learning rate" else {fault.start}
+        assert told.iterations[0] in wanted
 
 
 @pytest.mark.parametrize("seed", CLEAN)

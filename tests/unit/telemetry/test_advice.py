@@ -185,6 +185,27 @@ def test_a_loss_that_rose_before_codes_were_bad_is_no_fault_of_fp8():
     assert advise(records(), report("tensorwise"), losses[:29]) == []
 
 
+def test_a_loss_that_rose_by_little_is_the_model_s_only_where_codes_were_good_then():
+    """Codes that were not measured in between may have been bad first."""
+    losses = [
+        {"iteration": i, "lm_loss": (5.0 - i / 100 if i < 30 else 6.0) + i % 2 / 50} for i in range(1, 61)
+    ]
+    (found,) = advise(records(iterations=range(1, 61)), report("tensorwise"), losses)
+    assert (found.title, found.iterations) == ("the loss rose first", (30, 30))
+    assert found.figures["noise of lm_loss"] == pytest.approx(0.02, abs=0.02)
+    for measured, bad, titles in (
+        ((10, 20, 30, 40, 50), 40, ["the loss rose first", "one scale for too much"]),
+        ((10, 20, 40, 50), 40, ["one scale for too much"]),
+        ((10, 20, 30, 40, 50), 30, ["one scale for too much"]),
+    ):
+        rows = [
+            row
+            for i in measured
+            for row in records(iterations=[i], **({"underflows%": 40.0} if i >= bad else {}))
+        ]
+        assert [one.title for one in advise(rows, report("tensorwise"), losses)] == titles, (measured, bad)
+
+
 def test_the_documentation_has_every_rule():
     text = (Path(__file__).parents[3] / "docs" / "telemetry.md").read_text()
     for rule in RULES:
