@@ -20,7 +20,7 @@ from typing import Any
 
 from ..plan.site_plan import SitePlan
 from .experiments import Experiments, counted_parameters, mean_loss
-from .measures import Measured
+from .measures import Measured, Paired
 from .variants import Part
 
 
@@ -29,7 +29,7 @@ class Limits:
     """When a part stands out.
 
     Attributes:
-        ratio: its distance from high precision, over that of itself at its best.
+        ratio: its distance from high precision, over that of itself at its best (``beyond_rounding``).
         bf16: its distance, over what rounding everything to BF16 does.
         loss: its change of the loss, over the loss.
         refined: how many of the worst sites have their GEMMs and operands measured apart.
@@ -203,9 +203,8 @@ class _Judge:
         if not alone.finite:
             return "not finite in FP8, finite in high precision"
         distances, rounded = alone.distances(counted), best.distances(counted)
-        beyond = distances - rounded.times(limits.ratio)
         floor = limits.bf16 * self._bf16.distances(counted).mean
-        if beyond.mean > beyond.spread and distances.mean > floor:
+        if beyond_rounding(distances, rounded, limits.ratio) and distances.mean > floor:
             times = distances.mean / rounded.mean if rounded.mean else math.inf
             return f"gradient error {times:.3g} times that of rounding alone"
         change, least = alone.loss_changes, abs(mean_loss(self._experiments.losses)) * limits.loss
@@ -218,6 +217,17 @@ class _Judge:
         if change.mean > max(floors):
             return f"loss {change.mean:+.3g}, by rounding alone {best.loss_changes.mean:+.3g}"
         return ""
+
+
+def beyond_rounding(distances: Paired, rounded: Paired, ratio: float) -> bool:
+    """Whether distances are more than ``ratio`` times those of rounding alone, beyond chance.
+
+    By the mean of the differences and their spread. An outlier hurts one batch ten times as much as another, and four
+    batches then have a spread above their mean: twice the ratio in every batch is no chance either.
+    """
+    beyond = distances - rounded.times(ratio)
+    always = zip(distances.values, rounded.values, strict=True)
+    return beyond.mean > beyond.spread or all(d > 2 * ratio * r for d, r in always)
 
 
 def _screen(experiments: Experiments, judge: _Judge, found: Attribution) -> list[str]:
