@@ -7,6 +7,7 @@ import datetime
 import json
 import platform
 import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,15 +22,30 @@ from ..plan.settings import RecipeSettings, from_settings
 from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
 from ..plan.timing import device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
-from .bench_cells import SECTIONS, Bench
+from ..study.bench import peers, versus
+from ..study.bench.cells import Bench
+from ..study.bench.sections import DEFAULT, SECTIONS
 from .line import refuse
 
 HELP = """\
-FP8 against BF16 on this machine: quantisation, single GEMMs, and a linear layer forward and backward.
+FP8 against BF16 on this machine, from a cast to a training step. A CPU and a GPU print the same table.
 
   megatron-fp8 bench                                        every recipe, one shape that suits the device
   megatron-fp8 bench --recipe mxfp8 --shape 4096x14336x8192 one recipe; in features x out features x tokens
   megatron-fp8 bench --config llama3_8b    the shapes, recipe and backend of a run
+
+  megatron-fp8 bench --only all --json > today.json         all sections, as data (the table goes to stderr)
+  megatron-fp8 bench --only layer,step --recipe mxfp8 --shape 512x1408x256     K is the hidden size, N the feed-forward
+  megatron-fp8 bench --compare last_week.json               what changed by more than both measurements are noisy
+  megatron-fp8 bench --only linear --peers                  torchao too, if it is installed
+
+  quantise     both directions of a linear's input, against a copy in BF16
+  gemm         the product of codes
+  linear       forward and backward with all quantisation
+  layer        a Llama-like layer, forward and backward
+  step         a training step of two layers: forward, backward, AdamW, the end of the iteration
+  inference    the forward of a layer whose weights were quantised once
+  collectives  an all-gather of codes against BF16: two processes, or one for each GPU
 
 Where FP8 does not pay (small GEMMs), leave those layers in BF16 by measurement:
 
@@ -43,8 +59,11 @@ sizes, and a shape in between is decided by the nearest smaller one. Options of 
 How to read it: `x BF16` is time over BF16's time, so less than 1 is faster. The weight is quantised anew in every linear,
 as in a run with one microbatch; more of them share one quantisation (the weight cache) and gain more than is shown. On a
 GPU, Python's launches count, as they do in a run without CUDA graphs. On a CPU FP8 is emulated, which is more work.
-Exit code 1: a result was wrong. The transformer layer, whole steps, torchao and Transformer Engine: benchmarks/ in the
-repository (make bench, make gpu-bench).
+`spread` is the interquartile range of that ratio, relative: --compare calls a change noise where it is within the sum of
+both spreads.
+
+Exit codes: 0 done, 1 a result was wrong, 2 bad input. Transformer Engine, CUDA graphs and this repository's own records:
+benchmarks/ there (make bench, make gpu-bench).
 """
 
 _CPU_SHAPES = [Gemm(512, 1024, 512)]
@@ -56,7 +75,7 @@ _GPU_GRID = [
     for k in (512, 1024, 2048, 4096, 8192)
     for n in (512, 1024, 2048, 4096, 8192)
 ]
-_PACKAGES = ("torch", "triton", "megatron_fp8")
+_PACKAGES = ("torch", "triton", "torchao", "megatron_fp8")
 
 
 @dataclass
@@ -70,8 +89,8 @@ class _Wanted:
 
 def main(arguments: list[str]) -> int:
     """Measure, print, and write what was asked for; 0, 1 if a result was wrong, 2 for bad input."""
-    parser = _parser()
-    options, run_options = parser.parse_known_args(arguments)
+    options, run_options = _parser().parse_known_args(arguments)
+    old: dict[str, Any] | None = None
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()
@@ -81,29 +100,59 @@ def main(arguments: list[str]) -> int:
         _check(options, run_options)
         wanted = _from_config(options, run_options) if options.config else _from_options(options, device)
         backends = [choose_backend(wanted.backend, device, recipe) for recipe in wanted.recipes]
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        record = _environment(device)
+        if options.compare:
+            old = versus.read(options.compare)
+            versus.check_comparable(old, record, options.compare)
     except ValueError as error:
         return refuse(error)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    record = _environment(device)
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        bench = _measure(options, wanted, backends, record, device)
+        if old is not None:
+            print(versus.as_table(versus.changes(old["rows"], bench.rows)))
+    if bench.wrong:
+        print(f"error: {len(bench.wrong)} results were wrong; nothing is written", file=sys.stderr)
+        return 1
+    result = {**record, "rows": bench.rows}
+    if options.json:
+        print(json.dumps(result, indent=1))
+    if options.tune:
+        _write_table(options.out, record, wanted.recipes[0], backends[0][0].name, bench.rows)
+    elif options.out:
+        _write(options.out, result)
+    return 0
+
+
+def _measure(
+    options: argparse.Namespace,
+    wanted: _Wanted,
+    backends: list[Any],
+    record: dict[str, Any],
+    device: torch.device,
+) -> Bench:
+    """Every cell, with what is needed to read it; the table at the end."""
     print(", ".join(f"{key} {value}" for key, value in _flat(record)), flush=True)
     bench = Bench(device, options.repetitions)
-    sections = ["linear"] if options.tune else options.only.split(",")
+    sections = ["linear"] if options.tune else _sections(options.only)
     for recipe, (backend, why) in zip(wanted.recipes, backends, strict=True):
         print(f"{recipe_name(recipe)}: backend {backend.name} ({why})", flush=True)
         say_what_is_slow(backend.name, device, recipe, "--fp8 e4m3")
         for shape in wanted.shapes:
             for section in sections:
                 SECTIONS[section](bench, shape, recipe, backend)
+    if options.peers and (reason := peers.missing()):
+        print(f"torchao: not measured: {reason}", flush=True)
+    elif options.peers:
+        for shape in wanted.shapes:
+            peers.linear(bench, shape)
     print(_as_table(bench.rows))
-    if bench.wrong:
-        print(f"error: {len(bench.wrong)} results were wrong; nothing is written", file=sys.stderr)
-        return 1
-    if options.tune:
-        _write_table(options.out, record, wanted.recipes[0], backends[0][0].name, bench.rows)
-    elif options.out:
-        _write(options.out, {**record, "rows": bench.rows})
-    return 0
+    return bench
+
+
+def _sections(only: str) -> list[str]:
+    return list(SECTIONS) if only == "all" else only.split(",")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,7 +163,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--only", default=",".join(SECTIONS), help="sections, separated by commas (default %(default)s)")
+    add(
+        "--only",
+        default=",".join(DEFAULT),
+        help="sections, separated by commas, or all (default %(default)s)",
+    )
     add("--recipe", help="recipes, separated by commas (default: all; with --tune: tensorwise)")
     add("--fp8", default="hybrid", help="element formats, hybrid or e4m3 (default %(default)s)")
     add("--backend", help="emulated or native (default: the best that can run here)")
@@ -126,6 +179,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--tune", action="store_true", help="write the table for fp8_size_filter to --out")
     add("--out", metavar="FILE", help="write the results (with --tune: the table) as JSON")
+    add("--json", action="store_true", help="print the results as JSON on stdout, all else on stderr")
+    add(
+        "--compare",
+        metavar="OLD.json",
+        type=Path,
+        help="an earlier --out or --json: what changed beyond noise",
+    )
+    add("--peers", action="store_true", help="measure torchao's linear too, if it is installed")
     add("--repetitions", type=int, default=20, help="timed rounds (default %(default)s)")
     add("--threads", type=int, default=0, help="CPU threads (default: torch's)")
     return parser
@@ -136,9 +197,9 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
         raise ValueError(
             f"{run_options[0]!r} is not an option of bench; a run's options need --config FILE. See --help."
         )
-    for section in options.only.split(","):
+    for section in _sections(options.only):
         if section not in SECTIONS:
-            raise ValueError(f"--only has {section!r}: sections are {', '.join(SECTIONS)}")
+            raise ValueError(f"--only has {section!r}: sections are {', '.join(SECTIONS)}, or all")
     if options.repetitions < 1:
         raise ValueError(f"--repetitions={options.repetitions} must be at least 1")
     if options.threads < 0:
@@ -153,6 +214,14 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
     if options.tune and options.repetitions < 4:
         raise ValueError(
             f"--repetitions={options.repetitions} shows no spread, by which --tune tells noise: at least 4"
+        )
+    if options.tune and (options.json or options.compare or options.peers):
+        raise ValueError(
+            "--tune writes a table for fp8_size_filter: give --json, --compare and --peers without it"
+        )
+    if options.compare and options.repetitions < 4:
+        raise ValueError(
+            f"--repetitions={options.repetitions} shows no spread, by which --compare tells noise: at least 4"
         )
     if options.tune and not options.out:
         raise ValueError("--tune writes a table and needs a place for it: add --out FILE")

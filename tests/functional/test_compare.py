@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 
 import pytest
 
 from megatron_fp8.commands.main import main
-from tests.support.command import environment, lines
+from tests.support.command import lines
 
 
 def running(folder):
@@ -34,19 +33,18 @@ def test_a_comparison_that_is_ended_goes_on_where_it_was(tmp_path, config, capsy
         f"--config={config}", "--recipes=mxfp8", "--seeds=1", f"--out={out}",
         "--checkpoint.save_interval=1", "--train.train_iters=8",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "megatron_fp8", "compare", *options]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     metrics = out / "runs" / "bf16-seed-1234" / "metrics.jsonl"
-    try:
-        until = time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n")) and process.poll() is None:
-            assert time.monotonic() < until
+
+    def end_it() -> None:
+        while (
+            not (metrics.exists() and metrics.read_bytes().count(b"\n"))
+            and threading.main_thread().is_alive()
+        ):
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=120)[1]
-    finally:
-        process.kill()
-    assert process.returncode == 130, said
+        os.kill(os.getpid(), signal.SIGTERM)  # the command listens while a run trains
+
+    threading.Thread(target=end_it, daemon=True).start()
+    assert main(["compare", *options]) == 130
     assert not running(out), "its run ended with it"
     before = lines(metrics)
     assert 1 <= len(before) <= 8 and not (out / "compare.json").exists()

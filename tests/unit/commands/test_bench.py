@@ -122,9 +122,16 @@ def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
         (["--recipe=tensorwize"], "'tensorwize' is unknown"),
         (["--recipe=custom"], "give --config FILE"),
         (["--fp8=fp4"], "fp4"),
-        (["--only=gem"], "'gem': sections are quantise, gemm, linear"),
+        (
+            ["--only=gem"],
+            "'gem': sections are quantise, gemm, linear, layer, step, inference, collectives, or all",
+        ),
         (["--repetitions=0"], "--repetitions=0 must be at least 1"),
         (["--threads=100000"], "--threads=100000 must be at most 1024"),
+        (["--tune", "--out=t.json", "--json"], "without it"),
+        (["--compare=no.json"], "cannot be read"),
+        ([f"--compare={ROOT / 'benchmarks/results/cast.json'}"], "is no result of bench"),
+        (["--compare=no.json", "--repetitions=3"], "shows no spread"),
         (["--backend=native"], "cannot run on cpu"),
         (["--model.fp8=hybrid"], "a run's options need --config FILE"),
         ([CONFIG, "--recipe=mxfp8"], "drop --recipe"),
@@ -139,6 +146,44 @@ def test_bad_input_is_named_before_anything_runs(capsys, monkeypatch, arguments,
     assert words in (said := capsys.readouterr().err) and said.startswith("error: ") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_larger_cells_are_right_and_in_the_same_table(capsys, recipe):
+    """As JSON on stdout alone, against what was measured a moment ago."""
+    options = [*SMALL, f"--recipe={recipe}", "--only=layer,step,inference", "--json"]
+    assert bench(*options) == 0
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
+    assert [row["section"] for row in record["rows"]] == ["layer", "step", "inference"]
+    assert all(row["fp8_ms"] > 0 and row["contender"] == recipe for row in record["rows"])
+    assert "| section " in printed.err and "spread" in printed.err
+
+
+def test_a_wrong_layer_is_not_timed(monkeypatch, capsys):
+    monkeypatch.setattr(emulated, "gemm", lambda a, b, **options: RIGHT["gemm"](a, b, **options) * 2)
+    assert bench(*SMALL, "--recipe=mxfp8", "--only=layer,inference") == 1
+    said = capsys.readouterr()
+    assert "WRONG, not timed: layer" in said.err and "WRONG, not timed: inference" in said.err
+    assert "| layer " not in said.out
+
+
+def test_an_earlier_result_is_compared_and_a_peer_joins(tmp_path, capsys):
+    pytest.importorskip("torchao")
+    out = tmp_path / "old.json"
+    options = [*SMALL, "--recipe=tensorwise", "--only=linear"]
+    assert bench(*options, "--peers", f"--out={out}") == 0
+    record = json.loads(out.read_text())
+    assert [row["contender"] for row in record["rows"]] == ["tensorwise", "torchao tensorwise"]
+    record["rows"][0] |= {"ratio": record["rows"][0]["ratio"] * 1e4, "spread": 0.0}
+    out.write_text(json.dumps(record))
+    capsys.readouterr()
+    assert bench(*options, f"--compare={out}") == 0
+    said = capsys.readouterr().out
+    assert "Of 1 cells: 1 faster, 0 slower, 0 within noise." in said
+    out.write_text(json.dumps(record | {"device": "another"}))
+    assert bench(*options, f"--compare={out}") == 2
+    assert "is of device 'another'" in capsys.readouterr().err
+
+
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit) as left:
         bench("--help")
@@ -149,5 +194,7 @@ def test_help_teaches(capsys):
         "less than 1 is faster",
         "KxNxTOKENS",
         "weight cache",
+        "--compare last_week.json",
+        "collectives",
     ):
         assert words in said

@@ -2,7 +2,7 @@
 
 A wrong result is never timed: codes are compared with what was quantised, products with the float64 product of
 the same codes, a linear's output and gradients with BF16's. Contenders take turns, and ratios are taken turn by turn.
-`megatron-fp8 bench` (bench.py) is its command line.
+`megatron-fp8 bench` is its command line; larger cells are in models.py, other libraries in peers.py.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..backends.emulated import gemm as emulated_gemm
-from ..linear.function import fp8_linear
-from ..linear.site import GemmSite
-from ..plan.site_plan import fp8_site
-from ..plan.size_table import Gemm
-from ..plan.timing import Timing, interleave_on
-from ..recipe import Recipe, recipe_name
-from ..state.fp8_state import Fp8State
+from ...backends.emulated import gemm as emulated_gemm
+from ...linear.function import fp8_linear
+from ...linear.site import GemmSite
+from ...plan.site_plan import fp8_site
+from ...plan.size_table import Gemm
+from ...plan.timing import Timing, interleave_on
+from ...recipe import Recipe, recipe_name
+from ...state.fp8_state import Fp8State
 
 # Bounds of root mean square errors, relative to the values. E5M2 (2 bits of mantissa) errs by 0.07 of a gradient.
-_CODES, _PRODUCT, _LINEAR = 0.09, 0.01, 0.12
+_CODES, _PRODUCT, LINEAR_BOUND = 0.09, 0.01, 0.12
 
 
 @dataclass
@@ -51,16 +51,24 @@ class Bench:
         error = max(relative_error(a, b) for a, b in zip(found, exact, strict=True))
         if error <= bound:
             return True
-        self.wrong.append(f"{what}: off by {error:.1e} of the values, at most {bound:g} is right")
-        print(f"WRONG, not timed: {self.wrong[-1]}", file=sys.stderr, flush=True)
+        self.fail(f"{what}: off by {error:.1e} of the values, at most {bound:g} is right")
         return False
+
+    def fail(self, what: str) -> None:
+        """A result is wrong: it is told, and fails the run."""
+        self.wrong.append(what)
+        print(f"WRONG, not timed: {what}", file=sys.stderr, flush=True)
 
     def time(
         self, section: str, shape: Gemm, contender: str, run: Callable[[], Any], bf16: Callable[[], Any]
     ) -> None:
         """Time a contender against BF16 (a quantisation against a copy), and add its row."""
         times = interleave_on(self.device, {"bf16": bf16, "fp8": run}, self.repetitions)
-        self.rows.append(_row(section, shape, contender, times["fp8"], times["bf16"]))
+        self.add(section, shape, contender, times["fp8"], times["bf16"])
+
+    def add(self, section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -> None:
+        """A row of times that were taken in turn."""
+        self.rows.append(_row(section, shape, contender, fp8, bf16))
 
 
 def _row(section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -> dict[str, Any]:
@@ -135,12 +143,5 @@ def linear(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> No
     exact = step(bf16)
     step(fp8)
     state.finish_iteration()  # delayed scaling has its scales from here on
-    if bench.gate(f"linear {shape} {recipe_name(recipe)}", step(fp8), exact, _LINEAR):
+    if bench.gate(f"linear {shape} {recipe_name(recipe)}", step(fp8), exact, LINEAR_BOUND):
         bench.time("linear", shape, recipe_name(recipe), partial(step, fp8), partial(step, bf16))
-
-
-SECTIONS: dict[str, Callable[[Bench, Gemm, Recipe, ModuleType], None]] = {
-    "quantise": quantise,
-    "gemm": gemm,
-    "linear": linear,
-}

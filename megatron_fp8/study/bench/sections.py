@@ -1,0 +1,24 @@
+"""The cells of a benchmark by name, in the order in which they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from ...plan.size_table import Gemm
+from ...recipe import Recipe
+from .cells import Bench, gemm, linear, quantise
+from .collectives import collectives
+from .models import inference, layer, step
+
+SECTIONS: dict[str, Callable[[Bench, Gemm, Recipe, ModuleType], None]] = {
+    "quantise": quantise,
+    "gemm": gemm,
+    "linear": linear,
+    "layer": layer,
+    "step": step,
+    "inference": inference,
+    "collectives": collectives,
+}
+DEFAULT = ("quantise", "gemm", "linear")
+"""What is measured unless told otherwise: seconds on a CPU."""

@@ -1,0 +1,98 @@
+"""This measurement against an earlier one: what changed by more than both are noisy.
+
+What is compared is the ratio to BF16, which was timed in turn with FP8: a machine that is slow today is slow for both.
+The noise of a row is the sum of the relative interquartile ranges of both measurements; a change within it shows nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...files.disk import read_ordinary
+from ...files.manifest import LARGEST
+from ...plan.timing import table
+
+
+@dataclass(frozen=True)
+class Change:
+    """One cell in both: FP8's time over BF16's then and now, the relative change, and the noise."""
+
+    cell: str
+    before: float
+    now: float
+    noise: float
+
+    @property
+    def change(self) -> float:
+        """-0.1: a tenth faster, relative to BF16."""
+        return self.now / self.before - 1
+
+    @property
+    def verdict(self) -> str:
+        """In words. Twice as fast is as far from before as half as fast."""
+        if max(self.now / self.before, self.before / self.now) - 1 <= self.noise:
+            return "within noise"
+        return "faster" if self.change < 0 else "slower"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """An earlier result of `bench --out` or `--json`. ValueError: it is none."""
+    try:
+        content = json.loads(read_ordinary(path, LARGEST))
+        rows = content["rows"]
+        keys = {"section", "k", "n", "tokens", "contender", "ratio", "spread"}
+        if not rows or not all(
+            keys <= row.keys() and row["ratio"] > 0 and row["spread"] >= 0 for row in rows
+        ):
+            raise ValueError("its rows are not those of bench")
+        str(content["device"])
+    except OSError as error:
+        raise ValueError(
+            f"--compare={path} cannot be read ({error.strerror}): give a file of bench --out"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--compare={path} is no result of bench ({error}): give a file of bench --out"
+        ) from error
+    return content
+
+
+def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
+    """ValueError where the earlier result is of another device, or another number of threads."""
+    for key in ("device", "threads"):
+        if old.get(key) != new.get(key):
+            raise ValueError(
+                f"--compare={path} is of {key} {old.get(key)!r}, and here it is {new.get(key)!r}: such times show nothing"
+            )
+
+
+def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Change]:
+    """Of the cells that both have, in the order of the new ones."""
+    before = {_cell(row): row for row in old}
+    return [
+        Change(name, before[name]["ratio"], row["ratio"], before[name]["spread"] + row["spread"])
+        for row in new
+        if (name := _cell(row)) in before
+    ]
+
+
+def as_table(found: Sequence[Change]) -> str:
+    """One line a cell, and a sentence that counts them."""
+    if not found:
+        return "No cell was measured in both."
+    rows = [
+        (c.cell, f"{c.before:.2f}", f"{c.now:.2f}", f"{c.change:+.0%}", f"{c.noise:.0%}", c.verdict)
+        for c in found
+    ]
+    counts = {word: sum(c.verdict == word for c in found) for word in ("faster", "slower", "within noise")}
+    said = ", ".join(f"{count} {word}" for word, count in counts.items())
+    header = ("cell", "x BF16 then", "now", "change", "noise", "verdict")
+    return f"{table(header, rows)}\nOf {len(found)} cells: {said}."
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    return f"{row['section']} {row['k']} x {row['n']} x {row['tokens']} {row['contender']}"
