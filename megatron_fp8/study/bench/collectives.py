@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException
 
 from ...backends import BACKENDS
 from ...plan.size_table import Gemm
@@ -51,7 +52,7 @@ def collectives(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) 
         )
         try:
             torch.multiprocessing.spawn(_rank, given, nprocs=ranks)
-        except torch.multiprocessing.ProcessException as error:
+        except ProcessException as error:
             bench.fail(f"collectives {shape} {recipe_name(recipe)}: {str(error).strip().splitlines()[-1]}")
             return
         found = json.loads(out.read_text())
