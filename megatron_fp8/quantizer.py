@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from .backends import specified
 from .backends.base import AmaxReduction, Quantized, Region, check_matrix
 from .backends.native import backend as native
+from .kernels.codes import block_amaxes, in_memory
 from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
 from .recipe import Recipe
@@ -52,11 +54,36 @@ def quantize(
     return specified.quantize(x, rule, direction, region=region).tensor
 
 
+class _Place(NamedTuple):
+    """Views of one slot's numbers in its arena, and the tensors that they are views of.
+
+    Attributes:
+        amax: int32 [], the bits of the running amax, a float32: they sort like the numbers, in any floating-point mode of
+            the thread.
+        nonfinite: float32 [], the count.
+        scale: float32 [], delayed.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor
+    amax: torch.Tensor
+    nonfinite: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    @torch.inference_mode(False)
+    def of(slot: Slot) -> _Place:
+        """Those of a slot."""
+        rows, scales, index = slot.arena.rows, slot.arena.scale, slot.index
+        return _Place(rows, scales, rows.view(torch.int32)[0, index], rows[1, index], scales[index])
+
+
 class Quantizer:
     """What one GEMM site keeps for one role: the recipe's rule, the slot that casts record in, and the backend."""
 
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
         self.rule, self.slot, self.backend = rule, slot, backend
+        self._place: _Place | None = None
 
     def __call__(
         self,
@@ -70,7 +97,7 @@ class Quantizer:
         """``quantize``, and record amax and health; record=False leaves the slot alone (evaluation, recomputation)."""
         quantized = self.quantize(x, direction, reduce_amax=reduce_amax, region=region)
         if record:
-            self.slot.record(quantized.amax, quantized.nonfinite)
+            self.record(quantized.amax, quantized.nonfinite)
         if (observer := self.slot.arena.observer) is not None:
             shard = reduce_amax is not None
             observer.cast(SeenCast(self.slot.name, x, quantized, direction, record, shard))
@@ -90,16 +117,39 @@ class Quantizer:
             reduce_amax, region: as in backends.specified.quantize; a delayed scale that is warm is shared already and
                 needs no reduction.
         """
+        slot, rule = self.slot, self.rule
         quantized: Quantized = self.backend.quantize(
             x,
-            self.rule,
+            rule,
             direction,
-            scale=self.delayed_scale(),
+            scale=self._in_arena().scale if rule.delayed and slot.warm else None,  # read now: no copy
             reduce_amax=reduce_amax,
-            region=region if self.rule.stochastic else None,
+            region=region if rule.stochastic else None,
         )
-        self.slot.arena.counts.casts += 1
+        slot.arena.counts.casts += 1
         return quantized
+
+    def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
+        """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
+        place = self._in_arena()
+        torch.maximum(place.amax, amax.view(torch.int32), out=place.amax)
+        if nonfinite is not None:
+            place.nonfinite.add_(nonfinite)
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Record the amax that a cast of x [rows, cols] would, without a cast.
+
+        Non-finite elements are not counted: nothing saturates them, whoever uses x meets them.
+        """
+        amaxes, _ = block_amaxes(in_memory(x).contiguous(), [(0, 0)])
+        self.record(amaxes[0].view([]), None)
+
+    def _in_arena(self) -> _Place:
+        """The slot's numbers, found anew only where the arena has grown or was trimmed."""
+        arena, place = self.slot.arena, self._place
+        if place is None or place.rows is not arena.rows or place.scales is not arena.scale:
+            self._place = place = _Place.of(self.slot)
+        return place
 
     def again(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
         """x as it was quantised before, with the delayed scale of then (None: x's own). Nothing is recorded."""
@@ -113,8 +163,8 @@ class Quantizer:
         return self.backend is native and native.kernel_reason(self.rule) is None
 
     def delayed_scale(self) -> torch.Tensor | None:
-        """float32 [], the history's scale; None where the matrix at hand gives it (no delayed scaling, or still cold)."""
-        return self.slot.scale if self.rule.delayed and self.slot.warm else None
+        """float32 [], a copy of the history's; None where the matrix at hand gives it (not delayed, or still cold)."""
+        return self._in_arena().scale.clone() if self.rule.delayed and self.slot.warm else None
 
 
 @dataclass
@@ -147,7 +197,7 @@ class Casts:
         """Record the amax of x [rows, cols] without a cast, where a scale is delayed."""
         for quantizer in self.quantizers:
             if quantizer.slot.delayed is not None:
-                quantizer.slot.observe(x)
+                quantizer.observe(x)
 
     def __call__(
         self,

@@ -13,7 +13,9 @@ GEMM up to the order of summation:
   contraction where torch may round float32 operands (``torch.set_float32_matmul_precision``): float64, rare and slow.
 * ``exact=True``: float64 throughout, the oracle.
 
-Quantisation is specified.py's; this file is the product.
+On CPUs C takes large matrices whose scale is one float32 (delayed and per-tensor scaling) a shorter way: with a scale
+that was there before its matrix one pass over memory makes codes, amax and health; a product is decode, GEMM, and one
+pass over its sums. All else goes through specified.py and torch. The bits are the same.
 """
 
 from __future__ import annotations
@@ -22,16 +24,15 @@ import torch
 
 from ..kernels import gemms
 from ..kernels.codes import decode
+from ..kernels.cpu import loops
 from ..kernels.gemms import finish, keeps_float32, matmul_fp32
 from ..numerics.formats import E5M2
-from ..numerics.rule import Rule
+from ..numerics.rule import Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
-from ..tensor import QuantizedSide, expand_scale
-from .base import unfit
-from .specified import quantize
-
-__all__ = ["gemm", "name", "notes", "quantize", "supports", "turns_codes"]
+from ..tensor import Float8Tensor, QuantizedSide, expand_scale
+from . import specified
+from .base import AmaxReduction, Quantized, Region, unfit
 
 name = "emulated"
 
@@ -51,6 +52,27 @@ def turns_codes(rule: Rule) -> bool:
     return True
 
 
+def quantize(
+    x: torch.Tensor,
+    rule: Rule,
+    direction: Direction,
+    *,
+    scale: torch.Tensor | None = None,
+    reduce_amax: AmaxReduction | None = None,
+    region: Region | None = None,
+) -> Quantized:
+    """Quantise a matrix in one or both directions; arguments, errors and bits are specified.quantize's."""
+    x = x.contiguous()
+    if scale is None or rule.stochastic or x.dtype not in loops.FLOATS or not loops.usable(x):
+        return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
+    codes, scale_inv, amax, special = loops.quantize(x, scale, rule.fmt.dtype)
+    nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu") if special else None
+    facts = scale_inv, rule.granularity, False, nonfinite is None
+    rowwise = None if direction == "columnwise" else QuantizedSide(codes, *facts)
+    columnwise = None if direction == "rowwise" else QuantizedSide(codes.t(), *facts)  # [cols, rows]
+    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
+
+
 # ---------------------------------------------------------------------------------------------------------------- GEMM
 
 # A code times its scale must be a normal bfloat16, and a product of two of them, like the sum of all, a normal float32.
@@ -58,7 +80,6 @@ def turns_codes(rule: Rule) -> bool:
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**80
 
 
-@keeping_subnormals
 def gemm(
     a: QuantizedSide,
     b: QuantizedSide,
@@ -85,6 +106,41 @@ def gemm(
     """
     if a.codes.shape[1] != b.codes.shape[1] or a.codes.dtype == b.codes.dtype == E5M2.dtype:
         raise unfit(a, b)
+    if not exact and _one_float32(a) and _one_float32(b) and out_dtype in _IN_C and _foldable(a, b):
+        values = torch.bfloat16 if loops.has_matmul() else torch.float32
+        values_a, values_b = _decoded(a, values), _decoded(b, values)
+        fast = values == torch.bfloat16
+        sums = loops.matmul(values_a, values_b) if fast else values_a @ values_b.t()
+        bias = None if bias is None else bias.to(torch.float32).contiguous()
+        return loops.finish(sums, a.scale_inv, b.scale_inv, bias, out_dtype)
+    return _in_torch(a, b, out_dtype, bias, exact)
+
+
+_IN_C = (torch.bfloat16, torch.float32)
+
+
+def _one_float32(side: QuantizedSide) -> bool:
+    """Whether C takes a side as it lies, and its one scale can wait until after the product."""
+    codes = side.codes
+    return (
+        side.granularity.is_tensor
+        and not side.pow2
+        and loops.usable(codes if codes.is_contiguous() else codes.t())
+    )
+
+
+def _decoded(side: QuantizedSide, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers that codes stand for, lying as the codes do."""
+    if side.codes.is_contiguous():
+        return loops.decode(side.codes, None, (0, 0), dtype)
+    return loops.decode(side.codes.t(), None, (0, 0), dtype).t()
+
+
+@keeping_subnormals
+def _in_torch(
+    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None, exact: bool
+) -> torch.Tensor:
+    """``gemm`` of any two sides that fit."""
     short = _is_short(a) and _is_short(b)
     if exact or not _foldable(a, b) or not (short or keeps_float32(a.codes.device)):
         return finish(values64(a) @ values64(b).t(), None, bias, out_dtype)
@@ -117,6 +173,8 @@ def _scale_range(side: QuantizedSide) -> tuple[float, float]:
     if side.scale_inv.numel() == 0:
         return 1.0, 1.0
     if side.scale_inv.dtype == torch.float32:
+        if side.granularity.is_tensor:
+            return (scale := float(side.scale_inv)), scale
         smallest, largest = torch.aminmax(side.scale_inv)
         return float(smallest), float(largest)
     exponents = side.scale_inv.view(torch.uint8)

@@ -20,7 +20,6 @@ import torch
 
 from .codes import in_memory
 from .cpu import loops as cpu
-from .cpu import mkl
 
 
 def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -31,7 +30,7 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
     if {type(a), type(b)} - {torch.Tensor, torch.nn.Parameter}:
         return False
     large = a.numel() + b.numel() >= cpu.MIN_ELEMENTS
-    return large and a.is_cpu and b.is_cpu and (mkl.has_matmul() or cpu.has_matmul())
+    return large and a.is_cpu and b.is_cpu and cpu.has_matmul()
 
 
 def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -44,8 +43,7 @@ def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.to(torch.float32) @ b.to(torch.float32).t()
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
-    a, b = in_memory(a), in_memory(b)
-    return mkl.matmul(a, b) if mkl.has_matmul() else cpu.matmul(a, b)
+    return cpu.matmul(in_memory(a), in_memory(b))
 
 
 def matmul_high_precision(

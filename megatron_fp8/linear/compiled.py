@@ -55,9 +55,8 @@ from ..tensor import Operand, QuantizedSide
 from .passes import Call, backward, forward, keeps_codes
 from .registry import site_by_handle
 from .saved_layout import SideLayout
-from .site import GemmSite
+from .site import GemmSite, was_training
 from .tensor_parallel import TensorParallel
-from .weight_cache import was_training
 
 # The first versions of torch that this runs on lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")

@@ -32,20 +32,26 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(ctx: Any, *grads: torch.Tensor) -> Any:
         if torch.compiler.is_compiling():
             return backward(ctx, *grads)
-        if any(is_batchedtensor(grad) or is_legacy_batchedtensor(grad) for grad in grads):
-            raise RuntimeError(_NO_BATCHES)
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return found
-        outputs = [
-            None if x is None else x.detach() for x in (found if isinstance(found, tuple) else (found,))
-        ]
-        sources = [*_leaves_behind(ctx), *(grad for grad in grads if grad.requires_grad)]
-        refuse: Any = torch._C._functions.DelayedError(_NO_SECOND.encode(), len(outputs) + len(sources))
-        return refuse(*outputs, *sources)[: len(outputs)]
+        return guard(backward, ctx, *grads)
 
     return guarded
+
+
+def guard(backward: Callable[..., Any], ctx: Any, *grads: torch.Tensor) -> Any:
+    """backward(ctx, *grads), whose result has no derivative. RuntimeError where gradients come in a batch.
+
+    Nothing is changed by it but where gradients are recorded (create_graph=True) or batched.
+    """
+    if any(is_batchedtensor(grad) or is_legacy_batchedtensor(grad) for grad in grads):
+        raise RuntimeError(_NO_BATCHES)
+    with torch.no_grad():
+        found = backward(ctx, *grads)
+    if not torch.is_grad_enabled():
+        return found
+    outputs = [None if x is None else x.detach() for x in (found if isinstance(found, tuple) else (found,))]
+    sources = [*_leaves_behind(ctx), *(grad for grad in grads if grad.requires_grad)]
+    refuse: Any = torch._C._functions.DelayedError(_NO_SECOND.encode(), len(outputs) + len(sources))
+    return refuse(*outputs, *sources)[: len(outputs)]
 
 
 def _leaves_behind(node: Any) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -23,7 +24,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import in_recompute, without_autocast
 from ..state.observer import SeenLinear
 from ..tensor import Operand, QuantizedSide
-from .derivative import first_derivative_only
+from .derivative import guard
 from .passes import Call, backward, forward
 from .site import GemmSite
 from .tensor_parallel import TensorParallel
@@ -181,28 +182,34 @@ class _LinearFunction(torch.autograd.Function):
         return done.y
 
     @staticmethod
-    @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
-        tensors = list(ctx.saved_tensors)
-        saved_x, saved_w = (_Kept.restore(spec, tensors) for spec in ctx.kept)
-        with without_autocast(grad_output.device):  # backward() may be called inside it
-            dx, dw, dbias = backward(
-                grad_output,
-                saved_x,
-                saved_w,
-                ctx.weight,
-                ctx.call,
-                (needs_dgrad, needs_wgrad),
-                ctx.bias_dtype if needs_dbias else None,
-            )
-        return None if dx is None else dx.view(ctx.x_shape), dw, dbias, None, None
+        if torch.is_grad_enabled() or is_batchedtensor(grad_output) or is_legacy_batchedtensor(grad_output):
+            refused: tuple[torch.Tensor | None, ...] = guard(_gradients, ctx, grad_output)
+            return refused
+        return _gradients(ctx, grad_output)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(
             "an FP8 linear has no forward-mode derivative: use backward(), or call it inside fp8_autocast(enabled=False)"
         )
+
+
+def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
+    tensors = list(ctx.saved_tensors)
+    saved_x, saved_w = (_Kept.restore(spec, tensors) for spec in ctx.kept)
+    with without_autocast(grad_output.device):  # backward() may be called inside it
+        dx, dw, dbias = backward(
+            grad_output,
+            saved_x,
+            saved_w,
+            ctx.weight,
+            ctx.call,
+            (needs_dgrad, needs_wgrad),
+            ctx.bias_dtype if needs_dbias else None,
+        )
+    return None if dx is None else dx.view(ctx.x_shape), dw, dbias, None, None
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
     record no amax of the input: the forward has done so."""
     column = casts.columnwise
     if column is not None and column.rule.delayed and column is not casts.rowwise:
-        column.slot.observe(tokens)
+        column.observe(tokens)
 
 
 def _requantize_input(saved: torch.Tensor, call: Call) -> Operand | None:

@@ -9,9 +9,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..linear.function import fp8_linear
 from ..linear.site import GemmSite
-from ..linear.watched import is_watched
 from ..plan.resolve import Asked, resolve
-from ..plan.switch import without_autocast
+from ..plan.switch import is_watched, without_autocast
 from ..recipe import Recipe, recipe_name
 from ..state.fp8_state import Fp8State
 from .config import Fp8Config

@@ -212,7 +212,7 @@ def take_over(old: GemmSite, new: GemmSite) -> None:
         if giver.delayed is not None:
             arena.load_slot(taker.slot, giver.arena.saved_slot(giver))
         amax, nonfinite = giver.arena.rows[:, giver.index].to(arena.device)
-        taker.slot.record(amax, nonfinite)
+        taker.record(amax, nonfinite)
 
 
 def rank() -> int:

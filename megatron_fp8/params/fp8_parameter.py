@@ -219,7 +219,7 @@ class Fp8Parameter(CodedTensor):
 
     def record(self) -> None:
         """Put the last cast's amax and health into the slot: a forward pass uses the weight now."""
-        self._stored.quantizer.slot.record(self._stored.amax, self._stored.nonfinite)
+        self._stored.quantizer.record(self._stored.amax, self._stored.nonfinite)
 
     # ------------------------------------------------------------------------------------------- high-precision start
 

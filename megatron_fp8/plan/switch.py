@@ -1,4 +1,4 @@
-"""What is ambient, and little is: which layer is being built, and what is said of FP8 around a call.
+"""What is ambient, and little is: which layer is being built, what is said of FP8 around a call, and who watches it.
 
 While a model is built, ``building_layer`` tells the linears inside it their global layer number. At run time a ``Switch``
 is all that a context can say: FP8 is off, or another recipe runs. ``runs_fp8`` is the one answer to whether a call of a
@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..recipe import Recipe
 from ..state.fp8_state import Fp8State
@@ -215,6 +217,49 @@ class Forwards:
                 " megatron_fp8.plan.switch.remember_fp8(function) in place of the function"
             )
         return next(iter(self._met.values()))
+
+
+# ------------------------------------------------------------------------------------------------------------ watched
+
+# Selective activation checkpointing keeps results of operations to hand them out again, tracers write operations down,
+# fake and meta tensors have no memory. The steps inside a linear are no business of theirs: it changes results in place,
+# and a recomputation takes other steps. So they are given a single operator (linear/compiled.py).
+
+
+def is_watched(*tensors: torch.Tensor) -> bool:
+    """Whether a dispatch mode looks at each operation, or there is nothing to compute with."""
+    return _get_current_dispatch_mode() is not None or any(
+        x.is_meta or isinstance(x, FakeTensor) for x in tensors
+    )
+
+
+class WatchedForwards:
+    """Which forwards of a site's iteration were watched, so that a recomputation goes as they did.
+
+    What a recomputation saves has to match what its forward saved, and the mode that was on around the forward may be off
+    when it is recomputed.
+    """
+
+    def __init__(self, state: Fp8State):
+        self._state = state
+        self._iteration = -1
+        self._met: set[bool] = set()  # answers given to the forwards of that iteration
+
+    def as_operator(self, *tensors: torch.Tensor) -> bool:
+        """Whether a call on these tensors goes as one operator."""
+        if self._state.capturing:
+            return False  # the mode is the capture's own, which wants all steps
+        watched, iteration = is_watched(*tensors), self._state.iteration
+        if not in_recompute():
+            if iteration != self._iteration:
+                self._iteration, self._met = iteration, set()
+            self._met.add(watched)
+        elif iteration == self._iteration and len(self._met) == 1:
+            return next(iter(self._met))
+        return watched
+
+
+# ----------------------------------------------------------------------------------------------------------- autocast
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -37,30 +37,14 @@ Group = Any
 
 
 class Slot:
-    """Where one tensor's casts record. Belongs to one arena; ``name`` is given when the model is named."""
+    """Where one tensor's casts record (``Quantizer.record``). Belongs to one arena; ``name`` is given when the model is
+    named."""
 
     def __init__(self, arena: Arena, index: int, delayed: DelayedScaling | None, fmt: FloatFormat):
         self.arena, self.index, self.delayed, self.fmt = arena, index, delayed, fmt
         self.name = f"slot{index}"
         self.warm = False
         self.column = 0  # its place among the slots that share its delayed recipe and format
-
-    @keeping_subnormals
-    def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
-        """Max amax (float32 [], may be Inf, never NaN) into the running row; add the non-finite count, if any."""
-        rows = self.arena.rows
-        running = rows[0, self.index]
-        torch.maximum(running, amax, out=running)
-        if nonfinite is not None:
-            rows[1, self.index] += nonfinite
-
-    def observe(self, x: torch.Tensor) -> None:
-        """Record the amax that a cast of x [rows, cols] would, without a cast.
-
-        Non-finite elements are not counted: nothing saturates them, whoever uses x meets them.
-        """
-        amaxes, _ = block_amaxes(in_memory(x).contiguous(), [(0, 0)])
-        self.record(amaxes[0].view([]), None)
 
     def count_nonfinite(self, x: torch.Tensor) -> None:
         """Count the NaN and Inf of x [rows, cols] as a cast would, without a cast and without its amax."""

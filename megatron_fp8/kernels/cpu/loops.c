@@ -1,4 +1,4 @@
-/* The three passes of emulated FP8 that touch every element, for CPUs: cast, block amax, decode.
+/* The passes of emulated FP8 that touch every element, for CPUs: cast, block amax, decode; scaling and rounding of sums.
 
    Matrices are row-major and contiguous, [rows, cols]. One float32 scale serves each block of block_rows x block_cols
    elements; the last block of a row or column may be partial. Loops are free of branches, so that the compiler turns
@@ -29,7 +29,7 @@ INLINE uint8_t encode_e5m2(float v) { return encode(v, 2, 113u << 23, 0x47600000
 
 /* ------------------------------------------------------------------------------------- elementwise under a scale */
 
-/* NAME(from, to, rows, cols, scale, block_rows, block_cols, threads): to = OUT(from, scale of its block).
+/* NAME(from, to, rows, cols, scale, block_rows, block_cols, threads): to = OUT(from, scale of its block), NULL being 1.
    Loops over whole blocks of 32 and 128 have constant lengths: those are worth unrolling. */
 #define ELEMENTWISE(NAME, FROM, TO, OUT)                                                                             \
     INLINE void NAME##_run(const FROM *restrict from, TO *restrict to, int64_t n, float s) {                         \
@@ -45,8 +45,10 @@ INLINE uint8_t encode_e5m2(float v) { return encode(v, 2, 113u << 23, 0x47600000
     }                                                                                                                \
     void NAME(const FROM *from, TO *to, int64_t rows, int64_t cols, const float *scale, int64_t block_rows,          \
               int64_t block_cols, int32_t threads) {                                                                 \
+        const float one = 1;                                                                                         \
         int64_t total = rows * cols, across = (cols + block_cols - 1) / block_cols;                                  \
-        int32_t whole = block_rows >= rows && block_cols >= cols;                                                    \
+        int32_t whole = !scale || (block_rows >= rows && block_cols >= cols);                                        \
+        scale = scale ? scale : &one;                                                                                \
         _Pragma("omp parallel num_threads(threads) if (threads > 1)") {                                              \
             uint64_t before = use_ieee();                                                                            \
             if (whole) {                                                                                             \
@@ -87,6 +89,94 @@ DECODE(e4m3, float32, float)
 DECODE(e4m3, bfloat16, uint16_t)
 DECODE(e5m2, float32, float)
 DECODE(e5m2, bfloat16, uint16_t)
+
+/* ----------------------------------------------------------------------------------------- under a scale that is known */
+
+/* NAME(from, to, n, inf, scale, inverse, amax, threads): codes of a tensor under one scale that was there before it, the
+   largest magnitude that is no NaN, and the scale's inverse, all in one pass over memory; returns how many elements are NaN
+   or Inf. */
+#define QUANTIZE(NAME, FROM, BITS, MAGNITUDE, LOAD, OUT)                                                             \
+    static int64_t NAME##_special(const FROM *from, int64_t n, BITS inf, BITS *top) {                                \
+        int64_t count = 0;                                                                                           \
+        *top = 0;                                                                                                    \
+        for (int64_t i = 0; i < n; i++) {                                                                            \
+            BITS m = MAGNITUDE(from[i]);                                                                             \
+            count += m >= inf;                                                                                       \
+            if (m <= inf && m > *top) *top = m;                                                                      \
+        }                                                                                                            \
+        return count;                                                                                                \
+    }                                                                                                                \
+    int64_t NAME(const FROM *from, uint8_t *to, int64_t n, BITS inf, const float *scale, float *inverse,             \
+                 float *amax, int32_t threads) {                                                                     \
+        int64_t nonfinite = 0;                                                                                       \
+        BITS largest = 0;                                                                                            \
+        _Pragma("omp parallel num_threads(threads) if (threads > 1) reduction(+ : nonfinite) reduction(max : largest)") { \
+            uint64_t before = use_ieee();                                                                            \
+            _Pragma("omp for")                                                                                       \
+            for (int64_t at = 0; at < n; at += CACHED) {                                                             \
+                const FROM *f = from + at;                                                                           \
+                int64_t size = least(CACHED, n - at);                                                                \
+                BITS top = 0;                                                                                        \
+                for (int64_t i = 0; i < size; i++) {                                                                 \
+                    BITS m = MAGNITUDE(f[i]);                                                                        \
+                    top = m > top ? m : top;                                                                         \
+                }                                                                                                    \
+                if (top >= inf) nonfinite += NAME##_special(f, size, inf, &top);                                     \
+                largest = top > largest ? top : largest;                                                             \
+                OUT##_run(f, to + at, size, *scale);                                                                 \
+            }                                                                                                        \
+            use_again(before);                                                                                       \
+        }                                                                                                            \
+        uint64_t before = use_ieee();                                                                                \
+        *inverse = 1 / *scale;                                                                                       \
+        *amax = LOAD(largest);                                                                                       \
+        use_again(before);                                                                                           \
+        return nonfinite;                                                                                            \
+    }
+
+#define CACHED 4096 /* elements that are still in the first cache when they are read again */
+
+INLINE uint16_t magnitude_16(uint16_t x) { return x & 0x7FFF; }
+INLINE uint32_t magnitude_32(float x) { return bits_of(x) & 0x7FFFFFFF; }
+
+QUANTIZE(quantize_e4m3_float32, float, uint32_t, magnitude_32, float_of, cast_e4m3_float32)
+QUANTIZE(quantize_e4m3_bfloat16, uint16_t, uint16_t, magnitude_16, load_bfloat16, cast_e4m3_bfloat16)
+QUANTIZE(quantize_e4m3_float16, uint16_t, uint16_t, magnitude_16, load_float16, cast_e4m3_float16)
+QUANTIZE(quantize_e5m2_float32, float, uint32_t, magnitude_32, float_of, cast_e5m2_float32)
+QUANTIZE(quantize_e5m2_bfloat16, uint16_t, uint16_t, magnitude_16, load_bfloat16, cast_e5m2_bfloat16)
+QUANTIZE(quantize_e5m2_float16, uint16_t, uint16_t, magnitude_16, load_float16, cast_e5m2_float16)
+
+/* ---------------------------------------------------------------------------------------------- what follows a product */
+
+/* NAME(sums, to, rows, cols, scale_a, scale_b, bias, threads): to = sums * (scale_a * scale_b) + bias (float32 [cols], or
+   NULL), rounded once; `to` may be `sums`. */
+#define FINISH(NAME, TO, STORE)                                                                                      \
+    void NAME(const float *sums, TO *to, int64_t rows, int64_t cols, const float *scale_a, const float *scale_b,     \
+              const float *bias, int32_t threads) {                                                                  \
+        _Pragma("omp parallel num_threads(threads) if (threads > 1)") {                                              \
+            uint64_t before = use_ieee();                                                                            \
+            float scale = *scale_a * *scale_b;                                                                       \
+            _Pragma("omp for")                                                                                       \
+            for (int64_t row = 0; row < rows; row++) {                                                               \
+                const float *from = sums + row * cols;                                                               \
+                TO *out = to + row * cols;                                                                           \
+                if (bias) {                                                                                          \
+                    _Pragma("omp simd")                                                                              \
+                    for (int64_t i = 0; i < cols; i++) out[i] = STORE(from[i] * scale + bias[i]);                    \
+                } else {                                                                                             \
+                    _Pragma("omp simd")                                                                              \
+                    for (int64_t i = 0; i < cols; i++) out[i] = STORE(from[i] * scale);                              \
+                }                                                                                                    \
+            }                                                                                                        \
+            use_again(before);                                                                                       \
+        }                                                                                                            \
+    }
+
+/* Sums may be any NaN. */
+INLINE uint16_t store_sum(float v) { return v == v ? store_bfloat16(v) : 0x7FC0; }
+
+FINISH(finish_float32, float, store_float32)
+FINISH(finish_bfloat16, uint16_t, store_sum)
 
 /* ---------------------------------------------------------------------------------------------------------- amax */
 

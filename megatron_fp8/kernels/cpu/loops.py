@@ -1,4 +1,4 @@
-"""Emulated FP8's inner loops in C, for CPU tensors: cast, block amax and decode, 3 to 10 times torch's speed; a GEMM.
+"""Emulated FP8's inner loops in C, for CPU tensors: cast, block amax and decode, 3 to 10 times torch's speed; the GEMM.
 
 The C sources are compiled by the machine's own C compiler when the first large tensor needs them (library.py). Where
 that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from . import library
+from . import library, mkl
 
 SOURCES = [Path(__file__).with_name(name) for name in ("loops.c", "gemm.c", "figures.c")]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
@@ -46,6 +47,11 @@ NAMES = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
+
+
+_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "u": ctypes.c_uint32}
+_ARGUMENTS = {"cast": "ppqqpqqi", "decode": "ppqqpqqi", "quantize": "ppqupppi", "finish": "ppqqpppi"}
+"""What the functions take that there are for several dtypes."""
 
 
 class _Cut(ctypes.Structure):
@@ -84,7 +90,7 @@ def cast(
         dtype: float8_e4m3fn or float8_e5m2.
     """
     codes = torch.empty(x.shape, dtype=dtype, device="cpu")
-    _elementwise(f"cast_{NAMES[dtype]}_{NAMES[x.dtype]}", x, codes, scale, block)
+    _elementwise(_function("cast", dtype, x.dtype), x, codes, scale, block)
     return codes
 
 
@@ -96,29 +102,88 @@ def decode(
     Args as in ``cast``. A NaN code gives the canonical quiet NaN of dtype, Inf codes give Inf.
     """
     values = torch.empty(codes.shape, dtype=dtype, device="cpu")
-    _elementwise(f"decode_{NAMES[codes.dtype]}_{NAMES[dtype]}", codes, values, scale, block)
+    _elementwise(_function("decode", codes.dtype, dtype), codes, values, scale, block)
     return values
 
 
 def _elementwise(
-    name: str, x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]
+    function: Callable[..., None],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor | None,
+    block: tuple[int, int],
 ) -> None:
     if x.numel() == 0:
         return
     rows, cols = x.shape if x.ndim == 2 else (1, x.numel())
-    scale = torch.ones((), dtype=torch.float32, device="cpu") if scale is None else scale.contiguous()
     block_rows, block_cols = block[0] or rows, block[1] or cols
-    blocks = -(-rows // block_rows) * -(-cols // block_cols)
-    getattr(compiled(), name)(
-        address(x, x.dtype, rows * cols),
-        address(out, out.dtype, rows * cols),
-        ctypes.c_int64(rows),
-        ctypes.c_int64(cols),
-        address(scale, torch.float32, blocks),
-        ctypes.c_int64(block_rows),
-        ctypes.c_int64(block_cols),
-        thread_count(x.numel()),
+    scales = None
+    if scale is not None:
+        scale = scale.contiguous()
+        scales = address(scale, torch.float32, -(-rows // block_rows) * -(-cols // block_cols))
+    to = address(out, out.dtype, rows * cols)
+    threads = thread_count(x.numel())
+    function(address(x, x.dtype, rows * cols), to, rows, cols, scales, block_rows, block_cols, threads)
+
+
+def quantize(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """A tensor under a scale that was there before it, in one pass over memory.
+
+    Args:
+        x: contiguous; float32, bfloat16 or float16; not empty.
+        scale: float32 [], finite and positive.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        codes as of ``cast``; float32 [], the scale's inverse; float32 [], the amax (NaN ignored, Inf kept); and how many
+        elements are NaN or Inf.
+    """
+    codes = torch.empty(x.shape, dtype=dtype, device="cpu")
+    inverse, amax = (torch.empty((), dtype=torch.float32, device="cpu") for _ in range(2))
+    n = x.numel()
+    nonfinite = _function("quantize", dtype, x.dtype)(
+        address(x, x.dtype, n),
+        address(codes, dtype, n),
+        n,
+        FLOATS[x.dtype][1],
+        address(scale, torch.float32, 1),
+        address(inverse, torch.float32, 1),
+        address(amax, torch.float32, 1),
+        thread_count(n),
     )
+    return codes, inverse, amax, nonfinite
+
+
+def finish(
+    sums: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """sums * (scale_a * scale_b) + bias in float32, rounded once to dtype; the memory of sums is used where it can be.
+
+    Args:
+        sums: float32 [M, N], contiguous.
+        scale_a, scale_b: float32 [].
+        bias: float32 [N], contiguous; None: 0.
+        dtype: bfloat16 or float32.
+    """
+    rows, cols = sums.shape
+    out = sums if dtype == torch.float32 else torch.empty(rows, cols, dtype=dtype, device="cpu")
+    _function("finish", dtype)(
+        address(sums, torch.float32, rows * cols),
+        address(out, dtype, rows * cols),
+        rows,
+        cols,
+        address(scale_a, torch.float32, 1),
+        address(scale_b, torch.float32, 1),
+        None if bias is None else address(bias, torch.float32, cols),
+        thread_count(sums.numel()),
+    )
+    return out
 
 
 def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[list[torch.Tensor], int]:
@@ -158,16 +223,26 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
 
 
 def has_matmul() -> bool:
+    """Whether this processor has a GEMM for bfloat16 that pays: MKL's with AMX, gemm.c with AVX512-BF16."""
+    return mkl.has_matmul() or has_own_matmul()
+
+
+def has_own_matmul() -> bool:
     """Whether this processor has the instruction for which gemm.c is written, and the kernels could be compiled."""
     return reason() is None and bool(compiled().has_gemm())
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """float32 [M, N] = a [M, K] @ b [N, K]^T of bfloat16 matrices of any strides.
+    """float32 [M, N] = a [M, K] @ b [N, K]^T of bfloat16 matrices of any strides: MKL's where that is the faster one.
 
-    Products are exact, sums are float32 in an order that does not depend on M, N or the number of threads. NaN and Inf
-    go where IEEE has them; subnormal operands count as zero.
+    Products are exact, sums are float32. NaN and Inf go where IEEE has them; subnormal operands may count as zero.
     """
+    return mkl_matmul(a, b) if mkl.has_matmul() else own_matmul(a, b)
+
+
+def own_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``matmul`` by gemm.c: the order of sums does not depend on M, N or the number of threads; subnormal operands count
+    as zero."""
     (m, k), (n, _) = check_matrices(a, b)
     c = torch.empty(m, n, dtype=torch.float32, device="cpu")
     if not (m and n and k):
@@ -181,6 +256,33 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if failed:
         raise MemoryError(f"no memory to pack matrices of {m} x {k} and {n} x {k}")
     return c
+
+
+def mkl_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``matmul`` by MKL; works on any x86 processor."""
+    (m, k), (n, _) = check_matrices(a, b)
+    c = torch.empty(m, n, dtype=torch.float32, device="cpu")
+    if not (m and n and k):
+        return c.zero_()
+    multiply = mkl.function()
+    assert multiply is not None, "torch was built without MKL"
+    (a, turn_a, step_a), (b, turn_b, step_b) = _laid_out(a), _laid_out(b)
+    assert max(m, n, k, step_a, step_b) <= mkl.INT_MAX, f"MKL counts to 2^31 - 1: {m} x {k} by {k} x {n}"
+    order_a, order_b = mkl.TURNED if turn_a else mkl.AS_IS, mkl.AS_IS if turn_b else mkl.TURNED
+    to_a, to_b, to_c = a.data_ptr(), b.data_ptr(), c.data_ptr()
+    multiply(mkl.ROW_MAJOR, order_a, order_b, m, n, k, 1.0, to_a, step_a, to_b, step_b, 0.0, to_c, n)
+    return c
+
+
+def _laid_out(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
+    """(x, or a copy if neither its rows nor its columns are dense; whether the dense ones are columns; their stride)."""
+    rows, cols = x.shape
+    down, across = x.stride()
+    if across == 1 and down >= cols:
+        return x, False, down
+    if down == 1 and across >= rows:
+        return x, True, across
+    return x.clone(memory_format=torch.contiguous_format), False, cols
 
 
 def check_matrices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Size, torch.Size]:
@@ -240,6 +342,15 @@ def compiled() -> ctypes.CDLL:
     loaded, why = _load()
     assert loaded is not None, why
     return loaded
+
+
+@cache
+def _function(kind: str, *dtypes: torch.dtype) -> Callable[..., Any]:
+    """The one of a kind that is for these dtypes; looked up once."""
+    function = getattr(compiled(), "_".join([kind, *(NAMES[dtype] for dtype in dtypes)]))
+    function.argtypes = [_TYPES[argument] for argument in _ARGUMENTS[kind]]
+    function.restype = ctypes.c_int64 if kind == "quantize" else None
+    return function
 
 
 @cache

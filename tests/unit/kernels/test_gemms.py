@@ -49,8 +49,8 @@ def test_against_float64(monkeypatch, shape, layouts):
     scale = a.double().abs() @ b.double().abs().t()
     of_float32 = ((a.float() @ b.float().t() - exact).abs() / scale).max()
     found = [matmul_high_precision(a, b, torch.float32)]
-    if mkl._function() is not None:  # right everywhere, used where it is fast
-        found.append(mkl.matmul(a, b))
+    if mkl.function() is not None:  # right everywhere, used where it is fast
+        found.append(cpu.mkl_matmul(a, b))
     for c in found:
         assert c.dtype is torch.float32 and c.shape == (m, n)
         error = ((c - exact).abs() / scale).max()
@@ -61,30 +61,30 @@ def test_is_used_where_the_processor_has_it(monkeypatch):
     """A silent return to the slow way would pass every other test."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if platform.machine() == "x86_64" and cpuinfo.exists() else set()
-    assert cpu.has_matmul() == ("avx512_bf16" in flags)
-    assert mkl.has_matmul() == ("amx_bf16" in flags and mkl._function() is not None)
-    used = mkl if mkl.has_matmul() else cpu
+    assert cpu.has_own_matmul() == ("avx512_bf16" in flags)
+    assert mkl.has_matmul() == ("amx_bf16" in flags and mkl.function() is not None)
+    used = "mkl_matmul" if mkl.has_matmul() else "own_matmul"
     calls = []
-    matmul = used.matmul
-    monkeypatch.setattr(used, "matmul", lambda a, b: calls.append(a.shape) or matmul(a, b))
+    matmul = getattr(cpu, used)
+    monkeypatch.setattr(cpu, used, lambda a, b: calls.append(a.shape) or matmul(a, b))
     a, b = matrix(128, 128, "rowwise", 1), matrix(64, 128, "rowwise", 2)
     matmul_high_precision(a, b, torch.float32)
-    assert calls == ([a.shape] if used.has_matmul() else [])
+    assert calls == ([a.shape] if cpu.has_matmul() else [])
     matmul_high_precision(a[:1], b[:1], torch.float32)
-    assert len(calls) == int(used.has_matmul())  # small ones are not worth a packing
+    assert len(calls) == int(cpu.has_matmul())  # small ones are not worth a packing
 
 
 def test_an_element_depends_on_its_row_and_column_alone():
     """Neither the other rows, nor threads, change a bit (a library's GEMM promises neither)."""
-    if not cpu.has_matmul():
+    if not cpu.has_own_matmul():
         return
     a, b = matrix(301, 1100, "rowwise", 3), matrix(97, 1100, "columnwise", 4)
-    whole = cpu.matmul(a, b)
+    whole = cpu.own_matmul(a, b)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(cpu.matmul(a, b), whole)
+            assert torch.equal(cpu.own_matmul(a, b), whole)
     finally:
         torch.set_num_threads(before)
     for rows, cols in (
@@ -92,7 +92,7 @@ def test_an_element_depends_on_its_row_and_column_alone():
         (slice(100, 133), slice(40, 41)),
         (slice(300, 301), slice(96, 97)),
     ):
-        assert torch.equal(cpu.matmul(a[rows], b[cols]), whole[rows, cols])
+        assert torch.equal(cpu.own_matmul(a[rows], b[cols]), whole[rows, cols])
 
 
 def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
@@ -155,7 +155,7 @@ def test_products_leave_the_process_alone(monkeypatch, compiled, rows):
 
 def test_what_cannot_be_multiplied_is_named():
     a, b = matrix(4, 8, "rowwise", 1), matrix(4, 8, "rowwise", 2)
-    for matmul in (cpu.matmul, mkl.matmul):
+    for matmul in (cpu.own_matmul, cpu.mkl_matmul):
         for x, y, said in (
             (a.float(), b, "float32"),
             (a[:, :4], b, "must be equal"),

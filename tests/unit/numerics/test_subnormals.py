@@ -26,6 +26,7 @@ from megatron_fp8.recipe import (
 )
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.fp8_weights import quantizer_of
+from tests.support.slots import observe
 from tests.support.threads import threads
 
 RECIPES = {
@@ -124,7 +125,7 @@ def test_delayed_scales():
         slots = [arena.add(recipe, E4M3) for _ in range(3)]
         for factor in (1.0, 2.0, 0.5):
             for slot, amax in zip(slots, (one, tiny, large), strict=True):
-                slot.record(amax * factor if amax is not tiny else amax, None)
+                observe(slot, amax * factor if amax is not tiny else amax)
             state.finish_iteration()
         return arena.scale[:3].clone()
 

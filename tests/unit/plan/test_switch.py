@@ -5,21 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fp8.plan import switch as switch_file
 from megatron_fp8.plan.site_plan import SitePlan, bf16_site, fp8_site
 from megatron_fp8.plan.switch import (
     Forwards,
     LayerBeingBuilt,
     Switch,
+    WatchedForwards,
     building_layer,
     current_switch,
     fp8_disabled,
     in_recompute,
+    is_watched,
     layer_being_built,
     remember_fp8,
     runs_fp8,
@@ -258,3 +264,60 @@ def test_threads_that_leave_in_turn_leave_nothing_behind(nothing_compiled):
     thread.join()
     reading = torch.compile(outside, fullgraph=True, backend="eager")
     assert heard == ["first", "second"] and reading(Site(fp8_plan()), torch.zeros(())) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ watched
+
+X = torch.ones(2, 2)
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def recomputed_call(forwards: WatchedForwards) -> bool:
+    with mock.patch.object(switch_file, "in_recompute", return_value=True):
+        return forwards.as_operator(X)
+
+
+def test_modes_and_tensors_without_memory():
+    assert not is_watched(X, X)
+    with Mode():
+        assert is_watched(X)
+    with FakeTensorMode() as mode:
+        assert is_watched(X)
+    assert is_watched(X, mode.from_tensor(X)) and is_watched(X.to("meta"))
+
+
+@pytest.mark.parametrize("was", [True, False])
+def test_a_recomputation_goes_as_its_forward_did(was):
+    state = Fp8State()
+    forwards = WatchedForwards(state)
+    if was:
+        with Mode():
+            assert forwards.as_operator(X)
+        assert recomputed_call(forwards)
+    else:
+        assert not forwards.as_operator(X)
+        with Mode():
+            assert not recomputed_call(forwards)
+    state.iteration += 1
+    assert not recomputed_call(forwards), "forwards of another iteration tell nothing"
+
+
+def test_forwards_that_differed_tell_nothing():
+    forwards = WatchedForwards(Fp8State())
+    with Mode():
+        forwards.as_operator(X)
+    forwards.as_operator(X)
+    assert not recomputed_call(forwards)
+    with Mode():
+        assert recomputed_call(forwards)
+
+
+def test_a_capture_takes_all_steps():
+    state = Fp8State()
+    state.begin_capture()
+    with Mode():
+        assert not WatchedForwards(state).as_operator(X)
