@@ -113,9 +113,9 @@ def record_steps(optimizer: Any, stepped: list[bool]) -> None:
 def watched_gemms(seen: Watched) -> Iterator[None]:
     """Counts every GEMM that a site multiplies, and every amax that a cast records."""
     from megatron_fp8.linear.site import GemmSite
-    from megatron_fp8.state.arena import Slot
+    from megatron_fp8.quantizer import Quantizer
 
-    multiply, record = GemmSite.multiply, Slot.record
+    multiply, record = GemmSite.multiply, Quantizer.record
 
     def counting_multiply(self: Any, gemm: str, *args: Any, **kwargs: Any) -> Any:
         seen.gemms[self.plan.name, gemm, self.plan.gemms[gemm]] += 1
@@ -127,7 +127,7 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
 
     with (
         mock.patch.object(GemmSite, "multiply", counting_multiply),
-        mock.patch.object(Slot, "record", counting_record),
+        mock.patch.object(Quantizer, "record", counting_record),
     ):
         yield
 

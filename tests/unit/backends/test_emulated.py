@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,10 @@ from megatron_fp8 import Format, quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.emulated import gemm
 from megatron_fp8.kernels import gemms
+from megatron_fp8.kernels.cpu import loops
 from megatron_fp8.kernels.gemms import keeps_float32, matmul_high_precision
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.numerics.rule import TENSOR, Rule
 from megatron_fp8.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -242,3 +247,78 @@ def test_products_in_high_precision_on_a_gpu_run_on_tensor_cores(dtype):
     assert result.dtype == torch.float32 and result.shape == (48, 32)
     assert [found for found in operations.found if "mm" in found[0]] == [("aten.mm.dtype", torch.float32)] * 2
     assert ("aten._to_copy.default", torch.float32) not in operations.found, "operands stay as they are"
+
+
+# ------------------------------------------------------------------------------------------------ the short way, in C
+
+DELAYED = Rule(E4M3, TENSOR, delayed=True)
+LARGE = (130, 150)
+"""Large enough for C."""
+
+
+@contextmanager
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No compiled kernels inside."""
+    with monkeypatch.context() as patch:
+        patch.setattr(loops, "usable", lambda *_: False)
+        yield
+
+
+@contextmanager
+def flushing() -> Iterator[None]:
+    """This thread takes subnormal numbers for zeros."""
+    assert torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 2.0**127, 1e-38])
+def test_a_scale_that_is_known_takes_one_pass(scale, dtype, fmt, monkeypatch):
+    """The bytes of two passes: codes, scale_inv (subnormal of 2^127), amax and count, with NaN and Inf and without, of
+    any strides, in any floating-point mode."""
+    rule, known = replace(DELAYED, fmt=fmt), torch.tensor(scale)
+    x = torch.randn(LARGE, generator=torch.Generator().manual_seed(1)) * torch.logspace(-42, 4, LARGE[1])
+    ill = x.clone()
+    ill[3, 5], ill[77, 0], ill[129, 149] = torch.nan, torch.inf, -torch.inf
+    for matrix in (x, ill, x.t(), ill * 0, x[:, :1].expand(LARGE)):
+        matrix = matrix.to(dtype)
+        with in_torch(monkeypatch):
+            expected = emulated.quantize(matrix, rule, "both", scale=known)
+        with flushing():
+            found = emulated.quantize(matrix, rule, "both", scale=known)
+        assert_same_bytes(found.amax, expected.amax, "amax")
+        assert found.nonfinite == expected.nonfinite
+        for side, other in zip(found.tensor.sides, expected.tensor.sides, strict=True):
+            assert_same_bytes(side.codes, other.codes, "codes")
+            assert_same_bytes(side.scale_inv, other.scale_inv, "scale_inv")
+            assert (side.finite, side.granularity) == (other.finite, other.granularity)
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_in_c_has_the_bits_of_torch(biased, out, short, monkeypatch):
+    """Both orientations of codes, with this processor's GEMM or without one; NaN stays in its row."""
+    if not short:
+        monkeypatch.setattr(loops, "has_matmul", lambda: False)
+    a, b = (torch.randn(LARGE, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
+    a[5, 6] = torch.nan
+    bias = torch.randn(LARGE[0]).bfloat16() if biased else None
+    for scales in ((3.0, 0.7), (2.0**100 - 1, 2.0**-70), (2.0**60 + 1e13, 1.5 * 2.0**38)):
+        left, right = (
+            emulated.quantize(x * 100, DELAYED, "both", scale=torch.tensor(scale)).tensor
+            for x, scale in zip((a, b), scales, strict=True)
+        )
+        for sides in ((left.rowwise, right.rowwise), (left.columnwise, right.columnwise)):
+            bias = bias if sides[1].codes.shape[0] == LARGE[0] else None
+            with in_torch(monkeypatch):
+                expected = emulated.gemm(*sides, out_dtype=out, bias=bias)
+            with flushing():
+                found = emulated.gemm(*sides, out_dtype=out, bias=bias)
+            assert found.dtype == out and torch.equal(found.isnan(), expected.isnan())
+            assert bool(found.isnan().any()) and not bool(found.isnan().all())
+            assert_same_bytes(found.nan_to_num(), expected.nan_to_num(), f"{scales}")
