@@ -62,7 +62,6 @@ def rows(name: str, on: str) -> Iterator[list[str]]:
             memory.append(f"{total / 1e9:.1f}{'' if total <= there else ' (too much)'}")
         times = {title: one.time for title, one in found.items()}
         bf16, fp8 = times["BF16"], times["FP8"]
-        assert bf16 is not None and fp8 is not None
         ranks = found["FP8"].settings.data_parallel
         yield [
             f"{gpus:,}",

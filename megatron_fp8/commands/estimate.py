@@ -9,7 +9,7 @@ from .line import CommandParser, refuse
 
 HELP = """\
 What a run needs, from its config alone, in seconds and without a GPU: parameters, bytes on the fullest rank by kind,
-bytes on the wire by collective, and with --device the step's time by a roofline, what FP8 changes of each linear, and
+bytes on the wire by collective, the step's time by a roofline, what FP8 changes of each linear, and with --device
 whether it fits, or else the nearest change with which it does.
 
   megatron-fp8 estimate --config llama3_8b --gpus 64 --device h100
@@ -19,11 +19,15 @@ whether it fits, or else the nearest change with which it does.
 Options of the run may follow as in `train`: --model.fp8_format=mxfp8. The whole config is checked by `train --dry_run`.
 --device is a name, a file of figures (docs/estimates.md), or what `megatron-fp8 bench --out FILE` wrote.
 
+Without --device bytes are those of a CPU run, nothing is said of whether it fits, and times are an h100's.
+
 Parameters, weights, gradients, optimizer state and the bytes on the wire are exact; activations within 2 %; times are a
 roofline from peaks and no measurement: a run is slower.
 
 Exit codes: 0 done; 2 bad input.
 """
+
+_ASSUMED = "h100"  # for times, where no device is named
 
 
 def main(arguments: list[str]) -> int:
@@ -45,7 +49,7 @@ def _parser() -> CommandParser:
     add(
         "--device",
         metavar="NAME|FILE",
-        help="h100, h200, b200, mi300x, or a file of figures (default: no times)",
+        help="h100, h200, b200, mi300x, or a file of figures (default: times of an h100)",
     )
     add(
         "--set",
@@ -66,7 +70,7 @@ def _parser() -> CommandParser:
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.device import device
-    from ..estimate.estimate import estimate
+    from ..estimate.estimate import estimate, in_bf16
     from ..estimate.fit import RESERVE, fit
     from ..estimate.payoff import grouped, of_sites
     from ..estimate.settings import read
@@ -84,17 +88,21 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
             raise ValueError(f"--set {one!r} has no value: write --set KEY=VALUE.")
         given.append(f"--{one}")
     settings = read([*given, *_joined(run_options)], options.gpus)
-    chosen = device(options.device) if options.device is not None else None
-    found = estimate(settings, chosen)
-    sites = list(of_sites(settings, Plans(settings.model), chosen))
-    fits = fit(found, chosen, reserve) if chosen is not None else None
+    chosen = options.device is not None
+    on = device(options.device if chosen else _ASSUMED)
+    found = estimate(settings, on, chosen=chosen)
+    sites = list(of_sites(settings, Plans(settings.model), on, gpu=chosen))
+    fits = fit(found, on, reserve) if chosen else None
+    bf16 = estimate(in_bf16(settings), on, chosen=chosen) if settings.model.fp8 else None
     if options.json:
         record = {**found.as_dict(), "sites": [site.as_dict() for site in sites]}
+        if bf16 is not None:
+            record["bf16"] = {"step_seconds": bf16.time.seconds, "total": bf16.fullest.total}
         if fits is not None:
             record["fit"] = {"fits": fits.fits, **vars(fits)}
         print(json.dumps(record))
         return
-    print(shown(found, fits, grouped(iter(sites))))
+    print(shown(found, bf16, fits, grouped(iter(sites))))
 
 
 def _joined(arguments: list[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .activations import CPU, GPU, of_chunk, working_set
@@ -14,7 +14,7 @@ from .pipeline import peak
 from .settings import Settings
 from .sites import Plans
 from .state import StateBytes, of_stage
-from .time import StepTime, model_flops, step_time
+from .time import StepTime, step_time
 from .wire import Traffic
 from .wire import of_stage as wire_of_stage
 
@@ -51,19 +51,21 @@ class Estimate:
 
     Attributes:
         settings: of the run.
-        device: whose peaks the time is of; None: no time.
+        device: whose peaks the time is of.
+        chosen: whether somebody named it; if not, bytes are of a CPU run.
         parameters: of the whole model.
         stages: memory of the fullest rank of each pipeline stage.
         wire: traffic of each stage's ranks.
-        time: an iteration's; None without a device.
+        time: an iteration's.
     """
 
     settings: Settings
-    device: Device | None
+    device: Device
+    chosen: bool
     parameters: Totals
     stages: list[Memory]
     wire: list[list[Traffic]]
-    time: StepTime | None
+    time: StepTime
 
     @property
     def fullest(self) -> Memory:
@@ -72,7 +74,7 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``--json`` prints them; bytes are of the fullest rank, ``wire`` of the same stage."""
-        full, settings = self.fullest, self.settings
+        full, settings, time = self.fullest, self.settings, self.time
         state = dataclasses.asdict(full.state)
         found: dict[str, Any] = {
             "parameters": dataclasses.asdict(self.parameters),
@@ -95,39 +97,41 @@ class Estimate:
             ],
             "wire": [{**dataclasses.asdict(one), "sent": one.sent} for one in self.wire[full.stage]],
             "notes": list(settings.notes),
-            "flops": model_flops(settings),
-            "step_seconds": None,
+            "flops": time.flops,
+            "step_seconds": time.seconds,
+            "mfu": time.mfu,
+            "tokens_per_second": time.tokens_per_second,
+            "bubble_seconds": time.bubble,
+            "time": {**dataclasses.asdict(time.stage), "slowest_stage": time.slowest},
+            "device": {**dataclasses.asdict(self.device), "chosen": self.chosen},
+            "kind": "roofline from peaks, not a measurement",
         }  # fmt: skip
-        if self.time is not None and self.device is not None:
-            time = self.time
-            found |= {
-                "step_seconds": time.seconds,
-                "mfu": time.mfu,
-                "tokens_per_second": time.tokens_per_second,
-                "bubble_seconds": time.bubble,
-                "time": {**dataclasses.asdict(time.stage), "slowest_stage": time.slowest},
-                "device": dataclasses.asdict(self.device),
-                "kind": "roofline from peaks, not a measurement",
-            }
         return found
 
 
-def estimate(settings: Settings, device: Device | None) -> Estimate:
+def estimate(settings: Settings, device: Device, *, chosen: bool = True) -> Estimate:
     """What this run needs.
 
     Args:
-        device: a GPU, for times, and because kernels there keep some things otherwise; None: on CPUs, and no times.
+        device: for times.
+        chosen: bytes are of a run on it, whose kernels keep some things otherwise than CPUs; False: of a CPU run.
     """
     plans = Plans(settings.model)
     stages, wire = [], []
     for stage in range(settings.model.pipeline_model_parallel_size):
-        stages.append(memory(settings, stage, plans, gpu=device is not None))
+        stages.append(memory(settings, stage, plans, gpu=chosen))
         wire.append(wire_of_stage(settings, _chunks(settings, stage), plans))
-    time = None
-    if device is not None:
-        moved = {one.stage: _optimizer_bytes(one.state) for one in stages}
-        time = step_time(settings, plans, device, moved)
-    return Estimate(settings, device, totals(settings.model), stages, wire, time)
+    moved = {one.stage: _optimizer_bytes(one.state) for one in stages}
+    time = step_time(settings, plans, device, moved)
+    return Estimate(settings, device, chosen, totals(settings.model), stages, wire, time)
+
+
+def in_bf16(settings: Settings) -> Settings:
+    """The same run without FP8."""
+    model = replace(
+        settings.model, fp8=None, fp8_param=False, fp8_overrides={}, activation_func_fp8_input_store=False
+    )
+    return replace(settings, model=model)
 
 
 def memory(settings: Settings, stage: int, plans: Plans, *, gpu: bool) -> Memory:

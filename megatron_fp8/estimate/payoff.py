@@ -22,7 +22,7 @@ class SitePayoff:
     Attributes:
         linear: its sizes.
         precision, reason: what runs there, and why.
-        gemms: the roofline of its three GEMMs; empty without a device.
+        gemms: the roofline of its three GEMMs.
         input_bytes, input_bytes_bf16: kept for the backward pass, as planned and in BF16.
         weight_bytes, weight_bytes_bf16: the weight and its codes, as planned and in BF16.
     """
@@ -52,8 +52,8 @@ class SitePayoff:
         return {**asdict(self.linear), **found, "gemms": [asdict(one) for one in self.gemms]}
 
 
-def of_sites(settings: Settings, plans: Plans, device: Device | None) -> Iterator[SitePayoff]:
-    """Every site of the model, layer by layer."""
+def of_sites(settings: Settings, plans: Plans, device: Device, *, gpu: bool = True) -> Iterator[SitePayoff]:
+    """Every site of the model, layer by layer; ``gpu``: bytes as the native backend keeps them."""
     size = settings.model.activation_bytes
     for layer in range(settings.model.num_layers):
         for linear in linears(settings, layer):
@@ -68,13 +68,13 @@ def of_sites(settings: Settings, plans: Plans, device: Device | None) -> Iterato
             codes = 0
             if plan.precision == "fp8":
                 lives = lives_as_fp8(settings, plan)
-                twice = not lives and keeps_both(settings, gpu=device is not None)
+                twice = not lives and keeps_both(settings, gpu=gpu)
                 codes = stored_weight(plan, linear.n, linear.k, both_contiguous=twice).total * linear.count
             yield SitePayoff(
                 linear,
                 plan.precision,
                 plan.reason,
-                tuple(gemm_times(settings, linear, plans, device)) if device else (),
+                tuple(gemm_times(settings, linear, plans, device)),
                 kept,
                 size * values,
                 codes + (0 if lives_as_fp8(settings, plan) else size * weight),

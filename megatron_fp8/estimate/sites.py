@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import SimpleNamespace
 
@@ -49,20 +49,27 @@ class Plans:
                 dtype="BF16",
             )
         self._known: dict[str, SitePlan] = {}
+        self._alike: dict[tuple[str, bool], SitePlan] = {}  # by what is left of a name without its layer
 
     def of(self, name: str, layer: int | None) -> SitePlan:
         """What that site runs. ValueError where two operands of a GEMM would be E5M2."""
         if name not in self._known:
-            self._known[name] = self._make(name, layer)
+            self._known[name] = self._of(name, layer)
         return self._known[name]
 
-    def _make(self, name: str, layer: int | None) -> SitePlan:
+    def _of(self, name: str, layer: int | None) -> SitePlan:
+        kept = layer is not None and self._model.in_high_precision(layer)
+        if self._model.fp8_overrides:  # which may name a layer
+            return self._make(name, layer, kept)
+        key = name.replace(f".layers.{layer}.", ".", 1), kept
+        if key not in self._alike:
+            self._alike[key] = self._make(name, layer, kept)
+        return replace(self._alike[key], name=name, layer=layer)
+
+    def _make(self, name: str, layer: int | None, kept: bool) -> SitePlan:
         if self._asked is None:
             return bf16_site(name, layer, "fp8 is off")
-        reason = None
-        if layer is not None and self._model.in_high_precision(layer):
-            reason = "first_last_layers_bf16"
-        choices = choose(self._asked, name, reason)
+        choices = choose(self._asked, name, "first_last_layers_bf16" if kept else None)
         if choices.none_in_fp8:
             return bf16_site(name, layer, "; ".join(choices.reasons))
         return chosen_site(name, layer, "emulated", "; ".join(choices.reasons), choices)
@@ -107,8 +114,9 @@ def lives_as_fp8(settings: Settings, plan: SitePlan) -> bool:
     rowwise, _ = weight_rules(plan)
     if rowwise is None or plan.operands["fprop"]["weight"] != plan.operands["dgrad"]["weight"]:
         return False
-    two_way = not settings.optimizer.use_distributed_optimizer or shares_gradient_buffer(settings)
-    return rowwise.granularity.symmetric or two_way
+    if rowwise.granularity.symmetric:
+        return True
+    return not settings.optimizer.use_distributed_optimizer or shares_gradient_buffer(settings)
 
 
 @dataclass(frozen=True)

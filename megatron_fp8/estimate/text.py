@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from .estimate import Estimate
 from .fit import Fit
 from .payoff import Alike
-from .time import model_flops
 from .wire import Traffic
 
 WIDTH = 80
 
 
-def shown(found: Estimate, fits: Fit | None, sites: Sequence[Alike]) -> str:
-    """Everything, one part after the other."""
+def shown(found: Estimate, bf16: Estimate | None, fits: Fit | None, sites: Sequence[Alike]) -> str:
+    """Everything, one part after the other; ``bf16``: of the same run without FP8, None where it has none."""
     parts = [
         _head(found),
         _parameters(found),
@@ -74,9 +73,7 @@ def _parameters(found: Estimate) -> str:
         lines.append(f"active     {p.active:,} for a token")
     if p.padding:
         lines.append(f"padding    {p.padding:,} more, of the vocabulary")
-    lines.append(
-        f"operations {model_flops(found.settings):.4g} a step (FLOPs of the model, forward and backward)"
-    )
+    lines.append(f"operations {found.time.flops:.4g} a step (FLOPs of the model, forward and backward)")
     return "\n".join(lines)
 
 
@@ -117,8 +114,6 @@ def _wire(found: Estimate) -> str:
 
 def _time(found: Estimate) -> str:
     time, device = found.time, found.device
-    if time is None or device is None:
-        return ""
     stage, count = time.stage, found.settings.microbatches
     rows = [
         ("  GEMMs of linears, casts included", seconds(stage.gemms * count)),
@@ -131,7 +126,8 @@ def _time(found: Estimate) -> str:
         ("  optimizer", seconds(stage.optimizer)),
         ("  step", seconds(time.seconds)),
     ]
-    said = f"step time by a roofline of {device.name}: {device.source}. " + (
+    whose = device.name if found.chosen else f"{device.name} (no --device was given)"
+    said = f"step time by a roofline of {whose}: {device.source}. " + (
         "A bound from rates that GEMMs reached, not a measurement of this run."
         if device.measured
         else "Peaks of a data sheet; nothing was measured, and no run reaches them."
@@ -148,27 +144,42 @@ def _time(found: Estimate) -> str:
 def _sites(found: Estimate, sites: Sequence[Alike]) -> str:
     if not found.settings.model.fp8:
         return ""
-    gemms = ("fprop", "dgrad", "wgrad", "all") if found.time is not None else ()
-    rows = [("  site", "layers", "runs", *gemms, "input kept", "weight")]
+    rows: list[tuple[str, ...]] = [
+        ("  site", "layers", "runs", "fprop", "dgrad", "wgrad", "all", "input kept", "weight")
+    ]
     for alike in sites:
         site = alike.site
         times = [f"{one.seconds / one.bf16:.2f}" for one in site.gemms]
-        if times:
-            times.append(f"{site.seconds / site.seconds_bf16:.2f}")
         rows.append(
             (
                 f"  {_short(alike.name)}",
                 spans(alike.layers),
                 site.precision,
                 *times,
+                f"{site.seconds / site.seconds_bf16:.2f}",
                 f"{site.input_bytes / site.input_bytes_bf16:.2f} x",
                 f"{site.weight_bytes / site.weight_bytes_bf16:.2f} x",
             )
         )
-    title = "what FP8 changes, by site: bytes over BF16's"
-    if gemms:
-        title = "what FP8 changes, by site: time of each GEMM with its casts, and bytes, over\nBF16's"
+    title = "what FP8 changes, by site: time of each GEMM with its casts, and bytes, over\nBF16's"
     return "\n".join([title, *_columns(rows)])
+
+
+def pays(found: Estimate, bf16: Estimate) -> str:
+    """Whether FP8 pays, in words that the figures carry."""
+    ratio = found.time.seconds / bf16.time.seconds
+    memory, before = found.fullest.total, bf16.fullest.total
+    verdict = (
+        "FP8 pays"
+        if ratio < 0.995
+        else "FP8 does not pay"
+        if ratio > 1.005
+        else "FP8 changes next to nothing"
+    )
+    return _wrapped(
+        f"{verdict}, by the roofline: a step takes {ratio:.2f} x BF16's {seconds(bf16.time.seconds)}; the fullest rank"
+        f" holds {size(memory)}, in BF16 {size(before)}"
+    )
 
 
 def _short(name: str) -> str:
@@ -187,7 +198,6 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def _fit(found: Estimate, fits: Fit) -> str:
-    assert found.device is not None
     room = f"{size(fits.there)} of {found.device.name}'s {size(found.device.memory)} (the rest is left to CUDA and NCCL)"
     if fits.fits:
         return _wrapped(f"fits: {size(fits.needed)} of {room}")

@@ -21,10 +21,11 @@ def test_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert held["total"] == sum(held[part] for part in parts)
     assert found["step_seconds"] > 0 and 0 < found["mfu"] < 1 and found["wire"]
     assert found["kind"] == "roofline from peaks, not a measurement"
+    assert found["bf16"]["step_seconds"] > found["step_seconds"]
     assert len(found["sites"]) == 32 * 4 and found["fit"]["fits"]
 
 
-def test_without_a_device_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_bytes_are_a_cpu_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--config=tiny_gpt_cpu", "--json"]) == 0  # a shipped one, by name
     found = json.loads(capsys.readouterr().out)
     assert (
