@@ -23,6 +23,8 @@ def shown(found: Estimate, bf16: Estimate | None, fits: Fit | None, sites: Seque
         _time(found),
         _sites(found, sites),
     ]
+    if bf16 is not None:
+        parts.append(pays(found, bf16))
     if fits is not None:
         parts.append(_fit(found, fits))
     parts += [_wrapped(f"note: {note}") for note in found.settings.notes]

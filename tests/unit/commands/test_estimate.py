@@ -28,10 +28,12 @@ def test_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_device_bytes_are_a_cpu_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--config=tiny_gpt_cpu", "--json"]) == 0  # a shipped one, by name
     found = json.loads(capsys.readouterr().out)
-    assert (
-        "step_seconds" in found
-        and found["step_seconds"] is None
-        and found["parameters"]["total"] == 3_410_176
+    assert found["parameters"]["total"] == 3_410_176 and "fit" not in found
+    assert found["step_seconds"] > 0 and not found["device"]["chosen"]
+    assert main(["estimate", "--config=tiny_gpt_cpu", "--device=h100", "--json"]) == 0
+    there = json.loads(capsys.readouterr().out)
+    assert there["bytes"]["kept_codes"] > 1.9 * found["bytes"]["kept_codes"], (
+        "GPUs keep codes for each direction"
     )
 
 
