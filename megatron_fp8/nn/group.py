@@ -18,6 +18,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,7 @@ class Fp8Group:
     """
 
     def __init__(self, config: Fp8Config, root: torch.nn.Module | None = None):
-        self.config = config
+        self.config = replace(config)  # with overrides of its own: sites are planned when they first run
         self.states: dict[torch.device, Fp8State] = {}
         self.owed = False
         self.iteration = 0

@@ -166,3 +166,11 @@ def test_every_history_of_a_role_is_in_the_checkpoint():
     load_fp8_state_dict(fresh, state)
     for role, quantizer in trained[0].fp8_site.quantizers.items():
         assert torch.equal(fresh[0].fp8_site.quantizers[role].delayed_scale(), quantizer.delayed_scale())
+
+
+def test_what_is_written_into_the_config_after_the_conversion_changes_nothing():
+    config = Fp8Config(overrides={"0": "bf16"})
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), config=config)
+    config.overrides["1"] = "bf16"
+    model(torch.randn(4, 32))
+    assert isinstance(model[1], Fp8Linear) and model[1].fp8_site.is_fp8
