@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from .patches.patching import PatchSet
 
-__all__ = ["install", "is_installed", "uninstall"]
+__all__ = ["install", "is_installed", "print_plan", "site_report", "uninstall"]
 
 _installed: PatchSet | None = None
 
@@ -63,3 +65,27 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Whether the hooks are in place."""
     return _installed is not None
+
+
+def site_report(model: Any, *, gather: bool = True) -> list[dict[str, Any]]:
+    """What runs in which precision, and why: one dict for each GEMM site of a model or of a list of its chunks.
+
+    Args:
+        model: this rank's model, or its chunks.
+        gather: join the sites of all ranks (collective, where torch.distributed is initialised); each is one entry.
+
+    Raises:
+        ValueError: a site cannot run as the config asks.
+    """
+    from .report import site_report as report
+
+    return report(list(model) if isinstance(model, list | tuple) else [model], gather=gather)
+
+
+def print_plan(model: Any) -> None:
+    """Print what runs in which precision, alike sites in one line. All ranks call it, the first one prints."""
+    from .report import first_rank, plan_lines
+
+    lines = plan_lines(site_report(model))
+    if first_rank():
+        print(*lines, sep="\n", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch.distributed as dist
@@ -70,3 +71,20 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
         known["gemms"] = {gemm: _named(precision, own) for gemm, precision in known["gemms"].items()}
     last = len(merged)
     return sorted(merged.values(), key=lambda e: last if e["layer"] is None else e["layer"])
+
+
+def plan_lines(entries: list[dict[str, Any]]) -> list[str]:
+    """A site report as text: sites that are alike but for their layer share a line, with their number."""
+    alike: dict[tuple[str, ...], int] = {}
+    for entry in entries:
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "#", entry["name"])
+        runs = " ".join(filter(None, (entry["precision"], entry["recipe"], entry["backend"])))
+        key = (name, runs, "; ".join([entry["reason"], *entry["notes"]]))
+        alike[key] = alike.get(key, 0) + 1
+    names, runs = (max((len(key[i]) for key in alike), default=0) for i in (0, 1))
+    return [f"{n:>4} x {key[0]:<{names}}  {key[1]:<{runs}}  {key[2]}" for key, n in alike.items()]
+
+
+def first_rank() -> bool:
+    """Whether this process prints for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("chromium", "chromedriver")
+READY = "return document.documentElement.dataset.ready === 'yes'"
+"""How the report of runs says that it is drawn."""
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND",
@@ -53,8 +55,8 @@ class Browser:
     def __exit__(self, *exception: object) -> None:
         self.driver.quit()
 
-    def open(self, path: Path, *, width: int = 1600, dark: bool = False) -> float:
-        """Show a file and wait until its script is done; the seconds that this took."""
+    def open(self, path: Path, *, width: int = 1600, dark: bool = False, ready: str = READY) -> float:
+        """Show a file and wait until ``ready`` says that its script is done; the seconds that this took."""
         media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.command("Emulation.setEmulatedMedia", features=media)
         self.command(
@@ -63,7 +65,7 @@ class Browser:
         self.errors(), self.requests()  # of the page before
         start = time.perf_counter()
         self.driver.get(path.as_uri())
-        self.until("return document.documentElement.dataset.ready === 'yes'")
+        self.until(ready)
         return time.perf_counter() - start
 
     def command(self, name: str, **values: Any) -> Any:

@@ -1,0 +1,48 @@
+"""The documentation's site in a real Chromium: light and dark, narrow and wide, without a network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.browser import Browser
+from tests.support.command import ROOT
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_pages_fit_and_ask_for_nothing(site, browser, width, dark):
+    for page in ("index.html", "migrate.html", "api/nn.html"):
+        browser.open(site / page, width=width, dark=dark, ready="return document.readyState === 'complete'")
+        assert browser.script("return document.documentElement.scrollWidth") <= width, page
+        scheme = browser.script("return document.body.dataset.mdColorScheme")
+        assert scheme == ("slate" if dark else "default"), page
+        assert not browser.errors()
+        assert not [a for a in browser.requests() if not a.startswith("file:")], page
+
+
+def test_the_search_finds(site, browser):
+    browser.open(site / "index.html", ready="return document.readyState === 'complete'")
+    browser.point("input.md-search__input", 0.5, 0.5, click=True)
+    browser.keys("fp8_autocast")
+    browser.until("return document.querySelectorAll('.md-search-result__item').length > 0")
+    assert "fp8_autocast" in browser.text(".md-search-result__list")
