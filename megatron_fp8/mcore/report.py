@@ -81,8 +81,8 @@ def plan_lines(entries: list[dict[str, Any]]) -> list[str]:
         runs = " ".join(filter(None, (entry["precision"], entry["recipe"], entry["backend"])))
         key = (name, runs, "; ".join([entry["reason"], *entry["notes"]]))
         alike[key] = alike.get(key, 0) + 1
-    names, runs = (max((len(key[i]) for key in alike), default=0) for i in (0, 1))
-    return [f"{n:>4} x {key[0]:<{names}}  {key[1]:<{runs}}  {key[2]}" for key, n in alike.items()]
+    widths = [max((len(key[i]) for key in alike), default=0) for i in (0, 1)]
+    return [f"{n:>4} x {key[0]:<{widths[0]}}  {key[1]:<{widths[1]}}  {key[2]}" for key, n in alike.items()]
 
 
 def first_rank() -> bool:
