@@ -44,9 +44,12 @@ class Spec:
             return sign * float(fraction * Fraction(2) ** (1 - self.bias))
         return sign * float((1 + fraction) * Fraction(2) ** (exponent - self.bias))
 
+    @cache  # noqa: B019
     def values(self) -> np.ndarray:
-        """float64 [256]: the value of every code."""
-        return np.array([self.value(code) for code in range(256)])
+        """float64 [256]: the value of every code. Made once, so nobody may write to it."""
+        table = np.array([self.value(code) for code in range(256)])
+        table.setflags(write=False)
+        return table
 
     def magnitudes(self) -> np.ndarray:
         """float64: the finite values of codes 0, 1, 2, ... in ascending order; the index is the code."""

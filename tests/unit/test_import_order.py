@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,22 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Every import of a file, wherever it stands."""
+    return [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+
+
+@cache
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, module relative to the package) of every import of our own, wherever in the file it stands."""
     found = []
     package = ["megatron_fp8", *path.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -70,7 +82,7 @@ def test_imports_point_left(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_imports_inside_the_package_are_relative(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or ""]
@@ -122,7 +134,7 @@ def test_no_cycles_at_import():
 
 def test_only_mcore_and_train_import_megatron_only_kernels_triton():
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
@@ -149,7 +161,7 @@ def test_importing_the_package_loads_torch_and_nothing_heavy():
 def test_no_test_imports_a_test():
     """What several tests need is in tests/support."""
     for path in sorted((PACKAGE.parent / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -165,7 +177,7 @@ def test_benchmarks_import_no_tests_and_tests_no_test() -> None:
     """What both need is in benchmarks/support, what several tests need in tests/support; and each such file is there."""
     for path in OUTSIDE:
         file = path.relative_to(HERE)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
                 continue
             for module in {_submodule(node.module, alias.name) for alias in node.names}:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import json
 import re
 from collections.abc import Container, Iterator
@@ -196,7 +197,9 @@ def tokens_of_microbatch(run: RunConfig) -> int:
     return run.train.micro_batch_size * run.train.seq_length // run.model.context_parallel_size
 
 
+@functools.cache
 def _parser() -> ArgumentParser:
+    """Made once: it takes several times as long as using it, and parsing leaves no trace in it."""
     parser = ArgumentParser(prog="megatron-fp8 train", exit_on_error=False, add_help=False)
     parser.add_argument("--config", action="config")
     for name, kind in SECTIONS.items():

@@ -238,3 +238,18 @@ def test_an_unknown_section_key_is_unknown_whatever_its_neighbours():
     assert len(set(known_keys())) == len(known_keys())
     with pytest.raises(ValueError):
         run_config.parse(["--model.=3"])
+
+
+def test_one_command_line_leaves_nothing_to_the_next():
+    """The parser is kept: neither what was given, nor what is done with the result, nor an error may stay in it."""
+    before = parse([]).to_dict()
+    run = parse(["--data.paths=['a']", "--data.paths+=b", "--model.fp8=hybrid", "--model.fp8_format=delayed"])
+    run.data.paths.append("c")
+    with pytest.raises(ValueError, match="train_iters"):
+        parse(["--model.num_layers=3", "--train.train_iters=many"])
+    default = parse([])
+    for section in ("model", "data", "telemetry", "checkpoint"):
+        for value in vars(getattr(default, section)).values():
+            if isinstance(value, list):
+                value.append("left")
+    assert parse([]).to_dict() == before
