@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,8 @@ overrides.yaml takes out of FP8 what costs more there than it has to:
   megatron-fp8 train --config FILE --model.fp8_overrides="$(cat overrides.yaml)"
 
 `error` is how far the gradient is from that in high precision, `beyond rounding` what of it is more than rounding to
-FP8's significant bits does, `loss` what the site alone changes of the loss, +- what chance may add to that.
+FP8's significant bits does, `loss` what the site alone changes of the loss, +- what chance may add to that. On a
+terminal too narrow for all of it a star says what stands out.
 
 Exit codes: 0 done; 1 failed; 2 bad input.
 """
@@ -162,8 +165,9 @@ def _diagnose(prepared: _Prepared) -> None:
         "recipe": replay.run.model.fp8_recipe or replay.run.model.fp8_format,
         "world_size": prepared.launch.world_size,
     }
-    print(format_table(found), end="\n\n", flush=True)
-    print(found.verdict, flush=True)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(format_table(found, width=width), end="\n\n", flush=True)
+    print(textwrap.fill(found.verdict, width) if width else found.verdict, flush=True)
     out = prepared.out
     _write(options.json or out / "diagnosis.json", json.dumps({**facts, **found.as_dict()}, indent=1) + "\n")
     if found.overrides:
@@ -186,30 +190,52 @@ def overrides_text(overrides: dict[str, Any], found: Any) -> str:
     return head + yaml.safe_dump(overrides, sort_keys=False, width=1000)
 
 
-def format_table(found: Any, most: int = 24) -> str:
-    """The ranking, worst first."""
+def format_table(found: Any, most: int = 24, width: int = 0) -> str:
+    """The ranking, worst first; where it is wider than ``width`` columns (0: as wide as it likes) fewer figures."""
     from ..plan.timing import table
 
-    rows = [
-        [
-            finding.key,
-            f"{finding.gradient_error:.2%}",
-            f"{finding.distance:.4f}",
-            f"{finding.excess:.4f}",
-            _change(finding.loss_change, finding.loss_spread),
-            finding.why,
-        ]
-        for finding in found.ranking[:most]
-    ]
-    if not rows:
+    shown = found.ranking[:most]
+    if not shown:
         return "nothing could be measured"
-    text = table(["in FP8 alone", "error", "distance", "beyond rounding", "loss", "stands out by"], rows)
+    header = ["in FP8 alone", "error", "distance", "beyond rounding", "loss", "stands out by"]
+    text = table(header, [[*_figures(finding), finding.why] for finding in shown])
+    if 0 < width < len(text.partition("\n")[0]):
+        text = _narrow(shown, width)
     left = len(found.ranking) - most
     return text + (f"\n... and {left} more, in the figures" if left > 0 else "")
 
 
+def _figures(finding: Any) -> list[str]:
+    return [
+        finding.key,
+        f"{finding.gradient_error:.2%}",
+        f"{finding.distance:.4f}",
+        f"{finding.excess:.4f}",
+        _change(finding.loss_change, finding.loss_spread),
+    ]
+
+
+def _narrow(shown: list[Any], width: int) -> str:
+    """Three figures a part, names cut at their start, and a star at what stands out."""
+    from ..plan.timing import table
+
+    rows = []
+    for finding in shown:
+        change = f"{finding.loss_change:+.4f}" if math.isfinite(finding.loss_change) else "not finite"
+        rows.append([f"{finding.gradient_error:.0%}", f"{finding.excess:.3f}", change])
+    header = ["error", "beyond", "loss"]
+    figures = sum(max(map(len, column)) + 3 for column in zip(header, *rows, strict=True))
+    room = max(width - figures - 6, 12)  # the frame, and a star before the name
+    names = [
+        ("* " if finding.stands_out else "  ")
+        + (finding.key if len(finding.key) <= room else "..." + finding.key[3 - room :])
+        for finding in shown
+    ]
+    return table(["  in FP8 alone", *header], [[name, *row] for name, row in zip(names, rows, strict=True)])
+
+
 def _change(loss: float, spread: float) -> str:
-    return f"{loss:+.2e} +- {spread:.0e}" if math.isfinite(loss) else "not finite"
+    return f"{loss:+.4f} +- {spread:.4f}" if math.isfinite(loss) else "not finite"
 
 
 def _write(path: Any, text: str) -> None:

@@ -84,9 +84,20 @@ def _losses(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
         a, b = (rows[iteration].get("lm_loss") for rows in (first, second))
         if a != b:
             found["loss"] = {"iteration": iteration, "values": [a, b]}
-            return [f"loss        differs first in iteration {iteration}: {a} and {b}"]
+            return [f"loss        differs first in iteration {iteration}: {' and '.join(told_apart(a, b))}"]
     found["loss"] = None
     return [f"loss        the same in {len(first.keys() & second.keys())} iterations"]
+
+
+def told_apart(a: Any, b: Any) -> tuple[str, str]:
+    """Two numbers with four significant digits, or with as many as it takes to see that they differ."""
+    if not all(isinstance(value, (int, float)) for value in (a, b)):
+        return str(a), str(b)
+    for digits in range(4, 18):
+        texts = f"{a:.{digits}g}", f"{b:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
 
 
 def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
@@ -109,7 +120,7 @@ def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
                 f"telemetry   nothing {words.removesuffix(' first')} in {measured} measured iterations"
             )
         else:
-            a, b = parting.values
+            a, b = told_apart(*parting.values)
             lines.append(
                 f"telemetry   {words} in iteration {parting.iteration}, {parting.site}, {parting.tensor}:"
                 f" {parting.statistic} {a} and {b}"

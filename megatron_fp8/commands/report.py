@@ -113,11 +113,18 @@ def losses(folder: Path) -> list[str]:
     if steps:
         skipped = sum(step["skipped"] for step in steps)
         lines.append(
-            f"training    {len(steps)} iterations, loss {steps[0]['lm_loss']} -> {steps[-1]['lm_loss']}, "
-            f"{skipped} steps skipped"
+            f"training    {len(steps)} iterations, loss {_rounded(steps[0]['lm_loss'])} ->"
+            f" {_rounded(steps[-1]['lm_loss'])}, {skipped} steps skipped"
         )
     validations = records(folder / "validation.jsonl")
     if validations:
         last = validations[-1]
-        lines.append(f"validation  loss {last['validation_loss']} after iteration {last['iteration']}")
+        lines.append(
+            f"validation  loss {_rounded(last['validation_loss'])} after iteration {last['iteration']}"
+        )
     return lines
+
+
+def _rounded(loss: Any) -> str:
+    """As training prints it; None, which is a loss that was not finite, as such."""
+    return f"{loss:.4f}" if isinstance(loss, (int, float)) else str(loss)

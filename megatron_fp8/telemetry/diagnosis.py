@@ -13,7 +13,7 @@ from .experiments import LEAST_BATCHES, Experiments, Progress
 from .measures import Measured
 from .search import Cure, cure
 from .subject import ModuleSubject, Subject, as_it_was
-from .verdict import bad_in_high_precision, verdict
+from .verdict import bad_in_high_precision, far_off, verdict
 
 BUDGET = 1500
 """Passes, each a forward and a backward of one batch."""
@@ -28,7 +28,7 @@ class Diagnosis:
             ``.loss_change``, ``.gradient_error``, ``.stands_out`` and more.
         overrides: for Fp8Config(overrides=...) and ``fp8_overrides``; empty where nothing stands out.
         verdict: the same in words.
-        clean: nothing stands out, and that could be measured.
+        clean: nothing stands out, in no batch is the plan far off, and that could be measured.
         losses: in high precision, by batch.
         gradient_noise: how far batches' gradients are from their mean, relative to its norm.
         passes: how many were run.
@@ -130,7 +130,7 @@ def diagnose_subject(
     found = attribute(experiments, limits)
     cured = cure(experiments, found, share)
     said = verdict(found, cured, experiments.losses, experiments.gradient_noise, good_loss)
-    clean = not any(finding.stands_out for finding in found.findings)
+    clean = not any(finding.stands_out for finding in found.findings) and far_off(found, limits) is None
     return Diagnosis(
         found.findings,
         cured.overrides,

@@ -128,11 +128,15 @@ class Experiments:
             tables.append(self.subject.merge(sums_of(done.gradients, reference.gradients)))
             self._add_share(total, done.gradients)
         means = self.subject.merge(sums_of(total, self._mean))
-        updates = self.subject.merge(sums_of(self._updates(total), self._updates(self._mean)))
+        updates = self.subject.merge(
+            sums_of(self._updates(total, means, 2), self._updates(self._mean, means, 1))
+        )
         return Measured(variant.name, losses, tables, means, updates, self.losses)
 
-    def _updates(self, gradients: Gradients) -> Gradients:
-        updates = {name: self.subject.update_of(name, gradient) for name, gradient in gradients.items()}
+    def _updates(self, gradients: Gradients, means: Table, column: int) -> Gradients:
+        """The optimizer's, by gradients whose squares are that column of the sums over all ranks."""
+        norm = math.sqrt(sum(row[column] for row in means.values()))
+        updates = {name: self.subject.update_of(name, gradient, norm) for name, gradient in gradients.items()}
         return {name: update for name, update in updates.items() if update is not None}
 
     def _pass(self, variant: Variant, batch: int) -> Pass:

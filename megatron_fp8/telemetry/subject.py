@@ -57,8 +57,9 @@ class Subject(Protocol):
     def merge(self, table: Table) -> Table:
         """This rank's parameters and all others', each element once; the same on all ranks. Collective."""
 
-    def update_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The change that the optimizer would make to a parameter by this gradient; None: it is not known."""
+    def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
+        """The change that the optimizer would make to a parameter by this gradient, which is part of one with that norm;
+        None: it is not known."""
 
 
 class ModuleSubject:
@@ -88,7 +89,7 @@ class ModuleSubject:
         _check_parameters(self._parameters)
         self._random: dict[int, _Random] = {}
         self._buffers = _Buffers(self.model)
-        self._adam = {} if optimizer is None else _adam_states(optimizer)
+        self._adam = {} if optimizer is None else _adam_states(optimizer, self._parameters)
 
     def run(self, batch: int) -> Pass:
         """As Subject's. ValueError: the loss is no scalar that depends on a parameter."""
@@ -142,8 +143,8 @@ class ModuleSubject:
         """One process has all."""
         return table
 
-    def update_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Adam's step, of its moments as they are."""
+    def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
+        """Adam's step, of its moments as they are; whether the training clips is not known here."""
         adam = self._adam.get(id(self._parameters[name]))
         return None if adam is None else adam_update(gradient, *adam)
 
@@ -302,8 +303,17 @@ class _Random:
 # ------------------------------------------------------------------------------------------------------ the optimizer
 
 
-def _adam_states(optimizer: torch.optim.Optimizer) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    """Parameter's id -> (its state, its group's settings), of those with Adam's moments."""
+def _adam_states(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+    """Parameter's id -> (its state, its group's settings), of those with Adam's moments. ValueError: it is of another
+    model."""
+    known = {id(parameter) for parameter in parameters.values()}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} holds none of the model's parameters: give the optimizer that trains"
+            " this model, or leave it out"
+        )
     found = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -37,7 +37,7 @@ def verdict(
             f"The loss is bad in high precision too: {mean:.4g}, and was {good_loss:.4g}."
             + ("" if outstanding else " That is not FP8: look at the learning rate and the data.")
         )
-    elif not outstanding:
+    elif not outstanding and far_off(found, Limits()) is None:
         lines.append("If something is wrong with the training, it is in high precision too, and not FP8.")
     if cure.parts:
         lines.append(_cured(cure))
@@ -48,12 +48,24 @@ def verdict(
     return " ".join(line for line in lines if line)
 
 
+def far_off(found: Attribution, limits: Limits) -> float | None:
+    """How many times as far as rounding alone all sites together are from high precision; None if that is near."""
+    distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
+    times = distances.mean / best.mean if best.mean else 1.0
+    return times if times > limits.ratio else None
+
+
 def _nothing(found: Attribution) -> str:
     """Says that nothing stands out, and, if so, that all sites together are far off in some batches."""
     distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
-    times = distances.mean / best.mean if best.mean else 1.0
-    if times <= Limits().ratio:
+    times = far_off(found, Limits())
+    if times is None:
         return "nothing stands out: no site costs more than rounding to FP8's significant bits does."
+    if found.skipped:
+        return (
+            f"nothing stands out of what was measured alone, and as planned the gradient is {times:.3g} times as far from"
+            " high precision as rounding to FP8's significant bits puts it: a larger budget would tell where."
+        )
     ratios = [a / b if b else 1.0 for a, b in zip(distances.values, best.values, strict=True)]
     worst = max(range(len(ratios)), key=ratios.__getitem__)
     return (
@@ -107,9 +119,13 @@ def _all_at_once(found: Attribution, mean: float) -> str:
 def _against_noise(found: Attribution, noise: float) -> str:
     if not noise or not math.isfinite(found.planned.bias):
         return ""
+    changed = found.planned.update_error
+    update = (
+        "" if changed is None else f", and of the update that the optimizer makes of it {_percent(changed)}"
+    )
     return (
         f"Batches differ from each other's mean gradient by {_percent(noise)}; what FP8 changes of the mean gradient is"
-        f" {_percent(found.planned.bias)}."
+        f" {_percent(found.planned.bias)}{update}."
     )
 
 

@@ -7,6 +7,7 @@ options give; launched as a single process it is one rank. Nothing of the run's 
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -28,12 +29,15 @@ from ..files.checkpoint import (
     read_manifest,
     without_checksum,
 )
+from ..files.lines import records
 from ..linear.site import GemmSite
+from ..mcore.checkpoint.moments import load_moments
 from ..mcore.checkpoint.training import load_weights
 from ..mcore.sites import check_plan, fp8_linears, state_of, unwrap
+from ..plan.overrides import check_overrides_match
 from ..plan.site_plan import SitePlan
 from ..state.guard import as_overrides
-from ..telemetry.subject import Pass, Table
+from ..telemetry.subject import Pass, Table, adam_update
 from . import binding
 from .config.model_section import padded_vocab_size, transformer_config
 from .config.run_config import RunConfig, tokens_of_microbatch
@@ -42,7 +46,7 @@ from .data.tokenizers import load_tokenizer, tokenizer_file
 from .launch import parallel
 from .launch.facts import run_facts
 from .model import build_chunks
-from .restore import choose_recipe, refuse_its_code, run_of
+from .restore import choose_recipe, refuse_its_code, run_folder_of, run_of
 from .step import forward_step
 
 # What a run's model section says of how it trains, and does not change what a step computes.
@@ -121,6 +125,8 @@ def replay(
         )
     if config is None:
         refuse_its_code(folder, manifest.facts["run"]["model"], run.model)
+    if folder_sites := _sites_of_report(run_folder_of(folder)):
+        check_overrides_match(run.model.fp8_overrides, folder_sites)  # before a large model is built
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     settings = transformer_config(run.model)
     parallel.check_layout(run.model, run.train, launch.world_size)
@@ -130,6 +136,7 @@ def replay(
     parallel.on_first_rank(lambda: check_files(folder, manifest))
     prefixes = datasets.find_data(run.data, tokenizer, vocab_size)
     data = datasets.build_datasets(prefixes, run.data, run.train, tokenizer)
+    _check_batches(batches, data[0], run)
     chunks = build_chunks(settings, run, vocab_size)
     lines = without_checksum(manifest)
     if bad := load_weights(folder, chunks[0]):
@@ -151,6 +158,10 @@ def replay(
         manifest.state["consumed_samples"] + passed,
         batches,
         loss_scale=float(scaler.get("scale", 1.0)) if run.model.fp16 else 1.0,
+        moments={
+            id(parameter): {**moments, "step": manifest.state["optimizer_step"]}
+            for parameter, moments in load_moments(folder, chunks)
+        },
     )
     return Replay(subject, run, folder, manifest.iteration, first, lines)
 
@@ -160,6 +171,12 @@ def before(path: Path, iteration: int) -> Path:
     if iteration < 1:
         raise ValueError(f"--iteration {iteration} must be at least 1")
     last = find_checkpoint(path)
+    done = _last_iteration(last)
+    if iteration > done + 1:
+        raise ValueError(
+            f"--iteration {iteration}: the run's last iteration is {done}; give one up to {done + 1}, whose batch is the"
+            " next one"
+        )
     found = [folder for folder in complete_checkpoints(last.parent) if int(folder.name[5:]) < iteration]
     if not found:
         have = ", ".join(folder.name for folder in complete_checkpoints(last.parent))
@@ -168,6 +185,36 @@ def before(path: Path, iteration: int) -> Path:
             " with --checkpoint.save_interval and --checkpoint.keep_last=0 to keep more"
         )
     return found[-1]
+
+
+def _last_iteration(checkpoint: Path) -> int:
+    """The last one that a run did, by its record; where there is none, that it was meant to do."""
+    done = [
+        row["iteration"] for row in records(run_folder_of(checkpoint) / "metrics.jsonl") if "iteration" in row
+    ]
+    manifest = read_manifest(checkpoint)
+    if done:
+        return max(*done, manifest.iteration)
+    return max(manifest.iteration, int(manifest.facts.get("run", {}).get("train", {}).get("train_iters", 0)))
+
+
+def _check_batches(batches: int, data: Any, run: RunConfig) -> None:
+    """ValueError: so many would read the same samples twice, and copies say nothing about a spread."""
+    have = len(data) // run.train.global_batch_size
+    if batches > have:
+        raise ValueError(
+            f"--batches {batches}: the run's training data has {len(data)} samples, which are {have} batches of"
+            f" {run.train.global_batch_size}; give {have} at most"
+        )
+
+
+def _sites_of_report(folder: Path) -> list[str]:
+    """The GEMM sites that a run's report.json names; [] if there is none to read."""
+    try:
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        return [site["name"] for site in report["sites"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
 
 
 def _settle(run: RunConfig, world_size: int) -> None:
@@ -191,6 +238,7 @@ class RunSubject:
         samples: that were read before the first batch.
         batches: how many there are, each what one iteration reads.
         loss_scale: of float16.
+        moments: id of a parameter -> Adam's state of it, as ``adam_update`` reads it; empty: its updates are not known.
 
     Raises ValueError: layers with GEMMs of their own, or none in FP8 on any rank.
     """
@@ -204,7 +252,9 @@ class RunSubject:
         batches: int,
         *,
         loss_scale: float,
+        moments: Mapping[int, Mapping[str, Any]] | None = None,
     ):
+        self._loss_scale, self._moments = loss_scale, moments or {}
         self.run_config, self._chunks, self._dataset, self._samples = run, chunks, dataset, samples
         self.batches = batches
         self._config = unwrap(chunks[0]).config
@@ -269,9 +319,16 @@ class RunSubject:
                 merged[name] = tuple(a + b for a, b in zip(known, row, strict=True))
         return merged
 
-    def update_of(self, name: str, gradient: torch.Tensor) -> None:
-        """The optimizer is not loaded."""
-        return
+    def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
+        """Adam's, of the checkpoint's moments and the run's settings; gradients are scaled and clipped as in training."""
+        moments = self._moments.get(id(self._names[name]))
+        if moments is None:
+            return None
+        optimizer, factor = self.run_config.optimizer, 1 / self._loss_scale
+        if optimizer.clip_grad:
+            factor *= min(1.0, optimizer.clip_grad / (norm * factor + 1e-6))
+        group = {"betas": (optimizer.adam_beta1, optimizer.adam_beta2), "eps": optimizer.adam_eps}
+        return adam_update(gradient * factor, moments, group)
 
     @property
     def _device(self) -> torch.device:

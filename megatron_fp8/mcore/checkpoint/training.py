@@ -59,7 +59,7 @@ def sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     """
     prepare(chunks)
     _begin_state(optimizer)
-    model = _model_state(chunks)
+    model = model_state(chunks)
     optimizing = optimizer.sharded_state_dict(model, is_loading=False, metadata=_metadata())
     _weights_from_masters(model, optimizing)
     return {**model, "optimizer": optimizing, "rng": sharded_streams()}
@@ -121,7 +121,7 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     elif not fit_here(stored):
         resumed.new_streams = "a GPU's random streams are not a CPU's"
 
-    model = _model_state(chunks)
+    model = model_state(chunks)
     wanted: dict[str, Any] = {**model}
     wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata())
     missing: list[str] = []
@@ -176,7 +176,7 @@ def load_weights(folder: Path, model: Any) -> str:
     """
     prepare([model])
     stored = read_metadata(folder).state_dict_metadata
-    wanted = _model_state([model])
+    wanted = model_state([model])
     missing, _ = fit_to_checkpoint(wanted["model0"], stored)
     _check_same_model(folder, wanted, stored, "")
     loaded = load_shards(folder, wanted)
@@ -190,7 +190,7 @@ def _metadata() -> dict[str, Any]:
     return {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
-def _model_state(chunks: list[Any]) -> dict[str, dict[str, Any]]:
+def model_state(chunks: list[Any]) -> dict[str, dict[str, Any]]:
     """{'model0': flat sharded state dict, ...}; Megatron-Core's extra states, which are None, are left out."""
     found = {}
     for index, chunk in enumerate(chunks):

@@ -50,7 +50,7 @@ def test_each_iteration_is_on_disk_at_once_and_valid_json(tmp_path):
 def test_what_a_killed_run_left_is_still_shown(tmp_path):
     line = json.dumps({"lm_loss": 3.0, "skipped": 1})
     (tmp_path / "metrics.jsonl").write_text(f'{line}\n{line}\n{{"lm_lo')
-    assert losses(tmp_path) == ["training    2 iterations, loss 3.0 -> 3.0, 2 steps skipped"]
+    assert losses(tmp_path) == ["training    2 iterations, loss 3.0000 -> 3.0000, 2 steps skipped"]
 
 
 def test_lines_count_skipped_steps(capsys):

@@ -1,0 +1,75 @@
+"""Adam's moments from a checkpoint, without the optimizer: to look at the update that a gradient would make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+
+from ...files.checkpoint import read_metadata
+from ..runtime import unwrap
+from .store import load_shards
+from .training import model_state
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Moments = dict[str, torch.Tensor]
+"""The name of each of MOMENTS -> float32, in this rank's shape of the parameter."""
+
+
+def load_moments(folder: Path, chunks: list[Any]) -> Iterator[tuple[torch.nn.Parameter, Moments]]:
+    """Parameters of this rank's chunks, and their moments as a checkpoint has them. Collective.
+
+    Nothing, if it holds weights alone, or moments in another form than float32 (optimizer.state_dtype=fp8).
+
+    Raises ValueError, on every rank: a file holds something else than the metadata says.
+    """
+    stored = read_metadata(folder).state_dict_metadata
+    first, second = ({name for name in stored if _is_float32(name, stored, moment)} for moment in MOMENTS)
+    if not first or not second:
+        return
+    for chunk, shards in zip(chunks, model_state(chunks).values(), strict=True):
+        parameters = {name: p for name, p in unwrap(chunk).named_parameters() if name in shards}
+        wanted: dict[str, dict[str, Any]] = {moment: {} for moment in MOMENTS}
+        for name, parameter in parameters.items():
+            pair = [_of(moment, shards[name], parameter) for moment in MOMENTS]
+            if all(
+                key in known
+                for shard, known in zip(pair, (first, second), strict=True)
+                for key in _keys(shard)
+            ):
+                for moment, shard in zip(MOMENTS, pair, strict=True):
+                    wanted[moment][name] = shard
+        loaded = load_shards(folder, wanted).state
+        for name in loaded[MOMENTS[0]]:
+            yield parameters[name], {moment: loaded[moment][name] for moment in MOMENTS}
+
+
+def _is_float32(name: str, stored: dict[str, Any], moment: str) -> bool:
+    entry = stored[name]
+    return (
+        name.startswith(_prefix(moment))
+        and getattr(entry, "properties", None) is not None
+        and (entry.properties.dtype == torch.float32)
+    )
+
+
+def _prefix(moment: str) -> str:
+    return f"optimizer.state.{moment}"
+
+
+def _of(moment: str, shard: Any, parameter: torch.nn.Parameter) -> Any:
+    """The place of a parameter's moment, as ``shard`` is that of the parameter."""
+    values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    return make_sharded_optimizer_tensor(shard, values, prefix=_prefix(moment))
+
+
+def _keys(shard: Any) -> list[str]:
+    """The tensors of the checkpoint that it is made of: a gated MLP's projection is two."""
+    parts = nested_values(shard.build()) if isinstance(shard, ShardedTensorFactory) else [shard]
+    return [part.key for part in parts]

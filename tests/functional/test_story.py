@@ -1,0 +1,171 @@
+"""docs/diagnose.md: every command in it is run, and what it quotes is what they print.
+
+Figures are those of one processor. Losses may be off by a tenth, figures in tables and behind % by a factor of three.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import ROOT, lines, run, torchrun
+from tests.support.planted import batches, loss_of, trained
+
+PAGE = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+STORY = PAGE.partition("## A model of your own")[0]
+BLOCKS = re.findall(r"```(bash|text)\n(.*?)```", STORY, re.DOTALL)
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?=[\s,;:)%|]|$)")
+QKV = [f"decoder.layers.{layer}.self_attention.linear_qkv" for layer in (0, 1)]
+
+
+def commands(block: str) -> list[str]:
+    return block.replace("\\\n", " ").splitlines()
+
+
+def words(command: str, folder: Path) -> list[str]:
+    """As a shell would split it, with the text of a file where `$(cat FILE)` stands."""
+    return [
+        re.sub(r"\$\(cat (\S+)\)", lambda found: (folder / found[1]).read_text(), word)
+        for word in shlex.split(command)
+    ]
+
+
+def execute(command: str, folder: Path) -> str:
+    """Run it; what it printed and said. It must succeed."""
+    program, *rest = words(command, folder)
+    if program == "cat":
+        return (folder / rest[0]).read_text()
+    before = {"megatron-fp8": ["-m", "megatron_fp8"], "python": []}[program]
+    done: subprocess.CompletedProcess[str] = run(*before, *rest, cwd=folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("story")
+    (path / "examples").symlink_to(ROOT / "examples")
+    return path
+
+
+@pytest.fixture(scope="module")
+def told(folder) -> list[tuple[str, str]]:
+    """(what the page quotes, what the commands before it printed), for each quotation."""
+    found, printed = [], ""
+    for kind, block in BLOCKS:
+        if kind == "text":
+            found.append((block, printed))
+            continue
+        printed = "".join(execute(c, folder) for c in commands(block) if not c.startswith("torchrun"))
+    return found
+
+
+def plain(line: str) -> tuple[str, list[float]]:
+    """A line without its numbers and its padding, and its numbers."""
+    values = [float(value.replace(",", "")) for value in NUMBER.findall(line)]
+    return re.sub(r"[\s-]+", " ", NUMBER.sub("#", line)).strip(), values
+
+
+def near(ours: float, theirs: float, loosely: bool) -> bool:
+    return abs(ours - theirs) <= 0.1 or (loosely and 1 / 3 < ours / (theirs or 1e-9) < 3)
+
+
+def stands_in(quoted: str, printed: str) -> bool:
+    """Whether a line has these words and about these numbers; '...' is what the quotation leaves out at its ends."""
+    text, values = plain(quoted.strip().removeprefix("...").removesuffix("..."))
+    loosely = quoted.startswith("|") or "%" in quoted
+    for line in printed.splitlines():
+        other, numbers = plain(line)
+        start = other.find(text)
+        if start < 0 or (start and not quoted.startswith("...")):
+            continue
+        if not quoted.endswith("...") and len(other) > start + len(text):
+            continue
+        first = other[:start].count("#")
+        pairs = list(zip(values, numbers[first : first + len(values)], strict=True))
+        if all(near(a, b, loosely) for a, b in pairs):
+            return True
+    return False
+
+
+def test_what_the_page_quotes_is_what_its_commands_print(told):
+    assert len(told) >= 6
+    for block, printed in told:
+        if block.startswith("decoder."):  # overrides, looked at below
+            continue
+        for line in block.splitlines():
+            assert line.strip("| .") == "" or stands_in(line, printed), f"{line}\nis not in\n{printed}"
+
+
+def test_figures_between_quotations_stand_in_them():
+    quoted = [float(value.replace(",", "")) for _, block in BLOCKS for value in NUMBER.findall(block)]
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", re.sub(r"```.*?```", "", STORY, flags=re.DOTALL))
+    figures = re.findall(r"\d+\.\d+", prose)
+    assert figures
+    for figure in figures:
+        digits = len(figure.partition(".")[2])
+        assert any(f"{value:.{digits}f}" == figure for value in quoted), f"{figure} is quoted nowhere"
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [line["lm_loss"] for line in lines(folder / "runs" / name / "metrics.jsonl")]
+
+
+def test_the_run_is_ruined_by_two_sites_and_cured_by_the_overrides(told, folder):
+    bf16, fp8, cured = (losses(folder, name) for name in ("bf16", "fp8", "cured"))
+    assert min(b - a for a, b in zip(bf16, fp8, strict=True)) > 2
+    assert max(abs(a - b) for a, b in zip(bf16, cured, strict=True)) < 0.02
+    found = json.loads((folder / "runs/fp8/diagnosis/diagnosis.json").read_text())
+    assert sorted({key.partition(":")[0] for key in found["overrides"]}) == QKV
+    assert {row["site"] for row in found["ranking"] if row["stands_out"]} == set(QKV)
+    assert found["high_precision"]["losses"][0] < 1 < 3 < found["planned"]["losses"][0]
+    assert found["planned"]["update_error"] > 2 * found["at_best"]["update_error"] > 0
+    (overrides,) = (block for kind, block in BLOCKS if kind == "text" and block.startswith("decoder."))
+    assert sorted({line.partition(":")[0] for line in overrides.splitlines()}) == QKV
+    largest = {
+        line["site"]: line["cur_amax"]
+        for line in lines(folder / "runs/fp8/telemetry.jsonl")
+        if (line["iteration"], line["tensor"]) == (1, "weight")
+    }
+    assert {site for site, amax in largest.items() if amax > 2**23} == set(QKV)
+    assert max(amax for site, amax in largest.items() if site not in QKV) < 4
+
+
+@pytest.mark.long
+def test_ranks_find_the_same_two_sites(told, folder):
+    (command,) = (
+        c for kind, block in BLOCKS if kind == "bash" for c in commands(block) if c.startswith("torchrun")
+    )
+    rest = words(command, folder)
+    figures = folder / "ranks.json"
+    assert rest[1:3] == ["--nproc-per-node", "2"]
+    run_folder = folder / "runs" / "fp8"
+    arguments: list[Any] = [str(run_folder) if word == "runs/fp8" else word for word in rest[3:]]
+    done = torchrun(*arguments, "--json", figures)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    assert found["world_size"] == 2
+    assert sorted({key.partition(":")[0] for key in found["overrides"]}) == QKV
+
+
+def test_the_page_s_python_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    model, _ = trained(0)
+    names: dict[str, Any] = {"model": model, "loss_of": loss_of, "batches": batches(0)}
+    exec(code, names)
+    assert names["found"].ranking[0].site in dict(model.named_modules())
+    rows = re.findall(r"^\| `([^|]*)` \|", PAGE, re.MULTILINE)
+    finding = names["found"].ranking[0]
+    attributes = [name for row in rows for name in re.findall(r"\w+", row)]
+    assert {"verdict", "site", "why", "update_error"} <= set(attributes)
+    for name in attributes:
+        assert hasattr(names["found"], name) or hasattr(finding, name), (
+            f"{name} is described and is not there"
+        )
+    assert set(vars(finding)) <= set(attributes), "a field is described nowhere"
