@@ -107,6 +107,9 @@ def heard(folder) -> Heard:
             "against": ["diagnose", run, "--against", other, "--json", folder / "parting.json"],
             "itself": ["diagnose", run, "--against", run],
             "too early": [*diagnose, "--iteration", "1"],
+            "too late": [*diagnose, "--iteration", "99999"],
+            "many batches": ["diagnose", run, "--batches", "5000", "--budget", "100000"],
+            "no such site": [*diagnose, "--model.fp8_overrides={'*.fc9': 'bf16'}"],
             "few batches": [*diagnose, "--batches", "3"],
             "small budget": ["diagnose", run, "--budget", "5"],
             "bf16": [*diagnose, "--recipe", "bf16"],
@@ -127,6 +130,7 @@ def test_the_command_prints_a_table_and_a_verdict_and_writes_figures_and_a_plot(
     assert found["iteration"] == 6 and found["first_batch_of_iteration"] == 7 and found["passes"] <= 60
     assert found["ranking"][0]["site"].startswith("decoder.layers.1.")
     assert found["planned"]["gradient_error"] > 3 * found["bf16"]["gradient_error"] > 0
+    assert found["planned"]["update_error"] > found["bf16"]["update_error"] > 0, "of the checkpoint's moments"
     assert (folder / "run" / "diagnosis" / "diagnosis.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -165,6 +169,9 @@ def test_two_runs_part_where_their_losses_and_weights_do(heard, folder):
 
 BAD = {
     "too early": "--iteration 1: no checkpoint in",
+    "too late": "--iteration 99999: the run's last iteration is 6; give one up to 7",
+    "many batches": "--batches 5000: the run's training data has",
+    "no such site": "'*.fc9' matches no GEMM site; the sites are decoder.layers.0.self_attention.linear_proj",
     "few batches": "--batches 3 are too few",
     "small budget": "--budget 5 passes are too few: 4 batches need 32",
     "bf16": "--recipe bf16 has nothing in FP8 to diagnose",

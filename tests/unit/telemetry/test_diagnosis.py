@@ -13,6 +13,7 @@ from torch import nn
 from megatron_fp8 import Fp8Config, convert_from_fp8, convert_to_fp8, diagnose
 from megatron_fp8.nn import Fp8Linear, fp8_step
 from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from megatron_fp8.telemetry.attribution import Limits
 from megatron_fp8.telemetry.subject import adam_update
 from tests.support.planted import (
     Tower,
@@ -396,3 +397,24 @@ def test_where_every_gradient_is_zero_nothing_is_called_clean():
 def test_a_budget_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match="budget=nan"):
         _small(nn.Sequential(Fp8Linear(32, 32)), budget=float("nan"))
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    (model, _), (_, other) = trained(0), trained(1)
+    with pytest.raises(ValueError, match="optimizer=AdamW holds none of the model's parameters"):
+        diagnose(model, loss_of, batches(0), optimizer=other)
+
+
+def test_where_the_plan_is_far_off_and_no_site_stands_out_nothing_is_called_clean():
+    model, _ = trained(0)
+    found = diagnose(model, loss_of, batches(0), limits=Limits(ratio=0.1, bf16=1e9, loss=1e9))
+    assert not any(finding.stands_out for finding in found.ranking) and not found.clean
+
+
+def test_where_the_budget_ends_before_the_site_it_says_so_and_acquits_nobody():
+    model, _ = trained(0, blocks=6)
+    with wrong_scale(model, "blocks.4.fc2", "dgrad", 3.0):
+        found = diagnose(model, loss_of, batches(0), budget=32)
+    assert found.attribution is not None and "blocks.4.fc2" in found.attribution.skipped
+    assert "a larger budget would tell where" in found.verdict and "not FP8" not in found.verdict
+    assert not found.clean and "were not measured alone" in found.verdict
