@@ -18,6 +18,7 @@ from tests.support.diagnosed import diagnosed
 LAYOUTS = {
     "tensor and sequence": (Layout(tp=2, sp=True), {}),
     "pipeline": (Layout(pp=2), {}),
+    "context": (Layout(cp=2), {}),
     "data, recomputed": (
         Layout(),
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
