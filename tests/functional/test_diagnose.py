@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.support.fp8_gpt import MOE
 from benchmarks.support.ranks import Layout
 from tests.support.command import APP, MODEL, environment
 from tests.support.diagnosed import diagnosed
@@ -49,6 +50,18 @@ def test_ranks_name_the_same_gemm_as_one_process_by_the_same_figures(ranks, alon
         assert found[variant]["gradient_error"] == pytest.approx(alone[variant]["gradient_error"], rel=0.1)
         assert found[variant]["of_parameters"].keys() == alone[variant]["of_parameters"].keys()
     assert found["planned"]["distance"] > 3 * found["at_best"]["distance"]
+
+
+def test_experts_on_two_ranks_cost_what_they_cost_on_one(ranks):
+    fields = {**MOE, "moe_ffn_hidden_size": 64}
+    results = [
+        ranks(number).run(diagnosed, layout, "tensorwise", fields, None, 32, timeout=180)
+        for number, layout in ((1, Layout()), (2, Layout(ep=2)))
+    ]
+    (one,), (two, other) = results
+    assert two == other, "ranks do not agree"
+    assert two["high_precision"]["losses"] == pytest.approx(one["high_precision"]["losses"], rel=2e-3)
+    assert two["planned"]["gradient_error"] == pytest.approx(one["planned"]["gradient_error"], rel=0.1)
 
 
 # ----------------------------------------------------------------------------------------------------- the command
