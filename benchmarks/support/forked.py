@@ -47,6 +47,46 @@ def python(
         return subprocess.CompletedProcess(command, process.exitcode, *(path.read_text() for path in said))
 
 
+class Forked:
+    """As `subprocess.Popen([python, *command], stdout=FILE, stderr=STDOUT, env=...)`, of what a program does with it.
+
+    Lines on stderr go to a file of their own beside that of stdout.
+    """
+
+    def __init__(self, command: Sequence[str], *, stdout: Any, stderr: int, env: Mapping[str, str]) -> None:
+        assert stderr == subprocess.STDOUT
+        said = (stdout.name, f"{stdout.name}.stderr")
+        self._process = CONTEXT.Process(
+            target=_as_command, args=(list(command[1:]), dict(env), os.getcwd(), *said)
+        )
+        self._process.start()
+        self.args = command
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; TimeoutExpired if it does not come in time."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+
+
 def _as_command(command: Sequence[str], env: Mapping[str, str], cwd: str, stdout: str, stderr: str) -> None:
     """What the interpreter does with its command line, in a forked child."""
     for number, path in ((1, stdout), (2, stderr)):

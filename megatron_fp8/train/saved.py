@@ -31,15 +31,15 @@ class SavedBytes:
             yield
             return
         self._counted.append(chunk)
-        # What autograd keeps stays alive meanwhile, so that no address is used twice.
-        storages: dict[int, int] = {}
+        # Held until the forward is over: no address is used twice, and what is emptied meanwhile counts nothing.
+        storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._parameters:
-                storages[storage.data_ptr()] = storage.nbytes()
+                storages[storage.data_ptr()] = storage
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        self.bytes = (self.bytes or 0) + sum(storages.values())
+        self.bytes = (self.bytes or 0) + sum(storage.nbytes() for storage in storages.values())

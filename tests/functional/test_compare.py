@@ -5,29 +5,32 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.support.forked import Forked
 from megatron_fp8.commands.main import main
+from megatron_fp8.study.compare import launch
 from tests.support.command import lines
 
 
-def running(folder):
-    """Process ids whose command line names the folder."""
-    found = []
-    for entry in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{entry}/cmdline", "rb") as stream:
-                if entry.isdigit() and str(folder).encode() in stream.read():
-                    found.append(int(entry))
-        except OSError:
-            continue
-    return found
+@pytest.mark.parametrize("how", ["forked", pytest.param("real", marks=pytest.mark.long)])
+def test_a_comparison_that_is_ended_goes_on_where_it_was(tmp_path, config, capsys, monkeypatch, how):
+    started = []
 
+    def popen(*args, **kwargs):
+        started.append((Forked if how == "forked" else subprocess.Popen)(*args, **kwargs))
+        return started[-1]
 
-def test_a_comparison_that_is_ended_goes_on_where_it_was(tmp_path, config, capsys):
+    processes = SimpleNamespace(
+        Popen=popen, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    monkeypatch.setattr(launch, "subprocess", processes)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = tmp_path / "out"
     options = [
         f"--config={config}", "--recipes=mxfp8", "--seeds=1", f"--out={out}",
@@ -45,7 +48,7 @@ def test_a_comparison_that_is_ended_goes_on_where_it_was(tmp_path, config, capsy
 
     threading.Thread(target=end_it, daemon=True).start()
     assert main(["compare", *options]) == 130
-    assert not running(out), "its run ended with it"
+    assert len(started) == 1 and started[0].poll() is not None, "its run ended with it"
     before = lines(metrics)
     assert 1 <= len(before) <= 8 and not (out / "compare.json").exists()
 
@@ -75,6 +78,7 @@ def test_a_comparison_that_is_ended_goes_on_where_it_was(tmp_path, config, capsy
 
     # Given a third time it trains nothing.
     assert main(["compare", *options]) == 0
+    assert len(started) == 3, "bf16 twice, mxfp8 once"
     assert "2 of 2 runs are there already" in capsys.readouterr().err
     assert json.loads((out / "compare.json").read_text()) == content
     # Another length is another comparison.
