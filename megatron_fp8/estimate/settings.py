@@ -38,7 +38,7 @@ from ..mcore.config.rules import (
     shown,
     text,
 )
-from ..plan.overrides import check_overrides
+from ..plan.overrides import check_overrides, check_overrides_match
 from ..recipe import RECIPES, check_recipe_name
 from ..train.config.field_rules import RULES, check_rules
 from ..train.config.model_fields import known_fields
@@ -50,6 +50,7 @@ from ..train.config.sections import (
     TrainSection,
 )
 from .model import Model
+from .parameters import of_chunk
 
 _FORMATS = ("hybrid", "e4m3")
 _SIZE, _COUNT, _RANKS = integer(1, 2**24), integer(1, 2**16), integer(1, 2**20, "ranks")
@@ -292,9 +293,20 @@ def _check_key(key: str, where: str) -> None:
 def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tuple[Model, list[str]]:
     section = dict(section)
     if (other := section.pop("fp8_format", None)) is not None:
-        if other not in _FORMATS:
+        name = "fp8" if other in _FORMATS else "fp8_recipe"
+        if name == "fp8_recipe":
             check_recipe_name(other)
-        section["fp8" if other in _FORMATS else "fp8_recipe"] = other
+        if name == "fp8_recipe" and "fp8" not in section:
+            raise ValueError(
+                f"model.fp8_format={other!r} without model.fp8, which would train in BF16: give"
+                " model.fp8=hybrid or e4m3 (or model.fp8=null, to have FP8 off)."
+            )
+        if section.get(name) not in (None, other):
+            raise ValueError(
+                f"model.fp8_format={other!r} conflicts with model.{name}={section[name]!r}: both name one thing. Give one"
+                " of them."
+            )
+        section[name] = other
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not section.get(name):
             raise ValueError(
@@ -327,6 +339,9 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
     }  # fmt: skip
     has_experts = bool(values.get("num_moe_experts"))
     model = Model(**values, positions=positions, fp8_overrides=overrides, fp8_options=options)
+    if overrides and model.fp8:
+        sites = [p.site for chunk in model.chunks() for p in of_chunk(model, chunk) if p.site]
+        check_overrides_match(overrides, [*sites, "output_layer"], "model.fp8_overrides")
     if model.fp8_param and not model.fp8:
         raise ValueError(
             f"model.fp8_param=True needs FP8 training, and model.fp8 is {model.fp8!r}. Set model.fp8=hybrid or e4m3, or"

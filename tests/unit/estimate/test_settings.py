@@ -21,7 +21,7 @@ TINY = "--config=examples/configs/tiny_gpt_cpu.yaml"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_the_app_reads_the_same(config: Path) -> None:
+def test_the_app_reads_the_same(config: Path, tmp_path: Path) -> None:
     from megatron_fp8.train.config import run_config
     from megatron_fp8.train.config.model_section import padded_vocab_size, transformer_config
 
@@ -35,6 +35,8 @@ def test_the_app_reads_the_same(config: Path) -> None:
     assert settings.model.expert_tp == made.expert_tensor_parallel_size
     assert settings.model.padded_vocabulary == padded_vocab_size(run.model, 257)
     assert (settings.train, settings.optimizer) == (run.train, run.optimizer)
+    run.save(tmp_path / "config.yaml")  # as a run writes it, with every key
+    assert read([f"--config={tmp_path}/config.yaml"]).model.chunks() == settings.model.chunks()
 
 
 def test_every_key_of_the_app_is_known_and_no_other() -> None:
@@ -68,6 +70,8 @@ def test_later_options_win_and_dashes_are_underscores() -> None:
         ("--model.multi_latent_attention=true", "no estimate is known for it"),
         ("--model.recompute_modules=[x]", None),
         ("--model.fp8_format=fp7", "is unknown"),
+        ("--model.fp8_recipe=mxfp8", "conflicts with model.fp8_recipe='mxfp8'"),
+        ("--model.fp8_overrides={'*fc9': bf16}", "fc9"),
         ("--model.fp8=hybird", "Did you mean 'hybrid'?"),
         ("--train.global_batch_size=7", "must be a multiple of train.micro_batch_size=8"),
         ("--model.num_query_groups=1", "make the first a multiple|Make the first a"),
