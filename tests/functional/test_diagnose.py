@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import yaml
 
 from benchmarks.support.fp8_gpt import MOE
 from benchmarks.support.ranks import Layout
-from tests.support.command import APP, MODEL, environment
+from tests.support.command import APP, MODEL, run
 from tests.support.diagnosed import diagnosed
 
 LAYOUTS = {
@@ -73,10 +71,7 @@ def _run(folder: Path, commands: dict[str, list[Any]]) -> Heard:
     """(exit code, stderr, stdout) of each command, one after the other in one process."""
     path = folder / "commands.json"
     path.write_text(json.dumps([list(map(str, command)) for command in commands.values()]))
-    done = subprocess.run(
-        [sys.executable, APP, "heard", str(path)],
-        capture_output=True, text=True, timeout=250, env=environment(), check=False,
-    )  # fmt: skip
+    done = run(APP, "heard", path, timeout=250)
     assert done.returncode == 0, done.stderr
     return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
 
@@ -104,12 +99,12 @@ def heard(folder) -> Heard:
     }  # fmt: skip
     config = folder / "small.yaml"
     config.write_text(yaml.safe_dump(content))
-    run, other = folder / "run", folder / "other"
-    diagnose = ["diagnose", run, "--budget", "60"]
+    trained, other = folder / "run", folder / "other"
+    diagnose = ["diagnose", trained, "--budget", "60"]
     return _run(
         folder,
         {
-            "train": ["train", f"--config={config}", f"--run_dir={run}"],
+            "train": ["train", f"--config={config}", f"--run_dir={trained}"],
             "train other": [
                 "train",
                 f"--config={config}",
@@ -118,18 +113,18 @@ def heard(folder) -> Heard:
             ],
             "latest": diagnose,
             "iteration": [*diagnose, "--iteration", "4", "--recipe", "mxfp8", "--json", folder / "four.json"],
-            "against": ["diagnose", run, "--against", other, "--json", folder / "parting.json"],
-            "itself": ["diagnose", run, "--against", run],
+            "against": ["diagnose", trained, "--against", other, "--json", folder / "parting.json"],
+            "itself": ["diagnose", trained, "--against", trained],
             "too early": [*diagnose, "--iteration", "1"],
             "too late": [*diagnose, "--iteration", "99999"],
             "many batches": ["diagnose", run, "--batches", "5000", "--budget", "100000"],
             "no such site": [*diagnose, "--model.fp8_overrides={'*.fc9': 'bf16'}"],
             "few batches": [*diagnose, "--batches", "3"],
-            "small budget": ["diagnose", run, "--budget", "5"],
+            "small budget": ["diagnose", trained, "--budget", "5"],
             "bf16": [*diagnose, "--recipe", "bf16"],
             "missing": ["diagnose", folder / "nothing"],
             "no folder": [*diagnose, "--json", folder / "nowhere" / "x.json"],
-            "not a run": ["diagnose", run, "--against", folder],
+            "not a run": ["diagnose", trained, "--against", folder],
             "share": [*diagnose, "--share", "2"],
         },
     )

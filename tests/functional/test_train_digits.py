@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.command import ROOT, run
+
 EXAMPLE = ROOT / "examples" / "train_digits.py"
 
 
 def test_digits_reach_the_stated_accuracy() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=200, env=environment, check=False
-    )
+    done = run(EXAMPLE, timeout=200)
     assert done.returncode == 0, done.stderr
     found = {name: float(value) for name, value in re.findall(r"^(\w+) +([\d.]+)% of 360", done.stdout, re.M)}
     stated = {
