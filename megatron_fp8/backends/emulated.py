@@ -107,7 +107,8 @@ def gemm(
     if a.codes.shape[1] != b.codes.shape[1] or a.codes.dtype == b.codes.dtype == E5M2.dtype:
         raise unfit(a, b)
     if not exact and _one_float32(a) and _one_float32(b) and out_dtype in _IN_C and _foldable(a, b):
-        values = torch.bfloat16 if loops.has_matmul() else torch.float32
+        large = a.codes.numel() + b.codes.numel() >= loops.MIN_PRODUCT
+        values = torch.bfloat16 if large and loops.has_matmul() else torch.float32
         values_a, values_b = _decoded(a, values), _decoded(b, values)
         fast = values == torch.bfloat16
         sums = loops.matmul(values_a, values_b) if fast else values_a @ values_b.t()

@@ -29,7 +29,7 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Other classes, such as fake tensors, have no memory of their own.
     if {type(a), type(b)} - {torch.Tensor, torch.nn.Parameter}:
         return False
-    large = a.numel() + b.numel() >= cpu.MIN_ELEMENTS
+    large = a.numel() + b.numel() >= cpu.MIN_PRODUCT
     return large and a.is_cpu and b.is_cpu and cpu.has_matmul()
 
 

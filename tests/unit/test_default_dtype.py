@@ -96,6 +96,7 @@ def assert_independent(name: str, make: Callable[[], list[torch.Tensor]]) -> Non
 def engine(request, monkeypatch):
     """With the compiled kernels, also for small matrices, and without them."""
     monkeypatch.setattr(cpu, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
     if request.param == "torch":
         monkeypatch.setattr(cpu, "usable", lambda *_: False)
 

@@ -29,8 +29,10 @@ SOURCES = [Path(__file__).with_name(name) for name in ("loops.c", "gemm.c", "fig
 FLAGS = (
     "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
 )
-MIN_ELEMENTS = 1 << 14
-"""Elements. Smaller tensors are left to torch: C gains nothing there, and need not be compiled for them."""
+MIN_ELEMENTS = 1 << 10
+"""Elements. Smaller tensors are left to torch: C need not be compiled for them."""
+MIN_PRODUCT = 1 << 14
+"""Elements of both operands. Packing smaller ones for the GEMM takes longer than torch's product."""
 MAX_THREADS = 1024
 """Threads at most. Asked for many more, torch's thread pool and OpenMP end the process."""
 _THREAD_ELEMENTS = 1 << 15

@@ -42,7 +42,7 @@ def matrix(rows: int, cols: int, layout: str, seed: int) -> torch.Tensor:
     "layouts", [("rowwise", "rowwise"), ("columnwise", "columnwise"), ("cut out", "columnwise")]
 )
 def test_against_float64(monkeypatch, shape, layouts):
-    monkeypatch.setattr(cpu, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
     m, n, k = shape
     a, b = matrix(m, k, layouts[0], 1), matrix(n, k, layouts[1], 2)
     exact = a.double() @ b.double().t()
@@ -96,7 +96,7 @@ def test_an_element_depends_on_its_row_and_column_alone():
 
 
 def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
-    monkeypatch.setattr(cpu, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
     a, b = matrix(40, 65, "rowwise", 5), matrix(50, 65, "rowwise", 6)
     a[17, 64], b[33, 0] = torch.nan, torch.inf
     found = matmul_high_precision(a, b, torch.float32)
@@ -107,7 +107,7 @@ def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (5, 7, 0)], ids=str)
 def test_empty(monkeypatch, shape):
-    monkeypatch.setattr(cpu, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(cpu, "MIN_PRODUCT", 0)
     m, n, k = shape
     found = matmul_high_precision(
         torch.ones(m, k, dtype=torch.bfloat16), torch.ones(n, k, dtype=torch.bfloat16), torch.float32
