@@ -174,6 +174,10 @@ def test_the_commands_of_the_first_page_run(tmp_path):
                 done = run("-m", "megatron_fp8", *words[1:], *small, cwd=tmp_path, **variables)
             elif words[0] == "python":
                 done = run(ROOT / words[1], cwd=tmp_path, **variables)
+                assert "2 x decoder.layers.#.mlp.linear_fc1" in done.stdout, (
+                    "the plan, alike layers in one line"
+                )
+                assert "24 GEMMs in FP8" in done.stdout
             else:
                 continue  # several processes: tests/functional starts them
             assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr[-4000:]}"
