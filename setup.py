@@ -93,6 +93,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
+    classifiers=["Programming Language :: Python :: 3.11", "Typing :: Typed"],  # what the suite ran with
     packages=find_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
     package_data={
         PACKAGE: ["py.typed"],
