@@ -19,7 +19,7 @@ from tests.support.planted import batches, loss_of, trained
 
 PAGE = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
 STORY = PAGE.partition("## A model of your own")[0]
-BLOCKS = re.findall(r"```(bash|text)\n(.*?)```", STORY, re.DOTALL)
+BLOCKS = re.findall(r"^```(bash|)\n(.*?)^```", STORY, re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?=[\s,;:)%|]|$)")
 QKV = [f"decoder.layers.{layer}.self_attention.linear_qkv" for layer in (0, 1)]
 
@@ -59,7 +59,7 @@ def told(folder) -> list[tuple[str, str]]:
     """(what the page quotes, what the commands before it printed), for each quotation."""
     found, printed = [], ""
     for kind, block in BLOCKS:
-        if kind == "text":
+        if not kind:
             found.append((block, printed))
             continue
         printed = "".join(execute(c, folder) for c in commands(block) if not c.startswith("torchrun"))
@@ -126,7 +126,7 @@ def test_the_run_is_ruined_by_two_sites_and_cured_by_the_overrides(told, folder)
     assert {row["site"] for row in found["ranking"] if row["stands_out"]} == set(QKV)
     assert found["high_precision"]["losses"][0] < 1 < 3 < found["planned"]["losses"][0]
     assert found["planned"]["update_error"] > 2 * found["at_best"]["update_error"] > 0
-    (overrides,) = (block for kind, block in BLOCKS if kind == "text" and block.startswith("decoder."))
+    (overrides,) = (block for kind, block in BLOCKS if not kind and block.startswith("decoder."))
     assert sorted({line.partition(":")[0] for line in overrides.splitlines()}) == QKV
     largest = {
         line["site"]: line["cur_amax"]

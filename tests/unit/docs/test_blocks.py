@@ -130,7 +130,9 @@ def check_our_own(words: list[str], help_of: dict[str, str]) -> None:
         options = [word.replace("=examples/configs/", f"={ROOT}/examples/configs/") for word in options]
         run_config.parse(options)
     for option in rest if command != "train" else ():
-        if option.startswith("--"):
+        if option.startswith("--model."):  # of the run whose checkpoint is read
+            run_config.parse([option, "--config=tiny_gpt_cpu"])
+        elif option.startswith("--"):
             assert option.partition("=")[0] in help_of[command], f"{command} {option}"
 
 
