@@ -38,6 +38,7 @@ from .parts import Agreed
 from .settings import TelemetrySettings
 from .statistics import Layout, Measured, finish, measure
 from .stored import held
+from .unseen import Unseen
 from .what_if import what_if
 
 Row = tuple[str, str]
@@ -101,6 +102,8 @@ class Collector:
         self._weights: set[Row] = set()  # that were measured
         self._partial: set[Row] = set()
         self._had_dgrad: set[str] = set()
+        self._fused: set[str] = set()  # sites whose wgrad went into main_grad at once
+        self._unseen = Unseen()
         self._histories = Histories(state) if "fp8_delayed_scaling" in settings.what_if else None
 
     # ------------------------------------------------------------------------------------------------------ what passes
@@ -173,7 +176,11 @@ class Collector:
         if self._histories is not None:
             self._histories.update()
         if self.wants(iteration):
-            self._deliver(iteration + 1, self._records(iteration + 1))
+            records = self._records(iteration + 1)
+            # The first rank knows what all have measured; what was fused each knows of its own.
+            asked = self._table.rows if self.agreed.rank == 0 else ()
+            self._unseen.look(iteration + 1, asked, records, self._fused)
+            self._deliver(iteration + 1, records)
         self._clear()
 
     # ------------------------------------------------------------------------------------------------------- what is kept
@@ -273,6 +280,8 @@ class Collector:
         """As ``_late``, unless the product went into main_grad at once: then the gradient is a dummy."""
         if not getattr(weight, "grad_added_to_main_grad", False):
             self._late(iteration, row, True, gradient)
+        elif row in self._table.rows:
+            self._fused.add(row[0])
 
     # --------------------------------------------------------------------------------------------------------- the end
 

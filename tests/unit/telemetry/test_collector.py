@@ -198,6 +198,40 @@ def test_linears_made_one_by_one_are_named_and_watched():
     assert {record["site"] for record in telemetry.records} == {"0", "1"}
 
 
+def test_what_compiled_code_hides_is_said_once_by_name():
+    model = tower()
+    compiled = torch.compile(model[1], backend="eager")
+    with Telemetry(model) as telemetry, pytest.warns(UserWarning, match="telemetry: iteration") as warned:
+        for _ in range(2):
+            middle = model[0](randn(64, 64, seed=1))
+            with fp8_autocast(enabled=False):
+                compiled(middle).sum().backward()
+            fp8_step(model)
+    (said,) = [str(w.message) for w in warned if "telemetry" in str(w.message)]
+    assert "iteration 1 has no figures of 1: " in said and "torch.compile" in said
+    assert {record["site"] for record in telemetry.records} == {"0"}
+
+
+def test_a_weight_gradient_that_goes_into_main_grad_is_said_once_by_name():
+    model = tower()
+    model[1].weight.grad_added_to_main_grad = True
+    with Telemetry(model) as telemetry, fp8_autocast(enabled=False), pytest.warns(UserWarning) as warned:
+        step(model)
+        step(model)
+    (said,) = [str(w.message) for w in warned if "telemetry" in str(w.message)]
+    assert said.startswith("telemetry: there is no wgrad of 1: ")
+    assert "wgrad" in rows(telemetry, "0") and "wgrad" not in rows(telemetry, "1")
+
+
+def test_where_all_is_seen_nothing_is_said(recwarn):
+    model = tower()
+    with Telemetry(model), fp8_autocast(enabled=False):
+        step(model)
+    with Telemetry(model, tensors=["dgrad"]):
+        step(model, needs_grad=False)
+    assert not [w for w in recwarn if "telemetry" in str(w.message)]
+
+
 def test_what_a_full_disk_left_out_is_said_in_one_line(tmp_path, monkeypatch):
     """By name, for both files, when they are closed; the training goes on meanwhile."""
 

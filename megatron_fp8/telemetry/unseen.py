@@ -1,0 +1,60 @@
+"""What has no figures though it was asked for: said once, by name, so that a gap in a report is no riddle.
+
+Two gaps cannot be closed. A linear in high precision that torch.compile traced shows nothing: an operator around it would
+be a break in the compiler's graph, in layers that this package does not run. And where Megatron-Core adds the weight
+gradient to main_grad inside the GEMM there is no product to measure: main_grad before and after differ by a sum that
+was rounded, and one that is zeroed first would be added in another order, which changes the training's bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+_SHOWN_BY_FORWARD = {"input", "weight", "output"}
+_NAMED = 5
+
+
+class Unseen:
+    """Warns of each kind of gap once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def look(
+        self,
+        iteration: int,
+        asked: Iterable[tuple[str, str]],
+        records: Iterable[Mapping[str, Any]],
+        fused: Collection[str],
+    ) -> None:
+        """The end of a measured iteration.
+
+        Args:
+            asked: (site, tensor) of all that is measured.
+            records: what was.
+            fused: sites whose weight gradients went into main_grad at once, on this rank.
+        """
+        seen = {record["site"] for record in records}
+        silent = dict.fromkeys(
+            site for site, tensor in asked if tensor in _SHOWN_BY_FORWARD and site not in seen
+        )
+        self._say(
+            silent,
+            f"telemetry: iteration {iteration} has no figures of",
+            "nothing came through, or it runs in high precision inside code that torch.compile traced, which shows none",
+        )
+        self._say(
+            sorted(fused),
+            "telemetry: there is no wgrad of",
+            "in high precision with gradient_accumulation_fusion it is added to main_grad inside the GEMM",
+        )
+
+    def _say(self, sites: Collection[str], gap: str, why: str) -> None:
+        if not sites or why in self._told:
+            return
+        self._told.add(why)
+        names = list(sites)
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        warnings.warn(f"{gap} {', '.join(names[:_NAMED])}{more}: {why}.", stacklevel=2)
