@@ -124,7 +124,7 @@ def measure(
     right = True
     for found, expected in zip(fp8(), zip(*map(side, parts), strict=True), strict=True):
         right &= torch.equal(found, torch.cat([one.reshape(-1) for one in expected]))
-    agreed = torch.tensor(int(right), device=device)
+    agreed = torch.tensor(int(right), dtype=torch.int64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     times = interleave_on(device, {"bf16": partial(gathered, parts[rank]), "fp8": fp8}, repetitions)
     return {"right": bool(agreed), **{name: timing.seconds for name, timing in times.items()}}

@@ -103,7 +103,9 @@ def step(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None
     bf16 = Model(shape.k, shape.n, bench.device)
     fp8 = converted(bf16, recipe, backend)
     generator = torch.Generator(bench.device).manual_seed(6)
-    ids = torch.randint(_VOCAB, (shape.tokens + 1,), generator=generator, device=bench.device)
+    ids = torch.randint(
+        _VOCAB, (shape.tokens + 1,), generator=generator, dtype=torch.int64, device=bench.device
+    )
 
     def stepper(model: nn.Module, ends: bool) -> Callable[[], Tensor]:
         # So small that the loss, which is looked at before the timing, stays what it is.

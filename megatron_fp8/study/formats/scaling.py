@@ -45,11 +45,13 @@ def with_outliers(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]
     """(float32 [ROWS, COLS] of standard deviation 1, bool: where OUTLIERS elements are `size` instead)."""
     generator = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn(ROWS, COLS, generator=generator, dtype=torch.float32, device="cpu")
-    places = torch.randperm(ROWS * COLS, generator=generator, device="cpu")[:OUTLIERS]
+    places = torch.randperm(ROWS * COLS, generator=generator, dtype=torch.int64, device="cpu")[:OUTLIERS]
     where = torch.zeros(ROWS * COLS, dtype=torch.bool, device="cpu")
     if size > 1:
         where[places] = True
-        x.view(-1)[places] = torch.copysign(torch.tensor(float(size), device="cpu"), x.view(-1)[places])
+        x.view(-1)[places] = torch.copysign(
+            torch.tensor(size, dtype=torch.float32, device="cpu"), x.view(-1)[places]
+        )
     return x, where.view(ROWS, COLS)
 
 

@@ -118,7 +118,7 @@ def _errors(described: Described, exponent: int) -> tuple[float | None, float | 
     if described.rounded is None:
         return None, None
     steps = torch.arange(_GRID, dtype=torch.float64, device="cpu") / _GRID
-    x = torch.ldexp(1 + steps, torch.tensor(exponent, device="cpu"))
+    x = torch.ldexp(1 + steps, torch.tensor(exponent, dtype=torch.int64, device="cpu"))
     # Where values are, of those up to the largest; and no further than float32, from which the package casts.
     x = x[x <= (described.max if x[0] <= described.max else torch.finfo(torch.float32).max)]
     if not len(x):
