@@ -60,11 +60,13 @@ class Kill:
 class Run:
     """A run under torchrun, watched from outside. Use as a context manager: whatever happens, all processes end."""
 
-    def __init__(self, folder: Path, config: Path, name: str, restarts: int) -> None:
+    def __init__(
+        self, folder: Path, config: Path, name: str, restarts: int, python: str = sys.executable
+    ) -> None:
         self.folder, self.log = folder / name, folder / f"{name}.log"
         self.checkpoints = self.folder / "checkpoints"
         self.leftovers: set[str] = set()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command += [f"--max-restarts={restarts}", "-m", "megatron_fp8", "train"]
         command += [f"--config={config}", f"--run_dir={self.folder}", "--resume=auto"]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
@@ -243,14 +245,19 @@ def choose_moments(kills: int, in_save: int, dice: random.Random) -> list[str]:
 
 
 def play(
-    folder: Path, moments: list[str], iterations: int, dice: random.Random, asynchronous: bool = False
+    folder: Path,
+    moments: list[str],
+    iterations: int,
+    dice: random.Random,
+    asynchronous: bool = False,
+    python: str = sys.executable,
 ) -> tuple[list[Kill], list[str]]:
-    """A run with kills at `moments`, then one without: the kills, and in what the two differ."""
+    """A run with kills at `moments`, then one without, by `python`: the kills, and in what the two differ."""
     config = write_config(folder, iterations, asynchronous)
     with Run(folder, config, "killed", len(moments)) as killed:
         kills = disturb(killed, moments, dice)
         finish(killed)
-    with Run(folder, config, "whole", 0) as whole:
+    with Run(folder, config, "whole", 0, python) as whole:
         finish(whole)
     return kills, differences(killed.folder, whole.folder)
 

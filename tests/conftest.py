@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.support import forking
 from benchmarks.support.ranks import RankPool
 from tests.support.interpreter import lean_interpreter
 
@@ -26,3 +27,10 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The path of a `python` that forks what it runs (benchmarks/support/forking.py)."""
+    with forking.forking_python(tmp_path_factory.mktemp("python")) as path:
+        yield path

@@ -35,10 +35,7 @@ def python(
     """
     with tempfile.TemporaryDirectory(prefix="forked-") as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = CONTEXT.Process(
-            target=_as_command, args=(command, dict(env), str(cwd or os.getcwd()), *map(str, said))
-        )
-        process.start()
+        process = started(command, env, str(cwd or os.getcwd()), *map(str, said))
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -56,10 +53,7 @@ class Forked:
     def __init__(self, command: Sequence[str], *, stdout: Any, stderr: int, env: Mapping[str, str]) -> None:
         assert stderr == subprocess.STDOUT
         said = (stdout.name, f"{stdout.name}.stderr")
-        self._process = CONTEXT.Process(
-            target=_as_command, args=(list(command[1:]), dict(env), os.getcwd(), *said)
-        )
-        self._process.start()
+        self._process = started(list(command[1:]), env, os.getcwd(), *said)
         self.args = command
 
     @property
@@ -87,7 +81,24 @@ class Forked:
         self._process.kill()
 
 
-def _as_command(command: Sequence[str], env: Mapping[str, str], cwd: str, stdout: str, stderr: str) -> None:
+def started(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    stdout: str,
+    stderr: str,
+    executable: str = sys.executable,
+) -> Any:
+    """A running process of a command, which writes to these two files; `executable`: its `sys.executable`."""
+    arguments = (list(command), dict(env), cwd, stdout, stderr, executable)
+    process = CONTEXT.Process(target=_as_command, args=arguments)
+    process.start()
+    return process
+
+
+def _as_command(
+    command: Sequence[str], env: Mapping[str, str], cwd: str, stdout: str, stderr: str, executable: str
+) -> None:
     """What the interpreter does with its command line, in a forked child."""
     for number, path in ((1, stdout), (2, stderr)):
         stream = os.open(path, os.O_WRONLY | os.O_CREAT)
@@ -96,6 +107,7 @@ def _as_command(command: Sequence[str], env: Mapping[str, str], cwd: str, stdout
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    sys.executable = executable
     entries = env.get("PYTHONPATH", "").split(os.pathsep)
     first = cwd if command[0] == "-m" else str(Path(command[0]).resolve().parent)
     sys.path[:] = [first, *entries, *(entry for entry in sys.path if entry not in entries)]

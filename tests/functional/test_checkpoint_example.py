@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.command import ROOT, environment, lines
@@ -16,7 +15,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_the_example_trains_one_model_in_three_ways(tmp_path):
+def test_the_example_trains_one_model_in_three_ways(tmp_path, forking_python):
     runs = tmp_path / "runs"
     text = tmp_path / "text.txt"
     text.write_text("all work and no play makes jack a dull boy\n" * 1000)
@@ -25,7 +24,7 @@ def test_the_example_trains_one_model_in_three_ways(tmp_path):
     done = subprocess.run(
         ["bash", "examples/reshard.sh", *SMALL, *data],
         cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-        env=environment(RUNS=str(runs), ITERATIONS="8", CONFIG=config, PYTHON=sys.executable),
+        env=environment(RUNS=str(runs), ITERATIONS="8", CONFIG=config, PYTHON=forking_python),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = {run: lines(runs / run / "metrics.jsonl") for run in ("bf16", "fp8", "back")}

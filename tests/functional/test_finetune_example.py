@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import transformers
 
@@ -12,13 +11,13 @@ from megatron_fp8.commands.export import main as export_main
 from tests.support.command import ROOT, environment, lines
 
 
-def test_the_example_imports_trains_exports_and_compares(tmp_path):
+def test_the_example_imports_trains_exports_and_compares(tmp_path, forking_python):
     work = tmp_path / "work"
     text = tmp_path / "text.txt"
     text.write_text("all work and no play makes jack a dull boy\n" * 1000)
     done = subprocess.run(
         [
-            sys.executable, "examples/finetune_llama.py", f"--out={work}", "--iterations=12", "--seq-length=64",
+            forking_python, "examples/finetune_llama.py", f"--out={work}", "--iterations=12", "--seq-length=64",
             "--data", str(text), "--format=fp8-tensor", "--recipe=delayed", "--lr=3e-3",
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=280, check=False, env=environment(),

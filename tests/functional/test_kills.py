@@ -11,9 +11,9 @@ from benchmarks.kills import choose_moments, lost, play
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_run_goes_on_from_the_newest_complete_checkpoint_to_the_same_bits(tmp_path):
+def test_a_killed_run_goes_on_from_the_newest_complete_checkpoint_to_the_same_bits(tmp_path, forking_python):
     moments = ["save", "starting"]
-    kills, different = play(tmp_path, moments, iterations=24, dice=random.Random(3))
+    kills, different = play(tmp_path, moments, iterations=24, dice=random.Random(3), python=forking_python)
     assert [kill.moment for kill in kills] == moments
     assert not any(map(lost, kills)), kills
     assert kills[-1].resumed and kills[-1].resumed >= 2

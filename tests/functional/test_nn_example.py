@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -63,10 +62,10 @@ def test_the_page_runs(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["delayed"])
-def test_the_example_learns_in_fp8_as_in_float32(recipe):
+def test_the_example_learns_in_fp8_as_in_float32(forking_python, recipe):
     script = ROOT / "examples" / "convert_model.py"
     run = subprocess.run(
-        [sys.executable, str(script), "--recipe", recipe],
+        [forking_python, str(script), "--recipe", recipe],
         capture_output=True,
         text=True,
         timeout=120,

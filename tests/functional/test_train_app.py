@@ -3,7 +3,6 @@
 import json
 import socket
 import subprocess
-import sys
 
 import pytest
 import yaml
@@ -21,12 +20,11 @@ FIELDS = [
 
 
 @pytest.fixture(scope="module")
-def trained(folder, config):
+def trained(folder, config, forking_python):
     """A watched run under torchrun, TP=2 with sequence parallelism, delayed scaling."""
     out = folder / "runs" / "first"
-    done = torchrun(
-        APP, "watch", folder / "calls.json", "train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS
-    )
+    watched = [APP, "watch", folder / "calls.json", "train", f"--config={config}", f"--run_dir={out}"]
+    done = torchrun(*watched, *TWO_RANKS, python=forking_python)
     assert done.returncode == 0, done.stdout + done.stderr
     return out, done.stdout
 
@@ -91,14 +89,14 @@ def test_report_prints_a_run(trained):
         assert fact in shown.stdout
 
 
-def test_the_same_config_gives_the_same_losses_to_the_bit_under_slurm(trained, folder, config):
+def test_the_same_config_gives_the_same_losses_to_the_bit_under_slurm(trained, folder, forking_python):
     """The same run again, launched as srun does it, from the first run's own config.yaml."""
     first, _ = trained
     second = folder / "runs" / "second"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "megatron_fp8", "train", f"--config={first / 'config.yaml'}"]
+    command = [forking_python, "-m", "megatron_fp8", "train", f"--config={first / 'config.yaml'}"]
     ranks = [
         subprocess.Popen(
             [*command, f"--run_dir={second}"],

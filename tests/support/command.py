@@ -48,11 +48,11 @@ def run(*command, timeout=150, cwd=None, **variables):
     return python(*map(str, command), env=environment(**variables), timeout=timeout, cwd=cwd)
 
 
-def torchrun(*command):
-    """Two ranks of a command, by torch's own launcher, in real processes."""
+def torchrun(*command, python=sys.executable):
+    """Two ranks of a command, by torch's own launcher, in real processes; forked ones if `python` is a forking one."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, *launcher, *map(str, command)],
+        [python, *launcher, *map(str, command)],
         capture_output=True, text=True, timeout=150, env=environment(), check=False,
     )  # fmt: skip
 

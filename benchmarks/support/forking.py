@@ -1,0 +1,73 @@
+"""A `python` for programs that start python themselves, examples and torchrun: what it runs is forked (forked.py).
+
+    with forking_python(folder) as path:
+        subprocess.run(["bash", "examples/reshard.sh"], env={..., "PYTHON": path})
+
+`path` is a small script. It sends its arguments, environment and folder to this process, which forks the command; the
+command writes to the script's own stdout and stderr. The script ends as the command does, and a killed script takes
+the command with it. In the command, `sys.executable` is the script again: what torchrun starts is forked too.
+It has no stdin. Those who look at process ids or command lines see the script's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from benchmarks.support.forked import started
+
+# -I and -S: without site-packages it starts in 20 ms.
+SCRIPT = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as asked:
+    asked.connect({address!r})
+    asked.sendall(json.dumps([os.getpid(), sys.argv[1:], dict(os.environ), os.getcwd()]).encode() + b"\\n")
+    code = int(asked.makefile().read())
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+@contextlib.contextmanager
+def forking_python(folder: Path) -> Iterator[str]:
+    """Writes the script into `folder` and serves it; yields its path."""
+    path, address = folder / "forking-python", str(folder / "forking")
+    path.write_text(SCRIPT.format(python=sys.executable, address=address))
+    path.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        threading.Thread(target=_listen, args=(listener, str(path)), daemon=True).start()
+        yield str(path)
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def _listen(listener: socket.socket, path: str) -> None:
+    while True:
+        try:
+            asked, _ = listener.accept()
+        except OSError:  # shut down
+            return
+        threading.Thread(target=_serve, args=(asked, path), daemon=True).start()
+
+
+def _serve(asked: socket.socket, path: str) -> None:
+    """One command, from its start to its end or to that of the script that asked for it."""
+    with asked:
+        pid, command, env, cwd = json.loads(asked.makefile().readline())
+        if command[0] == "-u":  # of torchrun, and only about when lines are seen
+            del command[0]
+        stdout, stderr = f"/proc/{pid}/fd/1", f"/proc/{pid}/fd/2"
+        process = started(command, env, cwd, stdout, stderr, executable=path)
+        if process.sentinel not in wait([process.sentinel, asked]):
+            process.kill()
+        process.join()
+        with contextlib.suppress(BrokenPipeError):
+            asked.sendall(str(process.exitcode).encode())

@@ -1,0 +1,64 @@
+"""A forking python is told, heard and ended as python is, also by torchrun; none of its processes imports torch."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.support.command import environment, torchrun
+
+SCRIPT = """
+import os, sys
+imported = "megatron.core" in sys.modules
+print(sys.argv[1:], os.environ["WORD"], os.getcwd(), imported, os.path.basename(sys.executable), flush=True)
+print("said", file=sys.stderr)
+{end}
+"""
+
+
+def write(folder: Path, end: str) -> str:
+    path = folder / "script.py"
+    path.write_text(SCRIPT.format(end=end))
+    return str(path)
+
+
+def test_it_is_told_and_heard(forking_python, tmp_path):
+    done = subprocess.run(
+        [forking_python, write(tmp_path, "sys.exit(3)"), "--a", "b c"],
+        capture_output=True, text=True, env=environment(WORD="ham"), cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3 and done.stderr.splitlines()[-1] == "said"
+    assert done.stdout == f"['--a', 'b c'] ham {tmp_path} True forking-python\n"
+
+
+def test_a_signal_ends_it_as_it_ends_a_process(forking_python, tmp_path):
+    script = write(tmp_path, "import signal; os.kill(os.getpid(), signal.SIGABRT)")
+    done = subprocess.run(
+        [forking_python, script], env=environment(WORD="ham"), capture_output=True, check=False
+    )
+    assert done.returncode == -signal.SIGABRT
+
+
+def test_a_killed_one_takes_its_command_with_it(forking_python, tmp_path):
+    """What it started writes to the pipe until it is gone: the pipe's end is seen then, long before the minute."""
+    script = write(tmp_path, "import time; time.sleep(60)")
+    start = time.monotonic()
+    with subprocess.Popen(
+        [forking_python, script],
+        env=environment(WORD="ham"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.kill()
+        assert process.stdout.read() == b""
+    assert time.monotonic() - start < 40
+
+
+def test_torchrun_starts_its_ranks_with_it(forking_python, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORD", "ham")
+    done = torchrun(write(tmp_path, "sys.exit(int(os.environ['RANK']) * 5)"), "x", python=forking_python)
+    assert done.returncode == 1 and done.stdout.count("['x'] ham") == 2
+    assert done.stdout.count("True forking-python") == 2 and "exitcode  : 5 " in done.stderr
