@@ -32,7 +32,7 @@ FP8 training for Megatron-Core models.
   formats    the numbers behind FP8: values, range, error, scaling with outliers, delayed scaling
   bench      time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
   estimate   what a run will need, before it is built: megatron-fp8 estimate --config FILE --gpus 64 --device h100
-  doctor     say what this machine can run and what is missing, and run an FP8 GEMM on each backend
+  doctor     what this machine can run, what it lacks for a run, and which recipe runs where: doctor --config FILE
 
 `megatron-fp8 COMMAND --help` says more, `megatron-fp8 --version` what is installed.
 Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...

@@ -174,6 +174,12 @@ def read(options: list[str], gpus: int | None = None) -> Settings:
         ValueError: a key is unknown, a value is out of range, sizes do not divide, or the model has a part that no
             estimate is known for; the message names the key and the remedy.
     """
+    return settle(given_keys(options), gpus)
+
+
+def given_keys(options: list[str]) -> dict[str, Any]:
+    """Values by dotted key of `--config=FILE` and dotted options; ValueError for a file that cannot be read, or for a key
+    that is unknown. Values are not looked at."""
     given: dict[str, Any] = {}
     for option in options:
         name, equals, value = option.removeprefix("--").partition("=")
@@ -190,7 +196,7 @@ def read(options: list[str], gpus: int | None = None) -> Settings:
         else:
             _check_key(name, "--")
             given[name] = _value(name, value)
-    return settle(given, gpus)
+    return given
 
 
 def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:

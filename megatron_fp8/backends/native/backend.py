@@ -25,7 +25,7 @@ from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
 from ..base import AmaxReduction, Quantized, Region, unfit
-from .layout import Operand, ProductPlan, arguments, block_scales, place_codes, plan, row_scales
+from .layout import Operand, ProductPlan, Refusal, arguments, block_scales, place_codes, plan, row_scales
 from .probe import device_reason, refusals
 
 name = "native"
@@ -38,12 +38,19 @@ def supports(device: torch.device, recipe: Recipe | Products | None = None) -> s
     a process, so that nothing is found missing, and nothing is tried, inside a step.
     """
     reason = device_reason(device)
-    if reason is not None or recipe is None:
-        return reason
+    return reason if reason is not None or recipe is None else lacking(recipe, refusals(device, multiply))
+
+
+def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
+    """The first product that the recipe needs and a device has in no way, with the reasons; None: it has all.
+
+    Args:
+        refusal: why the device does not do a kind of product.
+    """
     for which, (first, second) in _gemms(recipe).items():
         for out, bias in _RESULTS:
             try:
-                _plan_for(first, second, out, bias, device)
+                _plan_for(first, second, out, bias, refusal)
             except ValueError as error:
                 return f"{which}: {error}"
     return None
@@ -52,11 +59,10 @@ def supports(device: torch.device, recipe: Recipe | Products | None = None) -> s
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
     """Which roles are quantised by the emulated backend on the same device, since no kernel does it, and why; and which
     GEMMs are this package's own kernel, since torch has none. Of a recipe that ``supports`` does not refuse."""
-    found = []
-    for which, (first, second) in _gemms(recipe).items():
-        made = _plan_for(first, second, torch.bfloat16, None, device)
-        if made.request.triton:
-            found.append(f"{which} by this package's block-scaled kernel")
+    found = [
+        f"{which} by this package's block-scaled kernel"
+        for which in by_kernel(recipe, refusals(device, multiply))
+    ]
     for role in ROLES:
         for rule in _rules(recipe, role):
             reason = kernel_reason(rule)
@@ -65,25 +71,34 @@ def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
     return found
 
 
+def by_kernel(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
+    """The GEMMs that this package's own kernel multiplies, since a device has no such product of torch's."""
+    return [
+        which
+        for which, (first, second) in _gemms(recipe).items()
+        if _plan_for(first, second, torch.bfloat16, None, refusal).request.triton
+    ]
+
+
 def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, bool] | None:
     """What of a recipe, that ``supports`` does not refuse, will be slow for want of a product of torch's; None: nothing.
 
     Returns:
         What multiplies instead, and why; and whether gradients in E4M3 would have torch's product.
     """
-    by_kernel, mended = [], True
+    refusal = refusals(device, multiply)
+    slow, mended = by_kernel(recipe, refusal), True
     for which, (first, second) in _gemms(recipe).items():
-        made = _plan_for(first, second, torch.bfloat16, None, device)
-        if not made.request.triton:
+        if which not in slow:
             continue
-        by_kernel.append(which)
+        made = _plan_for(first, second, torch.bfloat16, None, refusal)
         others = [replace(rule, fmt=E4M3) for rule in (first, second)]
-        mended = mended and not _plan_for(others[0], others[1], torch.bfloat16, None, device).request.triton
+        mended = mended and not _plan_for(others[0], others[1], torch.bfloat16, None, refusal).request.triton
         asked = replace(made.request, by="torch")
-        why = refusals(device, multiply)(asked)
-    if not by_kernel:
+        why = refusal(asked)
+    if not slow:
         return None
-    gemms = ", ".join(by_kernel[:-1]) + (" and " if by_kernel[:-1] else "") + by_kernel[-1]
+    gemms = ", ".join(slow[:-1]) + (" and " if slow[:-1] else "") + slow[-1]
     return (
         f"{gemms} by this package's Triton kernel, probably slower than BF16: torch has no {asked} ({why})",
         mended,
@@ -109,10 +124,8 @@ def _rules(recipe: Recipe | Products, role: str) -> list[Rule]:
     return [rule for rule in dict.fromkeys(rules) if rule is not None]
 
 
-def _plan_for(
-    a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, device: torch.device
-) -> ProductPlan:
-    return plan(_typical(a), _typical(b), out, bias, False, refusals(device, multiply))
+def _plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, refusal: Refusal) -> ProductPlan:
+    return plan(_typical(a), _typical(b), out, bias, False, refusal)
 
 
 def _typical(rule: Rule) -> Operand:

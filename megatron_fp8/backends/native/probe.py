@@ -35,27 +35,34 @@ _GRANULARITY: dict[Mode, tuple[Granularity, Granularity]] = {
 # Five K blocks (not a multiple of four), N in two 128-blocks of which one is partial, M a multiple of four only.
 _M, _N, _K = 36, 144, 640
 _TOLERANCE = 0.01
+NOT_A_GPU = "it needs an NVIDIA GPU of compute capability 8.9 or newer (RTX 40, H100, B200)"
 
 
 def device_reason(device: torch.device) -> str | None:
     """Why the native backend cannot run on the device, whatever the recipe, or None."""
     if device.type != "cuda":
-        return "it needs an NVIDIA GPU of compute capability 8.9 or newer (RTX 40, H100, B200)"
+        return NOT_A_GPU
     if vars(torch.version).get("hip"):
-        architecture = torch.cuda.get_device_properties(device).gcnArchName
-        if architecture.startswith("gfx94"):
-            return (
-                f"{architecture} (MI300) multiplies FNUZ formats, whose E4M3 ends at 240 and whose 0x80 is NaN: the same"
-                " codes would be other numbers"
-            )
-        return f"it is written for NVIDIA GPUs, this one is AMD's {architecture}"
+        return architecture_reason(torch.cuda.get_device_properties(device).gcnArchName)
     capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
+    return capability_reason(torch.cuda.get_device_name(device), capability) or kernels.refusal(device)
+
+
+def capability_reason(name: str, capability: tuple[int, int]) -> str | None:
+    """Why it cannot run on an NVIDIA GPU of that name and compute capability, or None."""
+    if capability >= (8, 9):
+        return None
+    return f"{name} has compute capability {capability[0]}.{capability[1]}, FP8 units begin with 8.9"
+
+
+def architecture_reason(architecture: str) -> str:
+    """Why it cannot run on an AMD GPU of that architecture."""
+    if architecture.startswith("gfx94"):
         return (
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]},"
-            " FP8 units begin with 8.9"
+            f"{architecture} (MI300) multiplies FNUZ formats, whose E4M3 ends at 240 and whose 0x80 is NaN: the same"
+            " codes would be other numbers"
         )
-    return kernels.refusal(device)
+    return f"it is written for NVIDIA GPUs, this one is AMD's {architecture}"
 
 
 @lru_cache(maxsize=64)

@@ -238,13 +238,20 @@ def checkpoints() -> dict[str, Any]:
 
 
 def doctor() -> dict[str, Any]:
-    """What `megatron-fp8 doctor` prints of this backend, and its exit code."""
+    """What `megatron-fp8 doctor --json` says of this backend: its version, its trials, its cells of this machine."""
     from megatron_fp8.commands import doctor as command
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = command.main([])
-    return {"code": code, "lines": [line for line in out.getvalue().splitlines() if "transformer" in line]}
+        code = command.main(["--json"])
+    found = json.loads(out.getvalue())
+    (version,) = (part["version"] for part in found["versions"] if part["name"] == "transformer-engine")
+    trials, cells = (
+        [item for item in found[part] if item["backend"] == "transformer_engine"]
+        for part in ("trials", "matrix")
+    )
+    tried = {cell["recipe"]: cell["supported"] for cell in cells if cell["known"] == "tried here"}
+    return {"code": code, "version": version, "trials": trials, "cells": tried}
 
 
 def gpu_scripts() -> dict[str, Any]:

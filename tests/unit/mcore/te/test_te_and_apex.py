@@ -130,13 +130,13 @@ def test_checkpoints_are_interchangeable_and_hold_no_pickle(seen):
 
 
 def test_doctor_runs_a_linear_in_each_recipe(seen):
-    lines = seen["doctor"]["lines"]
-    assert seen["doctor"]["code"] == 0
-    assert lines[0].split(maxsplit=1) == ["transformer-engine", "installed, version unknown"], (
-        "it has no metadata"
-    )
-    good = [line for line in lines if "FP8 linear 128 x 256 x 128 good" in line]
-    assert len(good) == 4 and sum("cannot run here" in line for line in lines) == 2, lines
+    found = seen["doctor"]
+    assert found["code"] == 0
+    assert found["version"] == "installed, version unknown", "it has no metadata"
+    results = {trial["recipe"]: trial["result"] for trial in found["trials"]}
+    refused = {name for name, result in results.items() if result == "refused"}
+    assert refused == {"rowwise", "custom"} and list(results.values()).count("good") == 4, results
+    assert found["cells"] == {name: name != "rowwise" for name in results if name != "custom"}
 
 
 def test_the_gpu_scripts_find_it(seen):

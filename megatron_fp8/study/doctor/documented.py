@@ -1,0 +1,58 @@
+"""What torch and Transformer Engine say that a GPU multiplies, for GPUs that are not here to be asked.
+
+On the machine itself nothing of this counts: the native backend tries each product, and Transformer Engine is asked.
+Each rule names its source. They are of CUDA 12.9 and newer, and of the releases named in ``SOURCES``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...backends.native.layout import Mode, Refusal, Request
+from ...recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
+from .generations import Generation
+
+SOURCES = {
+    "torch": "torch 2.13, ScaledBlas.cpp; cuBLAS, narrow precision data types",
+    "blocks": "torch 2.13, ScaledBlas.cpp; this package's kernel compiled for it by Triton 3.9, not run",
+    "te": "Transformer Engine 2.20, pytorch/quantization.py",
+}
+"""Where a rule is from, by its name here."""
+
+
+def torch_refusal(capability: tuple[int, int]) -> Refusal:
+    """Why torch's product of a request does not exist on a GPU of a compute capability; None of those that do.
+
+    Products by this package's own kernel are not torch's to refuse.
+    """
+
+    def refusal(request: Request) -> str | None:
+        if request.triton:
+            return None
+        if request.mode in (Mode.BLOCK, Mode.BLOCK_1D):
+            if capability[0] != 9:
+                return "torch has 128-wide blocks on compute capability 9.x only"
+            if request.by == "torch" and request.a != request.b:
+                return "its newer product takes E4M3 by E4M3 only"
+        if request.mode is Mode.MX and capability < (10, 0):
+            return "32-wide blocks (MX) begin with compute capability 10.0"
+        if request.mode is Mode.ROW and request.out == torch.float32:
+            return "scales per row have no float32 result in older versions (pytorch#156771)"
+        return None
+
+    return refusal
+
+
+def te_refusal(generation: Generation, recipe: Recipe) -> str | None:
+    """Why Transformer Engine does not run a recipe, that maps onto one of its own, on an NVIDIA GPU."""
+    capability = generation.capability
+    assert capability is not None, "a GPU of NVIDIA's"
+    if capability < (8, 9):
+        return "it asks for compute capability 8.9 or newer"
+    if isinstance(recipe, MXFP8BlockScaling):
+        if capability < (10, 0):
+            return "it asks for compute capability 10.0 or newer for mxfp8"
+        return "it does not have mxfp8 on compute capability 12.x yet" if capability >= (12, 0) else None
+    if isinstance(recipe, Float8BlockScaling) and capability < (9, 0):
+        return "it asks for compute capability 9.0 or newer and CUDA 12.9 for blockwise"
+    return None

@@ -1,0 +1,160 @@
+"""The support matrix: recipe x backend x device generation, from the rules by which the backends themselves decide.
+
+What refuses a device is asked as the backends ask it, with another device's facts: `capability_reason`,
+`architecture_reason`, `lacking` and `by_kernel` of the native backend, `unmapped` and `device_reason` of Transformer
+Engine's. Only what a library would answer there is written down (documented.py). Cells of this machine are replaced by
+what was tried on it.
+
+Rejected: a table typed by hand. The one in docs/backends.md had to be corrected each time the rules moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ...backends import BACKENDS, LAYER_BACKENDS, emulated, transformer_engine
+from ...backends.native.backend import by_kernel, lacking
+from ...backends.native.probe import NOT_A_GPU, architecture_reason, capability_reason
+from ...recipe import RECIPES, Recipe
+from .documented import SOURCES, te_refusal, torch_refusal
+from .generations import GENERATIONS, Generation
+from .trials import Trial
+
+Known = Literal["tried here", "documentation", "not known"]
+
+RECIPE_NAMES = tuple(name for name in RECIPES if name != "custom")
+"""The matrix's recipes: a custom one is what its own rules say."""
+
+_ANY_DEVICE = "fp8_backend=auto: the emulated backend runs everywhere"
+OURS = "megatron_fp8's own rule"
+"""The source of what no library is asked about."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Whether a backend runs a recipe on a generation.
+
+    Attributes:
+        supported: as the code decides; None: nobody can say.
+        known: how that is known. 'not known' with a verdict: the code would run it, and nobody has tried.
+        reason, cure: of a refusal: why, and what to do instead.
+        note: what runs in place of the usual, where it is supported.
+        source: of what is from documentation.
+    """
+
+    backend: str
+    recipe: str
+    device: str
+    supported: bool | None
+    known: Known
+    reason: str | None = None
+    cure: str | None = None
+    note: str | None = None
+    source: str | None = None
+
+    @property
+    def mark(self) -> str:
+        """It in at most four characters: yes or no, then * tried here, ? not known, nothing: from documentation."""
+        if self.supported is None:
+            return "?"
+        end = {"tried here": "*", "documentation": "", "not known": "?"}[self.known]
+        return ("yes" if self.supported else "no") + end
+
+
+def matrix(here: Generation | None, trials: Iterable[Trial]) -> list[Cell]:
+    """Every cell, backend by backend and recipe by recipe; those of this machine's column as they were tried."""
+    tried = {(trial.backend, trial.recipe): trial for trial in trials}
+    cells = []
+    for backend in (*BACKENDS, *LAYER_BACKENDS):
+        for recipe in RECIPE_NAMES:
+            for generation in GENERATIONS:
+                cell = documented(backend, recipe, generation)
+                trial = tried.get((backend, recipe)) if generation == here else None
+                cells.append(cell if trial is None else _as_tried(cell, trial))
+    return cells
+
+
+def documented(backend: str, recipe: str, generation: Generation) -> Cell:
+    """One cell without trying anything."""
+    made: Recipe = RECIPES[recipe]()
+    known = Cell(backend, recipe, generation.key, True, "documentation")
+    if backend == emulated.name:
+        return _emulated(known, made, generation)
+    if backend == transformer_engine.name:
+        return _transformer_engine(known, made, generation)
+    return _native(known, made, generation)
+
+
+def cpu_product(generation: Generation) -> str:
+    """What multiplies on a CPU: the rule of kernels/cpu/loops.py `matmul`."""
+    if generation.amx:
+        return "MKL multiplies BF16 (torch with MKL)"
+    if generation.avx512_bf16:
+        return "gemm.c multiplies BF16 (with a C compiler)"
+    return "products in float32, as exact"
+
+
+def _emulated(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
+    if generation.is_cpu:
+        reason = emulated.supports(torch.device("cpu"), recipe)
+        return _refused(cell, reason, None, note=cpu_product(generation), source="docs/compatibility.md")
+    cell = _refused(cell, emulated.supports(torch.device("cuda"), recipe), None, source="docs/backends.md")
+    return replace(cell, known="not known", source=None) if generation.architecture else cell
+
+
+def _native(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
+    if generation.capability is None:
+        architecture = generation.architecture
+        why = NOT_A_GPU if architecture is None else architecture_reason(architecture)
+        return _refused(cell, why, _ANY_DEVICE, source=OURS)
+    if reason := capability_reason(generation.name.partition(",")[0], generation.capability):
+        return _refused(cell, reason, _ANY_DEVICE, source=OURS)
+    refusal = torch_refusal(generation.capability)
+    reason = lacking(recipe, refusal)
+    if reason is not None:
+        cure = f"fp8_format=rowwise, tensorwise or blockwise; or {_ANY_DEVICE}"
+        return _refused(cell, reason.rpartition(": ")[2], cure, source=SOURCES["torch"])
+    if gemms := by_kernel(recipe, refusal):
+        note = f"{', '.join(gemms)} by this package's Triton kernel: torch has no such product there"
+        return replace(cell, note=note, source=SOURCES["blocks"])
+    return replace(cell, source=SOURCES["torch"])
+
+
+def _transformer_engine(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
+    if reason := transformer_engine.unmapped(recipe):
+        return _refused(cell, reason, "fp8_backend=native or auto", source=OURS)
+    if generation.is_cpu:
+        reason = transformer_engine.device_reason(torch.device("cpu"))
+        return _refused(cell, reason, _ANY_DEVICE, source=OURS)
+    if generation.architecture is not None:
+        return replace(
+            cell, supported=None, known="not known", note="AMD's own Transformer Engine was not looked at"
+        )
+    has_fp8 = generation.capability is not None and generation.capability >= (8, 9)
+    cure = "fp8_backend=native, or another recipe" if has_fp8 else _ANY_DEVICE
+    return _refused(cell, te_refusal(generation, recipe), cure, source=SOURCES["te"])
+
+
+def _refused(cell: Cell, reason: str | None, cure: str | None, **facts: Any) -> Cell:
+    """The cell, refused if there is a reason."""
+    if reason is None:
+        return replace(cell, **facts)
+    return replace(cell, supported=False, reason=reason, cure=cure, source=facts.get("source"))
+
+
+def _as_tried(cell: Cell, trial: Trial) -> Cell:
+    if trial.result == "refused":
+        cure = cell.cure or trial.cure
+        return replace(
+            cell, supported=False, known="tried here", reason=trial.reason, cure=cure, note=None, source=None
+        )
+    if trial.result == "wrong":
+        why = f"it computes wrongly here: {trial.reason}"
+        return replace(
+            cell, supported=False, known="tried here", reason=why, cure="please report this", source=None
+        )
+    return replace(cell, supported=True, known="tried here", reason=None, cure=None, source=None)

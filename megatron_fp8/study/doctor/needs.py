@@ -1,0 +1,161 @@
+"""What a run's config needs, and which of it is not on this machine. Megatron-Core is not imported for it.
+
+The config's keys are read as `estimate` reads them; the whole config is checked by `megatron-fp8 train --dry_run`, which
+needs what is asked for here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...backends import BACKENDS, LAYER_BACKENDS
+from ...backends.transformer_engine import INSTALL
+from ...estimate.settings import given_keys
+from ...mcore.installed import HOW_TO_GET, SUPPORTED, has_te, uses_apex
+from ...plan.settings import RecipeSettings, from_settings
+from ...recipe import RECIPES, Recipe, check_recipe_name
+from .versions import megatron
+
+_ANY_BACKEND = "fp8_backend=auto (the emulated backend runs on every device)"
+
+TE_FUNCTIONS = (
+    "apply_rope_fusion", "fused_single_qkv_rope", "cpu_offloading", "fine_grained_activation_offloading",
+    "moe_router_fusion", "moe_permute_fusion", "use_te_rng_tracker",
+)  # fmt: skip
+"""Fields that call functions of Transformer Engine's, as mcore/config/table.py has them (a test compares)."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What is missing, why, and what to do."""
+
+    what: str
+    reason: str
+    cure: str
+
+
+def missing(options: list[str]) -> list[Need]:
+    """What a config needs and this machine does not have.
+
+    Args:
+        options: `--config=FILE` and dotted options, each `--name=value`.
+
+    Raises:
+        ValueError: the file cannot be read, a key is unknown, or what it says of FP8 cannot be.
+    """
+    given = given_keys(options)
+    model = {key.removeprefix("model."): value for key, value in given.items() if key.startswith("model.")}
+    return [*_megatron(), *_backend(model), *_functions(model), *_data(given), *_telemetry(given)]
+
+
+def _megatron() -> Iterator[Need]:
+    found = megatron()
+    if found is None or not found.startswith(f"{SUPPORTED}."):
+        here = "it is not installed" if found is None else f"{found} is what Python imports here"
+        yield Need(f"megatron-core {SUPPORTED}", here, HOW_TO_GET)
+
+
+def recipes_of(model: Mapping[str, Any]) -> list[Recipe]:
+    """Every recipe that the model's section names, overrides by name included; none with FP8 off."""
+    named = model.get("fp8_format")
+    operands = named if named in ("hybrid", "e4m3") else None
+    fp8 = model.get("fp8") or operands
+    if not fp8:
+        return []
+    recipe = model.get("fp8_recipe") or (None if operands else named) or "delayed"
+    settings = RecipeSettings(
+        fp8_format=fp8,
+        margin=model.get("fp8_margin", 0),
+        amax_epsilon=model.get("fp8_amax_epsilon"),
+        pow2_scales=model.get("fp8_pow2_scales"),
+        stochastic_rounding=model.get("fp8_stochastic_rounding"),
+        interval=model.get("fp8_interval"),
+        quantizer_factory=model.get("fp8_quantizer_factory"),
+        prefix="fp8_",
+    )
+    overrides = {**(model.get("fp8_overrides") or {})}
+    overrides |= {key: value for key, value in model.items() if key.startswith("fp8_overrides.")}
+    others = [name for name in overrides.values() if name in RECIPES and name != recipe]
+    plain = RecipeSettings(fp8_format=fp8, quantizer_factory=settings.quantizer_factory, prefix="fp8_")
+    return [
+        from_settings(check_recipe_name(recipe), settings),
+        *(from_settings(name, plain) for name in dict.fromkeys(others)),
+    ]
+
+
+def _backend(model: Mapping[str, Any]) -> Iterator[Need]:
+    """What a backend that is asked for by name lacks; 'auto' always finds one."""
+    request, recipes = model.get("fp8_backend") or "auto", recipes_of(model)
+    known = BACKENDS | LAYER_BACKENDS
+    if request not in known and request != "auto":
+        raise ValueError(f"model.fp8_backend={request!r} must be one of auto, {', '.join(known)}.")
+    if request == "auto":
+        return
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    for recipe in recipes:
+        reason = known[request].supports(device, recipe)
+        if reason is not None:
+            yield Need(f"fp8_backend={request}", reason, _ANY_BACKEND)
+            return
+
+
+def _functions(model: Mapping[str, Any]) -> Iterator[Need]:
+    for name in TE_FUNCTIONS:
+        if model.get(name) and not has_te():
+            yield Need(
+                f"model.{name}",
+                "it calls Transformer Engine, which is not installed",
+                f"{INSTALL}, or leave it out",
+            )
+    if model.get("gradient_accumulation_fusion") and not uses_apex("fused_weight_gradient_mlp_cuda"):
+        yield Need(
+            "model.gradient_accumulation_fusion",
+            "it needs a GPU and apex with fused_weight_gradient_mlp_cuda",
+            "leave it out: FP8 linears accumulate in float32 without it",
+        )
+
+
+def _data(given: Mapping[str, Any]) -> Iterator[Need]:
+    tokenizer = given.get("data.tokenizer")
+    if tokenizer and util.find_spec("tokenizers") is None:
+        yield Need("data.tokenizer", "the package tokenizers is not installed", "pip install tokenizers")
+    if tokenizer and not Path(tokenizer).is_file():
+        yield Need(
+            f"data.tokenizer={tokenizer}", "there is no such file", "give the path of a tokenizer.json"
+        )
+    for path in given.get("data.paths") or []:
+        prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
+        pair = all(Path(prefix + ending).is_file() for ending in (".bin", ".idx"))
+        if not pair and not Path(path).is_file():
+            yield Need(
+                f"data.paths={path}",
+                "there is no such file",
+                "give text files, or the prefix of a .bin/.idx pair",
+            )
+    for key in ("data.cache_dir", "checkpoint.folder", "run_dir"):
+        if (folder := given.get(key)) and not _writable(Path(folder)):
+            yield Need(f"{key}={folder}", "it cannot be written", "give a folder that this user can write")
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a folder can be written, or made."""
+    there = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), Path("/"))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _telemetry(given: Mapping[str, Any]) -> Iterator[Need]:
+    if given.get("telemetry.wandb") and util.find_spec("wandb") is None:
+        yield Need(
+            "telemetry.wandb", "Weights & Biases is not installed", "pip install wandb, or leave it out"
+        )
+    if (features := given.get("telemetry.te_config")) and not Path(features).is_file():
+        yield Need(
+            f"telemetry.te_config={features}", "there is no such file", "give a file of debug features"
+        )

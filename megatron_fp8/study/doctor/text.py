@@ -1,0 +1,158 @@
+"""An examination as text of at most 80 columns, which needs neither colour nor a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from .examination import Examination
+from .generations import GENERATIONS
+from .matrix import OURS, RECIPE_NAMES, Cell
+from .trials import Trial
+
+WIDTH = 80
+_LABEL, _INDENT = 20, 13
+
+_LEGEND = (
+    "yes, no: from documentation. yes*, no*: tried here. yes?: it would be run, and nobody has tried. ?: not known."
+    " bf16 and amx are CPUs with AVX512-BF16 and with AMX."
+)
+
+
+def shown(found: Examination) -> str:
+    """All of it."""
+    parts = [_machine(found), _versions(found), _conflicts(found), _tried(found), _matrix(found.matrix)]
+    if found.needs is not None:
+        parts.append(_needs(found))
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _fact(label: str, text: str) -> str:
+    """A label and what is said of it, wrapped beside it."""
+    after = " " * (_LABEL + 1)
+    return _wrapped(text, f"{label:<{_LABEL}} ", after)
+
+
+def _wrapped(text: str, first: str, after: str) -> str:
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=after,
+        break_on_hyphens=False,
+        break_long_words=True,
+    )
+
+
+def _machine(found: Examination) -> list[str]:
+    column = found.generation
+    lines = [
+        _fact("device", found.device),
+        _fact(
+            "column of the matrix", f"{column.column} ({column.name})" if column else "none is for this GPU"
+        ),
+    ]
+    if found.gpu_not_used:
+        lines.append(_fact("GPU", f"not used: {found.gpu_not_used}"))
+    why = found.cpu_kernels
+    kernels = "in use" if why is None else f"not in use, torch does their work: {why}"
+    return [*lines, _fact("compiled CPU kernels", kernels)]
+
+
+def _versions(found: Examination) -> list[str]:
+    return [
+        "Versions",
+        *(
+            _fact(f"  {part.name}", part.version or f"missing, needed for {part.needed_for}: {part.how}")
+            for part in found.versions
+        ),
+    ]
+
+
+def _conflicts(found: Examination) -> list[str]:
+    if not found.conflicts:
+        return ["Versions that are known not to work together: none here"]
+    lines = ["Versions that are known not to work together"]
+    for conflict in found.conflicts:
+        lines.append(_wrapped(f"{conflict.what}: {conflict.reason} ({conflict.source})", "  ", "    "))
+        lines.append(_wrapped(conflict.cure, "    -> ", "       "))
+    return lines
+
+
+def _tried(found: Examination) -> list[str]:
+    lines, closed = ["Tried here"], set()
+    for trial in found.trials:
+        if trial.recipe is None:
+            closed.add(trial.backend)
+            lines.append(_fact(f"  {trial.backend}", f"cannot run here: {trial.reason}"))
+        elif trial.backend not in closed:
+            lines.append(_fact(f"  {trial.backend}", f"{trial.recipe}: {_result(trial)}"))
+    return lines
+
+
+def _result(trial: Trial) -> str:
+    if trial.result == "refused":
+        return f"cannot run here: {trial.reason}"
+    verdict = "good" if trial.result == "good" else "WRONG"
+    if trial.backend == "transformer_engine":
+        what = f"FP8 linear {verdict}, {trial.error:.1e} from the unquantised product"
+    else:
+        what = f"FP8 GEMM {verdict}, error {trial.error:.1e} of the largest value"
+    return "; ".join(filter(None, [what, trial.reason]))
+
+
+def _matrix(cells: list[Cell]) -> list[str]:
+    marks = {(cell.backend, cell.recipe, cell.device): cell.mark for cell in cells}
+    columns = [(generation.key, generation.column) for generation in GENERATIONS]
+    lines = ["What runs where", *_wrapped(_LEGEND, "  ", "  ").splitlines(), "", _heads()]
+    lines.append(_row("", [column for _, column in columns]))
+    for backend in dict.fromkeys(cell.backend for cell in cells):
+        lines.append(backend)
+        lines += [
+            _row(f"  {recipe}", [marks[backend, recipe, key] for key, _ in columns])
+            for recipe in RECIPE_NAMES
+        ]
+    for title, kinds in (("No, because", False), ("Yes, but", True), ("Not known, because", None)):
+        said = list(_footnotes(cell for cell in cells if cell.supported is kinds))
+        lines += ["", title, *said] if said else []
+    return lines
+
+
+def _heads() -> str:
+    """The vendors, above their columns."""
+    line = ""
+    for title, first in (("NVIDIA, by compute capability", "sm80"), ("AMD", "mi300x"), ("CPU", "cpu")):
+        at = _INDENT + 5 * [generation.key for generation in GENERATIONS].index(first)
+        line = f"{line:<{at}}{title}"
+    return line
+
+
+def _row(label: str, marks: Iterable[str]) -> str:
+    return f"{label:<{_INDENT}}{''.join(f'{mark:<5}' for mark in marks)}".rstrip()
+
+
+def _footnotes(cells: Iterable[Cell]) -> Iterator[str]:
+    """What is said of cells, each thing once, with the cells that it is said of."""
+    columns = {generation.key: generation.column for generation in GENERATIONS}
+    said: dict[tuple[str, str, str | None], list[Cell]] = {}
+    for cell in cells:
+        if text := cell.reason or cell.note:
+            said.setdefault((cell.backend, text, cell.cure), []).append(cell)
+    for (backend, text, cure), where in said.items():
+        recipes = list(dict.fromkeys(cell.recipe for cell in where))
+        kinds = "" if len(recipes) == len(RECIPE_NAMES) else f" {', '.join(recipes)}"
+        devices = list(dict.fromkeys(columns[cell.device] for cell in where))
+        on = "everywhere" if len(devices) == len(columns) else f"on {', '.join(devices)}"
+        sources = dict.fromkeys(cell.source for cell in where if cell.source not in (None, OURS))
+        origin = "".join(f" ({source})" for source in sources)
+        yield _wrapped(f"{backend}{kinds} {on}: {text}{origin}", "  ", "    ")
+        if cure:
+            yield _wrapped(cure, "    -> ", "       ")
+
+
+def _needs(found: Examination) -> list[str]:
+    asked = " ".join(found.options)
+    if not found.needs:
+        return [_wrapped(f"{asked}: all that it needs is here", "", "  ")]
+    lines = [_wrapped(f"{asked} needs what is not here:", "", "  ")]
+    return [*lines, *(_wrapped(f"{n.what}: {n.reason} -> {n.cure}", "  ", "    ") for n in found.needs)]

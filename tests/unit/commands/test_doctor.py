@@ -1,0 +1,92 @@
+"""`megatron-fp8 doctor` from the command line: text of 80 columns, JSON of schema 1, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fp8.commands.doctor import HELP
+from megatron_fp8.commands.main import main
+from megatron_fp8.study.doctor import examination, needs
+from megatron_fp8.study.doctor.trials import Trial
+from megatron_fp8.study.doctor.versions import RULES
+
+SCHEMA: dict[str, set[str]] = {
+    "versions": {"name", "version", "needed_for", "how"},
+    "conflicts": {"what", "reason", "cure", "source"},
+    "trials": {"backend", "recipe", "result", "error", "reason", "cure"},
+    "matrix": {"backend", "recipe", "device", "supported", "known", "reason", "cure", "note", "source"},
+}
+
+
+@pytest.fixture(autouse=True)
+def a_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["doctor", *arguments])
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+def test_text_fits_a_terminal_without_colour(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(examination, "conflicts", lambda facts: [conflict for _, conflict in RULES])
+    code, out, err = run(capsys, "--config=tiny_gpt_cpu", "--model.fp8_backend=native")
+    assert max(map(len, out.splitlines())) <= 80 and "\x1b" not in out and not err
+    assert code == 1 and "fp8_backend=native: " in out
+    for words in (
+        "Versions",
+        "not to work together",
+        "emulated",
+        "12.1 300X 355X CPU",
+        "No, because",
+        "Yes, but",
+    ):
+        assert words in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("  mxfp8 ")]
+    assert [len(row) for row in rows] == [14, 14, 14] and "no*" in rows[0] and "yes*" in rows[1]
+    assert max(map(len, HELP.splitlines())) <= 80
+
+
+def test_json_of_schema_1(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "--config=tiny_gpt_cpu", "--json")
+    found = json.loads(out)
+    assert (code, found["schema"], found["exit_code"]) == (0, 1, 0)
+    assert set(found) == {"schema", "exit_code", "machine", "needs", *SCHEMA}
+    assert set(found["machine"]) == {"device", "generation", "gpu_not_used", "cpu_kernels"}
+    for part, keys in SCHEMA.items():
+        for item in found[part]:
+            assert set(item) == keys
+    assert found["needs"] == {"options": ["--config=tiny_gpt_cpu"], "missing": []}
+    assert {cell["known"] for cell in found["matrix"]} == {"tried here", "documentation", "not known"}
+    good = [trial["recipe"] for trial in found["trials"] if trial["result"] == "good"]
+    assert good == ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"], "emulated runs all of them"
+    assert all(0 <= trial["error"] < 1e-3 for trial in found["trials"] if trial["result"] == "good")
+    documented = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
+    for names in SCHEMA.values():
+        assert all(f"`{name}`" in documented for name in names)
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(examination, "trials", lambda: iter([Trial("emulated", "delayed", "wrong", 0.5)]))
+    code, out, err = run(capsys)
+    assert code == 1 and "WRONG" in out and "no*" in out and "emulated computed a wrong product" in err
+    monkeypatch.setattr(examination, "trials", lambda: iter(()))
+    assert run(capsys)[0] == 0
+    monkeypatch.setattr(needs, "megatron", lambda: None)
+    code, out, _ = run(capsys, "--config=tiny_gpt_cpu")
+    assert code == 1 and "megatron-core 0.16: it is not installed ->" in out
+    for bad in (
+        ["--config=none.yaml"],
+        ["--config=tiny_gpt_cpu", "--model.fp9=1"],
+        ["x"],
+        ["--model.fp8=null"],
+    ):
+        code, out, err = run(capsys, *bad)
+        assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
