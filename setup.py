@@ -35,14 +35,18 @@ EXTRAS = {
     # Writing needs safetensors alone, which is always here; these read what was written.
     "export": ["accelerate>=1.0", "compressed-tensors>=0.15", "tokenizers>=0.20", "transformers>=5.0"],
     "examples": ["scikit-learn>=1.4"],
+    "lab": ["ipykernel>=6.29", "scikit-learn>=1.4"],
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings-python>=2.0"],
     "test": [
         "accelerate>=1.0",
         "compressed-tensors>=0.15",
         "gfloat",
         "hypothesis",
+        "ipykernel>=6.29",
         "ml_dtypes>=0.5",
         "mypy",
+        "nbclient>=0.10",
+        "nbformat>=5.10",
         "peft>=0.17",
         "pytest",
         "pytest-timeout",

@@ -17,7 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = frozenset(
-    ["megatron-fp8", "torchrun", "python", "pip", "make", "bash", "sbatch", "srun", "source", "cat", "export"]
+    [
+        "megatron-fp8",
+        "torchrun",
+        "python",
+        "pip",
+        "make",
+        "bash",
+        "sbatch",
+        "srun",
+        "source",
+        "cat",
+        "export",
+        "jupyter",
+    ]
 )
 _FENCE = re.compile(
     r"(?:^<!-- (?P<kind>not run|before):(?P<said>.*?)-->\n+)?"
