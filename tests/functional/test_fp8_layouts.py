@@ -106,6 +106,7 @@ def rms(x: torch.Tensor) -> float:
 
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+NARROW = {"hidden_size": 128, "ffn_hidden_size": 256}
 SHARED = {"moe_shared_expert_intermediate_size": 256}
 
 # layout, fields, options, (FP8 GEMMs, high-precision GEMMs) of the last rank's step: 3 per linear and microbatch.
@@ -165,6 +166,7 @@ def test_first_and_last_layers_in_bf16(ranks: RankPool, start: int, end: int, re
     want = set(range(start, layers - end))
     fields = {
         "num_layers": layers,
+        **NARROW,
         "first_last_layers_bf16": True,
         "num_layers_at_start_in_bf16": start,
         "num_layers_at_end_in_bf16": end,

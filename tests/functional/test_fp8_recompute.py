@@ -23,6 +23,7 @@ from benchmarks.support.ranks import Layout, RankPool, model_parallel
 ONE, TP_SP, PP, VPP = Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=2)
 DISTRIBUTED = {"use_distributed_optimizer": True}
 SMALL = {"sequence": 64, "micro_batch": 2, "global_batch": 4}
+NARROW: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256}
 MICROBATCHES = 2
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 
@@ -61,7 +62,7 @@ def trainings(
 def test_recompute_is_bit_identical(ranks: RankPool, recipe: str, ends: bool) -> None:
     """Losses, and every byte of parameters and gradients, over three steps; what runs again runs in FP8 again."""
     layers = 3
-    fields = {"num_layers": layers, "hidden_size": 128, "ffn_hidden_size": 256, **(BF16_ENDS if ends else {})}
+    fields = {"num_layers": layers, **NARROW, **(BF16_ENDS if ends else {})}
     variants = {"none": {}, **{name: variant for name, (variant, _) in WAYS.items()}}
     for layout in (ONE, TP_SP) if recipe == "delayed" and not ends else (ONE,):
         everyone = ranks(layout.tp).run(trainings, layout, recipe, fields, variants)
@@ -93,7 +94,7 @@ MOE_WAYS = {
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_recompute_of_experts_is_bit_identical(ranks: RankPool, recipe: str) -> None:
-    fields = {**MOE, "moe_shared_expert_intermediate_size": 256}
+    fields = {**NARROW, **MOE, "moe_shared_expert_intermediate_size": 256}
     seen = ranks(1).run(trainings, ONE, recipe, fields, MOE_WAYS)[0]
     plain = seen.pop("none")
     again = {"moe": 2 * 5, "shared_experts": 2, "layernorm": 0, "full": 2 * 5 + 2}
@@ -121,7 +122,7 @@ PIPELINED: dict[str, tuple[Layout, str, dict[str, Any], list[str]]] = {
 
 def pipelined(layout: Layout, recipe: str, fields: dict[str, Any], ways: list[str]) -> list[Watched]:
     """A rank case: two steps of four microbatches, without recompute and in each way."""
-    fields = {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, **fields}
+    fields = {"num_layers": 4, **NARROW, **fields}
     options = {**SMALL, "global_batch": 8, "ddp": fields.pop("ddp", None)}
     variants: list[dict[str, Any]] = [{}, *(WAYS[way][0] for way in ways)]
     return [watched_training(layout, recipe, {**fields, **variant}, options, 2) for variant in variants]
@@ -158,7 +159,7 @@ def disabled_by_user(fields: dict[str, Any], every: int = 1) -> Watched:
             return forward(self, *args, **kwargs)
 
     with model_parallel(), watched_gemms(seen), mock.patch.object(GPTModel, "forward", forward_without_fp8):
-        config = fp8_config(ONE, "delayed", **fields)
+        config = fp8_config(ONE, "delayed", **NARROW, **fields)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=64)
         train_step(config, chunks, build_optimizer(config, chunks), 0, **SMALL)
         seen.counts.append(iteration_counts())
@@ -207,8 +208,16 @@ def gradients(recipe: str | None, micro_batch: int, clip: float = 0.0) -> tuple[
         return torch.cat([p.main_grad.flatten() for p in linears]).clone(), iteration_counts()["casts"], norm
 
 
+@pytest.fixture(scope="module")
+def bf16_gradients(ranks: RankPool) -> torch.Tensor:
+    """Those of one microbatch of four."""
+    return ranks(1).run(gradients, None, 4)[0][0]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_accumulation_equals_one_big_microbatch(ranks: RankPool, recipe: str) -> None:
+def test_accumulation_equals_one_big_microbatch(
+    ranks: RankPool, bf16_gradients: torch.Tensor, recipe: str
+) -> None:
     """Four microbatches of one sequence against one of four.
 
     With delayed scaling, once warm, every code is the same. A power of two moves no code but the smallest, so it does not
@@ -217,7 +226,7 @@ def test_accumulation_equals_one_big_microbatch(ranks: RankPool, recipe: str) ->
     """
     many, many_casts, _ = ranks(1).run(gradients, recipe, 1)[0]
     once, once_casts, _ = ranks(1).run(gradients, recipe, 4)[0]
-    bf16, _, _ = ranks(1).run(gradients, None, 4)[0]
+    bf16 = bf16_gradients
     allowed = 2**0.5 * (once - bf16).norm() if recipe == "tensorwise" else 1e-5 * bf16.norm()
     assert 0 < (many - once).norm() <= allowed
     # A linear casts its input and its grad_output in every microbatch, its weight once in an iteration.

@@ -33,15 +33,15 @@ def _text(value: Any) -> str:
 
 
 def count_held(arguments: list[str]) -> dict[str, Any]:
-    """A rank case: bytes on this rank after two iterations, by kind, what the third one sends, and its stage."""
+    """A rank case: bytes on this rank after an iteration, by kind, what the next one sends, and its stage."""
     from megatron.core import parallel_state
 
     from megatron_fp8.train.model import count_parameters
 
-    with _trained(arguments, iterations=2) as (step, chunks, _):
+    with _trained(arguments, iterations=1) as (step, chunks, _):
         kept = _held(chunks, step.optimizer)
         with _collectives() as sent:
-            step(2)
+            step(1)
         return {
             "stage": parallel_state.get_pipeline_model_parallel_rank(),
             "parameters": count_parameters(chunks)["total"],
