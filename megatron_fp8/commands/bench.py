@@ -25,13 +25,14 @@ from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..study.bench import peers, versus
 from ..study.bench.cells import Bench
 from ..study.bench.sections import DEFAULT, SECTIONS
+from .fitted import fitted
 from .line import refuse
 
 HELP = """\
 FP8 against BF16 on this machine, from a cast to a training step. A CPU and a GPU print the same table.
 
   megatron-fp8 bench                                        every recipe, one shape that suits the device
-  megatron-fp8 bench --recipe mxfp8 --shape 4096x14336x8192 one recipe; in features x out features x tokens
+  megatron-fp8 bench --recipe mxfp8 --shape 4096x14336x8192  one recipe; in features x out features x tokens
   megatron-fp8 bench --config llama3_8b    the shapes, recipe and backend of a run
 
   megatron-fp8 bench --only all --json > today.json         all sections, as data (the table goes to stderr)
@@ -158,7 +159,7 @@ def _sections(only: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-fp8 bench",
-        description=HELP,
+        description=fitted(HELP),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -15,8 +15,9 @@ Write a checkpoint as a directory that transformers, vLLM and compressed-tensors
 
   megatron-fp8 export runs/mine out/mine                                  in the model's own dtype, BF16
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-channel         FP8, a scale for every output row
-  megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-tensor --calibration=runs/mine/calibration
-                                                                          FP8, a scale per tensor, static input scales
+  megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-tensor \\
+      --calibration=runs/mine/calibration
+      FP8, a scale per tensor, static input scales
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-block           FP8, 128x128 blocks, as DeepSeek-V3
 
 CHECKPOINT is a folder such as RUN_DIR/checkpoints/iter_0000100, a folder of checkpoints, or a run's folder (then: its

@@ -62,7 +62,10 @@ def main(arguments: list[str]) -> int:
     """Print, or write what was asked for; the exit code."""
     parser = CommandParser("formats", DESCRIPTION)
     parser.add_argument(
-        "--table", choices=list(_SHOWN), help="one table alone (of --csv: this in place of values)"
+        "--table",
+        metavar="NAME",
+        choices=list(_SHOWN),
+        help="one table alone (of --csv: this in place of values)",
     )
     parser.add_argument("--csv", metavar="FILE", type=Path, help="write a table as CSV")
     parser.add_argument("--png", metavar="FILE", type=Path, help="write the picture")

@@ -16,6 +16,7 @@ from ..files.checkpoint import (
     read_tensor,
     without_checksum,
 )
+from .fitted import fitted
 from .line import refuse
 
 USAGE = """\
@@ -36,7 +37,7 @@ _KINDS = {"optimizer.": "optimizer", "rng.": "random streams"}
 def main(arguments: list[str]) -> int:
     """Print the checkpoint in `arguments`; returns the exit code."""
     if "-h" in arguments or "--help" in arguments:
-        print(USAGE)
+        print(fitted(USAGE))
         return 0
     paths = [argument for argument in arguments if not argument.startswith("--")]
     unknown = [a for a in arguments if a.startswith("--") and a not in ("--json", "--check")]

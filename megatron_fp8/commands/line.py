@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
 from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_DONE
+from .fitted import fitted
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, command: str, description: str):
         super().__init__(
             prog=f"megatron-fp8 {command}",
-            description=description,
+            description=fitted(description),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -19,23 +19,26 @@ usage: megatron-fp8 COMMAND ...
 
 FP8 training for Megatron-Core models.
 
-  train      train a GPT on real text: megatron-fp8 train --config tiny_gpt_cpu
-  report     show what a run ran, layer by layer, and how it went: megatron-fp8 report runs/tiny_gpt_cpu
-             as a page, of several runs too: megatron-fp8 report runs/a runs/b --html out.html
-  compare    train BF16 and several recipes, and say how they differ: megatron-fp8 compare --config FILE --seeds 3
-  diagnose   what FP8 costs a run, in which layer and GEMM, and overrides that cure it: megatron-fp8 diagnose RUN
-  inspect    show what is in a checkpoint: megatron-fp8 inspect runs/tiny_gpt_cpu
-  calibrate  measure a trained model's activations, for static scales: megatron-fp8 calibrate runs/tiny_gpt_cpu
-  generate   continue a prompt: megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def "
-  export     write a checkpoint for transformers and vLLM: megatron-fp8 export runs/mine out --format=fp8-channel
-  import     make a run of a Llama, Qwen2 or Qwen3 directory: megatron-fp8 import Llama-3.2-1B runs/llama
-  formats    the numbers behind FP8: values, range, error, scaling with outliers, delayed scaling
-  bench      time FP8 against BF16 here; --tune writes the table of GEMMs for which FP8 pays
-  estimate   what a run will need, before it is built: megatron-fp8 estimate --config FILE --gpus 64 --device h100
-  doctor     what this machine can run, what it lacks for a run, and which recipe runs where: doctor --config FILE
+  train      train a GPT on real text
+  report     what a run ran, layer by layer, and how it went; as a page too
+  compare    train BF16 and several recipes, and say how they differ
+  diagnose   what FP8 costs a run, by layer and GEMM, and overrides that cure it
+  inspect    what is in a checkpoint
+  calibrate  measure a trained model's activations, for static scales
+  generate   continue a prompt
+  export     write a checkpoint for transformers and vLLM
+  import     make a run of a Llama, Qwen2 or Qwen3 directory
+  formats    the numbers behind FP8: values, range, error, scaling
+  bench      time FP8 against BF16 here; --tune finds GEMMs for which FP8 pays
+  estimate   what a run will need, before it is built
+  doctor     what this machine can run, what it lacks for a run, what runs where
 
-`megatron-fp8 COMMAND --help` says more, `megatron-fp8 --version` what is installed.
-Under torchrun: torchrun --nproc-per-node 2 -m megatron_fp8 train ...
+Begin with: megatron-fp8 train --config tiny_gpt_cpu
+Then:       megatron-fp8 report runs/tiny_gpt_cpu
+
+`megatron-fp8 COMMAND --help` says more, with commands to copy;
+`megatron-fp8 --version` says what is installed. Under torchrun:
+torchrun --nproc-per-node 2 -m megatron_fp8 train ...
 """
 
 COMMANDS = {

@@ -17,16 +17,20 @@ from typing import Any
 from ..files.records import say_lacking
 from ..files.shipped import shipped_configs
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
+from .fitted import fitted
 from .line import refuse
 
 USAGE = """\
-usage: megatron-fp8 train --config FILE [--section.key=value ...] [--data FILE ...] [--dry-run] [--debug]
+usage: megatron-fp8 train --config FILE [--section.key=value ...]
+                          [--data FILE ...] [--dry-run] [--debug]
 
 Trains a GPT in FP8 (or BF16) with Megatron-Core: on CPU over gloo, on GPUs over nccl.
 
   one process    megatron-fp8 train --config tiny_gpt_cpu \\
-                     --model.tensor_model_parallel_size=1 --model.sequence_parallel=false
-  several        torchrun --nproc-per-node 2 -m megatron_fp8 train --config tiny_gpt_cpu
+                     --model.tensor_model_parallel_size=1 \\
+                     --model.sequence_parallel=false
+  several        torchrun --nproc-per-node 2 -m megatron_fp8 train \\
+                     --config tiny_gpt_cpu
   under SLURM    srun python -m megatron_fp8 train --config llama3_8b
 
 --config takes a file, or the name of a config that comes with the package: {SHIPPED}.
@@ -65,7 +69,7 @@ _READER_LEFT = RuntimeError(
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 train` with `arguments`; returns the exit code."""
     if "-h" in arguments or "--help" in arguments:
-        print(USAGE.replace("{SHIPPED}", ", ".join(shipped_configs())))
+        print(fitted(USAGE.replace("{SHIPPED}", ", ".join(shipped_configs()))))
         return EXIT_DONE
     debug = "--debug" in arguments
     # Before anything asks for a GPU. With one queue a collective starts before the GEMM that is to hide it.

@@ -67,6 +67,14 @@ def test_cells_are_what_the_backends_decide(generation: Generation, monkeypatch:
                 assert by_name(engine.name, generation)[recipe] is False
 
 
+def test_what_everybody_knows_of_gpus():
+    """So that a rule that is wrong in the backend is wrong here too, and seen."""
+    for generation in GPUS:
+        found, capability = by_name("native", generation), generation.capability or (0, 0)
+        assert found.pop("mxfp8") is (capability >= (10, 0)), generation.key
+        assert set(found.values()) == {capability >= (8, 9)}, generation.key
+
+
 def test_this_package_s_kernel_is_named_where_it_would_multiply(monkeypatch: pytest.MonkeyPatch):
     for generation in GPUS:
         with monkeypatch.context() as there:

@@ -1,0 +1,66 @@
+"""Help that fits a terminal of 80 columns, however wide it was written.
+
+Prose is filled anew. Indented lines stay as they are where they fit. Where they do not, what stands in a second column goes
+on below itself, or below the first column where that is long; a command goes on behind a backslash.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+WIDTH = 80
+_SECOND_COLUMN = re.compile(r"^(\s*\S.*?\s{2,})(\S.*)$")
+_MOST_LEFT = 40  # a first column that is longer has its explanation below it
+
+
+def fitted(text: str, width: int = WIDTH) -> str:
+    """The text with no line longer than width, unless a single word or quotation is."""
+    lines: list[str] = []
+    prose: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if line and not line.startswith(" "):
+            prose.append(line)
+            continue
+        if prose:
+            lines += textwrap.wrap(" ".join(prose), width, break_on_hyphens=False, break_long_words=False)
+            prose = []
+        lines += [line] if len(line) <= width else _indented(line, width)
+    return "\n".join(lines[:-1])
+
+
+def _indented(line: str, width: int) -> list[str]:
+    columns = _SECOND_COLUMN.match(line)
+    if columns is None:
+        return _command(line, width)
+    left, right = columns.groups()
+    if len(left) > _MOST_LEFT:
+        first = left.rstrip()
+        above = [first] if len(first) <= width else _command(first, width)
+        return [*above, *_wrapped(right, " " * 6, " " * 6, width)]
+    return _wrapped(right, left, " " * len(left), width)
+
+
+def _command(line: str, width: int) -> list[str]:
+    """A command over several lines; options are not parted from their values."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    parts = re.split(r" (?=--|&&)", line.strip())
+    lines, now = [], indent + parts[0]
+    for part in parts[1:]:
+        if len(now) + len(part) + 3 > width:
+            lines.append(f"{now} \\")
+            now = f"{indent}    {part}"
+        else:
+            now = f"{now} {part}"
+    return [*lines, now]
+
+
+def _wrapped(text: str, first: str, after: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=after,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
