@@ -1,7 +1,7 @@
 """Help that fits a terminal of 80 columns, however wide it was written.
 
-Prose is filled anew. Indented lines stay as they are where they fit. Where they do not, what stands in a second column goes
-on below itself, or below the first column where that is long; a command goes on behind a backslash.
+Prose is filled anew. Indented lines stay as they are where they fit. Where they do not, what stands in a second column
+goes on below itself, or below the first column where that is long; a command goes on behind a backslash.
 """
 
 from __future__ import annotations
