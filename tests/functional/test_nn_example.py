@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fp8.nn import Fp8Linear, fp8_autocast, fp8_state_dict, fp8_step, load_fp8_state_dict
+from megatron_fp8.nn import (
+    DEFAULT_SKIP,
+    Fp8Linear,
+    fp8_autocast,
+    fp8_state_dict,
+    fp8_step,
+    load_fp8_state_dict,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,9 +47,14 @@ def test_the_page_runs(tmp_path):
     }
     names |= {"path": tmp_path / "saved", "fp8_step": fp8_step, "fp8_autocast": fp8_autocast}
     names |= {"fp8_state_dict": fp8_state_dict, "load_fp8_state_dict": load_fp8_state_dict}
-    first, skip, step, trainer, regions, resume, sharded = blocks_of_the_page()
+    first, in_parts, skip, step, trainer, regions, resume, sharded = blocks_of_the_page()
     exec(first, names)
     assert isinstance(model[0], Fp8Linear)
+    parts = nn.ModuleDict({"blocks": nn.ModuleList([fresh(), fresh()])})
+    known = {"model": parts, "convert_to_fp8": names["convert_to_fp8"], "DEFAULT_SKIP": DEFAULT_SKIP}
+    exec(in_parts, known)
+    recipes = [type(parts.blocks[k][0].fp8_config.recipe).__name__ for k in (0, 1)]
+    assert recipes == ["Float8BlockScaling", "Float8CurrentScaling"]
     layers = nn.ModuleDict({"layers": nn.ModuleList([fresh(), fresh()]), "router": nn.Linear(32, 32)})
     layers.layers[1].router = nn.Linear(32, 512)
     layers.layers[1].wide = nn.Linear(512, 32)
