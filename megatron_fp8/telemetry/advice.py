@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from ..numerics.formats import E4M3, E5M2
 from .rise import find_rise
 
-OWN_SCALES = ("tensorwise", "rowwise")
+OWN_SCALES = ("tensorwise", "rowwise", "delayed")
 BLOCKS = ("blockwise", "mxfp8")
+_LARGEST = {fmt.name: fmt.max for fmt in (E4M3, E5M2)}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Rule:
         cause: why it happens, in words.
         cure: 'finer' (the next finer recipe for the site, by the what-ifs if they were measured), 'bf16', or an option.
         shown: figures to give beside.
+        stale: holds only where most of the evidence has a scale that was made from an amax of more than STALE times
+            the tensor's own.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Rule:
     recipes: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
+    stale: bool = False
 
     def holds(self, value: float) -> bool:
         """Whether a figure is beyond the limit."""
@@ -62,8 +67,8 @@ RULES = (
     ),
     Rule(
         "delayed scale too large", "underflows%", 5.0,
-        "delayed scaling made the scale from a larger amax, and most of FP8's range goes unused",
-        "finer", recipes=("delayed",), shown=("cur_amax", "scale_inv_max", "dynamic_range"),
+        "delayed scaling made the scale from a larger amax, or with a margin, and most of FP8's range goes unused",
+        "finer", recipes=("delayed",), shown=("cur_amax", "scale_inv_max", "dynamic_range"), stale=True,
     ),
     Rule(
         "gradients too small for E4M3", "underflows%", 5.0,
@@ -93,14 +98,18 @@ RULES = (
     ),
 )  # fmt: skip
 
+STALE = 2.0
+"""Scales that are rounded to a power of two lose less than this factor, and a margin of one is as much."""
+
 FINER = {
-    "delayed": ("tensorwise", *BLOCKS),
+    "delayed": BLOCKS,
     "tensorwise": BLOCKS,
     "rowwise": BLOCKS,
     "blockwise": (),
     "mxfp8": (),
 }
-"""A recipe -> those whose scales follow values more closely; none: only BF16 is left."""
+"""A recipe -> those whose scales follow values more closely; none: only BF16 is left. A stale scale is also cured by
+the tensor's own amax."""
 
 WHAT_IF = {"mxfp8": "mxfp8", "blockwise": "fp8_block_scaling", "tensorwise": "fp8_current_scaling"}
 
@@ -193,11 +202,21 @@ def _by_rules(
             if not applies or not words or (rule.formats and words[0] not in rule.formats):
                 continue
             seen = [r for r in measured if rule.statistic in r and rule.holds(r[rule.statistic])]
+            if rule.stale:
+                stale = [r for r in seen if _is_stale(r, words[0])]
+                seen = stale if 2 * len(stale) > len(seen) else []
             if len(seen) >= min(2, len(measured)) and seen:
                 cure = _cure(rule, str(plan["recipe"]), seen)
                 pieces.setdefault((rule.name, tensor, cure), []).append((site, seen, rule))
                 break
     return [_piece(tensor, cure, held) for (_, tensor, cure), held in pieces.items()]
+
+
+def _is_stale(record: Mapping[str, Any], format_name: str) -> bool:
+    """Whether the scale was made from a larger amax than the tensor's; False where the figures that tell are missing."""
+    if format_name not in _LARGEST or not {"scale_inv_max", "cur_amax"} <= record.keys():
+        return False
+    return record["scale_inv_max"] * _LARGEST[format_name] > STALE * record["cur_amax"]
 
 
 def _cure(rule: Rule, recipe: str, seen: list[Mapping[str, Any]]) -> str:
@@ -208,7 +227,7 @@ def _cure(rule: Rule, recipe: str, seen: list[Mapping[str, Any]]) -> str:
     """
     if rule.cure != "finer":
         return rule.cure
-    choices = FINER.get(recipe, ())
+    choices = (*(("tensorwise",) if rule.stale else ()), *FINER.get(recipe, ()))
     if not choices:
         return "bf16"
     last = seen[-1]

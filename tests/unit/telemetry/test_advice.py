@@ -82,6 +82,22 @@ def test_evidence_to_line(recipe, fp8, tensor, figures, title, line):
     assert json.loads(json.dumps(found.as_dict()))["sites"] == [SITE]
 
 
+def test_a_delayed_scale_is_too_large_only_where_its_figures_say_so():
+    """A scale made from the tensor's own amax cannot be cured by another one for the whole tensor."""
+    own, lost = 2.0**24 / 448, {"underflows%": 90.0, "cur_amax": 2.0**24}
+    for scale_inv, title, recipe in (
+        (own, "one scale for too much", "blockwise"),
+        (1.9 * own, "one scale for too much", "blockwise"),
+        (3.0 * own, "delayed scale too large", "tensorwise"),
+    ):
+        (found,) = advise(records(**lost, scale_inv_max=scale_inv), report("delayed"))
+        assert found.title == title and f'"{recipe}"' in found.line, found
+    mixed = records(**lost, scale_inv_max=own) + records(iterations=(40, 50), **lost, scale_inv_max=9.0 * own)
+    assert [one.title for one in advise(mixed, report("delayed"))] == ["one scale for too much"]
+    unknown = [{k: v for k, v in row.items() if k != "scale_inv_max"} for row in records(**lost)]
+    assert [one.title for one in advise(unknown, report("delayed"))] == ["one scale for too much"]
+
+
 def test_once_is_no_evidence():
     rows = records() + records(iterations=(40,), **{"underflows%": 60.0})
     assert advise(rows, report("tensorwise")) == []
