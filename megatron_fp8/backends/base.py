@@ -50,10 +50,22 @@ def check_matrix(x: torch.Tensor, direction: str) -> None:
         raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
 
 
-def unfit(a: QuantizedSide, b: QuantizedSide) -> ValueError:
-    """What a gemm raises unless a [M, K] and b [N, K] contract, and at most one of them is E5M2."""
+RESULTS = (torch.float32, torch.bfloat16, torch.float16)
+"""What a gemm's result can be (float64, too, where a reference is wanted)."""
+
+
+def unfit(
+    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
+) -> ValueError:
+    """What a gemm raises: contractions that differ, E5M2 twice, another result than a float, a bias that is not [N]."""
     if a.codes.shape[1] != b.codes.shape[1]:
         return ValueError(
             f"gemm contracts the last dimensions, {tuple(a.codes.shape)} and {tuple(b.codes.shape)}: they must be equal"
+        )
+    if out_dtype not in RESULTS:
+        return ValueError(f"gemm: out_dtype {out_dtype} is none of {', '.join(map(str, RESULTS))}")
+    if bias is not None and tuple(bias.shape) != (b.codes.shape[0],):
+        return ValueError(
+            f"gemm: a bias of shape {tuple(bias.shape)}, where ({b.codes.shape[0]},) is needed: one for each row of b"
         )
     return ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")

@@ -32,7 +32,7 @@ from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
 from . import specified
-from .base import AmaxReduction, Quantized, Region, unfit
+from .base import RESULTS, AmaxReduction, Quantized, Region, unfit
 
 name = "emulated"
 
@@ -79,6 +79,8 @@ def quantize(
 # The smallest code is 2^-16, the largest sum of products of codes about 2^42: see _foldable.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**80
 
+_RESULTS = (*RESULTS, torch.float64)
+
 
 def gemm(
     a: QuantizedSide,
@@ -93,7 +95,7 @@ def gemm(
 
     Args:
         a: [M, K]; b: [N, K]; any M, N, K (none need be a multiple of anything).
-        out_dtype: dtype of the result.
+        out_dtype: float32, bfloat16 or float16; float64 for the reference.
         bias: [N], added in float32 before the rounding.
         fast_accumulation: allowed to tensor cores; here sums are float32 either way.
         exact: float64 accumulation: the reference.
@@ -102,10 +104,12 @@ def gemm(
         [M, N]. NaN codes give NaN in their row or column.
 
     Raises:
-        ValueError: contractions differ, or both operands are E5M2 (no hardware multiplies those).
+        ValueError: contractions differ, both operands are E5M2 (no hardware multiplies those), or another shape of bias
+            or dtype of the result.
     """
-    if a.codes.shape[1] != b.codes.shape[1] or a.codes.dtype == b.codes.dtype == E5M2.dtype:
-        raise unfit(a, b)
+    contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
+    if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
+        raise unfit(a, b, out_dtype, bias)
     if not exact and _one_float32(a) and _one_float32(b) and out_dtype in _IN_C and _foldable(a, b):
         large = a.codes.numel() + b.codes.numel() >= loops.MIN_PRODUCT
         values = torch.bfloat16 if large and loops.has_matmul() else torch.float32
@@ -146,7 +150,12 @@ def _in_torch(
     if exact or not _foldable(a, b) or not (short or keeps_float32(a.codes.device)):
         return finish(values64(a) @ values64(b).t(), None, bias, out_dtype)
     if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16 and not a.codes.is_cuda:
-        return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
+        values_a, values_b = a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16)
+        if not (a.finite and b.finite):
+            # oneDNN reads a row's end in whole tiles, so that a NaN of the next row gets into this one.
+            missing = -a.codes.shape[1] % 32
+            values_a, values_b = (torch.nn.functional.pad(v, (0, missing)) for v in (values_a, values_b))
+        return values_a @ values_b.t()
     dtype = torch.bfloat16 if short and gemms.multiplies(a.codes, b.codes) else torch.float32
     (values_a, scale_a), (values_b, scale_b) = _operand(a, dtype), _operand(b, dtype)
     if scale_b is not None and scale_b.ndim:

@@ -5,7 +5,6 @@ A recipe gives a Rule for each operand (recipe.py); casts and scales are made by
 
 from __future__ import annotations
 
-import math
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal, get_args
@@ -135,6 +134,9 @@ def _check_margin(margin: int) -> None:
         )
 
 
+_LARGEST = (2 - 2.0**-23) * 2.0**127  # of float32
+
+
 def _check_epsilon(epsilon: float) -> None:
-    if not (isinstance(epsilon, (int, float)) and math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"amax_epsilon {epsilon!r}: a finite number >= 0 is needed; 0 turns it off")
+    if not (isinstance(epsilon, (int, float)) and 0 <= epsilon <= _LARGEST):
+        raise ValueError(f"amax_epsilon {epsilon!r}: a float32 number >= 0 is needed; 0 turns it off")

@@ -119,6 +119,7 @@ def test_unknown_format_is_refused(cls, bad):
         (DelayedScaling, "interval", -3),
         (DelayedScaling, "amax_compute_algo", "mean"),
         (DelayedScaling, "amax_epsilon", -1e-9),
+        (DelayedScaling, "amax_epsilon", 1e39),
         (Float8CurrentScaling, "amax_epsilon", float("nan")),
         (Float8RowwiseScaling, "amax_epsilon", float("inf")),
         (Float8BlockScaling, "amax_epsilon", "small"),

@@ -24,7 +24,7 @@ from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR
 from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
-from ..base import AmaxReduction, Quantized, Region, unfit
+from ..base import RESULTS, AmaxReduction, Quantized, Region, unfit
 from .layout import Operand, ProductPlan, Refusal, arguments, block_scales, place_codes, plan, row_scales
 from .probe import device_reason, refusals
 
@@ -232,10 +232,12 @@ def gemm(
         [M, N], contiguous.
 
     Raises:
-        ValueError: contractions differ, both operands are E5M2, or nothing here multiplies such operands.
+        ValueError: contractions differ, both operands are E5M2, nothing here multiplies such operands, or another shape
+            of bias or dtype of the result.
     """
-    if a.codes.shape[1] != b.codes.shape[1] or a.codes.dtype == b.codes.dtype == E5M2.dtype:
-        raise unfit(a, b)
+    contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
+    if not contracts or out_dtype not in RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
+        raise unfit(a, b, out_dtype, bias)
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         result = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)

@@ -163,6 +163,32 @@ def test_nan_codes_stay_visible(name):
             assert not result[[0, 1, 3, 4, 5]].isnan().any()
 
 
+@pytest.mark.parametrize(
+    "m, n, k", [(33, 127, 33), (300, 129, 33), (31, 127, 129), (32, 31, 1), (33, 127, 34), (31, 127, 132)]
+)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_nan_stays_in_its_row_whatever_the_contraction(name, m, n, k):
+    """oneDNN's BF16 product by AMX multiplies what lies behind a row by zero, and NaN times zero is NaN."""
+    x = randn(m, k, seed=8)
+    x[13, 0] = math.nan
+    a, b = operands("fprop", RECIPES[name], m, n, k, x=x)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        result = gemm(a, b, out_dtype=dtype)
+        assert result.isnan().any(1).nonzero().flatten().tolist() == [13]
+
+
+def test_a_bias_of_another_shape_and_a_result_that_cannot_be_are_refused():
+    for name in RECIPES:
+        for m, n in ((40, 40), (4, 4), (40, 50)):
+            a, b = operands("fprop", RECIPES[name], m, n, 60)
+            for shape in ((1,), (n - 1,), (n, 1), (1, n), ()):
+                with pytest.raises(ValueError, match=rf"one for each row of b|\({n},\) is needed"):
+                    gemm(a, b, bias=torch.ones(shape))
+            for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64):
+                with pytest.raises(ValueError, match="out_dtype"):
+                    gemm(a, b, out_dtype=dtype)
+
+
 @pytest.mark.parametrize("which", GEMMS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_code_counts(name, which):
