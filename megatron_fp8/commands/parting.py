@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
-from ..files.lines import records
-from ..telemetry.output import FILE, read_records
+from ..telemetry.output import FILE
 from ..telemetry.parting import common_iterations, first_parting, relative_difference
+from ..train.run_record import RunRecord
 
 _SAME_DATA = {
     "train": ("seed", "global_batch_size", "seq_length", "train_iters"),
@@ -34,6 +34,7 @@ def compare(options: argparse.Namespace) -> None:
         *_losses(ours, theirs, found),
         *_telemetry(ours, theirs, found),
         *_checkpoints(ours, theirs, found),
+        *(f"note        {text}" for path in (ours, theirs) for text in RunRecord(path).unfinished()),
     ]
     print("\n".join(lines), flush=True)
     if options.json:
@@ -76,12 +77,21 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _losses(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
-    """The first iteration whose losses differ."""
+    """The first iteration whose losses differ. ValueError: they have no iteration in common."""
     first, second = (
-        {row["iteration"]: row for row in records(path / "metrics.jsonl")} for path in (ours, theirs)
+        {line.iteration(): line.content for line in RunRecord(path).metrics()} for path in (ours, theirs)
     )
+    for path, rows in ((ours, first), (theirs, second)):
+        if not rows:
+            raise ValueError(
+                f"{str(path)!r} has no losses to compare: metrics.jsonl is missing or empty. Give two runs that trained"
+            )
+    if not first.keys() & second.keys():
+        raise ValueError(
+            "the two runs' metrics.jsonl have no iteration in common: there is nothing to compare"
+        )
     for iteration in sorted(first.keys() & second.keys()):
-        a, b = (rows[iteration].get("lm_loss") for rows in (first, second))
+        a, b = (rows[iteration]["lm_loss"] for rows in (first, second))
         if a != b:
             found["loss"] = {"iteration": iteration, "values": [a, b]}
             return [f"loss        differs first in iteration {iteration}: {' and '.join(told_apart(a, b))}"]
@@ -102,7 +112,7 @@ def told_apart(a: Any, b: Any) -> tuple[str, str]:
 
 def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
     """The first site and tensor whose statistics differ, at all and by more than a twentieth."""
-    first, second = (read_records(path, 2**62) for path in (ours, theirs))
+    first, second = ([line.content for line in RunRecord(path).telemetry()] for path in (ours, theirs))
     without = [str(path) for path, rows in ((ours, first), (theirs, second)) if not rows]
     if without:
         found["telemetry"] = None

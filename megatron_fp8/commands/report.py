@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..files.disk import replace_file
-from ..files.lines import records
 from ..telemetry.advice import Advice, advise
-from ..train.report import format_report, read_report
+from ..train.report import format_report
+from ..train.run_record import RunRecord, record_of
 from .line import CommandParser, run
 
 DESCRIPTION = """\
@@ -28,7 +28,7 @@ site (of runs with --telemetry.every), the precision map, events and advice. It 
 def main(arguments: list[str]) -> int:
     """Print the report of the run in `arguments`, or write the page of several; returns the exit code."""
     parser = CommandParser("report", DESCRIPTION)
-    parser.add_argument("runs", metavar="RUN_DIR", nargs="*", type=Path, help="a run's folder")
+    parser.add_argument("runs", metavar="RUN_DIR", nargs="*", help="a run's folder")
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="write a page of the runs, to open in a browser"
     )
@@ -40,12 +40,17 @@ def _report(options: Namespace) -> None:
     """Raises ValueError: bad input."""
     if options.html is not None and options.advice is not None:
         raise ValueError("--html and --advice are two files: give one of them at a time")
+    if "" in options.runs:
+        raise ValueError(
+            "a run's folder was given as an empty text: give its path (. for the current folder)"
+        )
+    runs = [Path(run) for run in options.runs]
     if options.html is not None:
-        write_page(options.runs, options.html)
-    elif options.advice is not None and len(options.runs) == 1:
-        write_advice(options.runs[0], options.advice)
-    elif len(options.runs) == 1:
-        print(terminal(options.runs[0]))
+        write_page(runs, options.html)
+    elif options.advice is not None and len(runs) == 1:
+        write_advice(runs[0], options.advice)
+    elif len(runs) == 1:
+        print(terminal(runs[0]))
     else:
         raise ValueError("give one run folder: megatron-fp8 report RUN_DIR (several with --html FILE)")
 
@@ -60,21 +65,20 @@ def write_page(folders: list[Path], path: Path) -> None:
         ) from error
     from ..report import read_runs, write_html
 
-    size = write_html(read_runs(folders), path)
+    found = read_runs(folders)
+    size = write_html(found, path)
+    for line in (line for one in found for line in one.unfinished):
+        print(_printable(f"note        {line}"))
     print(f"{path} ({size / 1e6:.1f} MB): open it in a browser")
 
 
 def terminal(folder: Path) -> str:
     """The report of one run for the terminal. Raises ValueError: it is no run's folder, or its files are damaged."""
-    try:
-        report = read_report(folder)
-        own = folder if folder.is_dir() else folder.parent
-        advice = [f"advice      {piece}" for piece in advice_of(own, report)]
-        return _printable("\n".join([format_report(report), *losses(own), *advice]))
-    except KeyError as error:
-        raise ValueError(f"{str(folder)!r} is not a run's report or metrics: {error} is missing") from error
-    except (TypeError, AttributeError, IndexError) as error:  # other JSON than a run writes
-        raise ValueError(f"{str(folder)!r} is not a run's report or metrics ({error})") from error
+    record = record_of(folder)
+    report = record.report()
+    advice = [f"advice      {piece}" for piece in advice_of(record, report)]
+    notes = [f"note        {line}" for line in record.unfinished()]
+    return _printable("\n".join([format_report(report), *losses(record), *advice, *notes]))
 
 
 def _printable(text: str) -> str:
@@ -82,17 +86,16 @@ def _printable(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def advice_of(folder: Path, report: dict[str, Any]) -> list[Advice]:
-    """What a run's figures call for."""
-    return advise(records(folder / "telemetry.jsonl"), report, records(folder / "metrics.jsonl"))
+def advice_of(record: RunRecord, report: dict[str, Any]) -> list[Advice]:
+    """What a run's figures call for. Raises ValueError: a file cannot be understood."""
+    metrics = [line.content for line in record.metrics()]
+    return advise((line.content for line in record.telemetry()), report, metrics)
 
 
 def write_advice(folder: Path, path: Path) -> None:
     """The advice of a run as a JSON file: a list of objects. Raises ValueError: bad input."""
-    try:
-        pieces = [piece.as_dict() for piece in advice_of(folder, read_report(folder))]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(folder)!r} is not a run's report or telemetry ({error!r})") from error
+    record = record_of(folder)
+    pieces = [piece.as_dict() for piece in advice_of(record, record.report())]
     if path.is_file() and not path.read_bytes().lstrip().startswith(b"["):
         raise ValueError(
             f"--advice={path} is there and is no list of advice, so it is not replaced: give another file."
@@ -103,20 +106,22 @@ def write_advice(folder: Path, path: Path) -> None:
         raise ValueError(
             f"--advice={path} cannot be written ({error.strerror}): give another file."
         ) from error
+    for line in record.unfinished():
+        print(_printable(f"note        {line}"))
     print(f"{path}: {len(pieces)} pieces of advice")
 
 
-def losses(folder: Path) -> list[str]:
+def losses(record: RunRecord) -> list[str]:
     """One line about training and one about validation, if the run got that far."""
     lines = []
-    steps = records(folder / "metrics.jsonl")
+    steps = [line.content for line in record.metrics()]
     if steps:
-        skipped = sum(step["skipped"] for step in steps)
+        skipped = sum(int(step.get("skipped", 0)) for step in steps)
         lines.append(
             f"training    {len(steps)} iterations, loss {_rounded(steps[0]['lm_loss'])} ->"
             f" {_rounded(steps[-1]['lm_loss'])}, {skipped} steps skipped"
         )
-    validations = records(folder / "validation.jsonl")
+    validations = [line.content for line in record.validation()]
     if validations:
         last = validations[-1]
         lines.append(

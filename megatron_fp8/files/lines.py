@@ -32,11 +32,13 @@ class Line:
             f"line {self.number} of {str(self.path)!r} {problem}: correct it or remove the line."
         )
 
-    def iteration(self) -> int:
-        """Its iteration; ValueError if that is no count."""
+    def iteration(self, first: int = 0) -> int:
+        """Its iteration; ValueError if that is no whole number from ``first`` on."""
         value = self.content.get("iteration")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LAST_EXACT:
-            raise self.wrong(f"has the iteration {value!r}, and that is a whole number from 0 on")
+        if isinstance(value, bool) or not isinstance(value, int) or not first <= value < _LAST_EXACT:
+            raise self.wrong(
+                f"has the iteration {_short(value)}, and that is a whole number from {first} on"
+            )
         return value
 
     def text(self, name: str) -> str:
@@ -93,6 +95,21 @@ def read_lines(path: Path) -> Iterator[Line]:
         for number, line in enumerate(stream, 1):
             if line.endswith(b"\n"):
                 yield Line(path, number, _parsed(path, number, line))
+
+
+def unfinished(path: Path) -> bool:
+    """Whether the last line of a file has no end, which ``read_lines`` leaves out."""
+    try:
+        ordinary(path.stat())
+        with path.open("rb") as stream:
+            if not stream.seek(0, os.SEEK_END):
+                return False
+            stream.seek(-1, os.SEEK_END)
+            return stream.read(1) != b"\n"
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}).") from error
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -38,17 +38,6 @@ class Row:
     notes: tuple[str, ...]
 
 
-def checked_sites(report: Any, path: str) -> list[Mapping[str, Any]]:
-    """The sites of a report; ValueError if it is no report, or an entry is no site."""
-    sites = report.get("sites", []) if isinstance(report, dict) else None
-    if not isinstance(sites, list):
-        raise ValueError(f"{path!r} is no run's report: it has no list of sites. Give the folder of a run.")
-    for number, site in enumerate(sites, 1):
-        if not isinstance(site, dict) or not isinstance(site.get("name"), str):
-            raise ValueError(f"{path!r} is no run's report: its site {number} has no name.")
-    return sites
-
-
 def precision_map(sites: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Rows in the order in which the first site of each comes."""
     groups: dict[tuple, list[str]] = {}

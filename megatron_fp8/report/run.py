@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..files.disk import read_ordinary
-from ..files.lines import Line, read_lines
+from ..files.lines import Line
 from ..files.manifest import LARGEST
 from ..telemetry.advice import advise
-from ..train.report import read_report
+from ..train.run_record import FILES, RunRecord
 from .advice import ShownAdvice, read_advice, understood
 from .curves import QUANTITIES, VALIDATION, Curve, read_curves
 from .events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
-from .precision import checked_sites
 from .statistics import Statistics, read_statistics
-
-FILES = ("report.json", "metrics.jsonl", "telemetry.jsonl")
-"""A folder that has one of these is a run's."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,7 @@ class Run:
         events: in the order of their iterations.
         statistics: of telemetry.jsonl; None if the run has none.
         advice: of advice.json; without one, what its own figures call for.
+        unfinished: a line for each file whose last line was left out.
     """
 
     name: str
@@ -44,6 +41,7 @@ class Run:
     events: tuple[Event, ...]
     statistics: Statistics | None
     advice: tuple[ShownAdvice, ...]
+    unfinished: tuple[str, ...] = ()
 
     @property
     def last(self) -> int:
@@ -76,16 +74,14 @@ def read_run(folder: Path, name: str | None = None) -> Run:
             f"{str(folder)!r} is not a run's folder: it has neither of {', '.join(FILES)}. Give the folder that train"
             " calls run_dir."
         )
-    report_path = folder / "report.json"
-    report = read_report(folder) if report_path.exists() else {}
-    sites = checked_sites(report, str(report_path))
-    metrics = list(read_lines(folder / "metrics.jsonl"))
-    events = skipped_steps(metrics) + recorded(read_lines(folder / "events.jsonl"))
-    events += guard_moves(report, str(report_path))
+    record = RunRecord(folder)
+    report = record.report() if record.has("report.json") else {}
+    sites, report_path = report.get("sites", []), str(folder / "report.json")
+    metrics, validation = record.metrics(), record.validation()
+    events = skipped_steps(metrics) + recorded(record.events()) + guard_moves(report, report_path)
     if not any(event.kind == "save" for event in events):
         events += seen_checkpoints(folder / "checkpoints")
-    lines = read_lines(folder / "telemetry.jsonl")
-    statistics = read_statistics(lines, [site["name"] for site in sites])
+    statistics = read_statistics(record.telemetry(), [site["name"] for site in sites])
     events += statistics.went_bad if statistics else ()
     return Run(
         name=folder.name if name is None else name,
@@ -93,12 +89,13 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         sites=sites,
         curves={
             **read_curves(metrics, QUANTITIES),
-            **read_curves(read_lines(folder / "validation.jsonl"), [VALIDATION]),
+            **read_curves(validation, [VALIDATION]),
         },
-        phases=_phases(report, str(report_path)),
+        phases=_phases(report),
         events=tuple(sorted(events, key=lambda event: (event.first, event.kind))),
         statistics=statistics,
-        advice=_advice(folder / "advice.json") or _own_advice(folder, report, sites, metrics),
+        advice=_advice(folder / "advice.json") or _own_advice(record, report, metrics),
+        unfinished=tuple(record.unfinished()),
     )
 
 
@@ -110,25 +107,17 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _phases(report: dict[str, Any], path: str) -> tuple[tuple[str, str, int, int], ...]:
-    precision = report.get("precision")
-    phases = precision.get("phases") if isinstance(precision, dict) else None
-    if not phases:
-        return ()
-    try:
-        return tuple((str(p["phase"]), str(p["precision"]), int(p["first"]), int(p["last"])) for p in phases)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"{path!r} is no run's report: its phases cannot be understood ({error!r})."
-        ) from error
+def _phases(report: dict[str, Any]) -> tuple[tuple[str, str, int, int], ...]:
+    phases = report.get("precision", {}).get("phases", [])
+    return tuple((p["phase"], p["precision"], p["first"], p["last"]) for p in phases)
 
 
 def _own_advice(
-    folder: Path, report: dict[str, Any], sites: list, metrics: Sequence[Line]
+    record: RunRecord, report: dict[str, Any], metrics: Sequence[Line]
 ) -> tuple[ShownAdvice, ...]:
     """What the run's own figures call for, where nobody else has written advice."""
-    records = (line.content for line in read_lines(folder / "telemetry.jsonl"))
-    given = advise(records, {**report, "sites": sites}, [line.content for line in metrics])
+    measured = (line.content for line in record.telemetry())
+    given = advise(measured, report, [line.content for line in metrics])
     return understood(
         {
             "title": f"{piece.title}: {piece.cause}",

@@ -51,8 +51,15 @@ def write_run(
     random = np.random.default_rng(seed)
     report = {
         "device": "CPU x86_64, 2 cores",
+        "versions": {"python": "3.11.0"},
+        "parallel": {
+            "launcher": "one process", "world_size": 1, "backend": "gloo", "tensor": 1, "pipeline": 1,
+            "virtual_pipeline": None, "context": 1, "expert": 1, "data": 1, "sequence_parallel": False,
+            "threads_per_rank": 1,
+        },
+        "parameters": {"total": 1000, "non_embedding": 800},
         "precision": {
-            "fp8": "hybrid", "fp8_recipe": "mxfp8",
+            "bf16": True, "fp16": False, "fp8": "hybrid", "fp8_recipe": "mxfp8",
             "phases": [
                 {"phase": "warm-up", "precision": "bf16", "first": 1, "last": iterations // 8},
                 {"phase": "fp8", "precision": "fp8", "first": iterations // 8 + 1, "last": iterations},

@@ -49,7 +49,7 @@ def test_nothing_is_loaded_and_texts_are_escaped(tmp_path):
     def named(line):
         return line | {"site": HOSTILE, HOSTILE: 1.0}
 
-    run = write_run(tmp_path / HOSTILE.replace("/", "|"), fields=named, tensors=[HOSTILE])
+    run = write_run(tmp_path / HOSTILE.replace("/", "|"), fields=named)
     report = json.loads((run / "report.json").read_text())
     report["device"] = report["sites"][0]["name"] = report["sites"][1]["reason"] = HOSTILE
     (run / "report.json").write_text(json.dumps(report))

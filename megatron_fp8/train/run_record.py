@@ -1,0 +1,212 @@
+"""What a run left in its folder, read in one way by all who show or compare it: report, page, advice, --against.
+
+A line that cannot be understood is refused with its file and number, and a report that lacks something with its name: a
+figure that was passed over in silence would make two runs look alike. An unfinished last line is no damage, since a run
+that is still writing has one, and one that was killed. It is left out, and said.
+
+Rejected: each reader checks what it needs. The terminal refused what the page drew, and a comparison counted it as equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..files.lines import Line, read_lines, unfinished
+from ..telemetry.names import TENSORS
+from .metrics import IterationMetrics
+from .report import read_report
+
+FILES = ("report.json", "metrics.jsonl", "telemetry.jsonl")
+"""A run's folder has one of these at least."""
+
+_NO_NUMBERS = ("iteration", "site", "tensor", "partial", "went_bad")
+"""Fields of a line of telemetry that are no statistics."""
+
+_LINES = ("metrics.jsonl", "validation.jsonl", "events.jsonl", "telemetry.jsonl")
+
+_METRICS = [field.name for field in fields(IterationMetrics) if field.name != "iteration"]
+
+_NEEDED: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+    ("device", str, "a text"),
+    ("versions", dict, "an object"),
+    ("parallel", dict, "an object"),
+    ("parallel.world_size", int, "a whole number"),
+    ("parallel.launcher", str, "a text"),
+    ("parallel.backend", str, "a text"),
+    ("parallel.sequence_parallel", bool, "true or false"),
+    ("parallel.threads_per_rank", int, "a whole number"),
+    *(
+        (f"parallel.{name}", (int, type(None)), "a whole number or null")
+        for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "data")
+    ),
+    ("parameters", dict, "an object"),
+    ("parameters.total", int, "a whole number"),
+    ("parameters.non_embedding", int, "a whole number"),
+    ("precision", dict, "an object"),
+    ("precision.bf16", bool, "true or false"),
+    ("precision.fp8", (str, type(None)), "a text or null"),
+    ("precision.fp8_recipe", (str, type(None)), "a text or null"),
+    ("sites", list, "a list"),
+)
+"""Fields of report.json that some reader needs."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of one run. Each list is checked whole when it is asked for; a file that is missing is empty.
+
+    Attributes:
+        folder: of the run.
+    """
+
+    folder: Path
+
+    def has(self, file: str) -> bool:
+        """Whether the run has a file of this name."""
+        return (self.folder / file).exists()
+
+    def report(self) -> dict[str, Any]:
+        """report.json. Raises ValueError: there is none, or it lacks what a reader needs."""
+        path = self.folder / "report.json"
+        report = read_report(self.folder)
+        if not isinstance(report, dict):
+            raise ValueError(
+                f"{str(path)!r} is no run's report: it is no JSON object. Give the folder of a run."
+            )
+        for name, kind, words in _NEEDED:
+            value = _field(report, name, path)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise ValueError(
+                    f"{str(path)!r} is no run's report: {name} is {str(value)[:60]!r}, and that is {words}."
+                )
+        for number, site in enumerate(report["sites"], 1):
+            _check_site(site, number, path)
+        _check_phases(report["precision"].get("phases", []), path)
+        _check_stored(report["precision"].get("fp8_param"), path)
+        return report
+
+    def metrics(self) -> list[Line]:
+        """metrics.jsonl: the iteration, the loss, and what else training writes. Raises ValueError."""
+        return list(map(_metric, read_lines(self.folder / "metrics.jsonl")))
+
+    def validation(self) -> list[Line]:
+        """validation.jsonl. Raises ValueError."""
+        return list(map(_validation, read_lines(self.folder / "validation.jsonl")))
+
+    def events(self) -> list[Line]:
+        """events.jsonl. Raises ValueError."""
+        return list(map(_event, read_lines(self.folder / "events.jsonl")))
+
+    def telemetry(self) -> Iterator[Line]:
+        """telemetry.jsonl, line by line: it may be large. Raises ValueError."""
+        return map(_measured, read_lines(self.folder / "telemetry.jsonl"))
+
+    def unfinished(self) -> list[str]:
+        """One line for each file whose last line is unfinished, which is left out everywhere."""
+        paths = [self.folder / name for name in _LINES]
+        return [
+            f"the last line of {str(path)!r} is unfinished and left out: the run is still writing, or was ended while it"
+            " wrote"
+            for path in paths
+            if unfinished(path)
+        ]
+
+
+def record_of(path: Path) -> RunRecord:
+    """The record of a run, by its folder or one of FILES in it. Raises ValueError: there is none."""
+    folder = path.parent if path.name in FILES and not path.is_dir() else path
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}: give the folder of a run.")
+    return RunRecord(folder)
+
+
+def _field(report: Mapping[str, Any], name: str, path: Path) -> Any:
+    value: Any = report
+    for part in name.split("."):
+        if part not in value:
+            raise ValueError(f"{str(path)!r} is no run's report: it has no {name}. Give the folder of a run.")
+        value = value[part]
+    return value
+
+
+def _check_site(site: Any, number: int, path: Path) -> None:
+    if not isinstance(site, dict) or not isinstance(site.get("name"), str):
+        raise ValueError(f"{str(path)!r} is no run's report: its site {number} has no name.")
+    for name, kinds, words in (
+        ("precision", str, "a text"),
+        ("recipe", (str, type(None)), "a text or null"),
+        ("roles", (dict, type(None)), "an object or null"),
+        ("layer", (int, type(None)), "a whole number or null"),
+    ):
+        if not isinstance(site.get(name), kinds) or (name == "recipe" and name not in site):
+            raise ValueError(
+                f"{str(path)!r} is no run's report: {name} of its site {site['name']!r} is"
+                f" {str(site.get(name))[:60]!r}, and that is {words}."
+            )
+
+
+def _check_phases(phases: Any, path: Path) -> None:
+    kinds = (("phase", str), ("precision", str), ("first", int), ("last", int))
+    for phase in phases if isinstance(phases, list) else [phases]:
+        if not isinstance(phase, dict) or not all(isinstance(phase.get(name), kind) for name, kind in kinds):
+            raise ValueError(
+                f"{str(path)!r} is no run's report: its phases cannot be understood ({str(phase)[:60]}), and each has"
+                " phase, precision, first and last."
+            )
+
+
+def _check_stored(stored: Any, path: Path) -> None:
+    kinds = (("weights", int), ("bytes", int), ("values", int), ("warning", (str, type(None))))
+    if stored is not None and not (
+        isinstance(stored, dict)
+        and all(name in stored and isinstance(stored[name], kind) for name, kind in kinds)
+    ):
+        raise ValueError(
+            f"{str(path)!r} is no run's report: precision.fp8_param is {str(stored)[:60]}, and that has weights, bytes,"
+            " values and warning."
+        )
+
+
+def _metric(line: Line) -> Line:
+    line.iteration(1)
+    if "lm_loss" not in line.content:
+        raise line.wrong("has no lm_loss")
+    if line.content.get("skipped", 0) not in (0, 1):
+        raise line.wrong(f"has skipped {str(line.content['skipped'])[:60]!r}, and that is 0 or 1")
+    return _in_numbers(line, [name for name in line.content if name in _METRICS])
+
+
+def _in_numbers(line: Line, names: Iterable[str]) -> Line:
+    """The line with its numbers as numbers: NaN and the infinities may be in words."""
+    numbers = {name: line.number_of(name) for name in names}
+    words = {name: value for name, value in numbers.items() if isinstance(line.content[name], str)}
+    return Line(line.path, line.number, {**line.content, **words}) if words else line
+
+
+def _validation(line: Line) -> Line:
+    line.iteration()
+    if "validation_loss" not in line.content:
+        raise line.wrong("has no validation_loss")
+    return _in_numbers(line, ["validation_loss"])
+
+
+def _event(line: Line) -> Line:
+    line.iteration()
+    line.text("event")
+    line.text("text")
+    return line
+
+
+def _measured(line: Line) -> Line:
+    line.iteration(1)
+    line.text("site")
+    tensor = line.text("tensor")
+    if tensor.partition(".")[0] not in TENSORS:
+        raise line.wrong(f"has tensor {tensor[:60]!r}, and that is one of {', '.join(TENSORS)}")
+    if not isinstance(line.content.get("partial", False), bool):
+        raise line.wrong(f"has partial {str(line.content['partial'])[:60]!r}, and that is true or false")
+    line.texts("went_bad")
+    return _in_numbers(line, [name for name in line.content if name not in _NO_NUMBERS])

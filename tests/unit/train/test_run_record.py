@@ -1,0 +1,125 @@
+"""The record of a run: one reader for reports, pages, advice and comparisons, which refuses what it cannot understand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from megatron_fp8.commands.main import main
+from megatron_fp8.train.run_record import record_of
+from tests.support.written_runs import write_run
+
+
+def changed(folder, file, number, change):
+    """One line of a file, counted from 1, with some fields changed, or as the text that is given."""
+    lines = (folder / file).read_text().splitlines(keepends=True)
+    given = isinstance(change, str)
+    lines[number - 1] = change + "\n" if given else json.dumps(json.loads(lines[number - 1]) | change) + "\n"
+    (folder / file).write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("telemetry.jsonl", {"iteration": -7}, "iteration -7"),
+        ("telemetry.jsonl", {"iteration": 0}, "from 1 on"),
+        ("telemetry.jsonl", {"iteration": "7"}, "iteration '7'"),
+        ("telemetry.jsonl", {"site": 3}, "site 3"),
+        ("telemetry.jsonl", {"tensor": "wieght"}, "tensor 'wieght', and that is one of input, weight"),
+        ("telemetry.jsonl", {"underflows%": "x0.0"}, "underflows% 'x0.0'"),
+        ("telemetry.jsonl", {"partial": "yes"}, "partial 'yes'"),
+        ("telemetry.jsonl", '{"iteration": 10, "si', "is no JSON"),
+        ("metrics.jsonl", '{"iteration": 2, "lm_lsos": 3.0, "skipped": 0}', "has no lm_loss"),
+        ("metrics.jsonl", {"iteration": 0}, "from 1 on"),
+        ("metrics.jsonl", {"lm_loss": "low"}, "lm_loss 'low'"),
+        ("metrics.jsonl", {"skipped": "no"}, "skipped 'no'"),
+    ],
+)
+def test_every_reader_refuses_a_line_with_its_number(tmp_path, capsys, file, change, said):
+    run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
+    for folder in (run, other):
+        (folder / "config.yaml").write_text("train: {seed: 1}\n")
+    changed(run, file, 2, change)
+    for arguments in (
+        ["report", run],
+        ["report", run, "--html", tmp_path / "page.html"],
+        ["report", run, "--advice", tmp_path / "advice.json"],
+        ["diagnose", other, "--against", run],
+    ):
+        assert main([str(argument) for argument in arguments]) == 2, arguments
+        out = capsys.readouterr()
+        assert f"line 2 of '{run / file}'" in out.err and said in out.err, arguments
+        assert out.out == "" and out.err.count("\n") == 1
+    assert not (tmp_path / "page.html").exists() and not (tmp_path / "advice.json").exists()
+
+
+def test_events_are_checked_and_words_are_numbers(tmp_path):
+    run = write_run(tmp_path / "run")
+    changed(run, "telemetry.jsonl", 1, {"tensor": "input.wgrad", "std": "NaN", "mean": None})
+    changed(run, "metrics.jsonl", 1, {"lm_loss": "Infinity"})
+    record = record_of(run)
+    first = next(record.telemetry()).content
+    assert math.isnan(first["std"]) and first["mean"] is None and first["tensor"] == "input.wgrad"
+    assert record.metrics()[0].content["lm_loss"] == math.inf
+    assert main(["report", str(run)]) == 0
+    (run / "events.jsonl").write_text(
+        '{"iteration": 0, "event": "save", "text": "t"}\n{"iteration": 1, "evnet": "x"}\n'
+    )
+    with pytest.raises(ValueError, match=r"line 2 of .*event None"):
+        record.events()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device": None}, "device is 'None', and that is a text"),
+        ({"parallel": {"world_size": 1}}, "has no parallel.launcher"),
+        ({"precision": [], "sites": []}, "precision is"),
+        ({"sites": {}}, "sites is"),
+        ({"sites": ["a"]}, "site 1 has no name"),
+        (
+            {"sites": [{"name": "a", "precision": "fp8", "recipe": "mxfp8", "roles": 3}]},
+            "roles of its site 'a'",
+        ),
+        ({"phases": [3]}, "phases cannot be understood"),
+    ],
+)
+def test_a_report_that_lacks_something_is_refused_by_all(tmp_path, capsys, change, said):
+    run = write_run(tmp_path / "run")
+    path = run / "report.json"
+    report = json.loads(path.read_text())
+    report["precision"]["phases"] = change.pop("phases", [])
+    path.write_text(json.dumps(report | change))
+    for more in ([], ["--html", tmp_path / "page.html"], ["--advice", tmp_path / "advice.json"]):
+        assert main(["report", str(run), *map(str, more)]) == 2
+        out = capsys.readouterr()
+        assert str(path) in out.err and said in out.err and out.out == "", more
+
+
+def test_an_unfinished_last_line_is_left_out_and_said(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    with (run / "telemetry.jsonl").open("a") as stream:
+        stream.write('{"iteration": 50, "site": "dec')
+    for more in ([], ["--html", tmp_path / "page.html"], ["--advice", tmp_path / "advice.json"]):
+        assert main(["report", str(run), *map(str, more)]) == 0
+        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+        assert len(said) == 1 and "telemetry.jsonl" in said[0] and "unfinished" in said[0], more
+
+
+def test_losses_that_are_missing_are_no_comparison(tmp_path, capsys):
+    run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
+    for folder in (run, other):
+        (folder / "config.yaml").write_text("train: {seed: 1}\n")
+    assert main(["diagnose", str(run), "--against", str(other)]) == 0
+    assert "loss        the same in 40 iterations" in capsys.readouterr().out
+    (other / "metrics.jsonl").unlink()
+    assert main(["diagnose", str(run), "--against", str(other)]) == 2
+    out = capsys.readouterr()
+    assert f"'{other}' has no losses to compare" in out.err and out.out == "" and out.err.count("\n") == 1
+
+
+def test_an_empty_text_is_no_folder(capsys):
+    assert main(["report", ""]) == 2
+    assert "empty text" in capsys.readouterr().err
