@@ -36,9 +36,7 @@ class Line:
         """Its iteration; ValueError if that is no whole number from ``first`` on."""
         value = self.content.get("iteration")
         if isinstance(value, bool) or not isinstance(value, int) or not first <= value < _LAST_EXACT:
-            raise self.wrong(
-                f"has the iteration {_short(value)}, and that is a whole number from {first} on"
-            )
+            raise self.wrong(f"has the iteration {_short(value)}, and that is a whole number from {first} on")
         return value
 
     def text(self, name: str) -> str:
