@@ -30,13 +30,10 @@ from ..state.fp8_state import Fp8State
 from ..state.phases import Phases
 from .config import Fp8Config
 from .observed import Unused
-from .sites import LinearSites, Preparation
+from .sites import LONE, LinearSites, Preparation
 
 if TYPE_CHECKING:
     from .linear import Fp8Layer
-
-LONE = "linear"
-"""What a linear is called that no conversion has named."""
 
 
 class Fp8Group:

@@ -21,9 +21,9 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import current_switch, in_recompute, runs_fp8, without_autocast
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
-from .group import LONE, Fp8Group
+from .group import Fp8Group
 from .inputs import call_in_graph, call_on_values
-from .sites import LinearSites, rank
+from .sites import LONE, LinearSites, rank
 
 
 class Fp8Layer(torch.nn.Module):

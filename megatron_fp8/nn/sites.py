@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from .group import Fp8Group
     from .linear import Fp8Layer
 
+LONE = "linear"
+"""What a linear is called that is the whole model, and so has no name there."""
+
 Preparation = Callable[[GemmSite], None]
 """What inference changes in a site that was made by the linear's own recipe, such as static scales."""
 
@@ -114,9 +117,9 @@ class LinearSites:
 
     def _make(self, device: torch.device, recipe: Recipe | None) -> GemmSite:
         group = self.group
-        plan = plan_linear(group.config, self.name, self._shape, device, recipe)
+        plan = plan_linear(group.config, self.name or LONE, self._shape, device, recipe)
         if recipe is not None:  # its slots are others than those of the own recipe
-            plan = replace(plan, name=f"{self.name}@{recipe_name(recipe)}")
+            plan = replace(plan, name=f"{plan.name}@{recipe_name(recipe)}")
         state = group.state(device)
         site = GemmSite(plan, state, None, seed=state.seed, stream=rank())
         if self._prepared is not None and recipe is None:

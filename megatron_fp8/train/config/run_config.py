@@ -50,6 +50,7 @@ SECTIONS: dict[str, Any] = {
     "telemetry": TelemetrySection,
 }
 _FREE_FORM = frozenset({"model.fp8_overrides"})  # its keys are the user's
+_FREE_WORDS = 'a mapping, as \'{"*.linear_fc2": "bf16"}\' is, or {} for none'
 _LISTS = frozenset(f"telemetry.{name}" for name in ("sites", "tensors", "statistics", "what_if"))
 _FLAGS = frozenset({"dry_run", "debug"})
 _LARGEST = 1 << 24  # bytes of a config file: a device has no end, and a pipe could be read once only
@@ -151,7 +152,7 @@ def _typed(arguments: list[str], given: dict[str, tuple[Any, str]]) -> dict[str,
         if key is None:
             raise ValueError(message) from error
         rule = rule_of(key)
-        words = rule.words if rule else f"of its type ({message})"
+        words = rule.words if rule else _FREE_WORDS if key in _FREE_FORM else f"of its type ({message})"
         value, where = given[key]
         raise ValueError(
             f"{where}{key}={shown(value)} must be {words}: change it, or leave it out."

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_step
+from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_state_dict, fp8_step
 from megatron_fp8.nn.group import Fp8Group
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.phases import Phases
@@ -112,3 +112,13 @@ def test_an_override_of_a_lone_linear_has_to_mean_it():
     Fp8Linear(32, 32, config=Fp8Config(overrides={"linear": "mxfp8"}))
     with pytest.raises(ValueError, match=r"fc1"):
         Fp8Linear(32, 32, config=Fp8Config(overrides={"fc1": "mxfp8"}))
+
+
+def test_a_linear_that_is_the_whole_model_is_called_linear():
+    """After its first step, too, which looks for the names that linears have in their model."""
+    lone = Fp8Linear(32, 32, recipe=DELAYED)
+    for model in (lone, convert_to_fp8(nn.Linear(32, 32), recipe=DELAYED)):
+        model(torch.randn(4, 32)).sum().backward()
+        fp8_step(model)
+        assert model.fp8_site.plan.name == "linear"
+        assert ".iteration" in fp8_state_dict(model)  # its parameters have no prefix either

@@ -151,6 +151,14 @@ def test_what_is_saved_holds_every_key_and_runs_the_same(tmp_path):
     assert load(path).model.fp8_overrides == {"*.linear_fc2:wgrad": "bf16"}
 
 
+@pytest.mark.parametrize("given", ["", "bf16", "[a]"])
+def test_overrides_that_are_no_mapping_say_what_one_is(given):
+    with pytest.raises(
+        ValueError, match=r"model\.fp8_overrides=.* must be a mapping, as .* is, or \{\} for none"
+    ):
+        small(f"--model.fp8_overrides={given}")
+
+
 # ---------------------------------------------------------------------------------------- the model
 
 
