@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import shutil
+import statistics
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,13 @@ Takes a checkpoint of a run and the batches that its training reads next, and me
 layer in high precision, all as planned, each layer alone in FP8, then the GEMMs and operands of the worst. It prints
 a table, worst first, and a verdict in words, and writes diagnosis.json, diagnosis.png and overrides.yaml.
 
-  megatron-fp8 diagnose runs/tiny_gpt_cpu                      the latest checkpoint, the batch that comes next
-  megatron-fp8 diagnose runs/tiny_gpt_cpu --iteration 120      the batch of iteration 120, the checkpoint before it
+  megatron-fp8 diagnose runs/fp8                               the latest checkpoint, the four batches that come next
+  megatron-fp8 diagnose runs/fp8 --iteration 11                the batches from iteration 11 on, the checkpoint before
   megatron-fp8 diagnose runs/bf16 --recipe mxfp8               what a recipe would cost a run in BF16
   megatron-fp8 diagnose runs/one --against runs/two            where two runs on the same data part
   torchrun --nproc-per-node 4 -m megatron_fp8 diagnose RUN     in the run's own parallel layout
+
+Scales of tensorwise and rowwise are of shards, and differ in another layout: the command says so.
 
 overrides.yaml takes out of FP8 what costs more there than it has to:
   megatron-fp8 train --config FILE --model.fp8_overrides="$(cat overrides.yaml)"
@@ -54,13 +59,18 @@ def main(arguments: list[str]) -> int:
         from .parting import compare
 
         return run(_parser(), arguments, compare)
-    return run_command(_parser(), arguments, _prepare, _diagnose)
+    return run_command(_parser(), arguments, partial(_prepare, arguments), _diagnose)
 
 
 def _parser() -> Parser:
     parser = Parser("diagnose", HELP)
     add = parser.add_argument
-    add("--iteration", type=int, metavar="N", help="replay the batch of iteration N (default: the next one)")
+    add(
+        "--iteration",
+        type=int,
+        metavar="N",
+        help="take the batches from that of iteration N on (default: the next ones)",
+    )
     add("--batches", type=int, default=4, help="batches, each of one iteration (default %(default)s)")
     add("--share", type=float, default=0.9, help="what overrides must give back (default %(default)s)")
     add("--budget", type=int, help="most passes, each a forward and a backward of a batch (default 1500)")
@@ -71,7 +81,9 @@ def _parser() -> Parser:
     return parser
 
 
-def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> _Prepared:
+def _prepare(
+    arguments: list[str], options: argparse.Namespace, run_options: list[str], launch: Any
+) -> _Prepared:
     if options.batches < 4:
         raise ValueError(
             f"--batches {options.batches} are too few: differences are judged by their spread over batches, give 4"
@@ -104,6 +116,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
         iteration=options.iteration,
         batches=options.batches,
     )
+    _check_shards(found, shlex.join(arguments))
     run_folder = run_folder_of(found.folder)
     out = run_folder / "diagnosis"
     try:
@@ -124,6 +137,23 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     for line in found.lines:
         say(f"            {line}", launch)
     return _Prepared(options, launch, found, out, _good_loss(run_folder, found.iteration))
+
+
+def _check_shards(replay: Any, arguments: str) -> None:
+    """ValueError: scales are of other shards than the run's, nobody asked for that, and it is not known to do no harm."""
+    from ..train.same_run import is_near
+
+    shards, recorded = replay.shards, replay.recorded
+    if shards is None or shards.asked:
+        return
+    told = ""
+    if recorded is not None:
+        with replay.subject.unrecorded():
+            loss = replay.subject.run(0).loss
+        if is_near(loss, recorded):
+            return
+        told = f"; the loss of iteration {replay.first} is {loss:.4g} here, and was {recorded:.4g} in the run"
+    raise shards.refusal(arguments, told)
 
 
 def _good_loss(run_folder: Path, iteration: int) -> float | None:
@@ -157,6 +187,7 @@ def _diagnose(prepared: _Prepared) -> None:
         )
     if not first:
         return
+    found = _compared(found, replay)
     facts = {
         "run": str(replay.folder),
         "iteration": replay.iteration,
@@ -164,6 +195,7 @@ def _diagnose(prepared: _Prepared) -> None:
         "batches": subject.batches,
         "recipe": replay.run.model.fp8_recipe or replay.run.model.fp8_format,
         "world_size": prepared.launch.world_size,
+        "recorded_loss": replay.recorded,
     }
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     print(format_table(found, width=width), end="\n\n", flush=True)
@@ -179,6 +211,18 @@ def _diagnose(prepared: _Prepared) -> None:
         path = Path(options.plot or out / "diagnosis.png")
         draw(found, path, f"{replay.folder}, iteration {replay.iteration}")
         print(f"written     {path}", flush=True)
+
+
+def _compared(found: Any, replay: Any) -> Any:
+    """The diagnosis; where the run recorded another loss for the first batch the verdict says so first."""
+    from ..train.same_run import unlike
+
+    if found.attribution is None or replay.recorded is None:
+        return found
+    said = unlike(
+        found.attribution.planned.losses[0], replay.recorded, replay.first, statistics.stdev(found.losses)
+    )
+    return replace(found, verdict=f"{said} {found.verdict}", clean=False) if said else found
 
 
 def overrides_text(overrides: dict[str, Any], found: Any) -> str:

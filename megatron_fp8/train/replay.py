@@ -2,7 +2,8 @@
 
 Weights are those of the checkpoint: float32 masters rounded to the model's dtype. That holds for a run whose weights
 live as FP8 too, since its codes are made of the same values. The parallel layout is the run's, or the one that
-options give; launched as a single process it is one rank. Nothing of the run's folder is written.
+options give; launched as a single process it is one rank, and ``Replay.shards`` says where that changes scales. Nothing
+of the run's folder is written.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from .launch import parallel
 from .launch.facts import run_facts
 from .model import build_chunks
 from .restore import choose_recipe, refuse_its_code, run_folder_of, run_of
+from .same_run import OtherShards, other_shards, recorded_loss
 from .step import forward_step
 
 # What a run's model section says of how it trains, and does not change what a step computes.
@@ -72,7 +74,9 @@ _ONE_RANK: dict[str, Any] = {
 
 @dataclass
 class Replay:
-    """A run at a checkpoint. ``first``: the iteration whose batch is the first one; ``lines``: for people."""
+    """A run at a checkpoint. ``first``: the iteration whose batch is the first one; ``lines``: for people; ``shards``:
+    how scales of shards differ from the run's; ``recorded``: the loss that the run had of the first batch, None where
+    it is not known or this replay computes something else on purpose."""
 
     subject: RunSubject
     run: RunConfig
@@ -80,6 +84,8 @@ class Replay:
     iteration: int
     first: int
     lines: list[str]
+    shards: OtherShards | None = None
+    recorded: float | None = None
 
 
 def replay(
@@ -163,11 +169,20 @@ def replay(
             for parameter, moments in load_moments(folder, chunks)
         },
     )
-    return Replay(subject, run, folder, manifest.iteration, first, lines)
+    shards = other_shards(manifest.facts.get("layout") or {}, run.model, subject.plans.values(), options)
+    if shards is not None:
+        lines.append(shards.line())
+    saved = manifest.facts.get("run") or {}
+    as_it_ran = not passed and config is None and recipe is None and fp8 is None
+    recorded = (
+        recorded_loss(run_folder_of(folder), first, saved.get("model", {}), options) if as_it_ran else None
+    )
+    return Replay(subject, run, folder, manifest.iteration, first, lines, shards, recorded)
 
 
 def before(path: Path, iteration: int) -> Path:
-    """The newest checkpoint from before an iteration, of a run or a folder of checkpoints. ValueError: there is none."""
+    """The newest checkpoint from before an iteration, of a run or a folder of checkpoints. ValueError: there is
+    none."""
     if iteration < 1:
         raise ValueError(f"--iteration {iteration} must be at least 1")
     last = find_checkpoint(path)
@@ -320,7 +335,8 @@ class RunSubject:
         return merged
 
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
-        """Adam's, of the checkpoint's moments and the run's settings; gradients are scaled and clipped as in training."""
+        """Adam's, of the checkpoint's moments and the run's settings; gradients are scaled and clipped as in
+        training."""
         moments = self._moments.get(id(self._names[name]))
         if moments is None:
             return None

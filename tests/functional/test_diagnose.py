@@ -117,7 +117,7 @@ def heard(folder) -> Heard:
             "itself": ["diagnose", trained, "--against", trained],
             "too early": [*diagnose, "--iteration", "1"],
             "too late": [*diagnose, "--iteration", "99999"],
-            "many batches": ["diagnose", run, "--batches", "5000", "--budget", "100000"],
+            "many batches": ["diagnose", trained, "--batches", "5000", "--budget", "100000"],
             "no such site": [*diagnose, "--model.fp8_overrides={'*.fc9': 'bf16'}"],
             "few batches": [*diagnose, "--batches", "3"],
             "small budget": ["diagnose", trained, "--budget", "5"],

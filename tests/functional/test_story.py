@@ -154,6 +154,23 @@ def test_ranks_find_the_same_two_sites(told, folder):
     assert sorted({key.partition(":")[0] for key in found["overrides"]}) == QKV
 
 
+@pytest.mark.long
+def test_a_run_on_two_ranks_is_not_diagnosed_by_the_scales_of_one(told, folder):
+    """Of two ranks' shards the small weights have a scale of their own, and the run is healthy."""
+    (train,) = (
+        c for kind, block in BLOCKS if kind == "bash" for c in commands(block) if "run_dir=runs/fp8 " in c
+    )
+    rest = [word for word in words(train, folder)[1:] if not word.startswith("--run_dir")]
+    layout = ["--model.tensor_model_parallel_size=2", "--train.train_iters=12", "--run_dir=runs/ranks"]
+    done = torchrun("-m", "megatron_fp8", *rest, *layout, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert losses(folder, "ranks")[-1] < 1
+    refused = run("-m", "megatron_fp8", "diagnose", "runs/ranks", "--iteration", "11", cwd=folder)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    line = "torchrun --nproc-per-node 2 -m megatron_fp8 diagnose runs/ranks --iteration 11;"
+    assert line in refused.stderr and not (folder / "runs" / "ranks" / "diagnosis").exists()
+
+
 def test_the_page_s_python_runs():
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     model, _ = trained(0)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from megatron_fp8 import diagnose
-from megatron_fp8.commands.diagnose import format_table, overrides_text
+from megatron_fp8.commands.diagnose import _check_shards, _compared, format_table, overrides_text
 from megatron_fp8.commands.diagnosis_plot import draw
 from megatron_fp8.commands.parting import told_apart
 from megatron_fp8.plan.overrides import check_overrides
+from megatron_fp8.train.same_run import OtherShards
 from tests.support.planted import batches, loss_of, trained, wrong_scale
 
 
@@ -55,3 +58,39 @@ def test_two_losses_have_as_many_digits_as_it_takes_to_tell_them_apart(pair, tex
 
 def test_what_is_no_number_is_told_as_it_is():
     assert told_apart(None, 2.5) == ("None", "2.5")
+
+
+class _Replayed:
+    """A replay on one process of a run of two, whose loss is 3.6."""
+
+    first = 11
+
+    def __init__(self, recorded, asked=False):
+        self.recorded, self.passes, self.subject = recorded, 0, self
+        self.shards = OtherShards(["tensorwise"], {"tensor": (2, 1)}, 2, asked)
+
+    @contextmanager
+    def unrecorded(self):
+        yield
+
+    def run(self, batch):
+        assert batch == 0
+        return SimpleNamespace(loss=3.6)
+
+
+@pytest.mark.parametrize(("recorded", "told"), [(0.53, "is 3.6 here, and was 0.53 in the run"), (None, "")])
+def test_another_layout_s_scales_are_refused_unless_the_loss_agrees_or_they_are_asked_for(recorded, told):
+    line = "torchrun --nproc-per-node 2 -m megatron_fp8 diagnose runs/x --iteration 11"
+    with pytest.raises(ValueError, match=f"{told}.*{line}"):
+        _check_shards(_Replayed(recorded), "runs/x --iteration 11")
+    _check_shards(_Replayed(3.61), "")
+    _check_shards(_Replayed(recorded, asked=True), "")
+
+
+def test_a_verdict_begins_with_a_loss_that_is_not_the_run_s():
+    model, _ = trained(0)
+    found = diagnose(model, loss_of, batches(0))
+    assert found.clean and _compared(found, _Replayed(found.attribution.planned.losses[0])) is found
+    told = _compared(found, _Replayed(0.5))
+    assert told.verdict.startswith("This is not what the run computed") and found.verdict in told.verdict
+    assert not told.clean

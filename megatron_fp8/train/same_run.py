@@ -1,0 +1,134 @@
+"""Whether a replay computes what the run computed: the scales of its shards, and the loss that it recorded.
+
+A checkpoint fits any parallel layout, but a scale made of a shard's own values does not: with ``tensorwise`` a weight
+cut in two has two scales. Delayed scales come from the checkpoint and are shared over the ranks, and blocks do not
+cross shards, so those recipes give the same in every layout. Rejected: to refuse every other layout; a diagnosis on
+one process is right for those recipes, and needs no second rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..files.lines import read_lines
+from ..plan.site_plan import SitePlan
+from ..recipe import recipe_name
+
+_OF_SHARDS = ("tensorwise", "rowwise", "custom")
+_CUTS = {
+    "tensor": "tensor_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+}
+_SAME_NUMBERS = (
+    *_CUTS.values(),
+    "pipeline_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "fp8_backend",
+    "fp8_quantizer_factory",
+)
+"""Options of the model that leave a run's numbers what they are, but for scales of shards."""
+_NEAR = 0.02
+"""Losses that differ by less of themselves count as the same: sums are added in another order, dropout draws anew."""
+
+
+@dataclass(frozen=True)
+class OtherShards:
+    """The run cut its tensors otherwise than this launch does, and has scales of its own for each piece.
+
+    Attributes:
+        recipes: those that make such scales.
+        sizes: kind of parallelism -> (the run's size, this launch's).
+        ranks: how many the run's layout needs at least.
+        asked: whether the options name this launch's layout.
+    """
+
+    recipes: list[str]
+    sizes: Mapping[str, tuple[int, int]]
+    ranks: int
+    asked: bool
+
+    def line(self) -> str:
+        """For people."""
+        sizes = ", ".join(f"{kind} {here} and not {run}" for kind, (run, here) in self.sizes.items())
+        return f"not the run's layout (parallel sizes: {sizes}): {' and '.join(self.recipes)} scales are of other shards"
+
+    def refusal(self, arguments: str, told: str) -> ValueError:
+        """``arguments``: of the command, as they were given; ``told``: what is known of the difference, or ''."""
+        size = next(iter(self.sizes))
+        return ValueError(
+            f"{self.line()}{told}. Run it as torchrun --nproc-per-node {self.ranks} -m megatron_fp8 diagnose"
+            f" {arguments}; or add --model.{_CUTS[size]}={self.sizes[size][1]} to ask what this layout would cost"
+        )
+
+
+def other_shards(
+    saved: Mapping[str, Any], model: Any, plans: Iterable[SitePlan], options: Iterable[str]
+) -> OtherShards | None:
+    """Whether this launch has other scales than the run had.
+
+    Args:
+        saved: the manifest's layout; empty: it is not known.
+        model: the model section, in this launch's layout.
+        plans: of all sites.
+        options: that were given on the command line.
+    """
+    sizes = {
+        kind: (saved[kind], getattr(model, name))
+        for kind, name in _CUTS.items()
+        if saved.get(kind) is not None and saved[kind] != getattr(model, name)
+    }
+    names = {recipe_name(plan.recipe) for plan in plans if plan.recipe is not None}
+    recipes = [name for name in _OF_SHARDS if name in names]
+    if not sizes or not recipes:
+        return None
+    given = [option.partition("=")[0] for option in options]
+    # Data-parallel ranks hold the same weights, and are needed only where they hold the experts.
+    copies = saved.get("data", 1) if saved.get("expert", 1) > 1 else 1
+    ranks = math.prod(saved.get(kind) or 1 for kind in ("tensor", "pipeline", "context")) * copies
+    asked = any(f"--model.{_CUTS[kind]}" in given for kind in sizes)
+    return OtherShards(recipes, sizes, ranks, asked)
+
+
+def recorded_loss(
+    run_folder: Path, iteration: int, saved_model: Mapping[str, Any], options: Iterable[str]
+) -> float | None:
+    """The loss that the run recorded for an iteration, if a replay with these options should give it again; else None.
+
+    Args:
+        saved_model: the model section of the run.
+
+    With warm-up or healing the run may have computed it in high precision, and a replay does not.
+    """
+    given = (option.partition("=")[0].removeprefix("--model.") for option in options)
+    if any(name not in _SAME_NUMBERS and not name.startswith("--checkpoint.") for name in given):
+        return None
+    if not saved_model.get("fp8") or any(
+        saved_model.get(f"fp8_high_precision_{phase}") for phase in ("warmup", "healing")
+    ):
+        return None
+    for line in read_lines(run_folder / "metrics.jsonl"):
+        if line.content.get("iteration") == iteration and line.content.get("lm_loss") is not None:
+            loss = line.number_of("lm_loss")
+            return loss if loss is not None and math.isfinite(loss) else None
+    return None
+
+
+def is_near(loss: float, recorded: float, spread: float = 0.0) -> bool:
+    """Whether a replayed loss is the recorded one; ``spread``: the standard deviation of losses between batches."""
+    return abs(loss - recorded) <= max(3 * spread, _NEAR * abs(recorded))
+
+
+def unlike(loss: float, recorded: float, iteration: int, spread: float) -> str:
+    """What a verdict begins with where the run computed something else than this replay did; '' where it did not."""
+    if is_near(loss, recorded, spread):
+        return ""
+    return (
+        f"This is not what the run computed: as planned the loss of iteration {iteration} is {loss:.4g}, and the run"
+        f" recorded {recorded:.4g}. What follows is of this checkpoint in this layout; look at whether they are the run's."
+    )
