@@ -43,12 +43,21 @@ Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
 
+@dataclass(frozen=True)
+class _Files:
+    """Where figures, overrides and the plot go; None: it is not written."""
+
+    figures: Path | None
+    overrides: Path | None
+    plot: Path | None
+
+
 @dataclass
 class _Prepared:
     options: argparse.Namespace
     launch: Any
     replay: Any
-    out: Path
+    files: _Files
     good_loss: float | None
 
 
@@ -92,6 +101,7 @@ def _prepare(
         raise ValueError(f"--share {options.share:g} must be above 0 and at most 1")
     if options.recipe == "bf16":
         raise ValueError("--recipe bf16 has nothing in FP8 to diagnose: leave it out, or give a recipe")
+    _check_files(options)
     from ..telemetry.diagnosis import BUDGET
 
     options.budget = BUDGET if options.budget is None else options.budget
@@ -118,25 +128,40 @@ def _prepare(
     )
     _check_shards(found, shlex.join(arguments))
     run_folder = run_folder_of(found.folder)
-    out = run_folder / "diagnosis"
-    try:
-        for name in (options.json, options.out, options.plot):
-            folder = out if name is None else Path(name).absolute().parent
-            if folder is out:
-                out.mkdir(parents=True, exist_ok=True)
-            elif not folder.is_dir():
-                raise ValueError(f"there is no folder {str(folder)!r} for {name!r}: make it first")
-            if name is not None and Path(name).is_dir():
-                raise ValueError(f"{name!r} is a folder: give the name of a file to write")
-    except OSError as error:
-        raise ValueError(
-            f"{str(out)!r} cannot be written ({error.strerror}): give --json, --out and --plot"
-        ) from error
+    files = _files(options, run_folder / "diagnosis")
     say(f"checkpoint  {found.folder}, iteration {found.iteration}", launch)
     say(f"batches     {options.batches}, from that of iteration {found.first} on", launch)
     for line in found.lines:
         say(f"            {line}", launch)
-    return _Prepared(options, launch, found, out, _good_loss(run_folder, found.iteration))
+    return _Prepared(options, launch, found, files, _good_loss(run_folder, found.iteration))
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """ValueError: a file that options name cannot be written, so far as that can be seen before anything is measured."""
+    for name in filter(None, (options.json, options.out, options.plot)):
+        folder = Path(name).absolute().parent
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {str(folder)!r} for {name!r}: make it first")
+        if Path(name).is_dir():
+            raise ValueError(f"{name!r} is a folder: give the name of a file to write")
+    if options.plot is not None:
+        from .diagnosis_plot import check_ending
+
+        check_ending(Path(options.plot))
+
+
+def _files(options: argparse.Namespace, folder: Path) -> _Files:
+    """Those that options name, and then no others; if they name none, those of the run. ValueError: it has no folder."""
+    named = (options.json, options.out, options.plot)
+    if any(named):
+        return _Files(*(Path(name) if name else None for name in named))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{str(folder)!r} cannot be written ({error.strerror}): give --json, --out and --plot"
+        ) from error
+    return _Files(folder / "diagnosis.json", folder / "overrides.yaml", folder / "diagnosis.png")
 
 
 def _check_shards(replay: Any, arguments: str) -> None:
@@ -200,17 +225,39 @@ def _diagnose(prepared: _Prepared) -> None:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     print(format_table(found, width=width), end="\n\n", flush=True)
     print(textwrap.fill(found.verdict, width) if width else found.verdict, flush=True)
-    out = prepared.out
-    _write(options.json or out / "diagnosis.json", json.dumps({**facts, **found.as_dict()}, indent=1) + "\n")
-    if found.overrides:
+    _write_all(prepared, found, facts)
+
+
+def _write_all(prepared: _Prepared, found: Any, facts: dict[str, Any]) -> None:
+    """What an earlier diagnosis left and this one has none of goes first: no file stands beside another's."""
+    files, replay = prepared.files, prepared.replay
+    if not found.overrides:
+        _remove(files.overrides, "nothing is to be taken out of FP8")
+    if not found.ranking:
+        _remove(files.plot, "nothing could be measured")
+    if files.figures is not None:
+        _write(files.figures, json.dumps({**facts, **found.as_dict()}, indent=1) + "\n")
+    if found.overrides and files.overrides is not None:
         kept = dict(replay.run.model.fp8_overrides or {})
-        _write(options.out or out / "overrides.yaml", overrides_text(kept | found.overrides, found))
-    if found.ranking:
+        _write(files.overrides, overrides_text(kept | found.overrides, found))
+    if found.ranking and files.plot is not None:
         from .diagnosis_plot import draw
 
-        path = Path(options.plot or out / "diagnosis.png")
-        draw(found, path, f"{replay.folder}, iteration {replay.iteration}")
-        print(f"written     {path}", flush=True)
+        draw(found, files.plot, f"{replay.folder}, iteration {replay.iteration}")
+        print(f"written     {files.plot}", flush=True)
+
+
+def _remove(path: Path | None, why: str) -> None:
+    """An earlier diagnosis's file; pipes and devices stay."""
+    if path is None or not path.is_file():
+        return
+    try:
+        path.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{str(path)!r} of an earlier diagnosis cannot be removed ({error.strerror}): remove it, {why} now"
+        ) from error
+    print(f"removed     {path} of an earlier diagnosis: {why}", flush=True)
 
 
 def _compared(found: Any, replay: Any) -> Any:
@@ -282,9 +329,8 @@ def _change(loss: float, spread: float) -> str:
     return f"{loss:+.4f} +- {spread:.4f}" if math.isfinite(loss) else "not finite"
 
 
-def _write(path: Any, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     try:
-        path = Path(path)
         if path.exists() and not path.is_file():  # /dev/stdout
             path.write_text(text, encoding="utf-8")
         else:

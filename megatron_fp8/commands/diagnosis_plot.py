@@ -6,10 +6,19 @@ from pathlib import Path
 from typing import Any
 
 
+def check_ending(path: Path) -> None:
+    """ValueError: a file's ending names no kind of picture that can be drawn."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot {str(path)!r} ends in no kind of picture: give one of .{', .'.join(kinds)}")
+
+
 def draw(found: Any, path: Path, title: str, most: int = 24) -> None:
     """Bars of the worst findings: the distance in FP8, and what rounding alone makes of it.
 
-    Raises ValueError: the file cannot be written, or its ending names no kind of picture.
+    Raises ValueError: the file cannot be written.
     """
     import matplotlib
 

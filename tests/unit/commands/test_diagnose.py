@@ -10,7 +10,16 @@ import pytest
 import yaml
 
 from megatron_fp8 import diagnose
-from megatron_fp8.commands.diagnose import _check_shards, _compared, format_table, overrides_text
+from megatron_fp8.commands.diagnose import (
+    _check_files,
+    _check_shards,
+    _compared,
+    _files,
+    _Prepared,
+    _write_all,
+    format_table,
+    overrides_text,
+)
 from megatron_fp8.commands.diagnosis_plot import draw
 from megatron_fp8.commands.parting import told_apart
 from megatron_fp8.plan.overrides import check_overrides
@@ -94,3 +103,40 @@ def test_a_verdict_begins_with_a_loss_that_is_not_the_run_s():
     told = _compared(found, _Replayed(0.5))
     assert told.verdict.startswith("This is not what the run computed") and found.verdict in told.verdict
     assert not told.clean
+
+
+def _writes(found, options, folder):
+    replayed = SimpleNamespace(
+        run=SimpleNamespace(model=SimpleNamespace(fp8_overrides={})), folder=folder, iteration=1
+    )
+    files = _files(SimpleNamespace(**{"json": None, "out": None, "plot": None, **options}), folder)
+    _write_all(_Prepared(None, None, replayed, files, None), found, {})
+
+
+def test_what_an_earlier_diagnosis_left_goes_where_the_new_one_has_none(tmp_path, capsys):
+    model, _ = trained(0)
+    with wrong_scale(model, "blocks.1.fc2", "dgrad", 2.0):
+        ill = diagnose(model, loss_of, batches(0))
+    _writes(ill, {}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"diagnosis.json", "diagnosis.png", "overrides.yaml"}
+    _writes(replace(ill, overrides={}), {}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"diagnosis.json", "diagnosis.png"}
+    _writes(replace(ill, overrides={}, ranking=[]), {}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"diagnosis.json"}
+    said = capsys.readouterr().out
+    assert f"removed     {tmp_path / 'overrides.yaml'} of an earlier diagnosis" in said
+    assert f"removed     {tmp_path / 'diagnosis.png'} of an earlier diagnosis" in said
+
+
+def test_with_a_file_named_only_that_one_is_written(tmp_path):
+    model, _ = trained(0)
+    found = diagnose(model, loss_of, batches(0))
+    _writes(found, {"json": str(tmp_path / "x.json")}, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_plot_with_an_ending_of_no_picture_is_refused_before_anything_is_measured(tmp_path):
+    for name in ("x.txt", "x"):
+        with pytest.raises(ValueError, match=r"ends in no kind of picture: give one of .*\.png"):
+            _check_files(SimpleNamespace(json=None, out=None, plot=str(tmp_path / name)))
+    _check_files(SimpleNamespace(json=None, out=None, plot=str(tmp_path / "x.PNG")))
