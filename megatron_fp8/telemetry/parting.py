@@ -1,7 +1,9 @@
 """Where two runs on the same data part: the first iteration, site and tensor whose records differ.
 
 Within an iteration a difference travels forward through the sites and back through their gradients, so of the tensors
-that differ in the first such iteration the first in that order is the one where it began.
+that differ in the first such iteration the first in that order is the one where it began. Records come in the order in which
+a model made its modules. That is the order of computation but in Megatron-Core's attention, which makes ``linear_proj``
+before the layers whose results it reads. Of the user's own models modules are taken to run in the order they were made.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def first_parting(ours: Sequence[Record], theirs: Sequence[Record], tolerance: f
     common = [record for record in ours if _key(record) in other]
     if not common:
         raise ValueError("the two runs' telemetry has no iteration, site and tensor in common")
-    order = {site: place for place, site in enumerate(dict.fromkeys(record["site"] for record in ours))}
+    order = _computed(dict.fromkeys(record["site"] for record in ours))
     for iteration in sorted({record["iteration"] for record in common}):
         here = [record for record in common if record["iteration"] == iteration]
         for record in sorted(here, key=lambda record: _when(record, order)):
@@ -70,6 +72,19 @@ def _when(record: Record, order: dict[str, int]) -> tuple[int, int, int]:
     if tensor in _FORWARD:
         return 0, place, _FORWARD.index(tensor)
     return 1, -place, _BACKWARD.index(tensor) if tensor in _BACKWARD else len(_BACKWARD)
+
+
+def _computed(sites: Iterable[str]) -> dict[str, int]:
+    """Site -> its place in a forward pass, of sites in the order in which they were made."""
+    found = list(sites)
+    last = {name.rpartition(".")[0]: place for place, name in enumerate(found)}
+
+    def when(place: int) -> tuple[int, bool]:
+        module, _, name = found[place].rpartition(".")
+        projects = name == "linear_proj"
+        return (last[module] if projects else place), projects
+
+    return {found[place]: number for number, place in enumerate(sorted(range(len(found)), key=when))}
 
 
 def _worst(ours: Record, theirs: Record, tolerance: float) -> Parting | None:

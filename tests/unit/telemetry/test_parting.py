@@ -51,6 +51,35 @@ def test_gradients_part_from_the_end_on():
     assert (found.site, found.tensor) == ("layers.1.fc1", "dgrad")
 
 
+ATTENTION = [f"decoder.layers.0.self_attention.{name}" for name in ("linear_proj", "linear_qkv")]
+
+
+def _attention(*different):
+    sites = [*ATTENTION, "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"]
+    return [
+        {
+            "iteration": 1,
+            "site": site,
+            "tensor": tensor,
+            "l2_norm": 3.0 if (site, tensor) in different else 2.0,
+        }
+        for site in sites
+        for tensor in TENSORS
+    ]
+
+
+def test_attention_s_projection_comes_after_what_it_reads_though_it_is_made_first():
+    projection, qkv = ATTENTION
+    fc1 = "decoder.layers.0.mlp.linear_fc1"
+    forward = _attention((projection, "input"), (qkv, "output"), (fc1, "input"))
+    found = first_parting(_attention(), forward, 0.0)
+    assert (found.site, found.tensor) == (qkv, "output")
+    later = first_parting(_attention(), _attention((projection, "output"), (fc1, "input")), 0.0)
+    assert (later.site, later.tensor) == (projection, "output")
+    backward = first_parting(_attention(), _attention((projection, "wgrad"), (qkv, "grad_output")), 0.0)
+    assert (backward.site, backward.tensor) == (projection, "wgrad")
+
+
 def test_what_is_within_the_tolerance_is_passed_over():
     other = _changed((1, "layers.0.fc1", "input"), value=2.02)
     assert first_parting(_records(), other, 0.05) is None
