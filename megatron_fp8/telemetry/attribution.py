@@ -270,33 +270,23 @@ def _rank(finding: Finding) -> tuple[bool, float, float]:
 def _ordered(
     sites: list[Finding], parts: Mapping[str, list[Finding]], plans: Mapping[str, SitePlan]
 ) -> list[Finding]:
-    """Worst first; where one part explains a site that stands out, it leads that site's findings."""
+    """Worst first; where one part explains a site that stands out, that part stands before it."""
     found = sorted([*sites, *(part for pieces in parts.values() for part in pieces)], key=_rank)
     for site in sites:
-        near = explaining(site, parts.get(site.site, []), plans[site.site]) if site.stands_out else []
-        if near:
-            found = led_by(found, near[0].part)
+        part = explaining(site, parts.get(site.site, []), plans[site.site]) if site.stands_out else None
+        if part is not None:
+            found.remove(part)
+            found.insert(found.index(site), replace(part, stands_out=True, why=part.why or site.why))
     return found
 
 
-def led_by(findings: list[Finding], part: Part) -> list[Finding]:
-    """The findings with that of a part before all others of its site, and standing out as its site does."""
-    first = next(place for place, finding in enumerate(findings) if finding.site == part.site)
-    whole = next(finding for finding in findings if finding.part == Part(part.site))
-    leader = next(finding for finding in findings if finding.part == part)
-    others = [finding for finding in findings if finding is not leader]
-    return [
-        *others[:first],
-        replace(leader, stands_out=True, why=leader.why or whole.why),
-        *others[first:],
-    ]
-
-
-def explaining(site: Finding, parts: list[Finding], plan: SitePlan) -> list[Finding]:
-    """The parts that cost about what the site costs, the one with the fewest operands first, and of those with as many a
-    GEMM before an operand; none if several share it."""
-    most = max((part.excess for part in parts), default=0.0)
-    if not parts or most < 0.7 * site.excess:
-        return []
+def explaining(site: Finding, parts: list[Finding], plan: SitePlan) -> Finding | None:
+    """The part that costs what the site costs: of those that cost about as much the one with the fewest operands, a GEMM
+    before an operand; None if several share it."""
+    if not parts:
+        return None
+    most = max(part.excess for part in parts)
+    if most < 0.7 * site.excess:
+        return None
     near = [part for part in parts if part.excess >= 0.9 * most]
-    return sorted(near, key=lambda part: (len(part.part.cells(plan)), part.gemm is None, -part.excess))
+    return min(near, key=lambda part: (len(part.part.cells(plan)), part.gemm is None, -part.excess))

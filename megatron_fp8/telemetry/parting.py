@@ -2,8 +2,9 @@
 
 Within an iteration a difference travels forward through the sites and back through their gradients, so of the tensors
 that differ in the first such iteration the first in that order is the one where it began. Records come in the order in
-which a model made its modules. That is the order of computation but in Megatron-Core's attention, which makes ``linear_proj``
-before the layers whose results it reads. Of the user's own models modules are taken to run in the order they were made.
+which a model made its modules. That is the order of computation but in Megatron-Core's attention, which makes
+``linear_proj`` before the layers whose results it reads. Modules of the user's own models are taken to run in the order
+in which they were made.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .attribution import Attribution, Finding, explaining, led_by
+from .attribution import Attribution, Finding
 from .experiments import Experiments
 from .measures import Measured
 from .variants import Part
@@ -40,8 +40,8 @@ def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
     """Overrides that give back ``share`` of what taking all that stands out into high precision would.
 
     It is a share of the distance and, if the loss rises beyond its spread, of the loss. Of a site, the GEMM or operand
-    that explains it is taken out, unless the whole site gives clearly more. When the budget ends, the answer is what was
-    found by then. ``found.findings`` then has what is taken out of a site before its other findings.
+    that explains it is taken out, unless whole sites give clearly more. When the budget ends, the answer is what was
+    found by then.
     """
     outstanding = [finding for finding in found.findings if finding.stands_out]
     sites = list(dict.fromkeys(finding.site for finding in outstanding))
@@ -50,8 +50,6 @@ def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
     experiments.expect(2 + 2 * len(sites))
     goal = _Goal(experiments, found, [Part(site) for site in sites], share)
     narrow = _Goal(experiments, found, [_first(outstanding, site) for site in sites], share)
-    if narrow.gain < share * goal.gain:
-        narrow = _narrowed(experiments, found, goal, share)
     if narrow.gain >= _AS_GOOD * goal.gain:
         goal = narrow
     if goal.gain <= 0:
@@ -71,8 +69,6 @@ def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
         without = goal.measure(rest)
         if goal.met(without):
             chosen, now = rest, without
-    for part in goal.parts:
-        found.findings = led_by(found.findings, part)
     return Cure(
         chosen,
         goal.given_back(now),
@@ -91,26 +87,6 @@ site give back a little too."""
 def _first(outstanding: list[Finding], site: str) -> Part:
     """The part of a site that the ranking has first."""
     return next(finding.part for finding in outstanding if finding.site == site)
-
-
-def _narrowed(experiments: Experiments, found: Attribution, goal: _Goal, share: float) -> _Goal:
-    """Of each site a part that costs about what the site does and gives as much back, else the whole site. A product and
-    an operand of it may cost the same alone: what the other product reads is told only by taking them out."""
-    parts = list(goal.parts)
-    for place, site in enumerate(goal.parts):
-        whole = next(finding for finding in found.findings if finding.part == site)
-        pieces = [f for f in found.findings if f.site == site.site and f is not whole]
-        enough = _AS_GOOD * goal.gain
-        for finding in explaining(whole, pieces, experiments.subject.plans[site.site]):
-            if experiments.left < 2:
-                break
-            one = [*goal.parts[:place], finding.part, *goal.parts[place + 1 :]]
-            gain = _Goal(experiments, found, one, share).gain
-            if gain > enough:
-                parts[place], enough = finding.part, gain
-            if gain >= share * goal.gain:
-                break
-    return _Goal(experiments, found, parts, share)
 
 
 class _Goal:
