@@ -130,5 +130,5 @@ def unlike(loss: float, recorded: float, iteration: int, spread: float) -> str:
         return ""
     return (
         f"This is not what the run computed: as planned the loss of iteration {iteration} is {loss:.4g}, and the run"
-        f" recorded {recorded:.4g}. What follows is of this checkpoint in this layout; look at whether they are the run's."
+        f" recorded {recorded:.4g}. What follows is of this checkpoint in this layout: look whether both are the run's."
     )
