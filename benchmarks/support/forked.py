@@ -47,10 +47,19 @@ def python(
 class Forked:
     """As `subprocess.Popen([python, *command], stdout=FILE, stderr=STDOUT, env=...)`, of what a program does with it.
 
-    Lines on stderr go to a file of their own beside that of stdout.
+    Lines on stderr go to a file of their own beside that of stdout. `preexec_fn` is not called: the fork server is the
+    child's parent.
     """
 
-    def __init__(self, command: Sequence[str], *, stdout: Any, stderr: int, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdout: Any,
+        stderr: int,
+        env: Mapping[str, str],
+        preexec_fn: Callable[[], None] | None = None,
+    ) -> None:
         assert stderr == subprocess.STDOUT
         said = (stdout.name, f"{stdout.name}.stderr")
         self._process = started(list(command[1:]), env, os.getcwd(), *said)

@@ -6,10 +6,14 @@ import os
 import warnings
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..files.disk import replace_file
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from .line import CommandParser, refuse
+
+if TYPE_CHECKING:
+    from ..study.compare.plan import Comparison
 
 DESCRIPTION = """\
 Trains a config in BF16 and in each recipe, with the same data, seeds and parallel layout, and says how they differ.
@@ -29,7 +33,10 @@ agree.
 The verdict compares a recipe's loss with BF16's of the same seed, and with how far BF16's own seeds lie apart. One seed
 shows no such band; three or more are better. What the columns are: docs/compare.md.
 
-Exit codes: 0 done, whatever the verdict; 1 a run failed; 2 bad input, found before anything is trained.
+--config takes a shipped config's name too: tiny_gpt_cpu. One comparison at a time has a folder; a second is refused.
+
+Exit codes: 0 done, whatever the verdict; 1 a run failed or has no finite loss; 2 bad input, found before anything is
+trained.
 """
 
 
@@ -41,7 +48,7 @@ def main(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     parser = CommandParser("compare", DESCRIPTION)
     add = parser.add_argument
-    add("--config", metavar="FILE", required=True, help="the run's config, as of train")
+    add("--config", metavar="FILE", required=True, help="the run's config, a file or a shipped one's name")
     add("--recipes", default="bf16,tensorwise,mxfp8", help="separated by commas (default %(default)s)")
     add("--seeds", default="3", help="how many, or several separated by commas (default %(default)s)")
     add("--out", metavar="DIR", type=Path, help="where everything goes (default runs/compare-CONFIG)")
@@ -61,7 +68,7 @@ def _compare(options: Namespace, overrides: list[str]) -> None:
     from .. import mcore
 
     mcore.install()
-    from ..study.compare import launch, output, results
+    from ..study.compare import launch
     from ..study.compare.plan import plan
 
     for name in ("RANK", "SLURM_PROCID"):
@@ -70,6 +77,17 @@ def _compare(options: Namespace, overrides: list[str]) -> None:
                 f"{name}={os.environ[name]}: compare starts the ranks of its runs itself; start it once."
             )
     comparison = plan(options.config, options.recipes, options.seeds, overrides, options.out, options.ranks)
+    with launch.held(comparison.out):
+        _train_and_write(comparison)
+
+
+def _train_and_write(comparison: Comparison) -> None:
+    """Raises ValueError: bad input; RunFailed."""
+    from ..study.compare import launch, output, results
+
+    for run in comparison.runs:
+        if run.finished:  # what is wrong with its files is said before others are trained
+            results.read_outcome(run)
     launch.train_all(comparison)
     outcomes = [results.read_outcome(run) for run in comparison.runs]
     content = results.document(comparison, outcomes)

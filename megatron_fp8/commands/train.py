@@ -211,6 +211,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     if not continues:
         folders.keep_earlier()
     folder = Path(run.run_dir)
+    done = continues and start.iteration >= run.train.train_iters
 
     def after_first_step() -> None:
         launch.meeting.close()
@@ -226,7 +227,9 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         report["bigram_entropy"] = entropy
         with naming("run_dir", folder):
             run.save(folder / "config.yaml")
-            write_report(report, folder)
+            # A run that has nothing left to train keeps the report of what trained it.
+            if not (done and (folder / "report.json").is_file()):
+                write_report(report, folder)
             writer = MetricsWriter(folder, start.iteration if continues else 0)
         if start.folder is not None:
             writer.event(start.iteration if continues else 0, "restart", f"goes on from {start.folder}")

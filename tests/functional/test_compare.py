@@ -81,6 +81,14 @@ def test_a_comparison_that_is_ended_goes_on_where_it_was(tmp_path, config, capsy
     assert len(started) == 3, "bf16 twice, mxfp8 once"
     assert "2 of 2 runs are there already" in capsys.readouterr().err
     assert json.loads((out / "compare.json").read_text()) == content
+    # A validation line that is cut in half: said, and nothing is trained, so what training counted stays.
+    validation = out / "runs" / "mxfp8-seed-1234" / "validation.jsonl"
+    validation.write_bytes(validation.read_bytes()[:-9])
+    assert main(["compare", *options]) == 0
+    said = capsys.readouterr().err
+    assert f"{validation} ends with iteration" in said and "its last line is cut off" in said
+    assert "mxfp8, seed 1234: 0 iterations in" in said and "(8 were there)" in said
+    assert json.loads((out / "compare.json").read_text())["recipes"] == content["recipes"]
     # Another length is another comparison.
     assert main(["compare", *options, "--train.train_iters=9"]) == 2
     assert "holds a run with train.train_iters=8" in capsys.readouterr().err
@@ -92,6 +100,9 @@ def test_a_comparison_that_is_ended_goes_on_where_it_was(tmp_path, config, capsy
         ([], "--config"),
         (["--config=nope.yaml"], "there is no such file"),
         (["--config=CONFIG", "--recipes=fp4"], "'fp4' is unknown"),
+        (["--config=CONFIG", "--ranks=0"], "--ranks=0 must be at least 1"),
+        (["--config=CONFIG", "--ranks=-1"], "--ranks=-1 must be at least 1"),
+        (["--config=CONFIG", "--out=/dev/null"], "--out=/dev/null cannot be used"),
         (["--config=CONFIG", "--ranks=3", "--model.tensor_model_parallel_size=2"], "does not divide"),
     ],
 )

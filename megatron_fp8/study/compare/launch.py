@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from ...files.run_lock import LockHeld, RunLock
 from ...train.exit_codes import EXIT_BAD_INPUT
 from .plan import Comparison, WantedRun
+from .progress import Progress
 
 _POLL_S = 0.2
 _GRACE_S = 60.0  # for a run to finish its iteration and save
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _HERE = Path(__file__).parents[3]
 
 
@@ -24,11 +29,29 @@ class RunFailed(RuntimeError):
     """A run of the comparison failed; another attempt may not."""
 
 
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Hold the comparison's folder: a second comparison there is refused at once.
+
+    Raises ValueError: another comparison has it, or it cannot be made.
+    """
+    # No job's name: two comparisons of one SLURM job are two.
+    lock = RunLock(out, "--out", environ={})
+    try:
+        lock.take(lambda text: print(text, file=sys.stderr, flush=True))
+    except OSError as error:
+        raise ValueError(f"--out={out} cannot be used ({error.strerror}): give another folder.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def train_all(comparison: Comparison) -> None:
-    """Train every run that is not finished. A line, and on a terminal a bar with the time left, on stderr.
+    """Train every run that is not finished. Lines, and on a terminal a bar with the time left, on stderr.
 
     Raises:
-        ValueError: a folder holds a run of other settings, or a run refused its input.
+        ValueError: a folder holds a run of other settings, or the first run that is trained refused its input.
         RunFailed: a run failed, or was stopped.
     """
     for run in comparison.runs:
@@ -38,11 +61,49 @@ def train_all(comparison: Comparison) -> None:
     there = len(comparison.runs) - len(todo)
     if there:
         progress.say(f"{there} of {len(comparison.runs)} runs are there already")
+    first = True
     with _ended_by_sigterm(), progress:
         for number, run in enumerate(todo, 1):
-            progress.begin(f"{run.name} ({number} of {len(todo)})")
-            _train(run, comparison, progress)
-            progress.end(run.iterations)
+            _wait_until_free(run, progress)
+            # Looked at again: whoever had the folder may have finished it.
+            if not (lacks := run.lacks()):
+                progress.passed(run.name, run.iterations)
+                continue
+            metrics = run.folder / "metrics.jsonl"
+            before = _lines(metrics)
+            if before:
+                progress.say(f"{run.name} is not finished: {lacks}")
+            progress.begin(run.name, f"{number} of {len(todo)}", run.iterations, len(before))
+            _train(run, comparison, progress, first=first)
+            after = _lines(metrics)
+            kept = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+            )
+            progress.end(len(after) - kept)
+            first = False
+
+
+def _wait_until_free(run: WantedRun, progress: Progress) -> None:
+    """Wait for a trainer that a killed comparison left: it is ending. ValueError: the folder stays another run's."""
+    deadline, told = time.monotonic() + _GRACE_S, False
+    while run.folder.exists():
+        lock = RunLock(run.folder, "run_dir", environ={})
+        try:
+            lock.take(progress.say)
+        except LockHeld:
+            if time.monotonic() > deadline:
+                raise
+            if not told:
+                progress.say(f"{run.name} is being trained by another process: waiting for it")
+            told = True
+            time.sleep(_POLL_S)
+        except OSError as error:
+            raise ValueError(
+                f"{run.folder} cannot be used ({error.strerror}): give another --out."
+            ) from error
+        else:
+            lock.release()
+            return
 
 
 def command(run: WantedRun, ranks: int) -> list[str]:
@@ -53,7 +114,7 @@ def command(run: WantedRun, ranks: int) -> list[str]:
     return [sys.executable, *launcher, "-m", "megatron_fp8", "train", *run.arguments]
 
 
-def _train(run: WantedRun, comparison: Comparison, progress: Progress) -> None:
+def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first: bool) -> None:
     logs = comparison.out / "logs"
     log = logs / f"{run.folder.name}.log"
     try:
@@ -68,22 +129,28 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress) -> None:
     environment = {**os.environ, "PYTHONPATH": path}
     with stream:
         process = subprocess.Popen(
-            command(run, comparison.ranks), stdout=stream, stderr=subprocess.STDOUT, env=environment
+            command(run, comparison.ranks),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=_ending_with_us(),
         )
         try:
             metrics = run.folder / "metrics.jsonl"
             while process.poll() is None:
                 time.sleep(_POLL_S)
-                progress.at(_lines(metrics))
+                progress.at(len(_lines(metrics)))
         finally:
             _end(process)
     if process.returncode:
         said = _last_error(log)
         told = f"{run.name}: {said} (all of it: {log})"
-        raise ValueError(told) if process.returncode == EXIT_BAD_INPUT else RunFailed(told)
-    if not run.finished:
+        # Bad input is what is found before anything is trained.
+        bad_input = first and process.returncode == EXIT_BAD_INPUT
+        raise ValueError(told) if bad_input else RunFailed(told)
+    if lacks := run.lacks():
         raise RunFailed(
-            f"{run.name} was stopped before its end; the same command goes on from there ({log})."
+            f"{run.name} was stopped before its end ({lacks}); the same command goes on from there ({log})."
         )
 
 
@@ -113,12 +180,29 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _lines(path: Path) -> int:
-    """Finished lines of a file; 0 where there is none."""
+def _ending_with_us() -> Callable[[], None] | None:
+    """For the child, before its program starts: Linux sends it SIGTERM when this process dies, of SIGKILL too.
+
+    torchrun hands SIGTERM on to its ranks. Elsewhere None: such a child lives on, and the next comparison waits for it.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, us = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != us:  # it died before that
+            os._exit(1)
+
+    return ask
+
+
+def _lines(path: Path) -> list[bytes]:
+    """Finished lines of a file; none where there is no file."""
     try:
-        return path.read_bytes().count(b"\n")
+        return path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
-        return 0
+        return []
 
 
 def _last_error(log: Path) -> str:
@@ -129,69 +213,3 @@ def _last_error(log: Path) -> str:
     ]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it said nothing"])[-1].removeprefix("error: ")
-
-
-class Progress:
-    """How far all runs are, in iterations: a bar on a terminal, else a line for each run."""
-
-    def __init__(self, iterations: int) -> None:
-        self._left, self._done = iterations, 0
-        self._start = self._began = time.monotonic()
-        self._name = ""
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = (
-                TextColumn("{task.completed}/{task.total}"),
-                BarColumn(),
-                TextColumn("{task.description}"),
-            )
-            self._bar = Bar(
-                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-            )
-            self._task = self._bar.add_task("", total=iterations)
-
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def begin(self, name: str) -> None:
-        """A run starts."""
-        self._name, self._began = name, time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._task, description=name)
-        else:
-            self.say(f"training {name}")
-
-    def at(self, iterations: int) -> None:
-        """The run has finished this many."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done + iterations)
-
-    def end(self, iterations: int) -> None:
-        """The run is finished."""
-        self._done += iterations
-        self._left -= iterations
-        self.at(0)
-        took, all_of_it = time.monotonic() - self._began, time.monotonic() - self._start
-        left = f", about {_minutes(all_of_it / self._done * self._left)} left" if self._left else ""
-        self.say(f"{self._name}: {iterations} iterations in {_minutes(took)}{left}")
-
-    def say(self, text: str) -> None:
-        """A line, above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

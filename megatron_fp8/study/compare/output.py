@@ -83,7 +83,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     """Two panels with one meaning of colours: training losses, and differences from the baseline of the same seed.
 
     A line is the mean over seeds, the shade around it the smallest and largest seed; on the right the grey band is the
-    baseline's seeds around their mean.
+    verdict's, of the losses at the end.
     """
     import matplotlib
 
@@ -107,9 +107,9 @@ def draw(content: dict[str, Any], path: Path) -> None:
         if name != BASELINE:
             _line(right, steps, 100 * (losses / bf16 - 1), name)
     if len(bf16) > 1:
-        apart = 100 * (bf16 / bf16.mean(0) - 1)
-        shade = {"color": RECIPES[BASELINE], "alpha": 0.15, "lw": 0, "label": f"{BASELINE}'s seeds"}
-        right.fill_between(steps, apart.min(0), apart.max(0), **shade)
+        half = band_percent(content)
+        shade = {"color": RECIPES[BASELINE], "alpha": 0.15, "lw": 0}
+        right.axhspan(-half, half, label=f"the verdict's band: {BASELINE}'s seeds at the end", **shade)
     right.axhline(0, color=RECIPES[BASELINE], lw=0.8)
     if content["bigram_entropy"]:
         left.axhline(content["bigram_entropy"], color="#999999", ls=":", label="bigram entropy")
@@ -122,6 +122,11 @@ def draw(content: dict[str, Any], path: Path) -> None:
         figure.savefig(path, dpi=110)
     finally:
         plt.close(figure)
+
+
+def band_percent(content: dict[str, Any]) -> float:
+    """Half the height of the grey band: the largest difference that the verdict calls within it, in % of the loss."""
+    return 100 * content["band"]["spread"] / content["band"]["mean"]
 
 
 def _line(axes: Any, steps: Any, values: Any, name: str) -> None:

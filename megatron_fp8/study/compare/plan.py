@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ...files.lines import records
+from ...files.lines import read_lines
 from ...files.strict_yaml import load_yaml
 from ...recipe import check_recipe_name
 from ...train.config import run_config
@@ -62,13 +62,21 @@ class WantedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether it was trained to its end, its last validation included."""
-        done = [line["iteration"] for line in records(self.folder / "metrics.jsonl")[-1:]]
-        if not done or done[0] < self.iterations:
-            return False
-        if not self.config.train.eval_iters:
-            return True
-        return any(v["iteration"] >= self.iterations for v in records(self.folder / "validation.jsonl")[-1:])
+        """Whether it was trained to its end, its last validation included. ValueError: a line is no record."""
+        return not self.lacks()
+
+    def lacks(self) -> str:
+        """What is missing of a finished run, naming the file; '' for a finished one. ValueError: a line is no record."""
+        wanted = ["metrics.jsonl", *(["validation.jsonl"] if self.config.train.eval_iters else [])]
+        for name in wanted:
+            path = self.folder / name
+            found = list(read_lines(path))
+            done = found[-1].iteration() if found else 0
+            if done < self.iterations:
+                cut = path.is_file() and path.read_bytes().rpartition(b"\n")[2]
+                why = ", and its last line is cut off" if cut else ""
+                return f"{path} ends with iteration {done} of {self.iterations}{why}"
+        return ""
 
     def check_existing(self) -> None:
         """ValueError if the folder holds a run of other settings, naming the first that differs."""
@@ -117,6 +125,8 @@ def plan(
     Raises:
         ValueError: one line that names what is wrong, before anything is trained.
     """
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks={ranks} must be at least 1: how many processes train a run.")
     for option in overrides:
         name = option.partition("=")[0].removeprefix("--").replace("-", "_")
         if name in _OURS:

@@ -8,13 +8,16 @@ difference of means over all seeds would hide what pairing shows, and a single s
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from ...files.lines import records
+from ...files.lines import Line, read_lines
 from ...train.report import read_report
+from .launch import RunFailed
 from .plan import BASELINE, Comparison, WantedRun
 
 FORMAT = "megatron_fp8 comparison 1"
@@ -85,38 +88,92 @@ class Row:
 
 
 def read_outcome(run: WantedRun) -> Outcome:
-    """What a finished run left. ValueError: it left no finite loss, or its files are damaged."""
-    try:
-        metrics = records(run.folder / "metrics.jsonl")
-        validations = records(run.folder / "validation.jsonl")
-        report = read_report(run.folder)
-        losses = [line["lm_loss"] for line in metrics]
-        if run.config.train.eval_iters:
-            loss = validations[-1]["validation_loss"]
-        else:
-            last = losses[-max(1, len(losses) // 10) :]
-            loss = None if None in last else statistics.fmean(last)
-        if loss is None:
-            raise ValueError(
-                f"{run.name} ended without a finite loss: {run.folder} shows how, see report {run.folder}"
-            )
-        return Outcome(
-            recipe=run.recipe,
-            seed=run.seed,
-            folder=str(run.folder),
-            loss=loss,
-            losses=losses,
-            tokens_per_s=statistics.median(line["tokens_per_s"] for line in metrics[1:] or metrics),
-            saved_bytes=report.get("saved_bytes"),
-            peak_bytes=max(line["peak_memory"] for line in metrics),
-            fp8_gemms=metrics[-1]["fp8_gemms"],
-            hp_gemms=metrics[-1]["hp_gemms"],
-            skipped=sum(line["skipped"] for line in metrics),
+    """What a finished run left.
+
+    Raises:
+        ValueError: a figure in its files is none; the message names the file and the line.
+        RunFailed: it has no finite loss.
+    """
+    metrics = list(read_lines(run.folder / "metrics.jsonl"))
+    validations = list(read_lines(run.folder / "validation.jsonl"))
+    validates = bool(run.config.train.eval_iters)
+    if not metrics or (validates and not validations):
+        raise ValueError(f"{run.folder} is not a finished run's folder: remove it, and compare again.")
+    losses = [_finite(line, "lm_loss") for line in metrics]
+    if validates:
+        loss = _finite(validations[-1], "validation_loss")
+    else:
+        last = losses[-max(1, len(losses) // 10) :]
+        known = [value for value in last if value is not None]
+        loss = statistics.fmean(known) if len(known) == len(last) else None
+    speeds = [_at_least(line, "tokens_per_s", above=True) for line in metrics]
+    saved_bytes = facts_of(run.folder).saved_bytes
+    if loss is None:
+        raise RunFailed(
+            f"{run.name} ended without a finite loss: {run.folder} shows how, see report {run.folder}"
         )
-    except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(
-            f"{run.folder} is not a finished run's folder ({error!r}): remove it, and compare again"
-        ) from error
+    return Outcome(
+        recipe=run.recipe,
+        seed=run.seed,
+        folder=str(run.folder),
+        loss=loss,
+        losses=losses,
+        tokens_per_s=statistics.median(speeds[1:] or speeds),
+        saved_bytes=saved_bytes,
+        peak_bytes=max(int(_at_least(line, "peak_memory")) for line in metrics),
+        fp8_gemms=int(_at_least(metrics[-1], "fp8_gemms")),
+        hp_gemms=int(_at_least(metrics[-1], "hp_gemms")),
+        skipped=sum(int(_at_least(line, "skipped")) for line in metrics),
+    )
+
+
+def _finite(line: Line, name: str) -> float | None:
+    """A figure; None where the run had none, or none that is finite. ValueError: it is no number."""
+    if name not in line.content:
+        raise line.wrong(f"has no {name}")
+    value = line.number_of(name)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _at_least(line: Line, name: str, *, above: bool = False) -> float:
+    """A figure from 0 on, or above it. ValueError: it is none."""
+    value = _finite(line, name)
+    if value is None or value < 0 or (above and value == 0):
+        rule = "above 0" if above else "from 0 on"
+        raise line.wrong(f"has {name} {line.content[name]!r}, and that is a number {rule}")
+    return value
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a comparison takes from a run's report.json."""
+
+    device: str
+    versions: dict[str, str]
+    bigram_entropy: float | None
+    saved_bytes: int | None
+
+
+def facts_of(folder: Path) -> Facts:
+    """Of a run's folder. ValueError: a value is of another kind; the message names it."""
+    report = read_report(folder)
+
+    def given(name: str, kinds: tuple[type, ...], what: str) -> Any:
+        value = report.get(name) if isinstance(report, dict) else None
+        wrong = isinstance(value, bool) or not isinstance(value, kinds)
+        if wrong or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(
+                f"{folder / 'report.json'} has {name}={value!r}, and that is {what}: correct it."
+            )
+        return value
+
+    nothing = type(None)
+    return Facts(
+        device=given("device", (str,), "a text"),
+        versions=given("versions", (dict,), "a version by name"),
+        bigram_entropy=given("bigram_entropy", (int, float, nothing), "a number or null"),
+        saved_bytes=given("saved_bytes", (int, nothing), "bytes or null"),
+    )
 
 
 def band_of(outcomes: Sequence[Outcome]) -> Band:
@@ -198,7 +255,7 @@ def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, A
 
     ``recipes`` has the fields of Row, ``runs`` those of Outcome, ``band`` those of Band.
     """
-    report = read_report(comparison.runs[0].folder)
+    facts = facts_of(comparison.runs[0].folder)
     rows, band = rows_of(outcomes), band_of(outcomes)
     return {
         "format": FORMAT,
@@ -207,14 +264,14 @@ def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, A
         "ranks": comparison.ranks,
         "iterations": comparison.runs[0].iterations,
         "seeds": list(comparison.seeds),
-        "device": report["device"],
-        "versions": report["versions"],
+        "device": facts.device,
+        "versions": facts.versions,
         "loss": "validation" if comparison.runs[0].config.train.eval_iters else "training",
-        "bigram_entropy": report.get("bigram_entropy"),
+        "bigram_entropy": facts.bigram_entropy,
         "band": asdict(band),
         "recipes": [asdict(row) for row in rows],
         "runs": [asdict(outcome) for outcome in outcomes],
-        "verdict": conclusion(rows, band, report["device"]),
+        "verdict": conclusion(rows, band, facts.device),
     }
 
 

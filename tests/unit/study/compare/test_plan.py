@@ -61,6 +61,8 @@ def test_ranks_are_those_of_the_layout(tmp_path):
         ({"seeds": "1,1"}, "names a seed twice"),
         ({"seeds": "many"}, "--seeds=many must be"),
         ({"ranks": 3}, "does not divide"),
+        ({"ranks": 0}, "--ranks=0 must be at least 1"),
+        ({"ranks": -1}, "--ranks=-1 must be at least 1"),
         ({"overrides": ["--run_dir=x"]}, "--run_dir is what a comparison sets itself"),
         ({"overrides": ["--train.seed=2"]}, "--train.seed is what"),
         ({"overrides": ["--model.fp8_recepi=x"]}, "Did you mean"),
@@ -96,6 +98,11 @@ def test_a_finished_run_that_agrees_is_taken(tmp_path):
     assert run.finished
     again = planned(tmp_path, overrides=["--train.train_iters=30", "--train.log_interval=1"]).runs[1]
     again.check_existing()  # what is printed does not matter
+    (run.folder / "validation.jsonl").write_text('{"iteration": 20}\n{"iter')
+    assert (
+        run.lacks()
+        == f"{run.folder}/validation.jsonl ends with iteration 20 of 30, and its last line is cut off"
+    )
     (run.folder / "validation.jsonl").write_text("")
     assert not run.finished, "it ended before its last validation"
     (run.folder / "metrics.jsonl").write_text(json.dumps({"iteration": 29}) + "\n")

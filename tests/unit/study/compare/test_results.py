@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_fp8.study.compare.output import as_table, draw
-from megatron_fp8.study.compare.results import Band, Outcome, band_of, conclusion, rows_of, verdict
+from megatron_fp8.study.compare.launch import RunFailed
+from megatron_fp8.study.compare.output import as_table, band_percent, draw
+from megatron_fp8.study.compare.results import (
+    Band,
+    Outcome,
+    band_of,
+    conclusion,
+    read_outcome,
+    rows_of,
+    verdict,
+)
 
 
 def outcome(recipe, seed, loss, fp8_gemms=24, **more):
@@ -87,3 +98,49 @@ def test_the_table_and_the_picture(tmp_path):
     assert len(lines) == 4 and "+0.0200 (+0.98%)" in lines[3] and " 1.50 " in lines[3] and " 1.0 " in lines[3]
     draw(content, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert band_percent(content) == pytest.approx(100 * 0.1 / content["band"]["mean"]), "the verdict's spread"
+
+
+METRICS = {"iteration": 1, "lm_loss": 2.0, "tokens_per_s": 9.0, "peak_memory": 5, "fp8_gemms": 1, "hp_gemms": 1,
+           "skipped": 0}  # fmt: skip
+REPORT = {"device": "CPU", "versions": {}, "bigram_entropy": None, "saved_bytes": 7}
+
+
+def left(folder, metrics=METRICS, validation=None, report=REPORT):
+    """A run whose files hold these."""
+    validation = {"iteration": 1, "validation_loss": 2.5} if validation is None else validation
+    (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    (folder / "validation.jsonl").write_text(json.dumps(validation) + "\n")
+    (folder / "report.json").write_text(json.dumps(report))
+    config = SimpleNamespace(train=SimpleNamespace(eval_iters=1))
+    return SimpleNamespace(folder=folder, recipe="bf16", seed=1, name="bf16, seed 1", config=config)
+
+
+def test_figures_are_read(tmp_path):
+    found = read_outcome(left(tmp_path))
+    assert (found.loss, found.losses, found.saved_bytes, found.peak_bytes) == (2.5, [2.0], 7, 5)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        *(({"validation": {"iteration": 1, "validation_loss": bad}}, "line 1 of .*validation.jsonl")
+          for bad in (True, "x", [1])),
+        ({"validation": {"iteration": 1}}, "line 1 of .*validation.jsonl' has no validation_loss"),
+        *(({"metrics": {**METRICS, name: bad}}, f"line 1 of .*metrics.jsonl' has {name} ")
+          for name in METRICS if name != "iteration" for bad in (True, "x")),
+        ({"metrics": {**METRICS, "tokens_per_s": 0}}, "a number above 0"),
+        ({"report": {**REPORT, "saved_bytes": "x"}}, "report.json has saved_bytes='x'"),
+        ({"report": {**REPORT, "saved_bytes": True}}, "report.json has saved_bytes=True"),
+        ({"report": {**REPORT, "device": None}}, "report.json has device=None"),
+        ({"report": [1]}, "report.json has "),
+    ],
+)  # fmt: skip
+def test_what_is_no_figure_is_refused_with_file_and_line(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        read_outcome(left(tmp_path, **change))
+
+
+def test_a_run_without_a_finite_loss_failed(tmp_path):
+    with pytest.raises(RunFailed, match="without a finite loss"):
+        read_outcome(left(tmp_path, validation={"iteration": 1, "validation_loss": None}))

@@ -1,0 +1,95 @@
+"""What a comparison says while it trains."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+
+class Progress:
+    """How far all runs are, in iterations: a bar on a terminal, else a line for each tenth of a run."""
+
+    def __init__(self, iterations: int) -> None:
+        self._left, self._done, self._trained = iterations, 0, 0
+        self._start = self._began = time.monotonic()
+        self._name, self._of, self._tenth = "", 0, 0
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (
+                TextColumn("{task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+            )
+            self._bar = Bar(
+                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+            )
+            self._task = self._bar.add_task("", total=iterations)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, name: str, which: str, iterations: int, there: int) -> None:
+        """A run starts.
+
+        Args:
+            which: '2 of 6'.
+            iterations: of the whole run.
+            there: those that its folder has already.
+        """
+        self._name, self._of, self._began = name, iterations, time.monotonic()
+        self._tenth = 10 * there // iterations
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{name} ({which})")
+        else:
+            self.say(f"training {name} ({which})")
+
+    def at(self, iterations: int) -> None:
+        """The run has finished this many."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done + iterations)
+            return
+        before, self._tenth = self._tenth, 10 * iterations // self._of
+        if before < self._tenth < 10:
+            took = _minutes(time.monotonic() - self._began)
+            self.say(f"{self._name}: {iterations} of {self._of} iterations, {took}")
+
+    def end(self, trained: int) -> None:
+        """The run is finished, and this many of its iterations were trained just now."""
+        self._done += self._of
+        self._left -= self._of
+        self._trained += trained
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+        took, all_of_it = time.monotonic() - self._began, time.monotonic() - self._start
+        known = self._left and self._trained
+        left = f", about {_minutes(all_of_it / self._trained * self._left)} left" if known else ""
+        there = f" ({self._of - trained} were there)" if trained < self._of else ""
+        self.say(f"{self._name}: {trained} iterations in {_minutes(took)}{there}{left}")
+
+    def passed(self, name: str, iterations: int) -> None:
+        """A run needs no training any more: another process has finished it."""
+        self._done += iterations
+        self._left -= iterations
+        self.say(f"{name} was finished by another process meanwhile")
+
+    def say(self, text: str) -> None:
+        """A line, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
