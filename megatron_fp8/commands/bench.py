@@ -23,7 +23,7 @@ from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
 from ..plan.timing import device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..study.bench import peers, versus
-from ..study.bench.cells import Bench
+from ..study.bench.cells import LEAST_FOR_SPREAD, Bench
 from ..study.bench.sections import DEFAULT, SECTIONS
 from .fitted import fitted
 from .line import refuse
@@ -135,6 +135,12 @@ def _measure(
 ) -> Bench:
     """Every cell, with what is needed to read it; the table at the end."""
     print(", ".join(f"{key} {value}" for key, value in _flat(record)), flush=True)
+    if options.repetitions < LEAST_FOR_SPREAD:
+        print(
+            f"--repetitions={options.repetitions} shows no spread: --compare will not take these results (at least"
+            f" {LEAST_FOR_SPREAD})",
+            flush=True,
+        )
     bench = Bench(device, options.repetitions)
     sections = ["linear"] if options.tune else _sections(options.only)
     for recipe, (backend, why) in zip(wanted.recipes, backends, strict=True):
@@ -212,7 +218,7 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
             "--config gives recipe, shapes and backend: drop --recipe, --shape and --backend, and change them there"
             " (--model.fp8_format=..., --model.fp8_backend=...)"
         )
-    if options.tune and options.repetitions < 4:
+    if options.tune and options.repetitions < LEAST_FOR_SPREAD:
         raise ValueError(
             f"--repetitions={options.repetitions} shows no spread, by which --tune tells noise: at least 4"
         )
@@ -220,7 +226,7 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
         raise ValueError(
             "--tune writes a table for fp8_size_filter: give --json, --compare and --peers without it"
         )
-    if options.compare and options.repetitions < 4:
+    if options.compare and options.repetitions < LEAST_FOR_SPREAD:
         raise ValueError(
             f"--repetitions={options.repetitions} shows no spread, by which --compare tells noise: at least 4"
         )
@@ -311,7 +317,7 @@ def _as_table(rows: list[dict[str, Any]]) -> str:
             f"{row['fp8_ms']:.3g}",
             f"{row['bf16_ms']:.3g}",
             f"{row['ratio']:.2f}",
-            f"{row['spread']:.0%}",
+            "" if row["spread"] is None else f"{row['spread']:.0%}",
         )
         for row in rows
     ]

@@ -13,6 +13,7 @@ bytes on the wire by collective, the step's time by a roofline, what FP8 changes
 whether it fits, or else the nearest change with which it does.
 
   megatron-fp8 estimate --config llama3_8b --gpus 64 --device h100
+  megatron-fp8 estimate --config tiny_gpt_cpu   a config that comes with the package, by name
   megatron-fp8 estimate --config my.yaml --set model.fp8_param=true --set train.micro_batch_size=2
   megatron-fp8 estimate --config my.yaml --model.fp8_param=true --json
 
@@ -82,10 +83,16 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         raise ValueError(
             f"--reserve={reserve:g} must be at least 0 and below 1: give a part of the device's memory."
         )
+    if options.reserve is not None and options.device is None:
+        raise ValueError(
+            f"--reserve={reserve:g} without --device: it is a part of a device's memory. Give one, or drop it."
+        )
     given = [f"--config={options.config}"] if options.config is not None else []
     for one in options.set:
         if "=" not in one:
             raise ValueError(f"--set {one!r} has no value: write --set KEY=VALUE.")
+        if not one.partition("=")[0].strip():
+            raise ValueError(f"--set {one!r} names no key: write --set KEY=VALUE.")
         given.append(f"--{one}")
     settings = read([*given, *_joined(run_options)], options.gpus)
     chosen = options.device is not None

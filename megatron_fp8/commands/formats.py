@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+import sys
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,17 +68,31 @@ def main(arguments: list[str]) -> int:
         choices=list(_SHOWN),
         help="one table alone (of --csv: this in place of values)",
     )
-    parser.add_argument("--csv", metavar="FILE", type=Path, help="write a table as CSV")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="write the picture")
+    parser.add_argument("--csv", metavar="FILE", type=_file, help="write a table as CSV; -: to stdout")
+    parser.add_argument("--png", metavar="FILE", type=_file, help="write the picture")
     return run(parser, arguments, _formats)
+
+
+def _file(text: str) -> Path:
+    """A file's name; the parser's error, which names the option, for a text that can be none."""
+    if not Path(text).name:
+        raise ArgumentTypeError(f"{text!r} names no file")
+    return Path(text)
 
 
 def _formats(options: Namespace) -> None:
     """Raises ValueError: bad input."""
     if options.csv is None and options.png is None:
         _print(options.table)
+    if options.csv is not None and options.png is not None and options.csv.resolve() == options.png.resolve():
+        raise ValueError(f"--csv and --png are both {str(options.csv)!r}: give two files.")
+    if options.png is not None:
+        picture.check_path(options.png)
     if options.csv is not None:
         text = tables.as_csv(_ROWS[options.table or "values"]())
+    if options.csv is not None and str(options.csv) == "-":
+        print(text, end="")
+    elif options.csv is not None:
         try:
             replace_file(options.csv, text)
         except OSError as error:
@@ -87,7 +102,8 @@ def _formats(options: Namespace) -> None:
         print(f"{options.csv}: {text.count(chr(10)) - 1:,} rows of {options.table or 'values'}")
     if options.png is not None:
         picture.draw(options.png)
-        print(f"{options.png}: range, error, recipes on outliers, delayed scaling")
+        said = sys.stderr if str(options.csv) == "-" else sys.stdout
+        print(f"{options.png}: range, error, recipes on outliers, delayed scaling", file=said)
 
 
 def _print(wanted: str | None) -> None:

@@ -7,6 +7,7 @@ is taken.
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -56,15 +57,17 @@ def names() -> list[str]:
 
 
 def device(name: str) -> Device:
-    """The device of a name or a file. ValueError: neither, or a figure is missing or no positive number."""
+    """The device of a name (in any case) or a file. ValueError: neither, or a figure is no positive number."""
     known = _table()
-    if name in known:
-        return _made(name, known[name], f"--device={name}")
+    if (small := name.lower()) in known:
+        return _made(small, known[small], f"--device={name}")
     path = Path(name)
-    if not path.exists():
+    if not name or not path.exists():
+        near = difflib.get_close_matches(small, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(
-            f"--device={name} is neither one of {', '.join(known)} nor a file: give a name, or a file as"
-            " docs/estimates.md has it."
+            f"--device={name or repr(name)} is neither one of {', '.join(known)} nor a file: give a name, or a file as"
+            f" docs/estimates.md has it.{hint}"
         )
     try:
         content = load_yaml(read_ordinary(path, _LARGEST))

@@ -213,7 +213,9 @@ def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
     if gpus is None:
         experts = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or 1)
         gpus = max(ranks, model.pipeline_model_parallel_size * experts)
-    if gpus < 1 or gpus % ranks:
+    if gpus < 1:
+        raise ValueError(f"--gpus={gpus} must be at least 1: how many the whole run has.")
+    if gpus % ranks:
         raise ValueError(
             f"--gpus={gpus} must be a multiple of the {ranks} ranks that hold one model (tensor"
             f" {model.tensor_model_parallel_size} x pipeline {model.pipeline_model_parallel_size} x context"

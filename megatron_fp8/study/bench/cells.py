@@ -71,6 +71,10 @@ class Bench:
         self.rows.append(_row(section, shape, contender, fp8, bf16))
 
 
+LEAST_FOR_SPREAD = 4
+"""Rounds; of fewer a row's spread is None."""
+
+
 def _row(section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -> dict[str, Any]:
     ratio, spread = fp8.ratio_to(bf16)
     return {
@@ -80,7 +84,7 @@ def _row(section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -
         "fp8_ms": fp8.median * 1e3,
         "bf16_ms": bf16.median * 1e3,
         "ratio": ratio,
-        "spread": spread,
+        "spread": spread if len(fp8.seconds) >= LEAST_FOR_SPREAD else None,
     }
 
 

@@ -44,6 +44,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_ordinary(path, LARGEST))
         rows = content["rows"]
+        if any(row["spread"] is None for row in rows):
+            raise ValueError("it shows no spread, being of fewer than 4 repetitions")
         keys = {"section", "k", "n", "tokens", "contender", "ratio", "spread"}
         if not rows or not all(
             keys <= row.keys() and row["ratio"] > 0 and row["spread"] >= 0 for row in rows

@@ -53,6 +53,7 @@ def as_markdown(content: dict[str, Any]) -> str:
     """compare.md: what was run, the table with what its columns are, the verdict, the picture."""
     seeds = ", ".join(map(str, content["seeds"]))
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    ranks = "1 rank" if content["ranks"] == 1 else f"{content['ranks']} ranks"
     options = f" with `{' '.join(content['overrides'])}`" if content["overrides"] else ""
     kind = "validation" if content["loss"] == "validation" else "training (mean of the last tenth)"
     entropy = content["bigram_entropy"]
@@ -63,7 +64,7 @@ def as_markdown(content: dict[str, Any]) -> str:
     )
     return f"""# FP8 recipes against {BASELINE}
 
-`{content["config"]}`{options}: {content["iterations"]} iterations on {content["ranks"]} ranks, seeds {seeds}.
+`{content["config"]}`{options}: {content["iterations"]} iterations on {ranks}, seeds {seeds}.
 {content["device"]}; {versions}.
 
 {as_table(content)}

@@ -34,10 +34,15 @@ def terminal() -> str:
     return "\n".join(lines)
 
 
-def draw(path: Path) -> None:
-    """Four panels: range, relative error, recipes on outliers, delayed scaling. Raises ValueError: cannot be written."""
+def check_path(path: Path) -> None:
+    """ValueError unless the picture can be called so."""
     if path.suffix != ".png" or not path.resolve().parent.is_dir():
         raise ValueError(f"--png={path} must be a FILE.png in a folder that is there: give such a file")
+
+
+def draw(path: Path) -> None:
+    """Four panels: range, relative error, recipes on outliers, delayed scaling. Raises ValueError: cannot be written."""
+    check_path(path)
     import matplotlib
 
     matplotlib.use("Agg")

@@ -129,7 +129,7 @@ def show_formats() -> str:
     facts: dict[str, Callable[[dict[str, Any]], str]] = {
         "bits": lambda r: str(r["bits"]),
         "mantissa bits": lambda r: str(r["mantissa_bits"]),
-        "codes: numbers": lambda r: f"{r['finite_codes']:,}",
+        "codes: numbers": lambda r: str(r["finite_codes"]),
         "codes: NaN": lambda r: str(r["nan_codes"]),
         "codes: Inf": lambda r: str(r["inf_codes"]),
         "largest": lambda r: power(r["max"]) if r["format"] == "e8m0" else f"{r['max']:.5g}",
@@ -186,7 +186,7 @@ def _cell(one: Described, exponent: int, interval: Interval | None) -> str:
     """Spacing and error, or what becomes of values outside the format."""
     if 2.0**exponent > one.max:
         return "Inf" if one.bits == 16 else "saturates"
-    if interval is None or interval.worst is None or interval.worst >= 1:
+    if interval is None or interval.worst is None:
         return "0"
     return f"{power(interval.spacing)} {interval.worst:.{2 if one.bits == 16 else 1}%}"
 

@@ -110,6 +110,8 @@ def by_magnitude(described: Described) -> list[Interval]:
         if len(inside):
             at = int((positive == inside[0]).nonzero()[0])
             spacing = float(positive[at + 1] - positive[at]) if at + 1 < len(positive) else None
+        elif exponent == first and described.rounded is not None:
+            spacing = described.smallest  # between 0 and the smallest value, to which most of these round
         found.append(Interval(exponent, len(inside), spacing, *_errors(described, exponent)))
     return found
 

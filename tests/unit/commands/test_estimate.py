@@ -30,7 +30,7 @@ def test_without_a_device_bytes_are_a_cpu_runs(capsys: pytest.CaptureFixture[str
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"]["total"] == 3_410_176 and "fit" not in found
     assert found["step_seconds"] > 0 and not found["device"]["chosen"]
-    assert main(["estimate", "--config=tiny_gpt_cpu", "--device=h100", "--json"]) == 0
+    assert main(["estimate", "--config=tiny_gpt_cpu", "--device=H100", "--json"]) == 0
     there = json.loads(capsys.readouterr().out)
     assert there["bytes"]["kept_codes"] > 1.9 * found["bytes"]["kept_codes"], (
         "GPUs keep codes for each direction"
@@ -69,7 +69,13 @@ def test_a_run_that_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixtur
         (["--config", TINY, "--device", "h1"], "neither one of"),
         (["--config", TINY, "--set", "model.fp8"], "has no value"),
         (["--config", TINY, "--reserve", "1"], "below 1"),
-        (["--config", TINY, "--gpus", "0"], "must be a multiple"),
+        (["--config", TINY, "--reserve", "0.2"], "--reserve=0.2 without --device"),
+        (["--config", TINY, "--gpus", "0"], "--gpus=0 must be at least 1"),
+        (["--config", TINY, "--gpus", "-1"], "--gpus=-1 must be at least 1"),
+        (["--config", TINY, "--gpus", "3"], "must be a multiple"),
+        (["--config", TINY, "--device", ""], "--device='' is neither one of"),
+        (["--config", TINY, "--device", "h10"], "Did you mean h100?"),
+        (["--config", TINY, "--set", "=1"], "--set '=1' names no key"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

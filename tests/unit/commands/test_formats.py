@@ -25,7 +25,11 @@ def test_the_terminal_has_a_picture_and_tables_in_80_columns(capsys):
     )
     assert bars["e4m3"] == "..." + 15 * "=" and bars["e5m2"] == ".." + 30 * "=" and bars["e2m1"] == ".==="
     assert "| largest         |   448 |  57344 |  2^127 |" in said
-    assert "| 2^-10 |          0 |" in said and "saturates" in said
+    assert "| 2^-10 | 2^-9 100.0% |" in said and "| 2^-11 |          0 |" in said and "saturates" in said
+    assert said.count("100.0%") == 3, (
+        "of e4m3, e5m2 and e2m1: what lies below the smallest value rounds to it or to 0"
+    )
+    assert "63488" in said and "63,488" not in said, "digits as in 57344"
     assert "mxfp8 1x32" in said and "spiky: history 1024, margin 0" in said
 
 
@@ -48,6 +52,12 @@ def test_the_csv_has_every_code(tmp_path, capsys):
     assert mine[0x7E] == {"format": "e4m3", "code": "0x7e", "value": "448.0", "spacing": ""}
     assert mine[0x7F]["value"] == "nan" and mine[0xB8]["value"] == "-1.0" and mine[0xB8]["spacing"] == "0.125"
     assert "131,856 rows" in capsys.readouterr().out
+
+
+def test_a_dash_is_stdout(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert formats("--csv=-", "--table=formats") == 0
+    assert capsys.readouterr().out.startswith("format,bits,") and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -75,6 +85,10 @@ def test_the_picture_is_a_png(tmp_path):
     [
         (["--csv=/no/such/folder/a.csv"], "cannot be written"),
         (["--png=/no/such/folder/a.png"], "folder that is there"),
+        (["--csv="], "argument --csv: '' names no file"),
+        (["--png="], "argument --png: '' names no file"),
+        (["--csv=no/such/a.png", "--png=no/such/../such/a.png"], "--csv and --png are both"),
+        (["--csv=codes.csv", "--png=-"], "--png=- must be a FILE.png"),
         (["--png=picture.nosuchkind"], "must be a FILE.png"),
         (["--table=all"], "invalid choice"),
         (["--colour"], "unrecognized"),
