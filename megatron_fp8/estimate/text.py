@@ -63,7 +63,8 @@ def _head(found: Estimate) -> str:
         f"{model.fp8_recipe} ({model.fp8})" if model.fp8 else "BF16" if model.bf16 else model.params_dtype
     )
     return (
-        f"{s.gpus} GPU{'s' if s.gpus > 1 else ''}: {names}\n{precision}; {s.microbatches} microbatches of {s.train.micro_batch_size} x"
+        f"{s.gpus} GPU{'s' if s.gpus > 1 else ''}: {names}\n"
+        f"{precision}; {s.microbatches} microbatches of {s.train.micro_batch_size} x"
         f" {s.train.seq_length} tokens a step"
     )
 

@@ -149,9 +149,9 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first:
         bad_input = first and process.returncode == EXIT_BAD_INPUT
         raise ValueError(told) if bad_input else RunFailed(told)
     if lacks := run.lacks():
-        raise RunFailed(
-            f"{run.name} was stopped before its end ({lacks}); the same command goes on from there ({log})."
-        )
+        trained = len(_lines(run.folder / "metrics.jsonl")) >= run.iterations
+        what = f"remove {run.folder} to train it anew" if trained else "the same command goes on from there"
+        raise RunFailed(f"{run.name} is not finished ({lacks}): {what} ({log}).")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

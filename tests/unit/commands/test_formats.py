@@ -25,7 +25,7 @@ def test_the_terminal_has_a_picture_and_tables_in_80_columns(capsys):
     )
     assert bars["e4m3"] == "..." + 15 * "=" and bars["e5m2"] == ".." + 30 * "=" and bars["e2m1"] == ".==="
     assert "| largest         |   448 |  57344 |  2^127 |" in said
-    assert "| 2^-10 | 2^-9 100.0% |" in said and "| 2^-11 |          0 |" in said and "saturates" in said
+    assert "| 2^-10 | 2^-9 100.0% |" in said and "| 2^-11 |           0 |" in said and "saturates" in said
     assert said.count("100.0%") == 3, (
         "of e4m3, e5m2 and e2m1: what lies below the smallest value rounds to it or to 0"
     )
