@@ -72,6 +72,7 @@ def test_what_is_missing_and_what_to_do():
 def test_the_plan_says_why_native_does_not_run():
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="Some GPU"),
         mock.patch.object(readiness, "_launch", side_effect=RuntimeError("Failed to find C compiler.")),
     ):
         backend, why = choose_backend("auto", GPU)
