@@ -85,13 +85,20 @@ class Experiments:
         tables = [self.subject.merge(self._norms(done)) for done in self._reference]
         for batch, (loss, table) in enumerate(zip(self.losses, tables, strict=True)):
             if not math.isfinite(loss):
-                return f"the loss of batch {batch} is {loss}"
+                return f"the loss of batch {batch} is {loss}{self._of_weights()}"
             for name, (square,) in table.items():
                 if not math.isfinite(square):
-                    return f"the gradient of {name} is not finite in batch {batch}"
+                    return f"the gradient of {name} is not finite in batch {batch}{self._of_weights()}"
         if not any(square for table in tables for (square,) in table.values()):
             return "every gradient is zero"
         return None
+
+    def _of_weights(self) -> str:
+        """Says which weights are NaN or Inf themselves."""
+        found = self.subject.not_finite()
+        named = [f"{name} ({int(count)} of its values)" for name, (count,) in found.items()]
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        return f" (weights that are NaN or Inf: {', '.join(named[:3])}{more})" if named else ""
 
     def _mean_gradient(self) -> Gradients:
         total: Gradients = {}

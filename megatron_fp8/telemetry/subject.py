@@ -57,6 +57,9 @@ class Subject(Protocol):
     def merge(self, table: Table) -> Table:
         """This rank's parameters and all others', each element once; the same on all ranks. Collective."""
 
+    def not_finite(self) -> Table:
+        """By parameter how many of its values are NaN or Inf, where any are; the same on all ranks. Collective."""
+
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
         """The change that the optimizer would make to a parameter by this gradient, which is part of one with that norm;
         None: it is not known."""
@@ -143,10 +146,20 @@ class ModuleSubject:
         """One process has all."""
         return table
 
+    def not_finite(self) -> Table:
+        """As Subject's."""
+        return not_finite(self._parameters)
+
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
         """Adam's step, of its moments as they are; whether the training clips is not known here."""
         adam = self._adam.get(id(self._parameters[name]))
         return None if adam is None else adam_update(gradient, *adam)
+
+
+def not_finite(parameters: Mapping[str, torch.nn.Parameter]) -> Table:
+    """By name how many of a parameter's values are NaN or Inf, where any are."""
+    counts = {name: (~p.detach().to(torch.float32).isfinite()).sum().item() for name, p in parameters.items()}
+    return {name: (float(count),) for name, count in counts.items() if count}
 
 
 def bare(model: torch.nn.Module) -> Any:

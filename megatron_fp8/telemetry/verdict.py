@@ -60,7 +60,8 @@ def _nothing(found: Attribution) -> str:
     distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
     times = far_off(found, Limits())
     if times is None:
-        return "nothing stands out: no site costs more than rounding to FP8's significant bits does."
+        who = "all sites together cost no" if found.skipped else "no site costs"
+        return f"nothing stands out: {who} more than rounding to FP8's significant bits does."
     if found.skipped:
         return (
             f"nothing stands out of what was measured alone, and as planned the gradient is {times:.3g} times as far from"

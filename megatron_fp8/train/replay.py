@@ -38,7 +38,7 @@ from ..mcore.sites import check_plan, fp8_linears, state_of, unwrap
 from ..plan.overrides import check_overrides_match
 from ..plan.site_plan import SitePlan
 from ..state.guard import as_overrides
-from ..telemetry.subject import Pass, Table, adam_update
+from ..telemetry.subject import Pass, Table, adam_update, not_finite
 from . import binding
 from .config.model_section import padded_vocab_size, transformer_config
 from .config.run_config import RunConfig, tokens_of_microbatch
@@ -333,6 +333,10 @@ class RunSubject:
                 known = merged.get(name, (0.0,) * len(row))
                 merged[name] = tuple(a + b for a, b in zip(known, row, strict=True))
         return merged
+
+    def not_finite(self) -> Table:
+        """As Subject's. Collective."""
+        return self.merge(not_finite(self._names))
 
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
         """Adam's, of the checkpoint's moments and the run's settings; gradients are scaled and clipped as in

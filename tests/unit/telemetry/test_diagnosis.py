@@ -173,6 +173,7 @@ def test_of_a_layer_with_nan_it_says_that_high_precision_has_it_too():
         model.blocks[1].fc2.weight[0, 0] = float("nan")
     found = diagnose(model, loss_of, batches(0))
     assert "bad in high precision too: not FP8" in found.verdict
+    assert "weights that are NaN or Inf: blocks.1.fc2.weight (1 of its values)" in found.verdict
     assert found.ranking == [] and found.overrides == {}
 
 
