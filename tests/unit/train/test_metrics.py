@@ -16,6 +16,7 @@ from megatron_fp8.train.metrics import (
     peak_memory,
 )
 from megatron_fp8.train.report import format_report
+from megatron_fp8.train.run_record import RunRecord
 
 STEP = IterationMetrics(
     iteration=1, lm_loss=2.5, grad_norm=1.0, learning_rate=1e-3, tokens=64, tokens_per_s=10.0, mfu=None,
@@ -48,9 +49,9 @@ def test_each_iteration_is_on_disk_at_once_and_valid_json(tmp_path):
 
 
 def test_what_a_killed_run_left_is_still_shown(tmp_path):
-    line = json.dumps({"lm_loss": 3.0, "skipped": 1})
-    (tmp_path / "metrics.jsonl").write_text(f'{line}\n{line}\n{{"lm_lo')
-    assert losses(tmp_path) == ["training    2 iterations, loss 3.0000 -> 3.0000, 2 steps skipped"]
+    lines = "".join(json.dumps({"iteration": n, "lm_loss": 3.0, "skipped": 1}) + "\n" for n in (1, 2))
+    (tmp_path / "metrics.jsonl").write_text(f'{lines}{{"lm_lo')
+    assert losses(RunRecord(tmp_path)) == ["training    2 iterations, loss 3.0000 -> 3.0000, 2 steps skipped"]
 
 
 def test_lines_count_skipped_steps(capsys):

@@ -17,6 +17,12 @@ from megatron_fp8.mcore.patches import cpu_engine, gpu_engine
 NOTHING = torch.zeros(1, dtype=torch.int32)
 
 
+@pytest.fixture(autouse=True)
+def nothing_installed() -> None:
+    """Another file's `install()` in this process would make a CPU of "cuda"."""
+    mcore.uninstall()
+
+
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
