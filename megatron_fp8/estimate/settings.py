@@ -15,24 +15,24 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..files.disk import read_ordinary
-from ..files.shipped import find_config, shipped_configs
-from ..files.strict_yaml import load_yaml
+from ..files.shipped import find_config
 from ..mcore.config.relations import RELATIONS
 from ..mcore.config.rules import (
+    COUNT,
     FLAG,
+    PROBABILITY,
+    RANKS,
+    SIZE,
     Rule,
     check,
     check_relation,
     either,
     integer,
     list_of,
-    number,
     one_of,
     optional,
     shown,
@@ -40,6 +40,7 @@ from ..mcore.config.rules import (
 )
 from ..plan.overrides import check_overrides, check_overrides_match
 from ..recipe import RECIPES, check_recipe_name
+from ..train.config.config_file import by_dotted_key, read_config
 from ..train.config.field_rules import RULES, check_rules
 from ..train.config.model_fields import known_fields
 from ..train.config.sections import (
@@ -53,15 +54,14 @@ from .model import Model
 from .parameters import of_chunk
 
 _FORMATS = ("hybrid", "e4m3")
-_SIZE, _COUNT, _RANKS = integer(1, 2**24), integer(1, 2**16), integer(1, 2**20, "ranks")
-_PROBABILITY = number(0, 1, without=[1])
+
 
 _MODEL_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("num_layers", "num_attention_heads"), _COUNT),
-    "hidden_size": _SIZE,
-    **dict.fromkeys(("num_query_groups", "kv_channels"), optional(_COUNT)),
+    **dict.fromkeys(("num_layers", "num_attention_heads"), COUNT),
+    "hidden_size": SIZE,
+    **dict.fromkeys(("num_query_groups", "kv_channels"), optional(COUNT)),
     **dict.fromkeys(
-        ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), optional(_SIZE)
+        ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), optional(SIZE)
     ),
     **dict.fromkeys(
         (
@@ -76,7 +76,7 @@ _MODEL_RULES: dict[str, Rule] = {
     "bf16": optional(FLAG),
     "normalization": one_of("LayerNorm", "RMSNorm"),
     "activation_func": one_of("gelu", "silu", "relu", "squared_relu"),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout"), _PROBABILITY),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), PROBABILITY),
     "params_dtype": optional(one_of("bfloat16", "float16", "float32")),
     "fp8": optional(one_of(*_FORMATS)),
     "fp8_recipe": optional(one_of(*RECIPES)),
@@ -85,20 +85,20 @@ _MODEL_RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
          "expert_model_parallel_size"),
-        _RANKS,
+        RANKS,
     ),
-    "expert_tensor_parallel_size": optional(_RANKS),
+    "expert_tensor_parallel_size": optional(RANKS),
     **dict.fromkeys(
         ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
          "num_layers_in_last_pipeline_stage", "microbatch_group_size_per_vp_stage", "recompute_num_layers",
          "num_moe_experts"),
-        optional(_COUNT),
+        optional(COUNT),
     ),
     "recompute_granularity": optional(one_of("full", "selective")),
     "recompute_method": optional(one_of("uniform", "block")),
     "recompute_modules": optional(list_of(text())),
-    "moe_layer_freq": either(_COUNT, list_of(integer(0, 1))),
-    "moe_router_topk": _COUNT,
+    "moe_layer_freq": either(COUNT, list_of(integer(0, 1))),
+    "moe_router_topk": COUNT,
     **{name: RULES["model"][name] for name in (
         "vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size", "position_embedding_type",
         "share_embeddings_and_output_weights",
@@ -126,7 +126,7 @@ _SECTIONS: dict[str, Any] = {
     "telemetry": TelemetrySection,
 }
 _TOP = {"run_dir", "resume", "dry_run", "debug"}
-_LARGEST = 1 << 24
+_NAMES = ("model", *_SECTIONS)
 _BYTES_VOCABULARY = 257  # of a run without a tokenizer: every byte, and the end of a document
 
 
@@ -189,7 +189,7 @@ def given_keys(options: list[str]) -> dict[str, Any]:
             )
         name = name.replace("-", "_")
         if name == "config":
-            content = _file(find_config(value))
+            content = by_dotted_key(read_config(find_config(value), _NAMES), _NAMES)
             for key in content:
                 _check_key(key, f"{value}: ")
             given.update(content)
@@ -243,28 +243,6 @@ def _check_batch(settings: Settings) -> None:
             f"train.seq_length={train.seq_length} is shared by {model.context_parallel_size} context-parallel and, with"
             f" sequence_parallel, {model.tensor_model_parallel_size} tensor-parallel ranks: make it a multiple."
         )
-
-
-def _file(path: str) -> dict[str, Any]:
-    try:
-        content = load_yaml(read_ordinary(Path(path), _LARGEST))
-    except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        shipped = ", ".join(shipped_configs())
-        raise ValueError(f"--config={path!r}: {reason}. Shipped ones, by name: {shipped}.") from error
-    except ValueError as error:
-        raise ValueError(f"--config={path} is not YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
-    found: dict[str, Any] = {}
-    for name, value in content.items():
-        if name in ("model", *_SECTIONS):
-            if not isinstance(value, dict):
-                raise ValueError(f"--config={path}: {name}={shown(value)} must be a section: {{KEY: VALUE}}.")
-            found.update({f"{name}.{key}": item for key, item in value.items()})
-        else:
-            found[name] = value
-    return found
 
 
 def _value(name: str, text: str) -> Any:

@@ -54,7 +54,10 @@ class Selection:
         for site in self.sites:
             _check_site(site)
         object.__setattr__(self, "what_if", tuple(dict.fromkeys(map(_prefix, self.what_if))))
-        names = [wanted.name for wanted in parse_all(self.statistics)]
+        try:
+            names = [wanted.name for wanted in parse_all(self.statistics)]
+        except ValueError as error:
+            raise ValueError(f"telemetry statistics: {error}") from error
         object.__setattr__(self, "statistics", tuple(names))
         for name in names if self.statistics != DEFAULT else ():
             if not any(of_tensor([name], tensor) for tensor in self.tensors):

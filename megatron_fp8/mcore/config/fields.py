@@ -13,9 +13,10 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
+from .field import Field
 from .relations import RELATIONS, SILENT
 from .rules import check, check_relation, shown
-from .table import FIELDS, Field
+from .table import FIELDS
 
 
 def default_of(field: Any) -> Any:

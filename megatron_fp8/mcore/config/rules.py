@@ -54,6 +54,12 @@ def number(low: float, high: float = math.inf, *, without: Iterable[float] = ())
 
 FLAG = Rule("true or false", lambda v: isinstance(v, bool) or (_whole(v) and v in (0, 1)))
 ANYTHING = Rule("anything", lambda v: True)
+SIZE, COUNT = integer(1, 2**24), integer(1, 2**16)
+RANKS = integer(1, 2**20, "ranks")
+PROBABILITY = number(0, 1, without=[1])
+FLOAT32 = 3.4e38  # beyond it float32, in which masters, scales and most factors are kept, has only infinity
+LEAST = 1e-37  # and below it only zero
+POSITIVE, NOT_NEGATIVE, ANY_NUMBER = number(LEAST, FLOAT32), number(0, FLOAT32), number(-FLOAT32, FLOAT32)
 
 
 def text(words: str = "text without NUL", *, empty: bool = False) -> Rule:

@@ -8,111 +8,33 @@ test holds it against the dataclass, and fields.py refuses what is set and does 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from megatron.core.transformer.enums import CudaGraphScope
-
-from ...recipe import RECIPES
 from ...state.guard import LADDERS
 from .. import installed as compat
-from .rules import ANYTHING, FLAG, Rule, either, integer, list_of, number, one_of, optional, text
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field. `only`: another field, and optionally its value, without which this one has no effect."""
-
-    rule: Rule
-    where: str = ""
-    only: tuple[Any, ...] = ()
-    ignored: str = ""
-    refused: str = ""
-    here: Callable[[], bool] = lambda: True
-    """Whether this machine has what the field needs. If not, it cannot be had with FP8 off either."""
-
-
-def works(rule: Rule, where: str, *only: Any) -> Field:
-    """It has its effect."""
-    return Field(rule, where=where, only=only)
-
-
-def ignored(why: str, rule: Rule = FLAG) -> Field:
-    """It is accepted, changes nothing, and that is said."""
-    return Field(rule, ignored=why)
-
-
-def refused(why: str, rule: Rule = FLAG, here: Callable[[], bool] = lambda: True) -> Field:
-    """Setting it is an error: it cannot be had with the layers here."""
-    return Field(rule, refused=why, here=here)
-
-
-def te_layers(what: str, rule: Rule = FLAG) -> Field:
-    """Only Transformer Engine's layers have it, and those here are others."""
-    return Field(
-        rule,
-        refused=f"{what} is of Transformer Engine's layers, and those here are others",
-        here=compat.has_te,
-    )
-
-
-def te_function(what: str, where: str, rule: Rule = FLAG, instead: str = "") -> Field:
-    """A function of Transformer Engine's that serves any layers, where it is installed."""
-    why = f"{what} needs Transformer Engine, which is not installed" + (f"; {instead}" if instead else "")
-    return Field(rule, where=where, refused=why, here=compat.has_te)
-
+from .field import Field, ignored, refused, te_function, te_layers, works
+from .rules import (
+    ANY_NUMBER,
+    ANYTHING,
+    COUNT,
+    FLAG,
+    LEAST,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    RANKS,
+    SIZE,
+    Rule,
+    either,
+    integer,
+    list_of,
+    number,
+    one_of,
+    optional,
+    text,
+)
+from .values import DTYPE, FUNCTION, LAYOUT, PATTERN, RECIPE, SCOPE
 
 FP8_FORMATS = ("e4m3", "hybrid")
-_RECIPE = Rule(
-    f"one of {', '.join(map(repr, RECIPES))}", lambda v: getattr(v, "name", v) in RECIPES, tuple(RECIPES)
-)
-
-_DTYPE = Rule("a floating dtype", lambda v: isinstance(v, torch.dtype) and v.is_floating_point)
-_SIZE = integer(1, 2**24)
-_COUNT = integer(1, 2**16)
-_RANKS = integer(1, 2**20, "ranks")
-_PROBABILITY = number(0, 1, without=[1])
 _HALF = 65504.0  # float16's largest number: torch raises for a larger one where it computes in float16
-_LEAST = 1e-37  # below it float32, in which all of these are multiplied, has only zero
-_FLOAT32 = 3.4e38  # and beyond it only infinity
-_POSITIVE = number(_LEAST, _FLOAT32)
-_NOT_NEGATIVE = number(0, _FLOAT32)
-_ANY_NUMBER = number(-_FLOAT32, _FLOAT32)
-_FUNCTION = Rule("a function", callable)
-_PATTERN = optional(either(_COUNT, list_of(integer(0, 1))))
-_MOST_TIMES = 1000
-
-
-def _is_layout_text(value: Any) -> bool:
-    """Megatron-Core leaves commas out and writes repetitions such as 't*1000' out, before it looks at anything."""
-    if not isinstance(value, str) or not value.strip(" ,|"):
-        return False
-    times = re.findall(r"\*(\d+)", value.replace(",", ""))
-    return all(len(number) <= 9 and int(number) <= _MOST_TIMES for number in times)
-
-
-_LAYOUT = Rule(
-    f"text such as 'Et|tL' or 'E(tt|)*3tL', with nothing more than {_MOST_TIMES} times, or a list of lists of layers'"
-    " names",
-    lambda v: (
-        hasattr(v, "virtual_pipeline_model_parallel_size")
-        or _is_layout_text(v)
-        or (isinstance(v, list) and bool(v) and all(isinstance(row, list) and row for row in v))
-    ),
-)
-_SCOPE_NAMES = frozenset(CudaGraphScope.__members__)
-_SCOPE = Rule(
-    f"'full' or a list of {', '.join(sorted(_SCOPE_NAMES))}",
-    lambda v: (
-        v is None
-        or isinstance(v, CudaGraphScope)
-        or (isinstance(v, str) and (v == "full" or set(v.split(",")) <= _SCOPE_NAMES))
-        or (isinstance(v, list) and all(str(getattr(scope, "name", scope)) in _SCOPE_NAMES for scope in v))
-    ),
-)
 _CP_COMM = one_of("p2p", "all_gather", "a2a", "a2a+p2p")
 _OWN_GRAPHS = (
     "Megatron-Core's CUDA graphs update FP8 through Transformer Engine, and a replay would skip the host's part of an"
@@ -136,15 +58,15 @@ _FOR_MOE = ("num_moe_experts",)
 
 FIELDS: dict[str, Field] = {
     # ---- sizes
-    "num_layers": works(_COUNT, _BLOCK),
-    "hidden_size": works(_SIZE, _ATTENTION),
-    "num_attention_heads": works(_COUNT, _ATTENTION),
-    "num_query_groups": works(optional(_COUNT), _ATTENTION),
-    "kv_channels": works(optional(_COUNT), _ATTENTION),
-    "ffn_hidden_size": works(optional(_SIZE), _MLP),
+    "num_layers": works(COUNT, _BLOCK),
+    "hidden_size": works(SIZE, _ATTENTION),
+    "num_attention_heads": works(COUNT, _ATTENTION),
+    "num_query_groups": works(optional(COUNT), _ATTENTION),
+    "kv_channels": works(optional(COUNT), _ATTENTION),
+    "ffn_hidden_size": works(optional(SIZE), _MLP),
     # ---- layers
     "normalization": works(one_of("LayerNorm", "RMSNorm"), "models/gpt/gpt_layer_specs"),
-    "layernorm_epsilon": works(number(_LEAST, 1), _BLOCK),
+    "layernorm_epsilon": works(number(LEAST, 1), _BLOCK),
     "layernorm_zero_centered_gamma": works(FLAG, "megatron_fp8/mcore/layers/norm"),
     "persist_layer_norm": ignored("the norms here have one implementation"),
     "memory_efficient_layer_norm": ignored("the norms here save no more than it would"),
@@ -153,13 +75,13 @@ FIELDS: dict[str, Field] = {
     "add_bias_linear": works(FLAG, _MLP),
     "add_qkv_bias": works(FLAG, _ATTENTION),
     "gated_linear_unit": works(FLAG, _MLP),
-    "activation_func": works(_FUNCTION, _MLP),
-    "activation_func_clamp_value": works(optional(number(_LEAST, _HALF)), _MLP),
+    "activation_func": works(FUNCTION, _MLP),
+    "activation_func_clamp_value": works(optional(number(LEAST, _HALF)), _MLP),
     "glu_linear_offset": works(number(-_HALF, _HALF), _MLP, "gated_linear_unit"),
     "bias_activation_fusion": works(FLAG, _MLP),
     "bias_dropout_fusion": works(FLAG, _LAYER),
     "use_te_activation_func": te_layers("that activation function"),
-    "hidden_dropout": works(_PROBABILITY, _LAYER),
+    "hidden_dropout": works(PROBABILITY, _LAYER),
     "fp32_residual_connection": refused("the layers here take their input in params_dtype alone"),
     "apply_residual_connection_post_layernorm": refused("Megatron-Core has dropped it and reads it nowhere"),
     # ---- attention and positions
@@ -167,16 +89,16 @@ FIELDS: dict[str, Field] = {
         "attention runs as PyTorch's scaled_dot_product_attention, which chooses its own kernel",
         one_of("flash", "fused", "unfused", "local", "auto"),
     ),
-    "softmax_scale": works(optional(number(_LEAST, _HALF)), _ATTENTION),
+    "softmax_scale": works(optional(number(LEAST, _HALF)), _ATTENTION),
     "softmax_type": works(one_of("vanilla", "off-by-one", "learnable"), _SDPA),
-    "attention_dropout": works(_PROBABILITY, _SDPA),
+    "attention_dropout": works(PROBABILITY, _SDPA),
     "attention_softmax_in_fp32": Field(FLAG, ignored="the softmax runs in float32 here"),
     "apply_query_key_layer_scaling": works(FLAG, _SDPA),
     "masked_softmax_fusion": works(FLAG, _SDPA),
     "attention_output_gate": works(FLAG, _ATTENTION),
     "window_size": works(optional(list_of(integer(-1, 2**24, "tokens"), 2)), _SDPA),
-    "window_attn_skip_freq": works(_PATTERN, _SDPA, "window_size"),
-    "no_rope_freq": works(_PATTERN, _ATTENTION),
+    "window_attn_skip_freq": works(PATTERN, _SDPA, "window_size"),
+    "no_rope_freq": works(PATTERN, _ATTENTION),
     "rotary_interleaved": works(FLAG, "models/gpt/gpt_model"),
     "apply_rope_fusion": te_function("fused rotary embedding", "models/common/embeddings/rope_utils"),
     "fused_single_qkv_rope": te_function("fused rotary embedding", _ATTENTION),
@@ -186,7 +108,7 @@ FIELDS: dict[str, Field] = {
     "multi_latent_attention": works(FLAG, "megatron_fp8/mcore/spec"),
     "qk_clip": refused("attention here does not keep its largest logits"),
     "qk_clip_alpha": works(number(0, 1), _ATTENTION, "qk_clip"),
-    "qk_clip_threshold": works(_POSITIVE, _ATTENTION, "qk_clip"),
+    "qk_clip_threshold": works(POSITIVE, _ATTENTION, "qk_clip"),
     "log_max_attention_logit": refused("attention here does not keep its largest logits"),
     "flash_decode": works(FLAG, _ATTENTION),
     "test_mode": works(FLAG, _ATTENTION),
@@ -195,9 +117,9 @@ FIELDS: dict[str, Field] = {
         f"{_LOCAL}, and attention is plain", optional(one_of("gated_delta_net", "dsa"))
     ),
     # ---- initialisation
-    "init_method": works(optional(_FUNCTION), _MLP),
-    "output_layer_init_method": works(optional(_FUNCTION), _MLP),
-    "embedding_init_method": works(optional(_FUNCTION), "models/common/embeddings/language_model_embedding"),
+    "init_method": works(optional(FUNCTION), _MLP),
+    "output_layer_init_method": works(optional(FUNCTION), _MLP),
+    "embedding_init_method": works(optional(FUNCTION), "models/common/embeddings/language_model_embedding"),
     "init_method_std": works(number(0, 1e3), "transformer/transformer_config"),
     "embedding_init_method_std": works(optional(number(0, 1e3)), "transformer/transformer_config"),
     "init_model_with_meta_device": refused("it is for Megatron-FSDP"),
@@ -206,10 +128,10 @@ FIELDS: dict[str, Field] = {
     # ---- precision
     "fp16": works(FLAG, _SDPA),
     "bf16": works(FLAG, _SDPA),
-    "params_dtype": works(_DTYPE, "tensor_parallel/layers"),
-    "pipeline_dtype": works(optional(_DTYPE), _P2P),
+    "params_dtype": works(DTYPE, "tensor_parallel/layers"),
+    "pipeline_dtype": works(optional(DTYPE), _P2P),
     "enable_autocast": works(FLAG, _PP),
-    "autocast_dtype": works(optional(_DTYPE), _PP),
+    "autocast_dtype": works(optional(DTYPE), _PP),
     "disable_bf16_reduced_precision_matmul": works(FLAG, "transformer/transformer_config"),
     "use_kitchen": refused("kitchen's layers are another FP8", here=lambda: False),
     "use_kitchen_attention": refused("kitchen's layers are another FP8", here=lambda: False),
@@ -222,7 +144,7 @@ FIELDS: dict[str, Field] = {
     "disable_parameter_transpose_cache": ignored("this package has no cache of transposed weights to disable"),
     # ---- FP8
     "fp8": works(optional(one_of(*FP8_FORMATS)), _OURS),
-    "fp8_recipe": works(optional(_RECIPE), _OURS),
+    "fp8_recipe": works(optional(RECIPE), _OURS),
     "fp8_param": works(FLAG, _OURS),
     "fp8_quantizer_factory": works(optional(text("the import path of a callable")), _OURS),
     "fp8_margin": works(integer(0, 2**6, "powers of two"), "megatron_fp8/fp8_utils"),
@@ -238,20 +160,20 @@ FIELDS: dict[str, Field] = {
     "fp8_multi_head_attention": refused("attention itself runs in BF16", here=lambda: False),
     "tp_only_amax_red": works(FLAG, "megatron_fp8/mcore/installed"),
     # ---- tensor, sequence, context and expert parallelism
-    "tensor_model_parallel_size": works(_RANKS, "transformer/transformer_config"),
+    "tensor_model_parallel_size": works(RANKS, "transformer/transformer_config"),
     "sequence_parallel": works(FLAG, "tensor_parallel/layers"),
-    "context_parallel_size": works(_RANKS, "megatron_fp8/mcore/layers/attention"),
+    "context_parallel_size": works(RANKS, "megatron_fp8/mcore/layers/attention"),
     "cp_comm_type": ignored(
         "context parallelism here gathers keys and values, whatever it says",
         optional(either(_CP_COMM, list_of(_CP_COMM))),
     ),
     "hierarchical_context_parallel_sizes": refused(
-        "context parallelism here has one level", optional(list_of(_RANKS))
+        "context parallelism here has one level", optional(list_of(RANKS))
     ),
     "hybrid_context_parallel": refused("it needs packed sequences, which attention here does not take"),
-    "max_seqlen_per_dp_cp_rank": works(optional(_SIZE), "datasets/data_schedule", "hybrid_context_parallel"),
-    "expert_model_parallel_size": works(_RANKS, _EXPERTS),
-    "expert_tensor_parallel_size": works(optional(_RANKS), "parallel_state"),
+    "max_seqlen_per_dp_cp_rank": works(optional(SIZE), "datasets/data_schedule", "hybrid_context_parallel"),
+    "expert_model_parallel_size": works(RANKS, _EXPERTS),
+    "expert_tensor_parallel_size": works(optional(RANKS), "parallel_state"),
     "moe_extended_tp": ignored("Megatron-Core has dropped it and reads it nowhere"),
     "async_tensor_model_parallel_allreduce": ignored("Megatron-Core always overlaps this all-reduce"),
     "symmetric_ar_type": te_layers(
@@ -268,17 +190,17 @@ FIELDS: dict[str, Field] = {
     ),
     "tp_comm_bootstrap_backend": ignored(f"it is about {_TE_OVERLAP}", one_of("nccl", "mpi", "gloo")),
     # ---- pipelines
-    "pipeline_model_parallel_size": works(_RANKS, _BLOCK),
-    "virtual_pipeline_model_parallel_size": works(optional(_COUNT), _PP, "pipeline_model_parallel_size"),
+    "pipeline_model_parallel_size": works(RANKS, _BLOCK),
+    "virtual_pipeline_model_parallel_size": works(optional(COUNT), _PP, "pipeline_model_parallel_size"),
     "pipeline_model_parallel_comm_backend": refused(
         "the process groups have the backend of the run", optional(one_of("nccl", "ucc"))
     ),
-    "pipeline_model_parallel_layout": works(optional(_LAYOUT), _BLOCK),
-    "num_layers_in_first_pipeline_stage": works(optional(_COUNT), _BLOCK, "pipeline_model_parallel_size"),
-    "num_layers_in_last_pipeline_stage": works(optional(_COUNT), _BLOCK, "pipeline_model_parallel_size"),
+    "pipeline_model_parallel_layout": works(optional(LAYOUT), _BLOCK),
+    "num_layers_in_first_pipeline_stage": works(optional(COUNT), _BLOCK, "pipeline_model_parallel_size"),
+    "num_layers_in_last_pipeline_stage": works(optional(COUNT), _BLOCK, "pipeline_model_parallel_size"),
     "account_for_embedding_in_pipeline_split": works(FLAG, _BLOCK, "pipeline_model_parallel_size"),
     "account_for_loss_in_pipeline_split": works(FLAG, _BLOCK, "pipeline_model_parallel_size"),
-    "microbatch_group_size_per_vp_stage": works(optional(_COUNT), _PP),
+    "microbatch_group_size_per_vp_stage": works(optional(COUNT), _PP),
     "variable_seq_lengths": works(FLAG, _P2P, "pipeline_model_parallel_size"),
     "overlap_p2p_comm": works(FLAG, _PP, "virtual_pipeline_model_parallel_size"),
     "batch_p2p_comm": works(FLAG, _P2P, "pipeline_model_parallel_size"),
@@ -296,13 +218,13 @@ FIELDS: dict[str, Field] = {
     "recompute_method": works(
         optional(one_of("uniform", "block")), _BLOCK, "recompute_granularity", "full"
     ),
-    "recompute_num_layers": works(optional(_COUNT), _BLOCK, "recompute_granularity", "full"),
+    "recompute_num_layers": works(optional(COUNT), _BLOCK, "recompute_granularity", "full"),
     "recompute_modules": works(optional(list_of(text())), _LAYER),
     "distribute_saved_activations": works(
         FLAG, "tensor_parallel/random", "recompute_granularity", "full"
     ),
     "num_microbatches_with_partial_activation_checkpoints": works(
-        optional(_COUNT), _PP, "recompute_granularity"
+        optional(COUNT), _PP, "recompute_granularity"
     ),
     "cpu_offloading": te_function("moving activations", _BLOCK, instead=_SAVE_ON_CPU),
     "cpu_offloading_num_layers": works(integer(0, 2**16), _BLOCK, "cpu_offloading"),
@@ -332,12 +254,12 @@ FIELDS: dict[str, Field] = {
     ),
     "calculate_per_token_loss": works(FLAG, _PP),
     "mtp_num_layers": works(optional(integer(1, 2**10)), "models/gpt/gpt_model"),
-    "mtp_loss_scaling_factor": works(optional(_NOT_NEGATIVE), "models/gpt/gpt_model", "mtp_num_layers"),
+    "mtp_loss_scaling_factor": works(optional(NOT_NEGATIVE), "models/gpt/gpt_model", "mtp_num_layers"),
     # ---- mixture of experts
-    "num_moe_experts": works(optional(_COUNT), _MOE),
-    "moe_ffn_hidden_size": works(optional(_SIZE), _EXPERTS, *_FOR_MOE),
-    "moe_layer_freq": works(either(_COUNT, list_of(integer(0, 1))), "models/gpt/gpt_layer_specs", *_FOR_MOE),
-    "moe_shared_expert_intermediate_size": works(optional(_SIZE), _MOE, *_FOR_MOE),
+    "num_moe_experts": works(optional(COUNT), _MOE),
+    "moe_ffn_hidden_size": works(optional(SIZE), _EXPERTS, *_FOR_MOE),
+    "moe_layer_freq": works(either(COUNT, list_of(integer(0, 1))), "models/gpt/gpt_layer_specs", *_FOR_MOE),
+    "moe_shared_expert_intermediate_size": works(optional(SIZE), _MOE, *_FOR_MOE),
     "moe_shared_expert_gate": works(FLAG, _MOE, "moe_shared_expert_intermediate_size"),
     "moe_shared_expert_overlap": works(FLAG, _MOE, "moe_shared_expert_intermediate_size"),
     "moe_router_load_balancing_type": works(
@@ -348,27 +270,27 @@ FIELDS: dict[str, Field] = {
         _ROUTER,
         *_FOR_MOE,
     ),
-    "moe_router_topk": works(_COUNT, _ROUTER, *_FOR_MOE),
-    "moe_router_num_groups": works(optional(_COUNT), _ROUTER, "moe_router_group_topk"),
-    "moe_router_group_topk": works(optional(_COUNT), _ROUTER, *_FOR_MOE),
+    "moe_router_topk": works(COUNT, _ROUTER, *_FOR_MOE),
+    "moe_router_num_groups": works(optional(COUNT), _ROUTER, "moe_router_group_topk"),
+    "moe_router_group_topk": works(optional(COUNT), _ROUTER, *_FOR_MOE),
     "moe_router_topk_limited_devices": refused(
-        "Megatron-Core replaced it by moe_router_group_topk and moe_router_num_groups", optional(_COUNT)
+        "Megatron-Core replaced it by moe_router_group_topk and moe_router_num_groups", optional(COUNT)
     ),
     "moe_router_pre_softmax": works(FLAG, _ROUTER, *_FOR_MOE),
-    "moe_router_topk_scaling_factor": works(optional(_POSITIVE), _ROUTER, *_FOR_MOE),
+    "moe_router_topk_scaling_factor": works(optional(POSITIVE), _ROUTER, *_FOR_MOE),
     "moe_router_score_function": works(one_of("softmax", "sigmoid"), _ROUTER, *_FOR_MOE),
     "moe_router_dtype": works(optional(one_of("fp32", "fp64")), _ROUTER, *_FOR_MOE),
     "moe_router_enable_expert_bias": works(FLAG, _ROUTER, *_FOR_MOE),
     "moe_router_bias_update_rate": works(
-        _NOT_NEGATIVE, "distributed/finalize_model_grads", "moe_router_enable_expert_bias"
+        NOT_NEGATIVE, "distributed/finalize_model_grads", "moe_router_enable_expert_bias"
     ),
     "moe_router_force_load_balancing": works(FLAG, _ROUTER, *_FOR_MOE),
     "moe_router_padding_for_quantization": works(FLAG, _DISPATCHER, *_FOR_MOE),
     "moe_router_padding_for_fp8": works(FLAG, "transformer/transformer_config", *_FOR_MOE),
     "moe_router_fusion": te_function("fused routing", _ROUTER),
     "moe_enable_routing_replay": works(FLAG, _ROUTER, *_FOR_MOE),
-    "moe_aux_loss_coeff": works(either(_NOT_NEGATIVE, list_of(_NOT_NEGATIVE)), _ROUTER, *_FOR_MOE),
-    "moe_z_loss_coeff": works(optional(_NOT_NEGATIVE), _ROUTER, *_FOR_MOE),
+    "moe_aux_loss_coeff": works(either(NOT_NEGATIVE, list_of(NOT_NEGATIVE)), _ROUTER, *_FOR_MOE),
+    "moe_z_loss_coeff": works(optional(NOT_NEGATIVE), _ROUTER, *_FOR_MOE),
     "moe_input_jitter_eps": works(optional(number(0, 1, without=[1])), _ROUTER, *_FOR_MOE),
     "moe_token_dropping": refused("Megatron-Core does not have it; moe_expert_capacity_factor drops tokens"),
     "moe_token_dispatcher_type": works(one_of("allgather", "alltoall", "flex"), _MOE, *_FOR_MOE),
@@ -376,10 +298,10 @@ FIELDS: dict[str, Field] = {
     "moe_flex_dispatcher_backend": works(
         one_of("deepep", "hybridep"), _DISPATCHER, "moe_token_dispatcher_type", "flex"
     ),
-    "moe_deepep_num_sms": works(_COUNT, _DISPATCHER, "moe_token_dispatcher_type", "flex"),
-    "moe_hybridep_num_sms": works(_COUNT, _DISPATCHER, "moe_token_dispatcher_type", "flex"),
+    "moe_deepep_num_sms": works(COUNT, _DISPATCHER, "moe_token_dispatcher_type", "flex"),
+    "moe_hybridep_num_sms": works(COUNT, _DISPATCHER, "moe_token_dispatcher_type", "flex"),
     "moe_per_layer_logging": ignored("Megatron-Core reads it nowhere; training scripts of its own do"),
-    "moe_expert_capacity_factor": works(optional(_ANY_NUMBER), _DISPATCHER, *_FOR_MOE),
+    "moe_expert_capacity_factor": works(optional(ANY_NUMBER), _DISPATCHER, *_FOR_MOE),
     "moe_pad_expert_input_to_capacity": works(FLAG, _DISPATCHER, "moe_expert_capacity_factor"),
     "moe_token_drop_policy": works(one_of("probs", "position"), _ROUTER, "moe_expert_capacity_factor"),
     "moe_layer_recompute": works(FLAG, _MOE, *_FOR_MOE),
@@ -388,7 +310,7 @@ FIELDS: dict[str, Field] = {
     "moe_grouped_gemm": works(FLAG, "megatron_fp8/mcore/spec", *_FOR_MOE),
     "moe_use_legacy_grouped_gemm": works(FLAG, "models/gpt/moe_module_specs", "moe_grouped_gemm"),
     "use_fused_weighted_squared_relu": ignored("it is for grouped experts"),
-    "moe_latent_size": te_layers("the latent projection of experts", optional(_SIZE)),
+    "moe_latent_size": te_layers("the latent projection of experts", optional(SIZE)),
     "overlap_moe_expert_parallel_comm": refused("its schedule takes Transformer Engine's layers", here=compat.has_te),
     "ep_overlap_early_attn_memory_release": works(
         FLAG, "models/common/model_chunk_schedule_plan", "overlap_moe_expert_parallel_comm"
@@ -396,23 +318,23 @@ FIELDS: dict[str, Field] = {
     # ---- other models than GPT
     "is_hybrid_model": works(FLAG, "transformer/transformer_config"),
     **dict.fromkeys(
-        ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups"), ignored("it is for Mamba layers", _SIZE)
+        ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups"), ignored("it is for Mamba layers", SIZE)
     ),
-    "mamba_num_heads": ignored("it is for Mamba layers", optional(_SIZE)),
+    "mamba_num_heads": ignored("it is for Mamba layers", optional(SIZE)),
     "use_mamba_mem_eff_path": ignored("it is for Mamba layers"),
-    "linear_attention_freq": ignored("it is for layers of linear attention", _PATTERN),
+    "linear_attention_freq": ignored("it is for layers of linear attention", PATTERN),
     **dict.fromkeys(
         (
             "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
             "linear_num_value_heads",
         ),
-        ignored("it is for layers of linear attention", optional(_SIZE)),
+        ignored("it is for layers of linear attention", optional(SIZE)),
     ),
     **dict.fromkeys(
         ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-        ignored("it is for DeepSeek's sparse attention", optional(_SIZE)),
+        ignored("it is for DeepSeek's sparse attention", optional(SIZE)),
     ),
-    "dsa_indexer_loss_coeff": ignored("it is for DeepSeek's sparse attention", optional(_NOT_NEGATIVE)),
+    "dsa_indexer_loss_coeff": ignored("it is for DeepSeek's sparse attention", optional(NOT_NEGATIVE)),
     "dsa_indexer_use_sparse_loss": ignored("it is for DeepSeek's sparse attention"),
     "heterogeneous_block_specs": refused("layers here are all of one shape"),
     "hetereogenous_dist_checkpoint": works(FLAG, _BLOCK),
@@ -420,7 +342,7 @@ FIELDS: dict[str, Field] = {
     "enable_cuda_graph": refused(_OWN_GRAPHS, here=compat.has_cuda),
     "external_cuda_graph": refused(_OWN_GRAPHS, here=compat.has_cuda),
     "cuda_graph_impl": refused(_OWN_GRAPHS, one_of("none", "local", "transformer_engine"), here=compat.has_cuda),
-    "cuda_graph_scope": works(_SCOPE, "transformer/cuda_graphs"),
+    "cuda_graph_scope": works(SCOPE, "transformer/cuda_graphs"),
     "cuda_graph_use_single_mempool": works(FLAG, "transformer/cuda_graphs", "cuda_graph_impl"),
     "cuda_graph_retain_backward_graph": works(FLAG, "transformer/cuda_graphs", "cuda_graph_impl"),
     "cuda_graph_warmup_steps": works(integer(0, 2**16), "transformer/cuda_graphs", "cuda_graph_impl"),
@@ -431,7 +353,7 @@ FIELDS: dict[str, Field] = {
     ),
     "use_inference_optimized_layers": ignored("Megatron-Core reads it nowhere"),
     "inference_fuse_tp_communication": te_layers("the fused communication of inference"),
-    "mlp_chunks_for_prefill": works(_COUNT, _LAYER),
+    "mlp_chunks_for_prefill": works(COUNT, _LAYER),
     # ---- the rest
     "transformer_impl": Field(
         one_of("local", "transformer_engine", "inference_optimized"),
@@ -448,7 +370,7 @@ FIELDS: dict[str, Field] = {
 }  # fmt: skip
 
 OWN_RULES: dict[str, Rule] = {
-    "fp8_amax_epsilon": _NOT_NEGATIVE,
+    "fp8_amax_epsilon": NOT_NEGATIVE,
     "fp8_pow2_scales": optional(FLAG),
     "fp8_stochastic_rounding": FLAG,
     "fp8_size_filter": optional(text("the path of a table that `megatron-fp8 bench --tune` wrote")),

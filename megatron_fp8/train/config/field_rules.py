@@ -9,6 +9,10 @@ from typing import Any
 
 from ...mcore.config.rules import (
     FLAG,
+    FLOAT32,
+    LEAST,
+    NOT_NEGATIVE,
+    POSITIVE,
     Relation,
     Rule,
     check,
@@ -23,11 +27,8 @@ from ...mcore.config.rules import (
 )
 from ...telemetry.names import TENSORS
 
-_FLOAT32 = 3.4e38  # beyond it float32, in which masters and scales are kept, has only infinity
-_LEAST = 1e-37  # and below it only zero
 _ITERATIONS = integer(1, 2**31 - 1, "iterations")
 _ITERATIONS_OR_0 = integer(0, 2**31 - 1, "iterations")
-_LOSS_SCALE = number(_LEAST, _FLOAT32)
 _PATH = Rule("a path, as text", lambda v: isinstance(v, str))  # paths.py looks at what it names
 _ROWS = integer(1, 2**24, "rows")
 
@@ -60,21 +61,21 @@ TRAIN: dict[str, Rule] = {
     "count_saved": FLAG,
 }
 OPTIMIZER: dict[str, Rule] = {
-    "lr": number(0, _FLOAT32, without=[0]),
-    "min_lr": number(0, _FLOAT32),
+    "lr": number(0, FLOAT32, without=[0]),
+    "min_lr": NOT_NEGATIVE,
     "lr_warmup_iters": _ITERATIONS_OR_0,
     "lr_decay_iters": optional(_ITERATIONS),
     "lr_decay_style": one_of("cosine", "linear", "constant", "inverse-square-root"),
-    "weight_decay": number(0, _FLOAT32),
+    "weight_decay": NOT_NEGATIVE,
     "adam_beta1": number(0, 1, without=[1]),
     "adam_beta2": number(0, 1, without=[1]),
-    "adam_eps": number(_LEAST, 1),
-    "clip_grad": number(0, _FLOAT32),
+    "adam_eps": number(LEAST, 1),
+    "clip_grad": NOT_NEGATIVE,
     "state_dtype": one_of("float32", "fp8"),
-    "loss_scale": optional(_LOSS_SCALE),
-    "initial_loss_scale": _LOSS_SCALE,
-    "min_loss_scale": _LOSS_SCALE,
-    "max_loss_scale": _LOSS_SCALE,
+    "loss_scale": optional(POSITIVE),
+    "initial_loss_scale": POSITIVE,
+    "min_loss_scale": POSITIVE,
+    "max_loss_scale": POSITIVE,
     "loss_scale_window": integer(1, 2**31 - 1, "steps"),
     "hysteresis": integer(1, 2**31 - 1, "overflows"),
     "use_distributed_optimizer": FLAG,
@@ -159,12 +160,12 @@ RELATIONS: dict[str, tuple[Relation, ...]] = {
         Relation(
             ("lr", "adam_beta1"),
             "Adam's first step has the size lr / (1 - adam_beta1), which must be below 3.4e38, as float32 is",
-            lambda s: s.lr < _FLOAT32 * (1 - s.adam_beta1),
+            lambda s: s.lr < FLOAT32 * (1 - s.adam_beta1),
         ),
         Relation(
             ("lr", "weight_decay"),
             "a step takes their product off each weight, which must be below 3.4e38, as float32 is",
-            lambda s: s.lr * s.weight_decay < _FLOAT32,
+            lambda s: s.lr * s.weight_decay < FLOAT32,
         ),
         Relation(
             ("min_loss_scale", "initial_loss_scale", "max_loss_scale"),

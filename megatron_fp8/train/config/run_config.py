@@ -21,11 +21,10 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from ...files.disk import read_ordinary
-from ...files.shipped import find_config, shipped_configs
-from ...files.strict_yaml import load_yaml
+from ...files.shipped import find_config
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import FIELDS, FP8_FORMATS, OWN_RULES
+from .config_file import by_dotted_key, read_config
 from .field_rules import RULES, check_rules
 from .model_section import NAMES, ModelSection, settle_precision
 from .paths import check_config_file, check_paths
@@ -53,7 +52,6 @@ _FREE_FORM = frozenset({"model.fp8_overrides"})  # its keys are the user's
 _FREE_WORDS = 'a mapping, as \'{"*.linear_fc2": "bf16"}\' is, or {} for none'
 _LISTS = frozenset(f"telemetry.{name}" for name in ("sites", "tensors", "statistics", "what_if"))
 _FLAGS = frozenset({"dry_run", "debug"})
-_LARGEST = 1 << 24  # bytes of a config file: a device has no end, and a pipe could be read once only
 _NOT_IN_FILES = frozenset({"config", "print_config"})
 
 
@@ -107,10 +105,12 @@ def parse(arguments: list[str]) -> RunConfig:
         if name == "config":
             check_config_file(value)
             files.append(value)
-            content = _read_yaml(value)
+            content = read_config(value, SECTIONS)
             for key in _keys(content):
                 _check_key(key, f"{value}: ")
-            given.update({key: (item, f"{value}: ") for key, item in _flat(content).items()})
+            given.update(
+                {key: (item, f"{value}: ") for key, item in by_dotted_key(content, SECTIONS).items()}
+            )
         elif name not in _NOT_IN_FILES:
             _check_key(name, "--")
             given[name] = (value, "")
@@ -271,39 +271,6 @@ def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
             )
     if waiting is not None:
         yield waiting, None
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    try:
-        content = load_yaml(read_ordinary(Path(path), _LARGEST))
-    except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        shipped = ", ".join(shipped_configs())
-        raise ValueError(f"--config={path!r}: {reason}. Shipped ones, by name: {shipped}.") from error
-    except ValueError as error:
-        raise ValueError(f"--config={path} is not YAML: {error}") from error
-    if content is None:
-        raise ValueError(f"--config={path} is empty: it needs keys such as model and train.")
-    if not isinstance(content, dict):
-        raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
-    for name, section in content.items():
-        if name in SECTIONS and not isinstance(section, dict):
-            raise ValueError(
-                f"--config={path}: {name}={shown(section)} must be a section: write {name}: {{KEY: VALUE}}, or leave"
-                " it out."
-            )
-    return content
-
-
-def _flat(content: dict[str, Any]) -> dict[str, Any]:
-    """Values by dotted key."""
-    found = {}
-    for name, value in content.items():
-        inner = value if isinstance(value, dict) and name in SECTIONS else None
-        found.update(
-            {f"{name}.{key}": item for key, item in inner.items()} if inner is not None else {name: value}
-        )
-    return found
 
 
 def _keys(content: dict[str, Any], before: str = "") -> Iterator[str]:

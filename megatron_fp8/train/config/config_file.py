@@ -1,0 +1,49 @@
+"""The file that --config names: its YAML, with sections where sections belong."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from ...files.disk import read_ordinary
+from ...files.shipped import shipped_configs
+from ...files.strict_yaml import load_yaml
+from ...mcore.config.rules import shown
+
+_LARGEST = 1 << 24  # bytes of a config file: a device has no end, and a pipe could be read once only
+
+
+def read_config(path: str, sections: Container[str]) -> dict[str, Any]:
+    """What stands in a config file, by name; each of ``sections`` that does is a dict of its own.
+
+    Raises ValueError, which names the file: it is not there, too large, no YAML, empty, or has a value for a section.
+    """
+    try:
+        content = load_yaml(read_ordinary(Path(path), _LARGEST))
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        shipped = ", ".join(shipped_configs())
+        raise ValueError(f"--config={path!r}: {reason}. Shipped ones, by name: {shipped}.") from error
+    except ValueError as error:
+        raise ValueError(f"--config={path} is not YAML: {error}") from error
+    if content is None:
+        raise ValueError(f"--config={path} is empty: it needs keys such as model and train.")
+    if not isinstance(content, dict):
+        raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
+    for name, section in content.items():
+        if name in sections and not isinstance(section, dict):
+            raise ValueError(
+                f"--config={path}: {name}={shown(section)} must be a section: write {name}: {{KEY: VALUE}}, or leave"
+                " it out."
+            )
+    return content
+
+
+def by_dotted_key(content: dict[str, Any], sections: Container[str]) -> dict[str, Any]:
+    """The values of a config file, those in a section as SECTION.KEY."""
+    found = {}
+    for name, value in content.items():
+        inner = {f"{name}.{key}": item for key, item in value.items()} if name in sections else {name: value}
+        found.update(inner)
+    return found
