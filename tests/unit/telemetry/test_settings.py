@@ -115,7 +115,10 @@ def test_a_pattern_that_matches_no_site_is_an_error():
         ({"sites": ("",)}, "a pattern is empty"),
         ({"sites": 3}, "sites=3: a list of names"),
         ({"tensors": ("activation",)}, "'activation' is none of input, weight"),
-        ({"statistics": ("kurtosi",)}, "telemetry statistics: statistic 'kurtosi' is unknown. Did you mean 'kurtosis'?"),
+        (
+            {"statistics": ("kurtosi",)},
+            "telemetry statistics: statistic 'kurtosi' is unknown. Did you mean 'kurtosis'?",
+        ),
         ({"statistics": ("mse",), "tensors": ("output",)}, "mse is measured of input, weight, grad_output"),
         ({"what_if": ("nvfp4",)}, "'nvfp4' is none of tensorwise, delayed, blockwise, mxfp8, rowwise"),
     ],
