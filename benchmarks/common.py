@@ -54,7 +54,8 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "capability": torch.backends.cpu.get_cpu_capability()
+        + (" and AMX" if torch.cpu._is_amx_tile_supported() else ""),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", *packages)},

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gradient_formats
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, describe, environment
 from megatron_fp8.commands.main import main as megatron_fp8
 from megatron_fp8.study.compare.output import as_table
 from megatron_fp8.study.compare.plan import BASELINE
@@ -73,9 +73,7 @@ def judge(content: dict[str, Any]) -> str:
 def write(content: dict[str, Any], out: Path) -> None:
     """docs/recipes.md, docs/recipes.png and benchmarks/results/recipes.json, which has the numbers of both."""
     seeds = ",".join(map(str, content["seeds"]))
-    versions = ", ".join(
-        f"{k} {v}" for k, v in content["versions"].items() if k in ("torch", "megatron-core")
-    )
+    record = {**environment(["megatron-core"]), "threads": 1, "measured": "wall time, one thread a rank"}
     (ROOT / "docs" / "recipes.md").write_text(
         f"# FP8 against BF16 on the small model, by recipe\n\n"
         f"`{content['config']}`, {content['iterations']} iterations, {content['ranks']} CPU ranks (tensor and"
@@ -85,13 +83,14 @@ def write(content: dict[str, Any], out: Path) -> None:
         f" the config. Each run has one recipe; one can also mix them, by layer, GEMM and operand"
         f" ([numerics.md](numerics.md#overrides-by-name)).\n\n"
         f"{as_table(content)}\n\n{content['verdict']}\n\n![loss by iteration](recipes.png)\n\n"
-        f"Made by `python -m benchmarks.recipes --write --seeds {seeds}` on {content['device']}, {versions}; the"
+        f"Made by `python -m benchmarks.recipes --write --seeds {seeds}`: {describe(record)}. The"
         f" numbers are in benchmarks/results/recipes.json, the columns in [compare.md](compare.md). Another run of"
         f" the same command on the same machine gives the same losses to the last bit.\n\n"
         f"{gradient_formats.section()}"
     )
     shutil.copyfile(out / "compare.png", ROOT / "docs" / "recipes.png")
-    shutil.copyfile(out / "compare.json", RESULTS / "recipes.json")
+    results = {"environment": record, "results": content}
+    (RESULTS / "recipes.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
