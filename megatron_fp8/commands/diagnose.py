@@ -183,13 +183,10 @@ def _check_shards(replay: Any, arguments: str) -> None:
 
 def _good_loss(run_folder: Path, iteration: int) -> float | None:
     """The lowest mean loss of ten iterations that the run had up to the checkpoint; None if it tells of none."""
-    from ..files.lines import records
+    from ..train.run_record import RunRecord
 
-    losses = [
-        row["lm_loss"]
-        for row in records(run_folder / "metrics.jsonl")
-        if row.get("lm_loss") is not None and row.get("iteration", 0) <= iteration
-    ]
+    lines = [line.content for line in RunRecord(run_folder).metrics() if line.iteration() <= iteration]
+    losses = [row["lm_loss"] for row in lines if row["lm_loss"] is not None and math.isfinite(row["lm_loss"])]
     if len(losses) < 10:
         return None
     return min(sum(losses[i : i + 10]) / 10 for i in range(len(losses) - 9))

@@ -110,11 +110,6 @@ def unfinished(path: Path) -> bool:
         raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}).") from error
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    """The objects of ``read_lines``."""
-    return [line.content for line in read_lines(path)]
-
-
 def records_until(path: Path, finished: int) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
     """Lines and their objects, of a run's first ``finished`` iterations; and how many whole lines are no records.
 

@@ -30,7 +30,6 @@ from ..files.checkpoint import (
     read_manifest,
     without_checksum,
 )
-from ..files.lines import records
 from ..linear.site import GemmSite
 from ..mcore.checkpoint.moments import load_moments
 from ..mcore.checkpoint.training import load_weights
@@ -48,6 +47,7 @@ from .launch import parallel
 from .launch.facts import run_facts
 from .model import build_chunks
 from .restore import choose_recipe, refuse_its_code, run_folder_of, run_of
+from .run_record import RunRecord
 from .same_run import OtherShards, other_shards, recorded_loss
 from .step import forward_step
 
@@ -204,9 +204,7 @@ def before(path: Path, iteration: int) -> Path:
 
 def _last_iteration(checkpoint: Path) -> int:
     """The last one that a run did, by its record; where there is none, that it was meant to do."""
-    done = [
-        row["iteration"] for row in records(run_folder_of(checkpoint) / "metrics.jsonl") if "iteration" in row
-    ]
+    done = [line.iteration() for line in RunRecord(run_folder_of(checkpoint)).metrics()]
     manifest = read_manifest(checkpoint)
     if done:
         return max(*done, manifest.iteration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from megatron_fp8.commands.diagnose import (
     _check_shards,
     _compared,
     _files,
+    _good_loss,
     _Prepared,
     _write_all,
     format_table,
@@ -42,6 +44,19 @@ def test_overrides_table_and_plot_of_a_site_that_stands_out(tmp_path):
     assert len(lines) == 2 + len(found.ranking)
     draw(found, tmp_path / "plot.png", "a run")
     assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+def test_the_loss_that_the_run_had_is_the_best_of_ten_and_leaves_out_what_is_no_number(tmp_path):
+    losses = [5.0, '"NaN"', None, '"Infinity"', *[3.0] * 9, *[2.0] * 10, 1.0]
+    lines = [f'{{"iteration": {i}, "lm_loss": {json.dumps(x) if not isinstance(x, str) else x}}}\n'
+             for i, x in enumerate(losses, 1)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert _good_loss(tmp_path, 12) is None, "nine losses"
+    assert _good_loss(tmp_path, 13) == pytest.approx(3.2)
+    assert _good_loss(tmp_path, 23) == 2.0
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": "1", "lm_loss": 2.0}\n')
+    with pytest.raises(ValueError, match="has the iteration '1'"):
+        _good_loss(tmp_path, 1)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
