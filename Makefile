@@ -1,11 +1,11 @@
 # make train   install into .venv and train a small GPT in FP8 (tensor parallel over two CPU processes)
-# make test    install everything the tests need, lint, run the suite (WORKERS=2 processes)
+# make test    install everything the tests need, lint, run the suite (WORKERS=3 processes)
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 CONFIG ?= examples/configs/tiny_gpt_cpu.yaml
 RANKS  ?= 2
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS   ?=
 
 PY  := $(VENV)/bin/python
@@ -22,8 +22,8 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) \
 		-m megatron_fp8 train --config $(CONFIG) $(ARGS)
 
-# Whole files go to one of several processes, in the order of their names: functional tests first, which are long, so that
-# small files are left for the end. Each process forks its own ranks. Idle OpenMP threads do not spin meanwhile.
+# Whole files go to one of several processes, the longest first (tests/support/order.py). Each process forks its own ranks.
+# One process more than cores: ranks that start and launchers wait a fifth of the time. Idle OpenMP threads do not spin.
 SUITE := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 START := $(shell date +%s)
 

@@ -16,9 +16,34 @@ import pytest
 
 from benchmarks.support import forking
 from benchmarks.support.ranks import RankPool
+from tests.support import order
 from tests.support.interpreter import lean_interpreter
 
 lean_interpreter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-seconds", action="store_true", help="keep how long each file of tests took")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In the processes of pytest-xdist; without it files run in the order of their names."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order.longest_first(items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The slowest files, of those that ran."""
+    reports = (
+        r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)
+    )
+    found = order.seconds_by_file(reports)
+    terminalreporter.section("slowest 10 files")
+    for file, seconds in list(found.items())[:10]:
+        terminalreporter.write_line(f"{seconds:7.1f}s {file}")
+    if terminalreporter.config.getoption("write_seconds"):
+        order.write_table(found)
 
 
 @pytest.fixture(scope="session")

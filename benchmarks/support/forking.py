@@ -4,15 +4,17 @@
         subprocess.run(["bash", "examples/reshard.sh"], env={..., "PYTHON": path})
 
 `path` is a small script. It sends its arguments, environment and folder to this process, which forks the command; the
-command writes to the script's own stdout and stderr. The script ends as the command does, and a killed script takes
-the command with it. In the command, `sys.executable` is the script again: what torchrun starts is forked too.
-It has no stdin. Those who look at process ids or command lines see the script's.
+command writes to the script's own stdout and stderr. The script passes on the signals by which programs are told to
+stop; it ends as the command does, and a killed script takes the command with it. In the command, `sys.executable` is
+the script again: what torchrun starts is forked too. It has no stdin.
+Those who look at process ids or command lines see the script's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sys
 import threading
@@ -24,12 +26,22 @@ from benchmarks.support.forked import started
 
 # -I and -S: without site-packages it starts in 20 ms.
 SCRIPT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
+def pass_on(number, frame):
+    try:
+        asked.send(bytes([number]))
+    except OSError:
+        return  # the command has ended, and so does this
 with socket.socket(socket.AF_UNIX) as asked:
     asked.connect({address!r})
     asked.sendall(json.dumps([os.getpid(), sys.argv[1:], dict(os.environ), os.getcwd()]).encode() + b"\\n")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, pass_on)
     code = int(asked.makefile().read())
 if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
@@ -61,13 +73,31 @@ def _listen(listener: socket.socket, path: str) -> None:
 def _serve(asked: socket.socket, path: str) -> None:
     """One command, from its start to its end or to that of the script that asked for it."""
     with asked:
-        pid, command, env, cwd = json.loads(asked.makefile().readline())
+        said = b""
+        while b"\n" not in said:
+            if not (more := asked.recv(1 << 16)):
+                return  # killed before it had asked
+            said += more
+        request, _, signals = said.partition(b"\n")
+        pid, command, env, cwd = json.loads(request)
         if command[0] == "-u":  # of torchrun, and only about when lines are seen
             del command[0]
         stdout, stderr = f"/proc/{pid}/fd/1", f"/proc/{pid}/fd/2"
         process = started(command, env, cwd, stdout, stderr, executable=path)
-        if process.sentinel not in wait([process.sentinel, asked]):
-            process.kill()
+        _pass_on(signals, process.pid)
+        while process.sentinel not in wait([process.sentinel, asked]):
+            signals = asked.recv(64)
+            if not signals:  # the script is gone
+                process.kill()
+                break
+            _pass_on(signals, process.pid)
         process.join()
         with contextlib.suppress(BrokenPipeError):
             asked.sendall(str(process.exitcode).encode())
+
+
+def _pass_on(signals: bytes, pid: int) -> None:
+    """Signals that the script was sent, a byte each."""
+    for number in signals:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from contextlib import suppress
 
@@ -20,9 +21,11 @@ from megatron_fp8.files.checkpoint import check_files, latest_checkpoint, read_m
         ("SIGTERM", "torchrun", 1),  # torchrun ends with an error when it is told to; its ranks do not
     ],
 )
-def test_a_run_that_is_told_to_stop_saves_and_ends(tmp_path, name, told, code):
-    """Told once, then again and again while it saves."""
-    with Run(tmp_path, write_config(tmp_path, 5000, asynchronous=False), "run", restarts=0) as run:
+def test_a_run_that_is_told_to_stop_saves_and_ends(tmp_path, forking_python, name, told, code):
+    """Told once, then again and again while it saves. Told by torchrun, its processes are real ones."""
+    python = sys.executable if told == "torchrun" else forking_python
+    config = write_config(tmp_path, 5000, asynchronous=False)
+    with Run(tmp_path, config, "run", restarts=0, python=python) as run:
         run.until(lambda: "\niteration     3/" in run.log.read_text(), "its third iteration")
         os.kill(run.ranks()[1] if told == "one rank" else run.process.pid, signal.Signals[name])
         run.until(

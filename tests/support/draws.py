@@ -1,4 +1,8 @@
-"""How many inputs hypothesis draws: `@draws(60)` above `@given` draws 60, twenty times as many in `make test-long`."""
+"""How many inputs hypothesis draws: `@draws(60)` above `@given` draws 60, twenty times as many in `make test-long`.
+
+The 60 are the same in every run, so that `make test` fails because of a change and never by chance; those of
+`make test-long` are new each time.
+"""
 
 from __future__ import annotations
 
@@ -14,5 +18,5 @@ TIMES = int(os.environ.get("DRAWS_TIMES", "1"))
 
 def draws(count: int, **options: Any) -> Callable[[Any], Any]:
     """`hypothesis.settings` with that many inputs, and the mark by which `make test-long` finds the test."""
-    drawn = settings(max_examples=count * TIMES, deadline=None, **options)
+    drawn = settings(max_examples=count * TIMES, derandomize=TIMES == 1, deadline=None, **options)
     return lambda test: pytest.mark.draws(drawn(test))

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import html.parser
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.command import ROOT
+from tests.support.docs_site import build_site
+from tests.support.made_once import made_once
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Built as `make docs` builds it."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        environment[name] = "http://127.0.0.1:9"  # whatever asked for a network would fail
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return made_once(tmp_path_factory, "site", build_site)
 
 
 class Loads(html.parser.HTMLParser):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.support.compare import assert_same_bytes
@@ -18,6 +18,7 @@ from megatron_fp8.telemetry.names import QUANTIZED, WHAT_IF
 from megatron_fp8.telemetry.statistics import Layout, finish, measure
 from megatron_fp8.telemetry.what_if import WhatIfHistory, what_if
 from tests.support.delayed import PlainSlot
+from tests.support.draws import draws
 from tests.support.matrices import mixed
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def test_the_runs_format_is_kept():
         assert what_if(x, "mxfp8", "grad_output", fmt=fmt).rowwise.fmt is fmt
 
 
-@settings(deadline=None, max_examples=60)
+@draws(60)
 @given(
     st.lists(
         st.lists(st.sampled_from([0.0, 0.0, math.inf, 1e-45, 0.5, 3.0, 448.0, 3e38]), min_size=3, max_size=3)

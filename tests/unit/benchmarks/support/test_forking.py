@@ -41,6 +41,21 @@ def test_a_signal_ends_it_as_it_ends_a_process(forking_python, tmp_path):
     assert done.returncode == -signal.SIGABRT
 
 
+def test_signals_reach_the_command(forking_python, tmp_path):
+    """Which decides what becomes of them; one that it does not expect ends it."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    for number, code in ((signal.SIGUSR1, 7), (signal.SIGTERM, -signal.SIGTERM)):
+        command = [forking_python, str(path)]
+        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            process.send_signal(number)
+            assert process.wait(30) == code
+
+
 def test_a_killed_one_takes_its_command_with_it(forking_python, tmp_path):
     """What it started writes to the pipe until it is gone: the pipe's end is seen then, long before the minute."""
     script = write(tmp_path, "import time; time.sleep(60)")

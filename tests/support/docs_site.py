@@ -1,0 +1,20 @@
+"""The documentation as a site, as `make docs` builds it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.command import ROOT
+
+
+def build_site(folder: Path) -> None:
+    """AssertionError with what mkdocs said, if it warned or asked for a network."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        environment[name] = "http://127.0.0.1:9"  # whatever asked for a network would fail
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

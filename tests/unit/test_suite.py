@@ -1,0 +1,101 @@
+"""The suite itself: long files run first, draws repeat, folders are made once."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import draws, order
+from tests.support.made_once import made_once
+
+TESTS = Path(__file__).parents[1]
+
+
+# ------------------------------------------------------------------------------------------------------------ their order
+
+
+def test_the_table_of_long_files_names_files_that_are_there():
+    seconds = json.loads(order.TABLE.read_text())
+    assert len(seconds) > 40 and sorted(seconds.values(), reverse=True) == list(seconds.values())
+    gone = [file for file in seconds if not (order.ROOT / file).is_file()]
+    assert not gone, "make test ARGS=--write-seconds"
+
+
+def test_the_longest_files_run_first_and_whole(monkeypatch, tmp_path):
+    monkeypatch.setattr(order, "TABLE", tmp_path / "seconds.json")
+    order.TABLE.write_text('{"b.py": 4, "c.py": 90}')
+    items: list[Any] = [SimpleNamespace(nodeid=f"{name}.py::test_{n}") for name in "abcd" for n in (2, 1)]
+    order.longest_first(items)
+    assert "".join(item.nodeid[0] for item in items) == "ccbbaadd"
+    assert [item.nodeid for item in items[:2]] == ["c.py::test_2", "c.py::test_1"]
+
+
+def test_the_table_is_written_from_what_ran(monkeypatch, tmp_path):
+    monkeypatch.setattr(order, "TABLE", tmp_path / "seconds.json")
+    here = Path(__file__).relative_to(order.ROOT).as_posix()
+    order.TABLE.write_text(json.dumps({"gone.py": 9, here: 50, "tests/conftest.py": 7}))
+    reports: list[Any] = [SimpleNamespace(nodeid=f"{here}::test_{n}", duration=4.6) for n in range(2)]
+    order.write_table(order.seconds_by_file(reports))
+    assert json.loads(order.TABLE.read_text()) == {here: 9, "tests/conftest.py": 7}
+
+
+# ------------------------------------------------------------------------------------------------------------- hypothesis
+
+
+def test_every_test_that_draws_says_how_many():
+    """By @draws, which keeps the draws of `make test` and makes new ones in `make test-long`."""
+    found = 0
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                said = [ast.unparse(decorator) for decorator in node.decorator_list]
+                if any(each.startswith("given(") for each in said):
+                    found += 1
+                    assert any(each.startswith(("draws(", "draws.draws(")) for each in said), (
+                        f"{path}: {node.name}"
+                    )
+    assert found > 8
+
+
+def drawn() -> list[int]:
+    found = []
+
+    @draws.draws(5)
+    @given(st.integers())
+    def draw(number):
+        found.append(number)
+
+    draw()
+    return found
+
+
+def test_draws_are_the_same_in_each_run_but_for_the_long_ones(monkeypatch):
+    assert drawn() == drawn() and len(drawn()) == 5
+    monkeypatch.setattr(draws, "TIMES", 20)
+    assert len(drawn()) == 100 and drawn() != drawn()
+
+
+# -------------------------------------------------------------------------------------------------------------- made once
+
+
+def test_a_folder_is_made_once_and_again_after_a_failure(tmp_path_factory, monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    made = []
+
+    def make(folder: Path) -> None:
+        made.append((folder / "half").exists())
+        (folder / "half").touch()
+        if len(made) == 1:
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        made_once(tmp_path_factory, "ham", make)
+    folders = {made_once(tmp_path_factory, "ham", make) for _ in range(2)}
+    assert made == [False, False] and len(folders) == 1
