@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Trains a config in BF16 and in each recipe, with the same data, seeds and parallel layout, and says how they differ.
 
-  megatron-fp8 compare --config examples/configs/tiny_gpt_cpu.yaml --recipes bf16,tensorwise,mxfp8 --seeds 3
+  megatron-fp8 compare --config tiny_gpt_cpu --recipes bf16,tensorwise,mxfp8 --seeds 3
   megatron-fp8 compare --config my.yaml --recipes delayed,blockwise --seeds 1,2 --train.train_iters=200 --out runs/cmp
 
 Every key of `megatron-fp8 train` may follow as --section.key=value, for all runs alike. Runs are trained one after
 another on this machine, each on as many processes as its layout needs (--ranks: more of them, data parallel).
 
-Writes into DIR (--out): compare.md (a table and a verdict), compare.json, compare.png, compare.html (every run's report
+Writes into DIR (--out): compare.md (tables and a verdict), compare.json, compare.png, compare.html (every run's report
 on one page), runs/RECIPE-seed-SEED and logs/. A comparison that was ended goes on when the same command is given again: a
 finished run is not repeated, and one that was cut off goes on from its latest checkpoint (--checkpoint.save_interval=N
 writes some), else from its start. To use a run that you have, put it at DIR/runs/RECIPE-seed-SEED: its settings have to
 agree.
 
-The verdict compares a recipe's loss with BF16's of the same seed, and with how far BF16's own seeds lie apart. One seed
-shows no such band; three or more are better. What the columns are: docs/compare.md.
+The verdict compares a recipe's loss with BF16's of the same seed, and that difference with how far BF16's own seeds lie
+apart. One seed shows no noise; three or more are better. What the columns are: docs/compare.md.
 
---config takes a shipped config's name too: tiny_gpt_cpu. One comparison at a time has a folder; a second is refused.
+--config takes a file, or the name of a config that comes with the package, as tiny_gpt_cpu is. One comparison at a time
+can use a folder; a second is refused.
 
 Exit codes: 0 done, whatever the verdict; 1 a run failed or has no finite loss; 2 bad input, found before anything is
 trained.

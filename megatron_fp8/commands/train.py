@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
+import shutil
 import sys
 import traceback
 import warnings
@@ -87,7 +88,9 @@ def main(arguments: list[str]) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     if "--keys" in arguments:
-        print(_all_keys())
+        from ..train.config.key_help import key_lines
+
+        print("\n".join(key_lines(shutil.get_terminal_size().columns)))
         return EXIT_DONE
     try:
         launch = parallel.meet(parallel.find_launch())
@@ -171,7 +174,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     from ..train.launch import parallel
     from ..train.launch.facts import data_fact, input_facts
     from ..train.loop import Trainer
-    from ..train.metrics import Display, MetricsWriter, model_flops_per_token
+    from ..train.metrics import Display, MetricsWriter, lacks_validation, model_flops_per_token
     from ..train.report import build_report, format_report, write_report
     from ..train.run_folder import RunFolders, naming
     from ..train.step import Stepper
@@ -211,7 +214,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     if not continues:
         folders.keep_earlier()
     folder = Path(run.run_dir)
-    done = continues and start.iteration >= run.train.train_iters
+    done = start.iteration >= run.train.train_iters
 
     def after_first_step() -> None:
         launch.meeting.close()
@@ -220,6 +223,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         _note_what_ran(report, chunks, folder, first)
 
     writer = display = None
+    unvalidated = False
     if first:
         entropy = data.corpus_bigram_entropy(prefixes)
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
@@ -228,9 +232,10 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         with naming("run_dir", folder):
             run.save(folder / "config.yaml")
             # A run that has nothing left to train keeps the report of what trained it.
-            if not (done and (folder / "report.json").is_file()):
+            if not (done and continues and (folder / "report.json").is_file()):
                 write_report(report, folder)
             writer = MetricsWriter(folder, start.iteration if continues else 0)
+            unvalidated = done and bool(run.train.eval_iters) and lacks_validation(folder, start.iteration)
         if start.folder is not None:
             writer.event(start.iteration if continues else 0, "restart", f"goes on from {start.folder}")
         display = Display(run.train.train_iters, run.train.log_interval, start.iteration, start.skipped)
@@ -265,6 +270,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         sites_moved=lambda: _note_what_ran(report, chunks, folder, first),
         checkpoints=checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts),
         telemetry=telemetry,
+        unvalidated=done and parallel.on_first_rank(lambda: unvalidated),
     )
 
 
@@ -333,31 +339,19 @@ def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
     if done < wanted:
         parts = [f"stopped by {trainer.stepper.stop.reason} after {done} of {wanted} iterations, saved"]
     elif trainer.finished >= wanted:
-        return f"done: all {wanted} iterations were done before; everything is in {run.run_dir}"
+        parts = [f"done: all {wanted} iterations were done before"]
     else:
         parts = [f"done: {wanted} iterations in {seconds:.0f} s"]
+    live = trainer.liveness
     if "last_loss" in summary:
         parts.append(f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}")
-    else:
+    elif live.skipped + live.taken:
         parts.append("no finite loss")
     if "validation_loss" in summary:
         parts.append(f"validation loss {summary['validation_loss']:.4f}")
-    live = trainer.liveness
-    parts.append(f"skipped {live.skipped} of {live.skipped + live.taken} steps")
+    if live.skipped + live.taken:
+        parts.append(f"skipped {live.skipped} of {live.skipped + live.taken} steps")
     if live.spike:
         parts.append(live.spike)
     more = "; --resume=auto goes on from there" if done < wanted else ""
     return ", ".join(parts) + f"; everything is in {run.run_dir}{more}"
-
-
-def _all_keys() -> str:
-    from ..train.config.key_help import key_help
-    from ..train.config.run_config import RunConfig
-
-    values = RunConfig().to_dict()
-    lines = []
-    for key, line in key_help().items():
-        section, _, name = key.rpartition(".")
-        default = f"{key} = {(values[section] if section else values)[name]!r}"
-        lines.append(f"{default:<50} {line}")
-    return "\n".join(lines)

@@ -35,6 +35,7 @@ class Trainer:
         sites_moved: called on every rank after a later step in which the guard moved sites.
         checkpoints: saves; None saves nothing.
         telemetry: watches; None: nobody does.
+        unvalidated: all iterations were done before, and the validation that follows the last one is not on record.
 
     ``samples``: consumed so far.
     """
@@ -51,11 +52,12 @@ class Trainer:
         sites_moved: Callable[[], None] = lambda: None,
         checkpoints: Checkpoints | None = None,
         telemetry: Telemetry | None = None,
+        unvalidated: bool = False,
     ) -> None:
         self.stepper, self.run = stepper, stepper.run
         self.finished, self.samples = start.iteration, start.samples
         self.writer, self.display, self.checkpoints = writer, display, checkpoints
-        self.telemetry = telemetry
+        self.telemetry, self._unvalidated = telemetry, unvalidated
         self.liveness = Liveness(self.run.train.max_skipped_steps)
         self._after_first_step, self._sites_moved = after_first_step, sites_moved
         self._tokens_per_step = self.run.train.global_batch_size * self.run.train.seq_length
@@ -63,6 +65,8 @@ class Trainer:
 
     def train(self) -> dict[str, float]:
         """Iterations after `finished`, validations and checkpoints, until all are done or a stop is requested.
+
+        Where none is left, the last validation if it is not on record: a run that was ended between the two.
 
         Returns the first and last loss, the last validation's, and 'iteration': the last one done.
         """
@@ -72,6 +76,8 @@ class Trainer:
         moves = guard_moves(self.stepper.chunks)
         if self.finished:
             self._event(self.finished, "resume", f"started after iteration {self.finished}")
+        if self._unvalidated:
+            self._validate(self.finished, summary)
         for iteration in range(self.finished + 1, wanted.train_iters + 1):
             metrics = self._timed_step(iteration, training)
             summary["iteration"] = iteration
@@ -90,13 +96,7 @@ class Trainer:
             self._look(metrics)
             due = wanted.eval_interval and iteration % wanted.eval_interval == 0
             if wanted.eval_iters and (due or iteration == wanted.train_iters):
-                loss = self.stepper.validate()
-                summary["validation_loss"] = loss
-                if self.writer and self.display:
-                    self.writer.validation(iteration, loss)
-                    self.display.say(
-                        f"iteration {iteration:>5}/{wanted.train_iters}  validation loss {loss:.4f}"
-                    )
+                self._validate(iteration, summary)
             stop = self.stepper.stop.reason is not None
             if self.checkpoints and (stop or self.checkpoints.due(iteration)):
                 self.checkpoints.save(iteration, self.samples)
@@ -107,6 +107,15 @@ class Trainer:
             self.checkpoints.close()
         self._check_end(summary)
         return summary
+
+    def _validate(self, iteration: int, summary: dict[str, float]) -> None:
+        loss = self.stepper.validate()
+        summary["validation_loss"] = loss
+        if self.writer and self.display:
+            self.writer.validation(iteration, loss)
+            self.display.say(
+                f"iteration {iteration:>5}/{self.run.train.train_iters}  validation loss {loss:.4f}"
+            )
 
     def _event(self, iteration: int, event: str, text: str) -> None:
         if self.writer:

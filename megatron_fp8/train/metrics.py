@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from ..files.lines import records_until
 from ..files.records import Board, continued
 
 # Dense BF16 peaks of the vendors' data sheets, in FLOP/s; the first name found in the device's name counts.
@@ -93,6 +94,12 @@ def model_flops_per_token(
 ) -> float:
     """Forward and backward FLOPs per token: 6 per weight that multiplies, and causal attention's 6 L h s."""
     return 6.0 * (non_embedding + vocab_rows * hidden) + 6.0 * layers * hidden * sequence
+
+
+def lacks_validation(folder: Path, iteration: int) -> bool:
+    """Whether a run's validation.jsonl has no record, or an unfinished one, of this iteration. Raises OSError."""
+    found, _ = records_until(folder / "validation.jsonl", iteration)
+    return not (found and found[-1][1]["iteration"] == iteration)
 
 
 class MetricsWriter:

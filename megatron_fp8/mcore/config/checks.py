@@ -136,8 +136,10 @@ def _check_bf16_layers(config: TransformerConfig) -> None:
     put_back = any(target != "bf16" for target in config.fp8_overrides.values())
     if start + end > config.num_layers or (start + end == config.num_layers and not put_back):
         raise ValueError(
-            f"num_layers_at_start_in_bf16={start} and num_layers_at_end_in_bf16={end} leave none of num_layers="
-            f"{config.num_layers} in FP8: lower one of them, or set fp8=None to train in BF16."
+            "first_last_layers_bf16=True keeps the first and last layers in BF16, and"
+            f" num_layers_at_start_in_bf16={start} and num_layers_at_end_in_bf16={end} leave none of"
+            f" num_layers={config.num_layers} in FP8: set"
+            " first_last_layers_bf16=False, lower one of the two numbers, or set fp8=None to train in BF16."
         )
 
 

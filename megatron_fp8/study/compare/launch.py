@@ -14,8 +14,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from ...files.checkpoint import latest_checkpoint, read_manifest
 from ...files.run_lock import LockHeld, RunLock
 from ...train.exit_codes import EXIT_BAD_INPUT
+from ...train.run_folder import checkpoint_folder
 from .plan import Comparison, WantedRun
 from .progress import Progress
 
@@ -149,7 +151,9 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first:
         bad_input = first and process.returncode == EXIT_BAD_INPUT
         raise ValueError(told) if bad_input else RunFailed(told)
     if lacks := run.lacks():
-        trained = len(_lines(run.folder / "metrics.jsonl")) >= run.iterations
+        # A run that was stopped goes on. One that has its last checkpoint trains no line that is missing before it.
+        saved = latest_checkpoint(checkpoint_folder(run.config))
+        trained = saved is not None and read_manifest(saved).iteration >= run.iterations
         what = f"remove {run.folder} to train it anew" if trained else "the same command goes on from there"
         raise RunFailed(f"{run.name} is not finished ({lacks}): {what} ({log}).")
 

@@ -13,31 +13,25 @@ _SMOOTH = 15  # iterations of a training loss that are averaged for the eye, or 
 
 
 def as_table(content: dict[str, Any]) -> str:
-    """One line a recipe, Markdown."""
-    header = (
-        "run",
-        "loss",
-        "from bf16",
-        "±",
-        "tokens/s",
-        "x bf16",
-        "saved MiB",
-        "peak MiB",
-        "FP8 GEMMs",
-        "others",
-    )
-    rows = []
+    """Two Markdown tables with a line a recipe, of losses and of what they cost: one would not fit a terminal."""
+    losses = [("run", "loss", f"from {BASELINE}", "±")]
+    costs = [("run", "tokens/s", f"x {BASELINE}", "saved MiB", "peak MiB", "FP8 GEMMs", "others")]
     for row in content["recipes"]:
         is_baseline = row["recipe"] == BASELINE
         mean = sum(row["differences"]) / len(row["differences"])
         deviation = content["band"]["deviation"] if is_baseline else row["deviation"]
         known = deviation is not None and content["band"]["seeds"] > 1
-        rows.append(
+        losses.append(
             (
                 row["recipe"],
                 f"{row['loss']:.4f}",
                 "" if is_baseline else f"{mean:+.4f} ({row['relative']:+.2%})",
                 f"{deviation:.4f}" if known else "",
+            )
+        )
+        costs.append(
+            (
+                row["recipe"],
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['speed_ratio']:.2f}",
                 "" if row["saved_bytes"] is None else f"{row['saved_bytes'] / 2**20:,.1f}",
@@ -46,11 +40,11 @@ def as_table(content: dict[str, Any]) -> str:
                 str(row["hp_gemms"]),
             )
         )
-    return table(header, rows)
+    return "\n\n".join(table(rows[0], rows[1:]) for rows in (losses, costs))
 
 
 def as_markdown(content: dict[str, Any]) -> str:
-    """compare.md: what was run, the table with what its columns are, the verdict, the picture."""
+    """compare.md: what was run, the tables with what their columns are, the verdict, the picture."""
     seeds = ", ".join(map(str, content["seeds"]))
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     ranks = "1 rank" if content["ranks"] == 1 else f"{content['ranks']} ranks"

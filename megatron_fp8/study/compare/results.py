@@ -216,35 +216,36 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def verdict(name: str, differences: Sequence[float], fp8_gemms: int, band: Band) -> str:
-    """What the differences from high precision (loss, by seed) say, and no more than that.
+    """What the differences from high precision (loss, by seed) say, in sentences, and no more than that.
 
-    'Within the band': no seed's difference is larger than the spread of high precision over the seeds.
+    What chance does is the band's spread: high precision's largest loss minus its smallest.
     """
     if not fp8_gemms:
-        return f"{name} ran no GEMM in FP8: it shows nothing about FP8"
+        return f"{name} ran no GEMM in FP8: it shows nothing about FP8."
     if not any(differences):
-        return f"{name} equals {BASELINE} to the last bit: its losses come from before FP8 began"
+        return f"{name} equals {BASELINE} to the last bit: these losses were computed before FP8 began."
     mean = statistics.fmean(differences)
     by = f"{mean:+.4f} nats ({mean / band.mean:+.2%})"
     if band.seeds < 2:
-        return f"{name} ends {by} from {BASELINE}; one seed shows no band, so this may be noise: give more --seeds"
-    spread = f"the {band.spread:.4f} by which {BASELINE}'s {band.seeds} seeds differ"
+        return f"{name} ends {by} from {BASELINE}. With one seed that may be chance: give more --seeds."
+    own = f"{BASELINE}'s own {band.seeds} seeds lie {band.spread:.4f} apart"
+    range_ = f"{by} on average, {min(differences):+.4f} to {max(differences):+.4f} by seed; {own}."
     same_sign = all(d > 0 for d in differences) or all(d < 0 for d in differences)
-    largest = max(map(abs, differences))
     which = "worse" if mean > 0 else "better"
-    if largest <= band.spread:
-        more = f", though {which} with every seed" if same_sign else ""
-        return f"{name} is within the band: {by} on average, no seed further than {spread}{more}"
-    if same_sign and min(map(abs, differences)) > band.spread:
-        return f"{name} is {which} than {BASELINE} with every seed, by more than {spread}: {by} on average"
-    return f"{name} is not decided: {by} on average, some seeds further than {spread}, not all; more --seeds would tell"
+    sizes = [abs(d) for d in differences]
+    if max(sizes) <= band.spread:
+        more = f" It is {which} with every seed." if same_sign else ""
+        return f"{name} is as near to {BASELINE} as {BASELINE}'s seeds are to each other: {range_}{more}"
+    if same_sign and min(sizes) > band.spread:
+        return f"{name} is {which} than {BASELINE} with every seed: {range_}"
+    return f"{name} is undecided: {range_} More --seeds may tell."
 
 
 def conclusion(rows: Sequence[Row], band: Band, device: str) -> str:
     """The verdicts, and what the speeds may not be taken for."""
-    lines = [f"{row.verdict}." for row in rows if row.verdict]
+    lines = [row.verdict for row in rows if row.verdict]
     if 1 < band.seeds < 4:
-        lines.append(f"{band.seeds} seeds show the size of the noise, not its shape.")
+        lines.append(f"{band.seeds} seeds give a rough idea of what chance does, no more.")
     if device.startswith("CPU"):
         lines.append("FP8 is emulated on a CPU: these speeds say nothing about a GPU.")
     return "\n".join(lines)

@@ -134,9 +134,9 @@ def _delays(axes: Any) -> None:
         x, y = [s.iteration for s in steps], [s.sqnr for s in steps]
         axes.plot(x, y, style, color=colour, lw=1.6, label=name)
     for spike in (i for i, size in enumerate(delayed.MAGNITUDES["spiky"]) if size > 1):
-        axes.axvline(spike, color="#bbbbbb", lw=0.8, ls=":", zorder=0)
+        axes.axvline(spike, color="#dddddd", lw=5, zorder=0)
     axes.set(
-        xlabel="iteration (dotted: a tensor 65,536 times as large)",
+        xlabel="iteration (grey bar: a tensor 65,536 times as large)",
         ylabel="SQNR (dB)",
         title="Delayed scaling: a jump saturates, then is remembered",
         ylim=(-2, 48),

@@ -32,6 +32,11 @@ def read_config(path: str, sections: Container[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
     for name, section in content.items():
+        if name in sections and section is None:
+            raise ValueError(
+                f"--config={path}: {name}={shown(section)} must be a section, and it is empty: are the lines below it"
+                f" indented under {name}:? Or leave it out."
+            )
         if name in sections and not isinstance(section, dict):
             raise ValueError(
                 f"--config={path}: {name}={shown(section)} must be a section: write {name}: {{KEY: VALUE}}, or leave"

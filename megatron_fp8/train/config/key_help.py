@@ -31,12 +31,34 @@ OWN: dict[str, str] = {
 """What is other here than Megatron-Core's docstrings say, which speak of Transformer Engine."""
 
 _WIDTH = 130
+_LEFT, _INDENT = 50, " " * 6
 _FIRST_SENTENCE = re.compile(r"(.{20,}?[.!?])(?: (?=[A-Z'\"])|$)")
 
 
 def key_help() -> dict[str, str]:
     """Dotted key -> one line, in the order of ``known_keys``. Empty where nobody has said anything."""
     return {key: OWN.get(key) or _one_line(_described(key)) for key in known_keys()}
+
+
+def key_lines(width: int) -> list[str]:
+    """Every key with its default and its help, in lines of at most ``width`` columns.
+
+    A key that does not fit in one line has its help below it, indented; a single word may be longer than a line.
+    """
+    values = RunConfig().to_dict()
+    lines = []
+    for key, said in key_help().items():
+        section, _, name = key.rpartition(".")
+        default = f"{key} = {(values[section] if section else values)[name]!r}"
+        line = f"{default:<{_LEFT}} {said}"
+        if len(line) <= width:
+            lines.append(line)
+            continue
+        for text, first in ((default, ""), (said, _INDENT)):
+            lines += textwrap.wrap(
+                text, width, initial_indent=first, subsequent_indent=_INDENT, break_long_words=False
+            )
+    return lines
 
 
 def _described(key: str) -> str:

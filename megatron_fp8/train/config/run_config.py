@@ -107,7 +107,7 @@ def parse(arguments: list[str]) -> RunConfig:
             files.append(value)
             content = read_config(value, SECTIONS)
             for key in _keys(content):
-                _check_key(key, f"{value}: ")
+                _check_key(key, f"{value}: ", in_file=True)
             given.update(
                 {key: (item, f"{value}: ") for key, item in by_dotted_key(content, SECTIONS).items()}
             )
@@ -289,16 +289,23 @@ def known_keys() -> list[str]:
     return [*inner, *top]
 
 
-def _check_key(key: str, where: str) -> None:
+def _check_key(key: str, where: str, *, in_file: bool = False) -> None:
+    """ValueError if this is no key. ``in_file``: of a file, whose indentation may be at fault."""
     known = known_keys()
     if key in SECTIONS:
         raise ValueError(f"{where}{key} is a section: give its keys, --{key}.KEY=VALUE.")
     if key in known or any(key.startswith(f"{free}.") for free in _FREE_FORM):
         return
     # 'model.fp8_recepi' is near 'model.fp8_recipe'; 'fp8' alone is near 'model.fp8'.
-    by_last_part = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    section, _, name = key.rpartition(".")
+    by_last_part = [other for other in known if other.rpartition(".")[2] == name]
     near = by_last_part or difflib.get_close_matches(key, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else " Sections are " + ", ".join(SECTIONS) + "."
+    owner = by_last_part[0].rpartition(".")[0] if by_last_part else ""
+    if in_file and name in SECTIONS:
+        hint = f" It is a section: is it indented too far, under {section}:?"
+    elif in_file and by_last_part:
+        hint += f" Is it indented under {owner}:?" if owner else f" Is it indented too far, under {section}:?"
     raise ValueError(f"{where}{key} is not a known key.{hint}")
 
 

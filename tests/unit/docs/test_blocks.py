@@ -6,7 +6,6 @@ import io
 import re
 import shlex
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 
@@ -15,27 +14,13 @@ from megatron_fp8.files.shipped import shipped_configs
 from megatron_fp8.train.config import run_config
 from tests.support.blocks import blocks
 from tests.support.command import ROOT, environment, run
+from tests.support.pages import PAGES, SMALL, name
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_PYTHON = [page for page in PAGES if any(b.language == "python" and not b.reason for b in blocks(page))]
 WITH_COMMANDS = [page for page in PAGES if any(b.commands and not b.reason for b in blocks(page))]
 LANGUAGES = {"", "python", "bash", "json", "yaml"}
 # What stands for something of the reader's own.
 CONFIG_OF_THEIR_OWN = r"^--config=(CONFIG|FILE|my\.yaml|runs/.*/config\.yaml)$"
-SMALL = [
-    *("--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false", "--model.num_layers=3"),
-    *(
-        "--model.hidden_size=64",
-        "--model.ffn_hidden_size=64",
-        "--model.kv_channels=16",
-        "--train.seq_length=32",
-    ),
-    *("--train.eval_iters=0", "--data", "words.txt", "--data.split=100,0,0"),
-]
-
-
-def name(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
 
 
 def test_there_are_blocks_of_both_kinds():

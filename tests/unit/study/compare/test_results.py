@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from types import SimpleNamespace
 
@@ -50,29 +51,28 @@ def test_losses_are_paired_by_seed():
 @pytest.mark.parametrize(
     "differences, words",
     [
-        ((0.01, -0.03, 0.02), "mxfp8 is within the band: +0.0000 nats"),
-        (
-            (0.01, 0.03, 0.02),
-            "within the band: +0.0200 nats (+0.98%) on average, no seed further than the 0.1000",
-        ),
-        ((0.01, 0.03, 0.02), "though worse with every seed"),
-        ((-0.01, -0.03, -0.02), "though better with every seed"),
-        ((0.2, 0.3, 0.4), "worse than bf16 with every seed, by more than the 0.1000"),
-        ((-0.2, -0.3, -0.4), "better than bf16 with every seed"),
-        ((0.01, 0.3, 0.02), "is not decided"),
-        ((-0.2, 0.3, 0.4), "is not decided"),
+        ((0.01, -0.03, 0.02), "mxfp8 is as near to bf16 as bf16's seeds are to each other: +0.0000 nats"),
+        ((0.01, 0.03, 0.02), "+0.0200 nats (+0.98%) on average, +0.0100 to +0.0300 by seed"),
+        ((0.01, 0.03, 0.02), "; bf16's own 3 seeds lie 0.1000 apart. It is worse with every seed."),
+        ((-0.01, -0.03, -0.02), "as near to bf16 as .* It is better with every seed."),
+        ((0.2, 0.3, 0.4), "mxfp8 is worse than bf16 with every seed: +0.3000 nats"),
+        ((-0.2, -0.3, -0.4), "mxfp8 is better than bf16 with every seed: -0.3000 nats"),
+        ((0.01, 0.3, 0.02), "mxfp8 is undecided: +0.1100 nats"),
+        ((-0.2, 0.3, 0.4), "mxfp8 is undecided: .* More --seeds may tell."),
         ((0.0, 0.0, 0.0), "equals bf16 to the last bit"),
     ],
 )
 def test_the_verdict_says_what_the_differences_show(differences, words):
-    assert words in with_differences(*differences).verdict
-    assert ("though" in with_differences(*differences).verdict) == (abs(sum(differences)) == 0.06)
+    said = with_differences(*differences).verdict
+    assert re.search(re.escape(words).replace(r"\.\*", ".*"), said) and said.endswith(".")
+    kinds = ("as near to", "is worse than", "is better than", "undecided", "equals")
+    assert sum(kind in said for kind in kinds) == 1
 
 
-def test_one_seed_shows_no_band():
+def test_one_seed_may_be_chance():
     rows = rows_of([BF16[0], outcome("mxfp8", 1, 2.5)])
-    assert "one seed shows no band" in rows[1].verdict and rows[1].deviation is None
-    assert "within" not in rows[1].verdict and "worse" not in rows[1].verdict
+    assert "With one seed that may be chance" in rows[1].verdict and rows[1].deviation is None
+    assert not any(word in rows[1].verdict for word in ("near", "worse", "better"))
 
 
 def test_what_ran_no_fp8_shows_nothing():
@@ -81,7 +81,7 @@ def test_what_ran_no_fp8_shows_nothing():
 
 def test_the_conclusion_names_few_seeds_and_emulation():
     rows, band = rows_of(BF16), band_of(BF16)
-    assert "3 seeds show the size of the noise" in conclusion(rows, band, "CPU x86_64, 2 cores")
+    assert "3 seeds give a rough idea of what chance does" in conclusion(rows, band, "CPU x86_64, 2 cores")
     assert "emulated on a CPU" in conclusion(rows, band, "CPU x86_64, 2 cores")
     assert "emulated" not in conclusion(rows, band, "NVIDIA H100")
 
@@ -94,8 +94,13 @@ def test_the_table_and_the_picture(tmp_path):
         "band": asdict(band_of(runs)), "recipes": [asdict(row) for row in rows_of(runs)],
         "runs": [asdict(run) for run in runs], "bigram_entropy": 2.4,
     }  # fmt: skip
-    lines = as_table(content).splitlines()
-    assert len(lines) == 4 and "+0.0200 (+0.98%)" in lines[3] and " 1.50 " in lines[3] and " 1.0 " in lines[3]
+    losses, cost = (part.splitlines() for part in as_table(content).split("\n\n"))
+    assert len(losses) == len(cost) == 4 and "+0.0200 (+0.98%)" in losses[3]
+    assert " 1.50 " in cost[3] and " 1.0 " in cost[3]
+    large = [outcome(name, 1, 10.0, tokens_per_s=1e7, saved_bytes=2**40, peak_bytes=2**40, fp8_gemms=10**4)
+             for name in ("bf16", "tensorwise")]  # fmt: skip
+    large = {"band": asdict(band_of(large)), "recipes": [asdict(row) for row in rows_of(large)]}
+    assert max(map(len, as_table(large).splitlines())) <= 80
     draw(content, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert band_percent(content) == pytest.approx(100 * 0.1 / content["band"]["mean"]), "the verdict's spread"

@@ -29,3 +29,16 @@ def test_each_is_one_line_that_ends(found):
 def test_what_is_said_here_is_of_keys_that_are(found):
     assert set(key_help.OWN) <= set(found)
     assert found["model.fp8"] == key_help.OWN["model.fp8"]
+
+
+def test_lines_fit_a_terminal_and_a_wide_one_has_a_line_for_each_key(found):
+    narrow = key_help.key_lines(80)
+    assert max(map(len, narrow)) <= 80
+    (at,) = (i for i, line in enumerate(narrow) if line.startswith("train.train_iters = "))
+    assert narrow[at + 1] == "      Iterations (optimizer steps) to run."
+    words = " ".join(" ".join(narrow).split())
+    assert all(
+        " ".join(f"{key} =".split()) in words and " ".join(line.split()) in words
+        for key, line in found.items()
+    )
+    assert len(key_help.key_lines(1000)) == len(found)
