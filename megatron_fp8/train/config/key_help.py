@@ -56,7 +56,12 @@ def key_lines(width: int) -> list[str]:
             continue
         for text, first in ((default, ""), (said, _INDENT)):
             lines += textwrap.wrap(
-                text, width, initial_indent=first, subsequent_indent=_INDENT, break_long_words=False
+                text,
+                width,
+                initial_indent=first,
+                subsequent_indent=_INDENT,
+                break_long_words=False,
+                break_on_hyphens=False,
             )
     return lines
 
