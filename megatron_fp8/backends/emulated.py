@@ -24,7 +24,7 @@ import torch
 
 from ..kernels import gemms
 from ..kernels.codes import decode
-from ..kernels.cpu import loops
+from ..kernels.cpu import blocks, loops, products
 from ..kernels.gemms import finish, keeps_float32, matmul_fp32
 from ..numerics.formats import E5M2
 from ..numerics.rule import Direction, Rule
@@ -63,13 +63,40 @@ def quantize(
 ) -> Quantized:
     """Quantise a matrix in one or both directions; arguments, errors and bits are specified.quantize's."""
     x = x.contiguous()
-    if scale is None or rule.stochastic or x.dtype not in loops.FLOATS or not loops.usable(x):
+    if rule.stochastic or x.dtype not in loops.FLOATS or not loops.usable(x):
+        return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
+    cuts = _cuts(rule, direction)
+    if scale is None and all(map(blocks.divides, cuts)):
+        return _in_blocks(x, rule, direction, cuts)
+    if scale is None:
         return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
     codes, scale_inv, amax, special = loops.quantize(x, scale, rule.fmt.dtype)
     nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu") if special else None
     facts = scale_inv, rule.granularity, False, nonfinite is None
     rowwise = None if direction == "columnwise" else QuantizedSide(codes, *facts)
     columnwise = None if direction == "rowwise" else QuantizedSide(codes.t(), *facts)  # [cols, rows]
+    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
+
+
+def _cuts(rule: Rule, direction: Direction) -> list[tuple[int, int]]:
+    """Rows and columns of the blocks of each cast that is needed, as the matrix lies."""
+    along, across = (rule.granularity.rows, rule.granularity.cols), (rule.granularity.cols, rule.granularity.rows)
+    if rule.granularity.symmetric:
+        return [along]
+    return {"rowwise": [along], "columnwise": [across], "both": [along, across]}[direction]
+
+
+def _in_blocks(x: torch.Tensor, rule: Rule, direction: Direction, cuts: list[tuple[int, int]]) -> Quantized:
+    """``quantize`` in blocks, all directions in one pass. No block spans other ranks' rows: no amax is reduced."""
+    made, amax, special = blocks.quantize(x, rule, cuts)
+    nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu") if special else None
+    facts = rule.granularity, rule.scale != "fp32", nonfinite is None
+    rowwise = columnwise = None
+    if direction != "columnwise":
+        rowwise = QuantizedSide(*made[0], *facts)
+    if direction != "rowwise":
+        codes, scale_inv = made[-1]
+        columnwise = QuantizedSide(codes.t(), scale_inv.t(), *facts)  # [cols, rows]
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
 
 
@@ -110,15 +137,34 @@ def gemm(
     contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
+    if not exact and out_dtype in RESULTS and (done := _decoded_on_the_way(a, b, out_dtype, bias)) is not None:
+        return done
     if not exact and _one_float32(a) and _one_float32(b) and out_dtype in _IN_C and _foldable(a, b):
         large = a.codes.numel() + b.codes.numel() >= loops.MIN_PRODUCT
-        values = torch.bfloat16 if large and loops.has_matmul() else torch.float32
+        values = torch.bfloat16 if large and products.has_matmul() else torch.float32
         values_a, values_b = _decoded(a, values), _decoded(b, values)
         fast = values == torch.bfloat16
-        sums = loops.matmul(values_a, values_b) if fast else values_a @ values_b.t()
+        sums = products.matmul(values_a, values_b) if fast else values_a @ values_b.t()
         bias = None if bias is None else bias.to(torch.float32).contiguous()
         return loops.finish(sums, a.scale_inv, b.scale_inv, bias, out_dtype)
     return _in_torch(a, b, out_dtype, bias, exact)
+
+
+def _decoded_on_the_way(
+    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """``gemm`` where C decodes codes as it packs them (products.py); None where it does not take them."""
+    left, right = (products.Operand(s.codes, s.scale_inv, _block(s), s.pow2) for s in (a, b))
+    if not products.multiplies(left, right):
+        return None
+    bias = None if bias is None else bias.to(torch.float32).contiguous()
+    dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
+    done = products.multiply(left, right, dtype, bias)
+    return done if done is None else done.to(out_dtype)
+
+
+def _block(side: QuantizedSide) -> tuple[int, int]:
+    return side.granularity.rows, side.granularity.cols
 
 
 _IN_C = (torch.bfloat16, torch.float32)

@@ -5,8 +5,8 @@ Which GEMM multiplies 16-bit operands (float32 sums, rounded once) depends on th
 | processor | GEMM |
 |---|---|
 | NVIDIA GPU | torch's, on tensor cores; float16 too |
+| with AVX512-BF16 or AMX, and a C compiler | cpu/gemm.c |
 | with AMX, and MKL in torch | MKL's (cpu/mkl.py) |
-| with AVX512-BF16, and a C compiler | cpu/gemm.c |
 | any other | none: operands are multiplied in float32, which is as exact; CPUs without BF16 lose no time by it |
 
 On a GPU the difference is large: float32 operands are multiplied outside the tensor cores.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .codes import in_memory
-from .cpu import loops as cpu
+from .cpu import loops, products
 
 
 def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -29,8 +29,8 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Other classes, such as fake tensors, have no memory of their own.
     if {type(a), type(b)} - {torch.Tensor, torch.nn.Parameter}:
         return False
-    large = a.numel() + b.numel() >= cpu.MIN_PRODUCT
-    return large and a.is_cpu and b.is_cpu and cpu.has_matmul()
+    large = a.numel() + b.numel() >= loops.MIN_PRODUCT
+    return large and a.is_cpu and b.is_cpu and products.has_matmul()
 
 
 def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.to(torch.float32) @ b.to(torch.float32).t()
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
-    return cpu.matmul(in_memory(a), in_memory(b))
+    return products.matmul(in_memory(a), in_memory(b))
 
 
 def matmul_high_precision(

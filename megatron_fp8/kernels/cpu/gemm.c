@@ -1,93 +1,306 @@
-/* BF16 x BF16 -> float32 GEMM for processors with AVX512-BF16: c [m, n] = a [m, k] b [n, k]^T.
+/* Products of FP8 codes, or of bfloat16 numbers, with float32 sums: out [m, n] = a [m, k] b [n, k]^T * scales + bias.
 
-   Emulated FP8 needs products of bfloat16 numbers with a float32 result, and CPU libraries give them a bfloat16 one. As
-   in any fast GEMM the operands are first packed into panels that the inner loop reads from end to end: 14 rows of a and
-   32 of b, two values of k side by side in one 32-bit word. The inner loop keeps 14 x 32 sums in registers.
+   For processors with AVX512-BF16, and for AMX. As in any fast GEMM both operands are first packed into panels that the
+   inner loop reads from end to end (pack.h), and codes are decoded on that way: no matrix of decoded numbers is written.
+   a is packed once, for all threads; each thread then packs strips of b, and multiplies them by all of a, in slices of k
+   that stay in its caches.
 
-   An element of c depends on its row and column alone: its sums run over k in one fixed order, in slices of DEPTH, for
-   any m, n and number of threads. Subnormal operands and products count as zero, as the instruction has it. */
+   Two inner loops compute 32 x 32 sums over panels that lie alike: AVX512-BF16 keeps 8 x 32 of them in registers, AMX all
+   of them in four tiles. Sums go on from slice to slice as they are, so an element of out depends on its row and column
+   alone: it is summed over k in one order for any m, n and number of threads. The two differ in that order. Subnormal
+   numbers and products count as zero, as the instructions have it; out is scaled and rounded in IEEE arithmetic. */
 
-#include <stdint.h>
+#if defined(__linux__)
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#include <omp.h>
 #include <stdlib.h>
+
+#include "pack.h"
+
+/* Bits of what gemm takes as `kernel`, and has_gemm gives. */
+enum { WITH_AVX512 = 1, WITH_AMX = 2 };
+
+/* One operand as the caller has it, and its scales. */
+typedef struct {
+    const void *at;
+    int64_t row_step, k_step;
+    int32_t format;
+    int32_t e8m0;                           /* whether scales are E8M0, else float32 */
+    const void *scale;                      /* NULL: 1 */
+    int64_t block_rows, block_k;            /* that share a scale; block_k 0: all of k, and the scale waits for the end */
+    int64_t scale_row_step, scale_k_step;
+} Side;
+
+/* What becomes of the sums. */
+typedef struct {
+    void *at;                   /* [m, n], contiguous: float32, or bfloat16 */
+    int32_t bfloat16, add;      /* add: to the float32 that is there */
+    const float *bias;          /* [n] or NULL */
+} Out;
 
 #if defined(__AVX512BF16__)
 
-#include <immintrin.h>
+#define BLOCK 32                /* rows and columns of out at a time */
+#define SLICE 16                /* squares of k: a slice of two panels then stays in the first cache */
+#define TALL 16                 /* blocks of rows: their slice of a stays in the second */
+#define STRIP 256               /* columns of out that a thread takes at a time, at most */
 
-#define ROWS 14
-#define COLS 32
-#define DEPTH 256 /* pairs of k at a time: a panel of b then stays in the first cache */
-#define TALL 8    /* panels of a at a time: they stay in the second */
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(SYS_arch_prctl)
+#define HAS_AMX 1
+#else
+#define HAS_AMX 0
+#endif
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+/* The inner loops this processor has; AMX after asking the system for its registers, for the whole process. */
+int32_t has_gemm(void) {
+    int32_t found = WITH_AVX512;
+#if HAS_AMX
+    const long ask_for = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM */
+    if (syscall(SYS_arch_prctl, ask_for, tile_data) == 0) found |= WITH_AMX;
+#endif
+    return found;
+}
 
-int32_t has_gemm(void) { return 1; }
-
-/* Panel number `panel` of x [rows, depth] (element r, k at x[r * row_step + k * k_step]): to [pairs][width]. */
-static void pack(const uint16_t *x, int64_t rows, int64_t depth, int64_t row_step, int64_t k_step, int64_t width,
-                 int64_t panel, uint32_t *to) {
-    int64_t pairs = (depth + 1) / 2, n = least(width, rows - panel * width);
-    x += panel * width * row_step;
-    to += panel * width * pairs;
-    for (int64_t p = 0; p < pairs; p++, to += width) {
-        const uint16_t *low = x + 2 * p * k_step, *high = low + k_step;
-        if (2 * p + 1 == depth) for (int64_t r = 0; r < n; r++) to[r] = low[r * row_step];
-        else if (row_step == 1) for (int64_t r = 0; r < n; r++) to[r] = low[r] | (uint32_t)high[r] << 16;
-        else for (int64_t r = 0; r < n; r++) to[r] = low[r * row_step] | (uint32_t)high[r * row_step] << 16;
-        for (int64_t r = n; r < width; r++) to[r] = 0;
+/* sums [32, 32] of two panels of a and two of b, each `apart` words from the first, over squares of k. */
+static void multiply_avx512(const uint32_t *a, int64_t a_apart, const uint32_t *b, int64_t b_apart, int64_t squares,
+                            float *sums, int32_t more) {
+    for (int part = 0; part < 4; part++) {
+        const uint32_t *left = a + part / 2 * a_apart + part % 2 * 8 * SIDE;
+        float *to = sums + part * 8 * BLOCK;
+        __m512 sum[8][2];
+#pragma GCC unroll 8
+        for (int r = 0; r < 8; r++) {
+            sum[r][0] = more ? _mm512_load_ps(to + r * BLOCK) : _mm512_setzero_ps();
+            sum[r][1] = more ? _mm512_load_ps(to + r * BLOCK + 16) : _mm512_setzero_ps();
+        }
+        const uint32_t *right = b;
+        for (int64_t s = 0; s < squares; s++, left += SQUARE, right += SQUARE) {
+#pragma GCC unroll 4
+            for (int pair = 0; pair < SIDE; pair++) {
+                __m512bh first = (__m512bh)_mm512_load_si512(right + pair * SIDE);
+                __m512bh second = (__m512bh)_mm512_load_si512(right + b_apart + pair * SIDE);
+#pragma GCC unroll 8
+                for (int r = 0; r < 8; r++) {
+                    __m512bh value = (__m512bh)_mm512_set1_epi32((int32_t)left[r * SIDE + pair]);
+                    sum[r][0] = _mm512_dpbf16_ps(sum[r][0], value, first);
+                    sum[r][1] = _mm512_dpbf16_ps(sum[r][1], value, second);
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < 8; r++) {
+            _mm512_store_ps(to + r * BLOCK, sum[r][0]);
+            _mm512_store_ps(to + r * BLOCK + 16, sum[r][1]);
+        }
     }
 }
 
-/* c [rows, cols] (+)= a panel times b panel over `pairs` pairs of k; rows and cols may be less than the panels'. */
-static void multiply(const uint32_t *restrict a, const uint32_t *restrict b, int64_t pairs, float *c, int64_t c_step,
-                     int64_t rows, int64_t cols, int add) {
-    __m512 sum[ROWS][2];
-#pragma GCC unroll 14
-    for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
-    for (int64_t p = 0; p < pairs; p++, a += ROWS, b += COLS) {
-        __m512bh left = (__m512bh)_mm512_loadu_si512(b), right = (__m512bh)_mm512_loadu_si512(b + 16);
-#pragma GCC unroll 14
-        for (int r = 0; r < ROWS; r++) {
-            __m512bh value = (__m512bh)_mm512_set1_epi32((int32_t)a[r]);
-            sum[r][0] = _mm512_dpbf16_ps(sum[r][0], value, left);
-            sum[r][1] = _mm512_dpbf16_ps(sum[r][1], value, right);
-        }
+#if HAS_AMX
+static void use_tiles(void) {
+    struct { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) config.bytes[tile] = 64, config.rows[tile] = SIDE;
+    _tile_loadconfig(&config);
+}
+
+static void multiply_amx(const uint32_t *a, int64_t a_apart, const uint32_t *b, int64_t b_apart, int64_t squares,
+                         float *sums, int32_t more) {
+    const int step = BLOCK * sizeof(float), line = SIDE * sizeof(uint32_t);
+    if (more) {
+        _tile_loadd(0, sums, step);
+        _tile_loadd(1, sums + SIDE, step);
+        _tile_loadd(2, sums + SIDE * BLOCK, step);
+        _tile_loadd(3, sums + SIDE * BLOCK + SIDE, step);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
     }
-    uint32_t inside = cols >= COLS ? 0xFFFFFFFF : ((uint32_t)1 << cols) - 1;
-    __mmask16 in_left = (__mmask16)inside, in_right = (__mmask16)(inside >> 16);
-#pragma GCC unroll 14
-    for (int r = 0; r < ROWS; r++) {
-        if (r >= rows) break;
-        float *to = c + r * c_step;
-        if (add) {
-            sum[r][0] = _mm512_add_ps(sum[r][0], _mm512_maskz_loadu_ps(in_left, to));
-            sum[r][1] = _mm512_add_ps(sum[r][1], _mm512_maskz_loadu_ps(in_right, to + 16));
+    for (int64_t s = 0; s < squares; s++, a += SQUARE, b += SQUARE) {
+        _tile_loadd(4, a, line);
+        _tile_loadd(6, b, line);
+        _tile_loadd(7, b + b_apart, line);
+        _tile_loadd(5, a + a_apart, line);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, step);
+    _tile_stored(1, sums + SIDE, step);
+    _tile_stored(2, sums + SIDE * BLOCK, step);
+    _tile_stored(3, sums + SIDE * BLOCK + SIDE, step);
+}
+#endif
+
+/* ---------------------------------------------------------------------------------------------------------- scales */
+
+/* Exponents of the smallest and of the largest scale. */
+typedef struct { int32_t smallest, largest; } Range;
+
+INLINE int32_t exponent_of(const Side *side, int64_t row_block, int64_t k_block) {
+    int64_t at = row_block * side->scale_row_step + k_block * side->scale_k_step;
+    if (side->e8m0) return ((const uint8_t *)side->scale)[at] - 127;
+    return (int32_t)(bits_of(((const float *)side->scale)[at]) >> 23 & 0xFF) - 127;
+}
+
+static int is_zero(const Side *side, int64_t row, int64_t rows, int64_t k, int64_t depth) {
+    for (int64_t r = row; r < row + rows; r++)
+        for (int64_t i = k; i < k + depth; i++)
+            if (((const uint8_t *)side->at)[r * side->row_step + i * side->k_step] & 0x7F) return 0;
+    return 1;
+}
+
+/* The range of one side's scales; of blocks, what they add to bfloat16's bits, to shifts [k blocks][step] too.
+   A block of zeros under the smallest E8M0, 2^-127, does not count: scaled or not, it is zeros. */
+static Range take_scales(const Side *side, int64_t rows, int64_t k, uint32_t *shifts, int64_t step, int32_t threads) {
+    int32_t smallest = 128, largest = -128;
+    if (side->scale == NULL) return (Range){0, 0};
+    int64_t height = side->block_rows ? side->block_rows : rows, depth = side->block_k ? side->block_k : k;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(min : smallest) reduction(max : largest)
+    for (int64_t block = 0; block < (k + depth - 1) / depth; block++)
+        for (int64_t row = 0; row < rows; row += height) {
+            int64_t high = least(height, rows - row), at = block * depth;
+            int32_t exponent = exponent_of(side, row / height, block);
+            if (exponent == -127 && side->e8m0 && is_zero(side, row, high, at, least(depth, k - at))) exponent = 0;
+            smallest = exponent < smallest ? exponent : smallest;
+            largest = exponent > largest ? exponent : largest;
+            uint32_t shift = (uint32_t)(exponent * 128) & 0xFFFF;
+            if (shifts)
+                for (int64_t r = 0; r < high; r++) shifts[block * step + row + r] = shift | shift << 16;
         }
-        _mm512_mask_storeu_ps(to, in_left, sum[r][0]);
-        _mm512_mask_storeu_ps(to + 16, in_right, sum[r][1]);
+    return (Range){smallest, largest};
+}
+
+/* The float32 that multiplies row (or column) r of the sums. */
+INLINE float factor_of(const Side *side, int64_t r) {
+    if (side->scale == NULL || side->block_k) return 1;
+    int64_t at = side->block_rows ? r / side->block_rows * side->scale_row_step : 0;
+    if (!side->e8m0) return ((const float *)side->scale)[at];
+    return float_of((uint32_t)((const uint8_t *)side->scale)[at] << 23); /* never 2^-127 or NaN: see Range */
+}
+
+/* ---------------------------------------------------------------------------------------------------------- result */
+
+/* sums [32, 32] to out from row and column on. */
+static void finish_block(const float *sums, const Out *out, const float *by_row, const float *by_col, int64_t row,
+                         int64_t col, int64_t m, int64_t n) {
+    int64_t rows = least(BLOCK, m - row), cols = least(BLOCK, n - col);
+    by_col += col;
+    for (int64_t r = 0; r < rows; r++) {
+        float values[BLOCK], by = by_row[row + r];
+        int64_t at = (row + r) * n + col;
+        for (int c = 0; c < BLOCK; c++) values[c] = sums[r * BLOCK + c] * (by * by_col[c]);
+        if (out->bias)
+            for (int64_t c = 0; c < cols; c++) values[c] += out->bias[col + c];
+        if (out->bfloat16) {
+            uint16_t rounded[BLOCK];
+            for (int c = 0; c < BLOCK; c++) rounded[c] = store_sum(values[c]);
+            memcpy((uint16_t *)out->at + at, rounded, (size_t)cols * sizeof(uint16_t));
+        } else {
+            float *to = (float *)out->at + at;
+            if (out->add)
+                for (int64_t c = 0; c < cols; c++) to[c] += values[c];
+            else memcpy(to, values, (size_t)cols * sizeof(float));
+        }
     }
 }
 
-/* Steps are in elements; c is contiguous and need not be set. Returns -1 without memory for the packed operands. */
-int32_t gemm(const uint16_t *a, int64_t a_row, int64_t a_k, const uint16_t *b, int64_t b_row, int64_t b_k, float *c,
-             int64_t m, int64_t n, int64_t k, int32_t threads) {
-    int64_t pairs = (k + 1) / 2, tall = (m + ROWS - 1) / ROWS, wide = (n + COLS - 1) / COLS;
-    uint32_t *packed = malloc((size_t)(tall * ROWS + wide * COLS) * (size_t)pairs * sizeof(uint32_t));
-    if (packed == NULL) return -1;
-    uint32_t *packed_a = packed, *packed_b = packed + tall * ROWS * pairs;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t panel = 0; panel < tall + wide; panel++) {
-        if (panel < tall) pack(a, m, k, a_row, a_k, ROWS, panel, packed_a);
-        else pack(b, n, k, b_row, b_k, COLS, panel - tall, packed_b);
+/* --------------------------------------------------------------------------------------------------------- product */
+
+INLINE int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+static void pack(const Operand *of, const Numbers *numbers, int64_t panel, int paired, uint32_t *to, int64_t words) {
+    int64_t panels = least(AT_ONCE, whole(of->rows, BLOCK) / SIDE - panel);
+    if (of->format == BFLOAT16) pack_bfloat16(of, numbers, panel, panels, paired, to, words);
+    else pack_codes(of, numbers, panel, panels, paired, to, words);
+}
+
+/* Strip number `strip` of out; own: memory for its panels of b, then for sums between slices of k. */
+static void multiply_strip(int64_t strip, int64_t width, const uint32_t *packed_a, const Operand *b,
+                           const Numbers *numbers, const Out *out, const float *by_row, const float *by_col, int64_t m,
+                           int64_t n, int64_t k, int32_t kernel, uint32_t *own) {
+    int64_t squares = (k + 31) / 32, words = squares * SQUARE, from = strip * width, to = least(n, from + width);
+    for (int64_t col = from; col < to; col += AT_ONCE * SIDE)
+        pack(b, numbers, col / SIDE, 1, own + (col - from) / SIDE * words, words);
+    float *kept = (float *)(own + width / SIDE * words);
+    for (int64_t top = 0; top < m; top += TALL * BLOCK)
+        for (int64_t s = 0; s < squares; s += SLICE)
+            for (int64_t col = from; col < to; col += BLOCK)
+                for (int64_t row = top; row < least(m, top + TALL * BLOCK); row += BLOCK) {
+                    const uint32_t *left = packed_a + row / SIDE * words + s * SQUARE;
+                    const uint32_t *right = own + (col - from) / SIDE * words + s * SQUARE;
+                    float *sums = kept + ((col - from) / BLOCK * TALL + (row - top) / BLOCK) * BLOCK * BLOCK;
+                    int64_t these = least(SLICE, squares - s);
+#if HAS_AMX
+                    if (kernel == WITH_AMX) multiply_amx(left, words, right, words, these, sums, s > 0);
+                    else
+#endif
+                        multiply_avx512(left, words, right, words, these, sums, s > 0);
+                    if (s + SLICE >= squares) finish_block(sums, out, by_row, by_col, row, col, m, n);
+                }
+    (void)kernel;
+}
+
+INLINE Operand operand(const Side *side, int64_t rows, int64_t k, const uint32_t *shifts, int64_t step) {
+    return (Operand){side->at, rows, k, side->row_step, side->k_step, side->format, side->block_k ? shifts : NULL,
+                     side->block_k, step};
+}
+
+INLINE int64_t shift_words(const Side *side, int64_t rows, int64_t k) {
+    return side->scale && side->block_k ? (k + side->block_k - 1) / side->block_k * (whole(rows, 64) + 64) : 0;
+}
+
+/* One step of each side is 1; block_k is a multiple of 32; m, n and k are 1 or more.
+   Returns 0; -1 without memory; 1, with nothing written, where a scale, or a product of two, is outside 2^-100 to 2^80:
+   then numbers or sums could leave the normal range. */
+int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t kernel,
+             int32_t threads) {
+    int64_t words = (k + 31) / 32 * SQUARE, tall = whole(m, BLOCK), wide = whole(n, BLOCK);
+    int64_t strips = threads * ((n + STRIP * threads - 1) / (STRIP * threads));
+    int64_t width = whole((n + strips - 1) / strips, BLOCK);
+    strips = (n + width - 1) / width;
+    int64_t own = width / SIDE * words + width * TALL * BLOCK;
+    int64_t shifts_a = shift_words(a, m, k), shifts_b = shift_words(b, n, k);
+    int64_t total = tall / SIDE * words + threads * own + whole(shifts_a + shifts_b, SIDE) + tall + wide;
+    uint32_t *memory = aligned_alloc(64, (size_t)whole(total, SIDE) * sizeof(uint32_t));
+    if (memory == NULL) return -1;
+    uint32_t *packed_a = memory, *owned = packed_a + tall / SIDE * words, *shifts = owned + threads * own;
+    float *by_row = (float *)(shifts + whole(shifts_a + shifts_b, SIDE)), *by_col = by_row + tall;
+    Range of_a = take_scales(a, m, k, shifts_a ? shifts : NULL, whole(m, 64) + 64, threads);
+    Range of_b = take_scales(b, n, k, shifts_b ? shifts + shifts_a : NULL, whole(n, 64) + 64, threads);
+    int32_t low = of_a.smallest + of_b.smallest, high = of_a.largest + of_b.largest + 2;
+    if (least(low, least(of_a.smallest, of_b.smallest)) < -100 || high > 80 || of_a.largest > 78 || of_b.largest > 78) {
+        free(memory);
+        return 1;
     }
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
-    for (int64_t block = 0; block < tall; block += TALL)
-        for (int64_t p = 0; p < pairs; p += DEPTH)
-            for (int64_t j = 0; j < wide; j++)
-                for (int64_t i = block; i < least(tall, block + TALL); i++)
-                    multiply(packed_a + (i * pairs + p) * ROWS, packed_b + (j * pairs + p) * COLS,
-                             least(DEPTH, pairs - p), c + i * ROWS * n + j * COLS, n, m - i * ROWS, n - j * COLS, p > 0);
-    free(packed);
+    for (int64_t r = 0; r < m; r++) by_row[r] = factor_of(a, r);
+    for (int64_t c = 0; c < wide; c++) by_col[c] = c < n ? factor_of(b, c) : 0;
+    Operand left = operand(a, m, k, shifts, whole(m, 64) + 64);
+    Operand right = operand(b, n, k, shifts + shifts_a, whole(n, 64) + 64);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        uint64_t before = use_ieee();
+        Numbers numbers_a = numbers_of(a->format), numbers_b = numbers_of(b->format);
+#pragma omp for
+        for (int64_t panel = 0; panel < tall / SIDE; panel += AT_ONCE)
+            pack(&left, &numbers_a, panel, 0, packed_a + panel * words, words);
+#if HAS_AMX
+        if (kernel == WITH_AMX) use_tiles();
+#endif
+#pragma omp for schedule(dynamic)
+        for (int64_t strip = 0; strip < strips; strip++)
+            multiply_strip(strip, width, packed_a, &right, &numbers_b, out, by_row, by_col, m, n, k, kernel,
+                           owned + omp_get_thread_num() * own);
+#if HAS_AMX
+        if (kernel == WITH_AMX) _tile_release();
+#endif
+        use_again(before);
+    }
+    free(memory);
     return 0;
 }
 
@@ -95,10 +308,10 @@ int32_t gemm(const uint16_t *a, int64_t a_row, int64_t a_k, const uint16_t *b, i
 
 int32_t has_gemm(void) { return 0; }
 
-int32_t gemm(const uint16_t *a, int64_t a_row, int64_t a_k, const uint16_t *b, int64_t b_row, int64_t b_k, float *c,
-             int64_t m, int64_t n, int64_t k, int32_t threads) {
-    (void)a, (void)a_row, (void)a_k, (void)b, (void)b_row, (void)b_k, (void)c, (void)m, (void)n, (void)k, (void)threads;
-    return -1;
+int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t kernel,
+             int32_t threads) {
+    (void)a, (void)b, (void)out, (void)m, (void)n, (void)k, (void)kernel, (void)threads;
+    return 1;
 }
 
 #endif

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from . import library, mkl
+from . import library
 
-SOURCES = [Path(__file__).with_name(name) for name in ("loops.c", "gemm.c", "figures.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("loops.c", "blocks.c", "gemm.c", "figures.c")]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
     "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
@@ -224,83 +224,6 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
     return [found.view(x.dtype).to(torch.float32) for found in largest], nonfinite
 
 
-def has_matmul() -> bool:
-    """Whether this processor has a GEMM for bfloat16 that pays: MKL's with AMX, gemm.c with AVX512-BF16."""
-    return mkl.has_matmul() or has_own_matmul()
-
-
-def has_own_matmul() -> bool:
-    """Whether this processor has the instruction for which gemm.c is written, and the kernels could be compiled."""
-    return reason() is None and bool(compiled().has_gemm())
-
-
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """float32 [M, N] = a [M, K] @ b [N, K]^T of bfloat16 matrices of any strides: MKL's where that is the faster one.
-
-    Products are exact, sums are float32. NaN and Inf go where IEEE has them; subnormal operands may count as zero.
-    """
-    return mkl_matmul(a, b) if mkl.has_matmul() else own_matmul(a, b)
-
-
-def own_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``matmul`` by gemm.c: the order of sums does not depend on M, N or the number of threads; subnormal operands count
-    as zero."""
-    (m, k), (n, _) = check_matrices(a, b)
-    c = torch.empty(m, n, dtype=torch.float32, device="cpu")
-    if not (m and n and k):
-        return c.zero_()
-    failed = compiled().gemm(
-        *(_strided(a) + _strided(b)),
-        address(c, torch.float32, m * n),
-        *(ctypes.c_int64(size) for size in (m, n, k)),
-        thread_count(max(a.numel(), b.numel(), c.numel())),
-    )
-    if failed:
-        raise MemoryError(f"no memory to pack matrices of {m} x {k} and {n} x {k}")
-    return c
-
-
-def mkl_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``matmul`` by MKL; works on any x86 processor."""
-    (m, k), (n, _) = check_matrices(a, b)
-    c = torch.empty(m, n, dtype=torch.float32, device="cpu")
-    if not (m and n and k):
-        return c.zero_()
-    multiply = mkl.function()
-    assert multiply is not None, "torch was built without MKL"
-    (a, turn_a, step_a), (b, turn_b, step_b) = _laid_out(a), _laid_out(b)
-    assert max(m, n, k, step_a, step_b) <= mkl.INT_MAX, f"MKL counts to 2^31 - 1: {m} x {k} by {k} x {n}"
-    order_a, order_b = mkl.TURNED if turn_a else mkl.AS_IS, mkl.AS_IS if turn_b else mkl.TURNED
-    to_a, to_b, to_c = a.data_ptr(), b.data_ptr(), c.data_ptr()
-    multiply(mkl.ROW_MAJOR, order_a, order_b, m, n, k, 1.0, to_a, step_a, to_b, step_b, 0.0, to_c, n)
-    return c
-
-
-def _laid_out(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
-    """(x, or a copy if neither its rows nor its columns are dense; whether the dense ones are columns; their stride)."""
-    rows, cols = x.shape
-    down, across = x.stride()
-    if across == 1 and down >= cols:
-        return x, False, down
-    if down == 1 and across >= rows:
-        return x, True, across
-    return x.clone(memory_format=torch.contiguous_format), False, cols
-
-
-def check_matrices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Size, torch.Size]:
-    """The shapes of a [M, K] and b [N, K]; AssertionError unless both are bfloat16 matrices on the CPU that contract."""
-    for x in (a, b):
-        if not (x.ndim == 2 and x.dtype == torch.bfloat16 and x.is_cpu):
-            raise AssertionError(f"a bfloat16 matrix on the CPU is needed, got {_described(x)}")
-    if a.shape[1] != b.shape[1]:
-        raise AssertionError(f"the last dimensions must be equal: {_described(a)}, {_described(b)}")
-    return a.shape, b.shape
-
-
-def _strided(x: torch.Tensor) -> list[ctypes.c_void_p | ctypes.c_int64]:
-    return [ctypes.c_void_p(x.data_ptr()), *(ctypes.c_int64(step) for step in x.stride())]
-
-
 def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
     """As ``numerics.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
     n = amax.numel()
@@ -325,12 +248,13 @@ def address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void
     """Where x lies, for C, which trusts it; AssertionError unless it is so many elements of dtype, dense, on the CPU."""
     if x.dtype != dtype or x.numel() != elements or not x.is_cpu or not x.is_contiguous():
         raise AssertionError(
-            f"{elements} contiguous elements of {dtype} on the CPU are needed, got {_described(x)}"
+            f"{elements} contiguous elements of {dtype} on the CPU are needed, got {described(x)}"
         )
     return ctypes.c_void_p(x.data_ptr())
 
 
-def _described(x: torch.Tensor) -> str:
+def described(x: torch.Tensor) -> str:
+    """What a message says of a tensor."""
     return f"{list(x.shape)}, strides {list(x.stride())}, {x.dtype} on {x.device}"
 
 

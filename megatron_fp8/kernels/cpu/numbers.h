@@ -60,6 +60,9 @@ INLINE uint16_t store_bfloat16(float v) {
     return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
 }
 
+/* Sums may be any NaN. */
+INLINE uint16_t store_sum(float v) { return v == v ? store_bfloat16(v) : 0x7FC0; }
+
 /* ------------------------------------------------------------------------------------------------- 8 bit formats */
 
 /* NaN codes, of either sign, give the one quiet NaN that has no sign and no payload: 0x7FC00000. */

@@ -1,0 +1,102 @@
+"""A matrix to the codes of its blocks, in one or both directions, in one pass over memory (blocks.c); scales of amaxes.
+
+What numerics/scaling.py and numerics/cast.py specify, to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...numerics.rule import Rule
+from . import loops
+
+_TALL, _WIDE = 128, 256  # a tile's, in blocks.c
+_KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
+
+
+class Coded(NamedTuple):
+    """codes [rows, cols]; scale_inv [row blocks, column blocks], float32 or float8_e8m0fnu: both as the matrix lies."""
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+
+
+class _Cut(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("codes", ctypes.c_void_p),
+        ("scale_inv", ctypes.c_void_p),
+    )
+
+
+class _Rule(ctypes.Structure):
+    _fields_ = (
+        ("largest", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+        ("max_exponent", ctypes.c_int32),
+    )
+
+
+def divides(cut: tuple[int, int]) -> bool:
+    """Whether blocks of so many rows and columns fill the tiles that are quantised at a time."""
+    rows, cols = cut
+    return rows > 0 and cols > 0 and _TALL % rows == 0 and _WIDE % cols == 0
+
+
+def quantize(
+    x: torch.Tensor, rule: Rule, cuts: Sequence[tuple[int, int]]
+) -> tuple[list[Coded], torch.Tensor, int]:
+    """Codes and scales of a matrix for each way to cut it into blocks.
+
+    Args:
+        x: contiguous [rows, cols]; float32, bfloat16 or float16; not empty. NaN becomes 0x7F, Inf saturates; neither makes
+            a scale non-finite.
+        rule: format and kind of scale; not stochastic.
+        cuts: rows and columns of a block; each ``divides``.
+
+    Returns:
+        what each cut gave; the amax (float32 [], NaN ignored, Inf kept); how many elements are NaN or Inf.
+    """
+    rows, cols = x.shape
+    kind = torch.uint8 if rule.scale == "e8m0" else torch.float32
+    made = [
+        (
+            torch.empty(rows, cols, dtype=rule.fmt.dtype, device="cpu"),
+            torch.empty(-(-rows // high), -(-cols // wide), dtype=kind, device="cpu"),
+        )
+        for high, wide in cuts
+    ]
+    told = [
+        _Cut(high, wide, codes.data_ptr(), inverse.data_ptr())
+        for (high, wide), (codes, inverse) in zip(cuts, made, strict=True)
+    ]
+    amax = torch.empty((), dtype=torch.float32, device="cpu")
+    integer = ctypes.c_uint32 if x.dtype == torch.float32 else ctypes.c_uint16
+    function = getattr(loops.compiled(), f"blocks_{loops.NAMES[rule.fmt.dtype]}_{loops.NAMES[x.dtype]}")
+    function.restype = ctypes.c_int64
+    nonfinite = function(
+        loops.address(x, x.dtype, rows * cols),
+        ctypes.c_int64(rows),
+        ctypes.c_int64(cols),
+        integer(loops.FLOATS[x.dtype][1]),
+        (_Cut * len(told))(*told),
+        len(told),
+        ctypes.byref(_rule(rule)),
+        loops.address(amax, torch.float32, 1),
+        loops.thread_count(x.numel()),
+    )
+    if rule.scale == "e8m0":
+        made = [(codes, inverse.view(torch.float8_e8m0fnu)) for codes, inverse in made]
+    return [Coded(*each) for each in made], amax, nonfinite
+
+
+def _rule(rule: Rule) -> _Rule:
+    """The product is exact: the formats' largest numbers have four bits at most."""
+    largest = rule.fmt.max * 2.0**-rule.margin
+    return _Rule(largest, rule.epsilon, _KINDS[rule.scale], rule.fmt.max_exponent)

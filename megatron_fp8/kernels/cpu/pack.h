@@ -1,0 +1,171 @@
+/* Operands of a product on their way into its panels: codes become bfloat16 numbers there, under the scale of their block.
+
+   A panel has 16 rows of an operand [rows, k], all of k, in squares of 16 rows x 32 k: the size of an AMX tile. Products
+   read one operand row by row, so its squares are [16 rows][32 k], and pairs of k of the other one for 16 rows at once, so
+   its squares are [16 pairs][16 rows][2]. As words of two k, one is the other transposed. What is missing of the last
+   panel and of the last square is zero: a NaN in the next row of memory gets nowhere.
+
+   Scales of blocks are powers of two, and are added to exponents: exact, since the caller has seen to it that no number
+   leaves bfloat16's normal range. Zeros, NaN and Inf stay. */
+
+#pragma once
+
+#include "decode.h"
+
+#if defined(__AVX512BF16__)
+
+#define SIDE 16               /* rows of a panel, and pairs of k of a square */
+#define SQUARE (SIDE * SIDE)  /* words of two numbers */
+
+/* [rows, k]: element r, k at at[r * row_step + k * k_step]; one of the steps is 1. */
+typedef struct {
+    const void *at;
+    int64_t rows, k, row_step, k_step;
+    int32_t format;
+    const uint32_t *shifts; /* twice in each word: what a number's bits grow by; [k / depth][shift_step]; NULL: nothing */
+    int64_t depth, shift_step;
+} Operand;
+
+INLINE __mmask64 first_of(int64_t n) { return n >= 64 ? ~(__mmask64)0 : n <= 0 ? 0 : ((__mmask64)1 << n) - 1; }
+
+/* v, its numbers times 2^(shift / 128), but for zeros, NaN and Inf. */
+INLINE __m512i shifted(__m512i v, __m512i shift) {
+    __m512i magnitude = _mm512_and_si512(v, _mm512_set1_epi16(0x7FFF));
+    __m512i less = _mm512_sub_epi16(magnitude, _mm512_set1_epi16(1));
+    return _mm512_mask_add_epi16(v, _mm512_cmplt_epu16_mask(less, _mm512_set1_epi16(0x7F7F)), v, shift);
+}
+
+/* 16 x 16 words, in place. */
+INLINE void transpose(__m512i x[SIDE]) {
+    __m512i t[SIDE];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        x[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        x[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        x[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        x[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xDD);
+        t[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xDD);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xDD);
+    }
+}
+
+INLINE void store(__m512i x[SIDE], int transposed, uint32_t *to) {
+    if (transposed) transpose(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < SIDE; i++) _mm512_store_si512(to + i * SIDE, x[i]);
+}
+
+/* One panel of an operand whose rows are dense, from row `row` on. */
+INLINE void pack_rows(const Operand *of, const Numbers *numbers, int32_t format, int64_t row, int transposed,
+                      uint32_t *to) {
+    int64_t rows = least(SIDE, of->rows - row), width = format == BFLOAT16 ? 32 : 64;
+    for (int64_t k = 0; k < of->k; k += width, to += width / 32 * SQUARE) {
+        __mmask64 inside = first_of(of->k - k);
+        __m512i first[SIDE], second[SIDE];
+#pragma GCC unroll 16
+        for (int r = 0; r < SIDE; r++) {
+            first[r] = second[r] = _mm512_setzero_si512();
+            if (r >= rows) continue;
+            int64_t at = (row + r) * of->row_step + k;
+            if (format == BFLOAT16) {
+                first[r] = _mm512_maskz_loadu_epi16((__mmask32)inside, (const uint16_t *)of->at + at);
+            } else {
+                decode_64(numbers, _mm512_maskz_loadu_epi8(inside, (const uint8_t *)of->at + at), first + r, second + r);
+                if (of->shifts) {
+                    const uint32_t *shift = of->shifts + row + r;
+                    int64_t block = k / of->depth, next = (k + 32) / of->depth;
+                    first[r] = shifted(first[r], _mm512_set1_epi32((int)shift[block * of->shift_step]));
+                    if (k + 32 < of->k)
+                        second[r] = shifted(second[r], _mm512_set1_epi32((int)shift[next * of->shift_step]));
+                }
+            }
+        }
+        store(first, transposed, to);
+        if (format != BFLOAT16 && k + 32 < of->k) store(second, transposed, to + SQUARE);
+    }
+}
+
+/* Four panels of an operand whose columns are dense, from row `row` on; of bfloat16 numbers two. */
+INLINE void pack_columns(const Operand *of, const Numbers *numbers, int32_t format, int64_t row, int transposed,
+                         uint32_t *to, int64_t panel_words, int64_t panels) {
+    __mmask64 inside = first_of(of->rows - row);
+    for (int64_t k = 0; k < of->k; k += 32, to += SQUARE) {
+        __m512i x[4][SIDE];
+#pragma GCC unroll 16
+        for (int pair = 0; pair < SIDE; pair++) {
+            int64_t at = k + 2 * pair, low = at * of->k_step + row, high = low + of->k_step;
+            __mmask64 in_low = at < of->k ? inside : 0, in_high = at + 1 < of->k ? inside : 0;
+            if (format == BFLOAT16) {
+                const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+                const uint16_t *from = of->at;
+                __m512i l = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16((__mmask32)in_low, from + low));
+                __m512i h = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16((__mmask32)in_high, from + high));
+                x[0][pair] = _mm512_unpacklo_epi16(l, h);
+                x[1][pair] = _mm512_unpackhi_epi16(l, h);
+            } else {
+                const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+                const uint8_t *from = of->at;
+                __m512i l = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_low, from + low));
+                __m512i h = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_high, from + high));
+                __m512i l1, l2, h1, h2;
+                decode_quarters(numbers, l, &l1, &l2);
+                decode_quarters(numbers, h, &h1, &h2);
+                x[0][pair] = _mm512_unpacklo_epi16(l1, h1);
+                x[1][pair] = _mm512_unpackhi_epi16(l1, h1);
+                x[2][pair] = _mm512_unpacklo_epi16(l2, h2);
+                x[3][pair] = _mm512_unpackhi_epi16(l2, h2);
+            }
+        }
+        for (int64_t panel = 0; panel < panels; panel++) {
+            if (of->shifts) {
+                __m512i shift = _mm512_loadu_si512(of->shifts + k / of->depth * of->shift_step + row + panel * SIDE);
+#pragma GCC unroll 16
+                for (int pair = 0; pair < SIDE; pair++) x[panel][pair] = shifted(x[panel][pair], shift);
+            }
+            store(x[panel], transposed, to + panel * panel_words);
+        }
+    }
+}
+
+#define AT_ONCE 4 /* panels */
+
+/* Up to four panels from panel number `panel` on, each of panel_words; `paired`: squares of pairs, not of rows. */
+#define PACK(NAME, FORMAT)                                                                                           \
+    static void NAME(const Operand *of, const Numbers *numbers, int64_t panel, int64_t panels, int paired,           \
+                     uint32_t *to, int64_t panel_words) {                                                            \
+        int64_t row = panel * SIDE;                                                                                  \
+        if (of->k_step == 1) {                                                                                       \
+            for (int64_t i = 0; i < panels; i++)                                                                     \
+                if (paired) pack_rows(of, numbers, FORMAT, row + i * SIDE, 1, to + i * panel_words);                 \
+                else pack_rows(of, numbers, FORMAT, row + i * SIDE, 0, to + i * panel_words);                        \
+            return;                                                                                                  \
+        }                                                                                                            \
+        int64_t most = FORMAT == BFLOAT16 ? 2 : 4;                                                                   \
+        for (int64_t i = 0; i < panels; i += most)                                                                   \
+            if (paired)                                                                                              \
+                pack_columns(of, numbers, FORMAT, row + i * SIDE, 0, to + i * panel_words, panel_words,              \
+                             least(most, panels - i));                                                               \
+            else                                                                                                     \
+                pack_columns(of, numbers, FORMAT, row + i * SIDE, 1, to + i * panel_words, panel_words,              \
+                             least(most, panels - i));                                                               \
+    }
+
+PACK(pack_bfloat16, BFLOAT16)
+PACK(pack_codes, E4M3) /* of either format: the tables know which */
+
+#endif
