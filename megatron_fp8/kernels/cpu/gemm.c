@@ -44,8 +44,8 @@ typedef struct {
 #if defined(__AVX512BF16__)
 
 #define BLOCK 32                /* rows and columns of out at a time */
-#define SLICE 16                /* squares of k: a slice of two panels then stays in the first cache */
-#define TALL 16                 /* blocks of rows: their slice of a stays in the second */
+#define SLICE 8                 /* squares of k: slices of four panels then stay in the first cache */
+#define TALL 8                  /* blocks of rows: their slice of a stays in the second */
 #define STRIP 256               /* columns of out that a thread takes at a time, at most */
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(SYS_arch_prctl)
@@ -185,26 +185,46 @@ INLINE float factor_of(const Side *side, int64_t r) {
 
 /* ---------------------------------------------------------------------------------------------------------- result */
 
+/* Bits whose upper halves are v in bfloat16; NaN is the canonical one. */
+INLINE __m512i rounded_up(__m512 v) {
+    __m512i u = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    u = _mm512_add_epi32(_mm512_add_epi32(u, odd), _mm512_set1_epi32(0x7FFF));
+    return _mm512_mask_mov_epi32(u, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC00000));
+}
+
+/* 32 floats in bfloat16. */
+INLINE __m512i rounded(__m512 first, __m512 second) {
+    union { uint16_t at[32]; __m512i vector; } upper;
+    for (int i = 0; i < 32; i++) upper.at[i] = (uint16_t)(2 * i + 1);
+    return _mm512_permutex2var_epi16(rounded_up(first), upper.vector, rounded_up(second));
+}
+
 /* sums [32, 32] to out from row and column on. */
 static void finish_block(const float *sums, const Out *out, const float *by_row, const float *by_col, int64_t row,
                          int64_t col, int64_t m, int64_t n) {
     int64_t rows = least(BLOCK, m - row), cols = least(BLOCK, n - col);
-    by_col += col;
+    __mmask16 in[2] = {(__mmask16)first_of(cols), (__mmask16)first_of(cols - SIDE)};
+    __m512 factor[2], bias[2];
+    for (int half = 0; half < 2; half++) {
+        factor[half] = _mm512_loadu_ps(by_col + col + half * SIDE);
+        bias[half] = out->bias ? _mm512_maskz_loadu_ps(in[half], out->bias + col + half * SIDE) : _mm512_setzero_ps();
+    }
     for (int64_t r = 0; r < rows; r++) {
-        float values[BLOCK], by = by_row[row + r];
+        __m512 by = _mm512_set1_ps(by_row[row + r]), v[2];
         int64_t at = (row + r) * n + col;
-        for (int c = 0; c < BLOCK; c++) values[c] = sums[r * BLOCK + c] * (by * by_col[c]);
-        if (out->bias)
-            for (int64_t c = 0; c < cols; c++) values[c] += out->bias[col + c];
+        for (int half = 0; half < 2; half++) {
+            v[half] = _mm512_mul_ps(_mm512_load_ps(sums + r * BLOCK + half * SIDE), _mm512_mul_ps(by, factor[half]));
+            if (out->bias) v[half] = _mm512_add_ps(v[half], bias[half]);
+        }
         if (out->bfloat16) {
-            uint16_t rounded[BLOCK];
-            for (int c = 0; c < BLOCK; c++) rounded[c] = store_sum(values[c]);
-            memcpy((uint16_t *)out->at + at, rounded, (size_t)cols * sizeof(uint16_t));
-        } else {
-            float *to = (float *)out->at + at;
-            if (out->add)
-                for (int64_t c = 0; c < cols; c++) to[c] += values[c];
-            else memcpy(to, values, (size_t)cols * sizeof(float));
+            __mmask32 inside = (__mmask32)first_of(cols);
+            _mm512_mask_storeu_epi16((uint16_t *)out->at + at, inside, rounded(v[0], v[1]));
+            continue;
+        }
+        for (int half = 0; half < 2; half++) {
+            float *to = (float *)out->at + at + half * SIDE;
+            if (out->add) v[half] = _mm512_add_ps(_mm512_maskz_loadu_ps(in[half], to), v[half]);
+            _mm512_mask_storeu_ps(to, in[half], v[half]);
         }
     }
 }

@@ -90,9 +90,7 @@ def documented(backend: str, recipe: str, generation: Generation) -> Cell:
 
 
 def cpu_product(generation: Generation) -> str:
-    """What multiplies on a CPU: the rule of kernels/cpu/loops.py `matmul`."""
-    if generation.amx:
-        return "MKL multiplies BF16 (torch with MKL)"
+    """What multiplies on a CPU: the rule of kernels/cpu/products.py `matmul`."""
     if generation.avx512_bf16:
         return "gemm.c multiplies BF16 (with a C compiler)"
     return "products in float32, as exact"

@@ -11,8 +11,7 @@ import torch
 
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
-from megatron_fp8.kernels.cpu import loops as cpu
-from megatron_fp8.kernels.cpu import mkl
+from megatron_fp8.kernels.cpu import loops, mkl, products
 from megatron_fp8.kernels.gemms import matmul_high_precision
 from megatron_fp8.recipe import MXFP8BlockScaling
 
@@ -42,7 +41,7 @@ def matrix(rows: int, cols: int, layout: str, seed: int) -> torch.Tensor:
     "layouts", [("rowwise", "rowwise"), ("columnwise", "columnwise"), ("cut out", "columnwise")]
 )
 def test_against_float64(monkeypatch, shape, layouts):
-    monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(loops, "MIN_PRODUCT", 1)
     m, n, k = shape
     a, b = matrix(m, k, layouts[0], 1), matrix(n, k, layouts[1], 2)
     exact = a.double() @ b.double().t()
@@ -50,7 +49,7 @@ def test_against_float64(monkeypatch, shape, layouts):
     of_float32 = ((a.float() @ b.float().t() - exact).abs() / scale).max()
     found = [matmul_high_precision(a, b, torch.float32)]
     if mkl.function() is not None:  # right everywhere, used where it is fast
-        found.append(cpu.mkl_matmul(a, b))
+        found.append(products.mkl_matmul(a, b))
     for c in found:
         assert c.dtype is torch.float32 and c.shape == (m, n)
         error = ((c - exact).abs() / scale).max()
@@ -61,30 +60,30 @@ def test_is_used_where_the_processor_has_it(monkeypatch):
     """A silent return to the slow way would pass every other test."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if platform.machine() == "x86_64" and cpuinfo.exists() else set()
-    assert cpu.has_own_matmul() == ("avx512_bf16" in flags)
+    assert products.has_own_matmul() == ("avx512_bf16" in flags)
     assert mkl.has_matmul() == ("amx_bf16" in flags and mkl.function() is not None)
-    used = "mkl_matmul" if mkl.has_matmul() else "own_matmul"
+    used = "own_matmul" if products.has_own_matmul() else "mkl_matmul"
     calls = []
-    matmul = getattr(cpu, used)
-    monkeypatch.setattr(cpu, used, lambda a, b: calls.append(a.shape) or matmul(a, b))
+    matmul = getattr(products, used)
+    monkeypatch.setattr(products, used, lambda a, b: calls.append(a.shape) or matmul(a, b))
     a, b = matrix(128, 128, "rowwise", 1), matrix(64, 128, "rowwise", 2)
     matmul_high_precision(a, b, torch.float32)
-    assert calls == ([a.shape] if cpu.has_matmul() else [])
+    assert calls == ([a.shape] if products.has_matmul() else [])
     matmul_high_precision(a[:1], b[:1], torch.float32)
-    assert len(calls) == int(cpu.has_matmul())  # small ones are not worth a packing
+    assert len(calls) == int(products.has_matmul())  # small ones are not worth a packing
 
 
 def test_an_element_depends_on_its_row_and_column_alone():
     """Neither the other rows, nor threads, change a bit (a library's GEMM promises neither)."""
-    if not cpu.has_own_matmul():
+    if not products.has_own_matmul():
         return
     a, b = matrix(301, 1100, "rowwise", 3), matrix(97, 1100, "columnwise", 4)
-    whole = cpu.own_matmul(a, b)
+    whole = products.own_matmul(a, b)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(cpu.own_matmul(a, b), whole)
+            assert torch.equal(products.own_matmul(a, b), whole)
     finally:
         torch.set_num_threads(before)
     for rows, cols in (
@@ -92,11 +91,11 @@ def test_an_element_depends_on_its_row_and_column_alone():
         (slice(100, 133), slice(40, 41)),
         (slice(300, 301), slice(96, 97)),
     ):
-        assert torch.equal(cpu.own_matmul(a[rows], b[cols]), whole[rows, cols])
+        assert torch.equal(products.own_matmul(a[rows], b[cols]), whole[rows, cols])
 
 
 def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
-    monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(loops, "MIN_PRODUCT", 1)
     a, b = matrix(40, 65, "rowwise", 5), matrix(50, 65, "rowwise", 6)
     a[17, 64], b[33, 0] = torch.nan, torch.inf
     found = matmul_high_precision(a, b, torch.float32)
@@ -107,7 +106,7 @@ def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (5, 7, 0)], ids=str)
 def test_empty(monkeypatch, shape):
-    monkeypatch.setattr(cpu, "MIN_PRODUCT", 0)
+    monkeypatch.setattr(loops, "MIN_PRODUCT", 0)
     m, n, k = shape
     found = matmul_high_precision(
         torch.ones(m, k, dtype=torch.bfloat16), torch.ones(n, k, dtype=torch.bfloat16), torch.float32
@@ -120,7 +119,7 @@ def test_empty(monkeypatch, shape):
 def test_products_leave_the_process_alone(monkeypatch, compiled, rows):
     """Two threads multiply in emulated FP8 while a third multiplies float32: same bits and settings at any time."""
     if not compiled:
-        monkeypatch.setattr(cpu, "reason", lambda: "not wanted")
+        monkeypatch.setattr(loops, "reason", lambda: "not wanted")
     settings = torch.backends.mkldnn.matmul, torch.backends.mkldnn, torch.backends
     before = [setting.fp32_precision for setting in settings]
     x, w = matrix(rows, 256, "rowwise", 7), matrix(rows, 256, "rowwise", 8)
@@ -155,7 +154,7 @@ def test_products_leave_the_process_alone(monkeypatch, compiled, rows):
 
 def test_what_cannot_be_multiplied_is_named():
     a, b = matrix(4, 8, "rowwise", 1), matrix(4, 8, "rowwise", 2)
-    for matmul in (cpu.own_matmul, cpu.mkl_matmul):
+    for matmul in (products.own_matmul, products.mkl_matmul):
         for x, y, said in (
             (a.float(), b, "float32"),
             (a[:, :4], b, "must be equal"),
