@@ -24,6 +24,7 @@ from megatron_fp8.kernels.codes import (
     e8m0_to_scale_inv,
 )
 from megatron_fp8.kernels.cpu import loops as cpu
+from megatron_fp8.kernels.cpu import products
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import (
     Float8BlockScaling,
@@ -310,7 +311,7 @@ def test_defaults_of_dtype_and_device_are_not_asked(dtype, both):
         found = []
         for recipe in RECIPES.values():
             a, b = quantize(x, recipe, "input"), quantize(w, recipe, "weight")
-            found += [a.rowwise.codes, a.rowwise.scale_inv, a.dequantize(), cpu.matmul(x, w)]
+            found += [a.rowwise.codes, a.rowwise.scale_inv, a.dequantize(), products.matmul(x, w)]
             found += [
                 emulated.gemm(a.rowwise, b.rowwise, out_dtype=t) for t in (torch.bfloat16, torch.float32)
             ]
@@ -341,6 +342,7 @@ import torch
 from megatron_fp8.kernels.codes import cast
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.kernels.cpu import loops as cpu
+from megatron_fp8.kernels.cpu import products
 codes = cast(torch.linspace(-500, 500, 1 << 15), None, E4M3).view(torch.uint8)
 print(hash(codes.numpy().tobytes()))
 print(cpu.reason())
