@@ -80,7 +80,10 @@ def quantize(
 
 def _cuts(rule: Rule, direction: Direction) -> list[tuple[int, int]]:
     """Rows and columns of the blocks of each cast that is needed, as the matrix lies."""
-    along, across = (rule.granularity.rows, rule.granularity.cols), (rule.granularity.cols, rule.granularity.rows)
+    along, across = (
+        (rule.granularity.rows, rule.granularity.cols),
+        (rule.granularity.cols, rule.granularity.rows),
+    )
     if rule.granularity.symmetric:
         return [along]
     return {"rowwise": [along], "columnwise": [across], "both": [along, across]}[direction]
@@ -137,7 +140,11 @@ def gemm(
     contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
-    if not exact and out_dtype in RESULTS and (done := _decoded_on_the_way(a, b, out_dtype, bias)) is not None:
+    if (
+        not exact
+        and out_dtype in RESULTS
+        and (done := _decoded_on_the_way(a, b, out_dtype, bias)) is not None
+    ):
         return done
     if not exact and _one_float32(a) and _one_float32(b) and out_dtype in _IN_C and _foldable(a, b):
         large = a.codes.numel() + b.codes.numel() >= loops.MIN_PRODUCT

@@ -55,8 +55,8 @@ def quantize(
     """Codes and scales of a matrix for each way to cut it into blocks.
 
     Args:
-        x: contiguous [rows, cols]; float32, bfloat16 or float16; not empty. NaN becomes 0x7F, Inf saturates; neither makes
-            a scale non-finite.
+        x: contiguous [rows, cols]; float32, bfloat16 or float16; not empty. NaN becomes 0x7F, Inf saturates; neither
+            makes a scale non-finite.
         rule: format and kind of scale; not stochastic.
         cuts: rows and columns of a block; each ``divides``.
 

@@ -100,7 +100,9 @@ def _taken(of: Operand) -> bool:
 
 def _in_memory(x: torch.Tensor) -> bool:
     """Whether C can read x at its address."""
-    return x.is_cpu and type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.is_neg() or x._is_zerotensor())
+    return (
+        x.is_cpu and type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.is_neg() or x._is_zerotensor())
+    )
 
 
 def multiply(
@@ -156,8 +158,8 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 def _side(of: Operand, values: torch.Tensor) -> _Side:
     """What C is told. A dimension of one element may have any stride."""
-    (rows, k), (row_step, k_step) = values.shape, values.stride()
-    if k == 1:
+    row_step, k_step = values.stride()
+    if values.shape[1] == 1:
         k_step = 1
     scale, (block_rows, block_k) = of.scale, of.block
     steps = (0, 0) if scale is None or scale.ndim < 2 else scale.stride()
@@ -210,13 +212,13 @@ def mkl_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     c = torch.empty(m, n, dtype=torch.float32, device="cpu")
     if not (m and n and k):
         return c.zero_()
-    multiply = mkl.function()
-    assert multiply is not None, "torch was built without MKL"
+    call = mkl.function()
+    assert call is not None, "torch was built without MKL"
     (a, turn_a, step_a), (b, turn_b, step_b) = _laid_out(a), _laid_out(b)
     assert max(m, n, k, step_a, step_b) <= mkl.INT_MAX, f"MKL counts to 2^31 - 1: {m} x {k} by {k} x {n}"
     order_a, order_b = mkl.TURNED if turn_a else mkl.AS_IS, mkl.AS_IS if turn_b else mkl.TURNED
     to_a, to_b, to_c = a.data_ptr(), b.data_ptr(), c.data_ptr()
-    multiply(mkl.ROW_MAJOR, order_a, order_b, m, n, k, 1.0, to_a, step_a, to_b, step_b, 0.0, to_c, n)
+    call(mkl.ROW_MAJOR, order_a, order_b, m, n, k, 1.0, to_a, step_a, to_b, step_b, 0.0, to_c, n)
     return c
 
 

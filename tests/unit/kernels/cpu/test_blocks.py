@@ -23,7 +23,10 @@ RULES = [
         (Granularity(32, 64), "pow2"),
     )
 ]
-RULES += [Rule(E4M3, BLOCK_1X128, "pow2", margin=3, epsilon=0.5), Rule(E4M3, BLOCK_128X128, "pow2", margin=64)]
+RULES += [
+    Rule(E4M3, BLOCK_1X128, "pow2", margin=3, epsilon=0.5),
+    Rule(E4M3, BLOCK_128X128, "pow2", margin=64),
+]
 SHAPES = [(32, 32), (129, 257), (1, 1024), (300, 70), (256, 512)]
 
 
@@ -53,7 +56,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("what", ["normal", "wide", "bits", "special", "zeros", "tiny"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_bytes_are_the_specification_s(rule: Rule, dtype: torch.dtype, what: str, monkeypatch: pytest.MonkeyPatch):
+def test_bytes_are_the_specification_s(
+    rule: Rule, dtype: torch.dtype, what: str, monkeypatch: pytest.MonkeyPatch
+):
     found, direction = [], "both"
     for shape in SHAPES:
         x = matrix(shape, dtype, what)

@@ -32,7 +32,9 @@ def loop(request) -> int:
     return request.param
 
 
-def side(kind: str, rows: int, k: int, dtype: torch.dtype, turned: bool, seed: int) -> tuple[Operand, torch.Tensor]:
+def side(
+    kind: str, rows: int, k: int, dtype: torch.dtype, turned: bool, seed: int
+) -> tuple[Operand, torch.Tensor]:
     """(an operand of any codes but NaN and Inf; float64 [rows, k], what it stands for)."""
     generator = torch.Generator().manual_seed(seed)
     if KINDS[kind] is None:
@@ -42,8 +44,12 @@ def side(kind: str, rows: int, k: int, dtype: torch.dtype, turned: bool, seed: i
     granularity, scales = KINDS[kind]
     most = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}[dtype]
     codes = torch.randint(0, most, (rows, k), generator=generator, dtype=torch.uint8)
-    codes = (codes | torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8) << 7).view(dtype)
-    shape = [-(-n // (b or n)) for n, b in zip(codes.shape, (granularity.rows, granularity.cols), strict=True)]
+    codes = (codes | torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8) << 7).view(
+        dtype
+    )
+    shape = [
+        -(-n // (b or n)) for n, b in zip(codes.shape, (granularity.rows, granularity.cols), strict=True)
+    ]
     exponents = torch.randint(-20, 12, shape, generator=generator)
     if scales == "e8m0":
         scale = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
@@ -52,7 +58,9 @@ def side(kind: str, rows: int, k: int, dtype: torch.dtype, turned: bool, seed: i
     scale = scale.view([]) if granularity.is_tensor else scale
     if turned:
         codes = codes.view(torch.uint8).t().contiguous().view(dtype).t()
-        scale = scale if granularity.is_tensor else scale.view(torch.uint8 if scales == "e8m0" else torch.float32)
+        scale = (
+            scale if granularity.is_tensor else scale.view(torch.uint8 if scales == "e8m0" else torch.float32)
+        )
         scale = scale if granularity.is_tensor else scale.t().contiguous().t()
         scale = scale.view(torch.float8_e8m0fnu) if scales == "e8m0" else scale
     whole = QuantizedSide(codes, scale, granularity, scales != "fp32")
@@ -112,8 +120,13 @@ def test_scales_that_bfloat16_has_no_room_for_are_refused(loop: int):
     for bad in (2.0**-101, 2.0**81, float("nan"), float("inf"), 0.0):
         scales = torch.ones(4, 2)
         scales[3, 1] = bad
-        assert products.multiply(Operand(codes, scales, (1, 32), True), plain, torch.float32, loop=loop) is None
-        assert products.multiply(plain, plain._replace(scale=torch.tensor(bad)), torch.float32, loop=loop) is None
+        assert (
+            products.multiply(Operand(codes, scales, (1, 32), True), plain, torch.float32, loop=loop) is None
+        )
+        assert (
+            products.multiply(plain, plain._replace(scale=torch.tensor(bad)), torch.float32, loop=loop)
+            is None
+        )
     small = Operand(codes, torch.full((4, 2), 2.0**-60), (1, 32), True)
     assert products.multiply(small, small, torch.float32, loop=loop) is None
 
