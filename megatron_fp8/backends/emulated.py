@@ -96,7 +96,7 @@ def _in_blocks(x: torch.Tensor, rule: Rule, direction: Direction, cuts: list[tup
     facts = rule.granularity, rule.scale != "fp32", nonfinite is None
     rowwise = columnwise = None
     if direction != "columnwise":
-        rowwise = QuantizedSide(*made[0], *facts)
+        rowwise = QuantizedSide(made[0].codes, made[0].scale_inv, *facts)
     if direction != "rowwise":
         codes, scale_inv = made[-1]
         columnwise = QuantizedSide(codes.t(), scale_inv.t(), *facts)  # [cols, rows]

@@ -17,8 +17,12 @@ from . import loops, mkl
 
 AVX512, AMX = 1, 2
 """What gemm.c calls its inner loops."""
-_BELOW_AMX = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
-_BELOW_AMX += ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512")
+# fmt: off
+_BELOW_AMX = frozenset({
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2",
+    "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512",
+})
+# fmt: on
 _FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 _SQUARE = 32
 """Of k: those that gemm.c packs together, under one scale."""
