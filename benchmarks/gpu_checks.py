@@ -23,6 +23,8 @@ from benchmarks.gpu_common import (
     supported,
 )
 from megatron_fp8.backends import emulated
+from megatron_fp8.backends.native import backend as native
+from megatron_fp8.backends.native.layout import tiles_of
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
@@ -40,6 +42,7 @@ def checks() -> dict[str, Callable[[Machine], str]]:
     for what, check in (("codes", codes), ("gemm", gemms), ("gradients", gradients), ("no waiting", no_waiting),
                         ("graph", cuda_graph)):  # fmt: skip
         found |= {f"{what} {name}": partial(check, name=name) for name in RECIPES}
+    found |= {f"mx scales {name}": partial(mx_scales, name=name) for name in ("mxfp8", "blockwise")}
     return found
 
 
@@ -126,6 +129,30 @@ def gemms(machine: Machine, name: str) -> str:
                     assert off <= GEMM_BOUND[fast], f"{which} {m} x {n} x {k} {dtype}: {off:.1e} of |a| |b|"
                     worst[fast] = max(worst[fast], off)
     return f"off by at most {worst[True]:.1e} (fprop), {worst[False]:.1e} (others) of |a| |b|"
+
+
+def mx_scales(machine: Machine, name: str) -> str:
+    """Scales as the MX product reads them, by the cast and by the kernel, against the CPU's; blocks of 128 are multiplied
+    by them where torch has no other product for those."""
+    chosen, count = RECIPES[name], 0  # casts need no product
+    for shape in CODES[:3] if machine.dry else CODES:
+        x = random(machine, *shape, seed=3)
+        for role in ("input", "weight"):
+            rule = chosen.rule(role)
+            casts = [machine.backend.quantize(x, rule, "both").tensor]
+            if machine.backend is native:
+                casts.append(native.quantize(x, rule, "both", for_product=True).tensor)
+            for side in (side for cast in casts for side in cast.sides):
+                plain = side.untiled()
+                there = replace(plain, codes=plain.codes.cpu(), scale_inv=plain.scale_inv.cpu())
+                same_bytes(tiles_of(side), tiles_of(there), f"{role} {shape} scales in tiles")
+                count += there.scale_inv.numel()
+    if name == "mxfp8" or machine.backend is not native:
+        return f"{count:,} scales in tiles, all equal"
+    by = native.by_mx(chosen, native.refusals(machine.device, native.multiply))
+    if torch.cuda.get_device_capability(machine.device)[0] == 10:
+        assert by == ["fprop", "dgrad", "wgrad"], f"of three products of blocks {by} run as MX's"
+    return f"{count:,} scales in tiles, all equal; products of blocks that run as MX's: {', '.join(by) or 'none'}"
 
 
 def product64(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:

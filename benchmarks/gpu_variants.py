@@ -169,7 +169,10 @@ def launched() -> list[Variant]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         named = dict(zip(self.arg_names, args, strict=False)) | kwargs
         constant = {p.name for p in self.params if p.is_constexpr}
-        key = [(n, str(v) if n in constant else _specialised(v)) for n, v in sorted(named.items())]
+        anywhere = {p.name for p in self.params if p.do_not_specialize_on_alignment}
+        key = [
+            (n, str(v) if n in constant else _specialised(v, n in anywhere)) for n, v in sorted(named.items())
+        ]
         found.setdefault((self.__name__, *key), Variant(self, args, kwargs))
 
     with mock.patch.object(triton.JITFunction, "run", run):
@@ -178,10 +181,10 @@ def launched() -> list[Variant]:
     return list(found.values())
 
 
-def _specialised(value: Any) -> Any:
-    """What of an argument a variant is made for."""
+def _specialised(value: Any, anywhere: bool) -> Any:
+    """What of an argument a variant is made for; ``anywhere``: not for where it lies."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+        return value.dtype, anywhere or value.data_ptr() % 16 == 0
     if isinstance(value, int) and not isinstance(value, bool):
         return "int", value == 1, value % 16 == 0, value < 1 << 31
     return type(value)
@@ -206,15 +209,17 @@ def _quantised() -> None:
 
     sizes = {*CODES, *((m, k) for m, _, k in GEMMS), *((n, k) for _, n, k in GEMMS), (8192, 4096)}
     sizes |= {(m, n) for m, n, _ in GEMMS}
-    scales = empty(2)
+    scales, straight = empty(2), {"running": _running(), "for_product": True}
     for recipe in RECIPES.values():
         for role in ("input", "weight", "grad_output"):
             rule = recipe.rule(role)
             for rows, cols in sizes:
                 x = empty(rows, cols, dtype=BF16)
                 native.quantize(x, rule, "both")
+                native.quantize(x, rule, "both", **straight)
                 for direction in ("both", "rowwise", "columnwise") if rows % 16 == cols % 16 == 0 else ():
                     native.quantize(x, rule, direction)
+                    native.quantize(x, rule, direction, **straight)
                     for scale in scales if rule.delayed else []:
                         native.quantize(x, rule, direction, scale=scale)
 
@@ -227,7 +232,7 @@ def _computed() -> None:
     from megatron_fp8.kernels.quantize import write
     from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
 
-    scales = empty(2)
+    scales, straight = empty(2), {"running": _running(), "for_product": True}
     for rows, cols in ((8192, 4096), (70, 200), (70, 202), (4096, 256)):
         x, wide = empty(rows, cols, dtype=BF16), empty(rows, 2 * cols, dtype=BF16)
         makers: dict[str, Callable[[], Any]] = {
@@ -245,6 +250,14 @@ def _computed() -> None:
                         source = make()
                         matrix = DeferredTensor(source, (source.rows, source.cols))
                         native.quantize(matrix, rule, direction, scale=scale)
+                    native.quantize(matrix, rule, direction, **straight)
+
+
+def _running() -> Any:
+    """A slot's numbers."""
+    from megatron_fp8.backends.base import Running
+
+    return Running(empty(), empty(dtype=torch.int32), empty())
 
 
 def _updates() -> None:
@@ -273,13 +286,20 @@ def _updates() -> None:
 
 
 def _products() -> None:
-    """The block-scaled product, for a torch that lacks one."""
+    """The block-scaled product, for a torch that lacks one, and scales for the MX product in its place."""
     from megatron_fp8.kernels.block_matmul import block_matmul
+    from megatron_fp8.kernels.mx_scales import tile_scales
 
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     for m, n, k in ((36, 144, 640), GEMMS[-1]):  # what is tried first, and an even one
         blocks = -(-k // 128)
         rows = empty(blocks, m).t()
+        tile_scales(rows, m, k, width=128)
+        for square in (empty(-(-m // 128), 4 * -(-blocks // 4))[:, :blocks], empty(blocks, -(-m // 128)).t()):
+            tile_scales(square, m, k, height=128, width=128)
+        exponents = empty(m, -(-k // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        for scale in (exponents, empty(-(-k // 32), m, dtype=torch.uint8).view(torch.float8_e8m0fnu).t()):
+            tile_scales(scale, m, k)
         sides = (
             (empty(n, k, dtype=e4m3), empty(blocks, n).t(), 1),
             (

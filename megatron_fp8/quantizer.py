@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .backends import specified
-from .backends.base import AmaxReduction, Quantized, Region, check_matrix
+from .backends.base import AmaxReduction, Quantized, Region, Running, check_matrix
 from .backends.native import backend as native
 from .kernels.codes import block_amaxes, in_memory
 from .numerics.cast import RandomKey
@@ -55,19 +55,11 @@ def quantize(
 
 
 class _Place(NamedTuple):
-    """Views of one slot's numbers in its arena, and the tensors that they are views of.
-
-    Attributes:
-        amax: int32 [], the bits of the running amax, a float32: they sort like the numbers, in any floating-point mode of
-            the thread.
-        nonfinite: float32 [], the count.
-        scale: float32 [], delayed.
-    """
+    """Views of one slot's numbers in its arena, and the tensors that they are views of. scale: float32 [], delayed."""
 
     rows: torch.Tensor
     scales: torch.Tensor
-    amax: torch.Tensor
-    nonfinite: torch.Tensor
+    running: Running
     scale: torch.Tensor
 
     @staticmethod
@@ -75,7 +67,8 @@ class _Place(NamedTuple):
     def of(slot: Slot) -> _Place:
         """Those of a slot."""
         rows, scales, index = slot.arena.rows, slot.arena.scale, slot.index
-        return _Place(rows, scales, rows.view(torch.int32)[0, index], rows[1, index], scales[index])
+        running = Running(rows[0, index], rows.view(torch.int32)[0, index], rows[1, index])
+        return _Place(rows, scales, running, scales[index])
 
 
 class Quantizer:
@@ -93,15 +86,43 @@ class Quantizer:
         record: bool,
         reduce_amax: AmaxReduction | None = None,
         region: Region | None = None,
+        for_product: bool = False,
     ) -> Float8Tensor:
-        """``quantize``, and record amax and health; record=False leaves the slot alone (evaluation, recomputation)."""
+        """``quantize``, and record amax and health; record=False leaves the slot alone (evaluation, recomputation).
+
+        for_product: nobody but the backend's gemm reads the sides: their scales may lie as that wants them.
+        """
+        observer = self.slot.arena.observer
+        if observer is None and self.backend is native:  # whose kernels record as they go
+            return self._natively(x, direction, record, reduce_amax, region, for_product)
         quantized = self.quantize(x, direction, reduce_amax=reduce_amax, region=region)
         if record:
             self.record(quantized.amax, quantized.nonfinite)
-        if (observer := self.slot.arena.observer) is not None:
+        if observer is not None:
             shard = reduce_amax is not None
             observer.cast(SeenCast(self.slot.name, x, quantized, direction, record, shard))
         return quantized.tensor
+
+    def _natively(
+        self,
+        x: torch.Tensor,
+        direction: Direction,
+        record: bool,
+        reduce_amax: AmaxReduction | None,
+        region: Region | None,
+        for_product: bool,
+    ) -> Float8Tensor:
+        self.slot.arena.counts.casts += 1
+        return native.quantize(
+            x,
+            self.rule,
+            direction,
+            scale=self._current_scale(),
+            reduce_amax=reduce_amax,
+            region=region if self.rule.stochastic else None,
+            running=self._in_arena().running if record else None,
+            for_product=for_product,
+        ).tensor
 
     def quantize(
         self,
@@ -122,7 +143,7 @@ class Quantizer:
             x,
             rule,
             direction,
-            scale=self._in_arena().scale if rule.delayed and slot.warm else None,  # read now: no copy
+            scale=self._current_scale(),
             reduce_amax=reduce_amax,
             region=region if rule.stochastic else None,
         )
@@ -131,10 +152,7 @@ class Quantizer:
 
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
-        place = self._in_arena()
-        torch.maximum(place.amax, amax.view(torch.int32), out=place.amax)
-        if nonfinite is not None:
-            place.nonfinite.add_(nonfinite)
+        self._in_arena().running.record(amax, nonfinite)
 
     def observe(self, x: torch.Tensor) -> None:
         """Record the amax that a cast of x [rows, cols] would, without a cast.
@@ -150,6 +168,10 @@ class Quantizer:
         if place is None or place.rows is not arena.rows or place.scales is not arena.scale:
             self._place = place = _Place.of(self.slot)
         return place
+
+    def _current_scale(self) -> torch.Tensor | None:
+        """float32 [], the history's own, not a copy: to be read now. None where the matrix at hand gives it."""
+        return self._in_arena().scale if self.rule.delayed and self.slot.warm else None
 
     def again(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
         """x as it was quantised before, with the delayed scale of then (None: x's own). Nothing is recorded."""
@@ -206,15 +228,18 @@ class Casts:
         *,
         record: bool,
         reduce_amax: AmaxReduction | None = None,
+        for_product: bool = False,
     ) -> Float8Tensor:
         """The sides of x that are asked for and quantised; arguments as Quantizer's."""
         row = None if direction == "columnwise" else self.rowwise
         column = None if direction == "rowwise" else self.columnwise
         if row is not None and row is column:
-            return row(x, "both", record=record, reduce_amax=reduce_amax)
+            return row(x, "both", record=record, reduce_amax=reduce_amax, for_product=for_product)
         rowwise = columnwise = None
         if row is not None:
-            rowwise = row(x, "rowwise", record=record, reduce_amax=reduce_amax).rowwise
+            done = row(x, "rowwise", record=record, reduce_amax=reduce_amax, for_product=for_product)
+            rowwise = done.rowwise
         if column is not None:
-            columnwise = column(x, "columnwise", record=record, reduce_amax=reduce_amax).columnwise
+            done = column(x, "columnwise", record=record, reduce_amax=reduce_amax, for_product=for_product)
+            columnwise = done.columnwise
         return Float8Tensor(rowwise, columnwise, x.dtype)

@@ -35,6 +35,8 @@ class QuantizedSide:
         pow2: every scale is a power of two, so that codes times scales are exact in bfloat16.
         finite: known to hold no NaN or Inf code and no NaN scale (False: not known), which decoding then need not look
             for.
+        tiled: scale_inv is one row of bytes, as Blackwell's product reads it (kernels/mx_scales.py): of operands that a
+            linear's casts make for its products. ``untiled`` has the logical layout again.
     """
 
     codes: torch.Tensor
@@ -42,6 +44,7 @@ class QuantizedSide:
     granularity: Granularity
     pow2: bool
     finite: bool = False
+    tiled: bool = False
 
     def __repr__(self) -> str:
         codes = f"{self.fmt.name} {list(self.codes.shape)}"
@@ -54,8 +57,18 @@ class QuantizedSide:
         return format_of(self.codes.dtype)
 
     def float_scale_inv(self) -> torch.Tensor:
-        """scale_inv as float32, its own shape."""
-        return _float_scale(self.scale_inv)
+        """scale_inv as float32, in its logical shape."""
+        return _float_scale(self.untiled().scale_inv)
+
+    def untiled(self) -> QuantizedSide:
+        """Itself, or, if tiled, with a copy of its scales in the logical layout."""
+        if not self.tiled:
+            return self
+        (rows, cols), width = self.codes.shape, self.granularity.cols
+        tall, across = -(-rows // 128), -(-cols // width)
+        tiles = self.scale_inv.view(torch.uint8).view(tall, -(-across // 4), 32, 4, 4)
+        plain = tiles.permute(0, 3, 2, 1, 4).reshape(tall * 128, -1)[:rows, :across].contiguous()
+        return replace(self, scale_inv=plain.view(torch.float8_e8m0fnu), tiled=False)
 
     def expanded_scale_inv(self) -> torch.Tensor:
         """float32, broadcastable to codes: one scale for every element (a copy only where blocks are real)."""
@@ -70,6 +83,8 @@ class QuantizedSide:
     @keeping_subnormals
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give dtype's canonical quiet NaN."""
+        if self.tiled:
+            return self.untiled().dequantize(dtype)
         turned = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
         codes = self.codes.t() if turned else self.codes
         block = (self.granularity.rows, self.granularity.cols)

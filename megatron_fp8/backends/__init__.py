@@ -89,9 +89,13 @@ def say_what_is_slow(
     )
     if found is None:
         return
-    what, by_e4m3 = found
-    other = "another recipe, such as rowwise, has torch's product"
-    say(f"megatron_fp8: {what}; {f'{remedy} gives it to torch' if by_e4m3 else other}", once=True)
+    what, cure = found
+    cures = {
+        "e4m3": f"{remedy} gives it to torch",
+        "pow2": "scales that are powers of two (fp8_pow2_scales=true) give it to torch's MX product",
+        None: "another recipe, such as rowwise, has torch's product",
+    }
+    say(f"megatron_fp8: {what}; {cures[cure]}", once=True)
 
 
 def _notes(backend: ModuleType, device: torch.device, recipe: Recipe | Products | None) -> list[str]:

@@ -31,8 +31,30 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Running:
+    """What an arena holds of a slot's iteration so far.
+
+    Attributes:
+        amax: float32 [], the largest.
+        bits: int32 [], the same memory: bits sort like the numbers, in any floating-point mode of the thread.
+        nonfinite: float32 [], the count.
+    """
+
+    amax: torch.Tensor
+    bits: torch.Tensor
+    nonfinite: torch.Tensor
+
+    def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
+        """Max amax (float32 [], may be Inf, never NaN) in; add the non-finite count, if any."""
+        torch.maximum(self.bits, amax.view(torch.int32), out=self.bits)
+        if nonfinite is not None:
+            self.nonfinite.add_(nonfinite)
+
+
+@dataclass(frozen=True)
 class Quantized:
-    """What a quantisation gives: the tensor, and the local amax (float32 []) and non-finite count for the health."""
+    """What a quantisation gives: the tensor, and the local amax (float32 []) and non-finite count for the health; or,
+    where a backend was given a slot's ``Running`` to record in, that slot's."""
 
     tensor: Float8Tensor
     amax: torch.Tensor

@@ -46,6 +46,22 @@ def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return products.matmul(in_memory(a), in_memory(b))
 
 
+def add_matmul_fp32(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """into [M, N] += a [M, K] @ b [N, K]^T: inside the product on a GPU (float32 ``into``), else by a pass of its own."""
+    if into.is_cuda and multiplies(a, b) and add_in_product(into, a, b):
+        return
+    into.add_(matmul_fp32(a, b))
+
+
+def add_in_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same by torch's product with beta = 1; False, and nothing done, of dtypes for which it has none."""
+    short = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    if not short or into.dtype != torch.float32:
+        return False
+    torch.addmm(into, a, b.t(), out_dtype=torch.float32, out=into)
+    return True
+
+
 def matmul_high_precision(
     a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

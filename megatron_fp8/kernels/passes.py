@@ -24,18 +24,22 @@ from .elements import (
     scales,
     without_nan,
 )
+from .mx_scales import tiled_at
 from .sources import load
 from .tiles import place, store
 
+# Numbers of an arena lie at any index, on 16 bytes or not: one variant for both.
+_NUMBERS = ("given", "amax", "nonfinite", "running")
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=_NUMBERS)
 def find_amaxes(
     x, x_stride, first, first_stride, second, offset, rows, cols,
-    row_amax, col_amax, amax, nonfinite,
+    row_amax, col_amax, amax, nonfinite, running,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    RECORD: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes of rows [rows], columns [cols] and all, maxed into what is there."""
+    """Amaxes of rows [rows], columns [cols] and all, maxed into what is there; that of all into ``running`` too."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     bits = magnitudes(tile)
     row_tops, col_tops, top = _tops(bits, ROWWISE, COLUMNWISE, ROWS, COLS, ROWS, COLS)
@@ -52,9 +56,11 @@ def find_amaxes(
         tl.atomic_max(col_amax + col, col_tops, mask=col < cols, sem="relaxed")
     if RECORD:
         record(amax, nonfinite, top, count)
+    if RUNNING:
+        tl.atomic_max(running, top, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_NUMBERS)
 def cast_tensor(
     x, x_stride, first, first_stride, second, offset, rows, cols,
     row_codes, col_codes, given, scale_inv, amax, nonfinite, epsilon, factor,
@@ -115,16 +121,17 @@ def cast_rows(
         store(col_codes, tl.trans(encode(tile * scale[None, :], E4M3)), left, top, cols, rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_NUMBERS)
 def quantize_tiles(
     x, x_stride, first, first_stride, second, offset, rows, cols,
     row_codes, col_codes, row_scale, row_major, row_minor, col_scale, col_major, col_minor,
     amax, nonfinite, epsilon, factor,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     RECORD: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr,
-    BLOCK: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK: tl.constexpr, SQUARE: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One scale a block, all of whose elements are in this tile. Scales have strides major (rows of codes), minor."""
+    """One scale a block, all of whose elements are in this tile. Scales have strides major (rows of codes), minor; with
+    TILED they lie as mx_scales.tiled_at has it. Of square blocks a row of scales is ``major`` long: zeros at its end."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     bits = magnitudes(tile)
     ALONG_ROWS: tl.constexpr = ROWWISE and not SQUARE
@@ -146,10 +153,10 @@ def quantize_tiles(
         scale, inverse = scales(largest, epsilon, factor, E4M3, KIND)
         codes = encode(tile * scale, E4M3)
         if ROWWISE:
-            tl.store(row_scale + down * row_major + across * row_minor, inverse)
+            _store_square(row_scale, inverse, down, across, row_major, tl.cdiv(cols, BLOCK))
             store(row_codes, codes, top, left, rows, cols)
         if COLUMNWISE:
-            tl.store(col_scale + across * col_major + down * col_minor, inverse)
+            _store_square(col_scale, inverse, across, down, col_major, tl.cdiv(rows, BLOCK))
             store(col_codes, tl.trans(codes), left, top, cols, rows)
     if ALONG_ROWS:
         if SOURCE == "plain":  # again, from L1: kept in registers it would halve the programs that fit
@@ -159,8 +166,11 @@ def quantize_tiles(
         scale, inverse = scales(row_tops, epsilon, factor, E4M3, KIND)
         row = (top + tl.arange(0, ROWS))[:, None]
         block = (across * ACROSS + tl.arange(0, ACROSS))[None, :]
-        at = row_scale + row.to(tl.int64) * row_major + block.to(tl.int64) * row_minor
-        tl.store(at, inverse, mask=(row < rows) & (block * BLOCK < cols))
+        if TILED:
+            _store_tiled(row_scale, inverse, row, block, row_major, rows, tl.cdiv(cols, BLOCK))
+        else:
+            at = row_scale + row.to(tl.int64) * row_major + block.to(tl.int64) * row_minor
+            tl.store(at, inverse, mask=(row < rows) & (block * BLOCK < cols))
         each = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, ACROSS, BLOCK)), (ROWS, COLS))
         codes = encode(tile * each, E4M3)
         store(row_codes, codes, top, left, rows, cols)
@@ -172,11 +182,32 @@ def quantize_tiles(
         scale, inverse = scales(col_tops, epsilon, factor, E4M3, KIND)
         col = (left + tl.arange(0, COLS))[None, :]
         block = (down * DOWN + tl.arange(0, DOWN))[:, None]
-        at = col_scale + col.to(tl.int64) * col_major + block.to(tl.int64) * col_minor
-        tl.store(at, inverse, mask=(col < cols) & (block * BLOCK < rows))
+        if TILED:
+            _store_tiled(col_scale, inverse, col, block, col_major, cols, tl.cdiv(rows, BLOCK))
+        else:
+            at = col_scale + col.to(tl.int64) * col_major + block.to(tl.int64) * col_minor
+            tl.store(at, inverse, mask=(col < cols) & (block * BLOCK < rows))
         each = tl.reshape(tl.broadcast_to(scale[:, None, :], (DOWN, BLOCK, COLS)), (ROWS, COLS))
         codes = encode(tile * each, E4M3)
         store(col_codes, tl.trans(codes), left, top, cols, rows)
+
+
+@triton.jit
+def _store_square(scale, inverse, row, block, major, blocks):
+    """The scale of square block [row, block]; and zeros from the row's end up to ``major``, fewer than four."""
+    after = tl.arange(0, 4)
+    col = block + after
+    padding = (col >= blocks) & (col < major)
+    at = scale + row.to(tl.int64) * major + col
+    tl.store(at, tl.where(after == 0, inverse, 0.0), mask=(after == 0) | padding)
+
+
+@triton.jit
+def _store_tiled(scale, inverse, row, block, major, rows, blocks):
+    """E8M0 scales of rows and blocks of codes into tiles; 2^0 around the matrix, to the ends of its tiles."""
+    inside = (row < rows) & (block < blocks)
+    padded = (row < tl.cdiv(rows, 128) * 128) & (block < tl.cdiv(blocks, 4) * 4)
+    tl.store(scale + tiled_at(row, block, major), tl.where(inside, inverse, 127).to(tl.uint8), mask=padded)
 
 
 @triton.jit

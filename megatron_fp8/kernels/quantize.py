@@ -30,10 +30,11 @@ import triton
 from ..numerics.formats import FloatFormat
 from ..numerics.rule import Direction, ScaleKind
 from . import on_its_device
+from .mx_scales import tiled_size
 from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
 from .sources import Plain, TileSource
 from .swiglu_quantize import Swiglu, SwigluGradient
-from .tiles import Tile, as_bytes, codes_like, is_e4m3
+from .tiles import Tile, as_bytes, codes_like, grid_of, is_e4m3
 
 TENSOR_TILE = Tile(128, 64, 8)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)
@@ -62,11 +63,13 @@ class Sides(NamedTuple):
 class Record:
     """Where a cast writes its amax (maxed in) and its count of NaN and Inf elements (added): float32 [] each.
 
-    Views of an arena's slot, or ``Record.new``. Counts are exact up to 2^24.
+    Views of an arena's slot, or ``Record.new``. Counts are exact up to 2^24. ``running``: where ``measure`` maxes the
+    amax in as well, since a scale is made from that of one matrix alone.
     """
 
     amax: torch.Tensor
     nonfinite: torch.Tensor
+    running: torch.Tensor | None = None
 
     @classmethod
     def new(cls, device: torch.device) -> Record:
@@ -88,16 +91,23 @@ def measure(
     source = _source(x)
     tile = tile or _tile(source)
     device = source.device
-    row_amax = torch.zeros(source.rows, device=device, dtype=torch.float32) if rows else None
-    col_amax = torch.zeros(source.cols, device=device, dtype=torch.float32) if cols else None
+    # One fill for both; columns' begin where a multiple of 16 bytes does, as memory of their own would.
+    start = round_up(source.rows, 4) if rows else 0
+    amaxes = (
+        torch.zeros(start + source.cols * cols, device=device, dtype=torch.float32) if rows or cols else None
+    )
+    row_amax = amaxes[: source.rows] if amaxes is not None and rows else None
+    col_amax = amaxes[start:] if amaxes is not None and cols else None
     if source.rows and source.cols:
         find_amaxes[source.grid(tile)](
             **source.arguments(),
             row_amax=_as_int(row_amax),
             col_amax=_as_int(col_amax),
             **_recording(record),
+            running=None if record is None else _as_int(record.running),
             ROWWISE=rows,
             COLUMNWISE=cols,
+            RUNNING=record is not None and record.running is not None,
             **tile.options(),
         )
     return row_amax, col_amax
@@ -130,7 +140,7 @@ def quantize_tensor(
     source = _source(x)
     tile = tile or _tile(source)
     out = _Outputs(source, fmt, direction)
-    scale_inv = torch.ones((), device=source.device, dtype=torch.float32)
+    scale_inv = torch.empty((), device=source.device, dtype=torch.float32)
     # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
     cast_tensor[source.grid(tile)](
         **source.arguments(),
@@ -202,6 +212,7 @@ def quantize_blocks(
     kind: ScaleKind = "pow2",
     margin: int = 0,
     epsilon: float = 0.0,
+    tiled: bool = False,
     record: Record | None = None,
     tile: Tile | None = None,
 ) -> Sides:
@@ -211,6 +222,7 @@ def quantize_blocks(
         block: elements along the contraction that share a scale: 128 (blockwise) or 32 (MXFP8).
         square: blocks of block x block; block is then the tile's side (128).
         kind: 'fp32', 'pow2', or 'e8m0', which ignores margin and epsilon.
+        tiled: 'e8m0': scales in tiles, as the product reads them (mx_scales.py), and not [R, ceil(C / 32)].
         record: as in quantize_tensor.
 
     Returns:
@@ -225,22 +237,29 @@ def quantize_blocks(
             f"tile {tile.rows} x {tile.cols} does not hold whole blocks of {block}: choose multiples of it"
             + (", exactly one block where blocks are square" if square else "")
         )
+    assert not tiled or (kind == "e8m0" and tile.cols % 128 == 0), (
+        "tiles of scales are MX's, and whole in a tile"
+    )
     out = _Outputs(source, fmt, direction)
     row_scale = col_scale = None
     if out.rowwise is not None:
-        row_scale = _block_scales(source.rows, source.cols, block, square, kind, source.device)
+        row_scale = _block_scales(source.rows, source.cols, block, square, kind, tiled, source.device)
     if out.columnwise is not None:
-        col_scale = _block_scales(source.cols, source.rows, block, square, kind, source.device)
+        col_scale = _block_scales(source.cols, source.rows, block, square, kind, tiled, source.device)
     if source.rows and source.cols:
-        quantize_tiles[source.grid(tile)](
+        # Tiles of scales are 128 rows high, whatever the matrix is: programs beyond it fill them.
+        grid = grid_of(round_up(source.rows, 128), source.cols, tile) if tiled else source.grid(tile)
+        row_major, row_minor = _strides(row_scale, source.cols)
+        col_major, col_minor = _strides(col_scale, source.rows)
+        quantize_tiles[grid](
             **source.arguments(),
             **out.arguments(),
             row_scale=row_scale,
-            row_major=row_scale.stride(0) if row_scale is not None else 0,
-            row_minor=row_scale.stride(1) if row_scale is not None else 0,
+            row_major=row_major,
+            row_minor=row_minor,
             col_scale=col_scale,
-            col_major=col_scale.stride(0) if col_scale is not None else 0,
-            col_minor=col_scale.stride(1) if col_scale is not None else 0,
+            col_major=col_major,
+            col_minor=col_minor,
             **_recording(record),
             epsilon=epsilon,
             factor=2.0**-margin,
@@ -248,6 +267,7 @@ def quantize_blocks(
             KIND=kind,
             BLOCK=block,
             SQUARE=square,
+            TILED=tiled,
             **tile.options(),
         )
     if kind == "e8m0":
@@ -280,19 +300,32 @@ def _block_tile(source: TileSource, block: int, square: bool) -> Tile:
     return BLOCK_TILE if isinstance(source, Plain) else COMPUTED_BLOCK_TILE
 
 
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is size or more."""
+    return triton.cdiv(size, multiple) * multiple
+
+
+def _strides(scale: torch.Tensor | None, cols: int) -> tuple[int, int]:
+    """Of scales of codes with that many columns, or of none; in tiles: bytes from a row of them to the next, and 1."""
+    if scale is None:
+        return 0, 0
+    return (scale.stride(0), scale.stride(1)) if scale.ndim == 2 else (tiled_size(1, cols), 1)
+
+
 def _block_scales(
-    rows: int, cols: int, block: int, square: bool, kind: ScaleKind, device: torch.device
+    rows: int, cols: int, block: int, square: bool, kind: ScaleKind, tiled: bool, device: torch.device
 ) -> torch.Tensor:
     """Uninitialised scales of a side with codes [rows, cols], in the layout that quantize_blocks promises."""
     across = triton.cdiv(cols, block)
+    if tiled:
+        return torch.empty(tiled_size(rows, cols), dtype=torch.uint8, device=device)
     if kind == "e8m0":
         return torch.empty(
             triton.cdiv(rows, block) if square else rows, across, dtype=torch.uint8, device=device
         )
     if square:
-        return torch.zeros(
-            triton.cdiv(rows, block), 4 * triton.cdiv(across, 4), device=device, dtype=torch.float32
-        )[:, :across]
+        wide = round_up(across, 4)  # the kernel writes the padding too
+        return torch.empty(triton.cdiv(rows, block), wide, device=device, dtype=torch.float32)[:, :across]
     return torch.empty(across, rows, device=device, dtype=torch.float32).t()
 
 

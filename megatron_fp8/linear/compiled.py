@@ -149,7 +149,9 @@ def linear(
             " recomputation, which finds what is said in the backward, would not run so: checkpoint"
             " megatron_fp8.plan.switch.remember_fp8(function) in place of the compiled function"
         )
-    call = Call(found, _parallel(tp), training, training and not in_recompute(), not training, not keeps)
+    call = Call(
+        found, _parallel(tp), training, training and not in_recompute(), not training, not keeps, traced=keeps
+    )
     if not in_recompute():
         found.traced.multiplied_by(weight)
     with nullcontext() if training else found.state.uncounted():

@@ -217,7 +217,7 @@ class _Kept:
     """An operand taken apart into tensors for save_for_backward and the facts that put it together again."""
 
     tensors: tuple[torch.Tensor, ...]
-    spec: tuple[Granularity, bool, bool] | str | None
+    spec: tuple[Granularity, bool, bool, bool] | str | None
 
     @staticmethod
     def of(operand: Operand | None) -> _Kept:
@@ -225,13 +225,14 @@ class _Kept:
             return _Kept((), None)
         if isinstance(operand, QuantizedSide):
             return _Kept(
-                (operand.codes, operand.scale_inv), (operand.granularity, operand.pow2, operand.finite)
+                (operand.codes, operand.scale_inv),
+                (operand.granularity, operand.pow2, operand.finite, operand.tiled),
             )
         return _Kept((operand,), "plain")
 
     @staticmethod
     def restore(
-        spec: tuple[Granularity, bool, bool] | str | None, tensors: list[torch.Tensor]
+        spec: tuple[Granularity, bool, bool, bool] | str | None, tensors: list[torch.Tensor]
     ) -> Operand | None:
         """The operand again; takes its tensors off the front of the list."""
         if spec is None:

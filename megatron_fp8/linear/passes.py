@@ -43,6 +43,7 @@ class Call:
     Attributes:
         training: whether the call is part of an iteration; if not, neither its forward nor its backward leaves a trace.
         record: whether its forward records: in training, and not when it is recomputed.
+        traced: what it keeps for backward crosses an operator, as plain codes and scales.
     """
 
     site: GemmSite
@@ -51,6 +52,7 @@ class Call:
     record: bool
     fresh_weight: bool
     save_original_input: bool
+    traced: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -159,10 +161,12 @@ def _backward(
     dw = None
     if needs_wgrad:
         assert columnwise is not None and x_side is not None
-        dw = site.multiply(
-            "wgrad", columnwise, x_side, torch.float32, record=call.training
-        )  # [N, M] @ [K, M]^T
-        dw = _accumulate(weight, dw)
+        # [N, M] @ [K, M]^T
+        if (main_grad := _main_grad(weight)) is not None:
+            site.accumulate("wgrad", columnwise, x_side, main_grad, record=call.training)
+            dw = _added(weight)
+        else:
+            dw = site.multiply("wgrad", columnwise, x_side, weight.dtype, record=call.training)
     if pending_dx is not None:
         dx = pending_dx.wait()
     return Backward(dx, dw, dbias)
@@ -183,7 +187,7 @@ def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple
     direction: Any = "both" if keeps else "rowwise"
     operand: Operand | None
     if not call.gathers:
-        done = casts(tokens, direction, record=call.record)
+        done = casts(tokens, direction, record=call.record, for_product=not call.traced)
         operand = tokens if row is None else done.rowwise
         assert operand is not None
         return operand, done.columnwise if keeps else plain
@@ -195,7 +199,7 @@ def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple
     whole = operand = tp.all_gather(tokens).wait()
     if row is not None:
         site.notes.add(_misaligned_note("input", tokens.shape[0], row.rule.granularity))
-        operand = casts(whole, "rowwise", record=call.record).rowwise
+        operand = casts(whole, "rowwise", record=call.record, for_product=True).rowwise
     assert operand is not None
     if not keeps:
         return operand, plain
@@ -241,7 +245,9 @@ def _requantize_input(saved: torch.Tensor, call: Call) -> Operand | None:
     ):
         return saved
     reduce_amax = call.tp.amax_reduction(call.site.state.counts) if call.gathers else None
-    return quantizer(saved.t(), "columnwise", record=False, reduce_amax=reduce_amax).columnwise
+    return quantizer(
+        saved.t(), "columnwise", record=False, reduce_amax=reduce_amax, for_product=not call.gathers
+    ).columnwise
 
 
 def _gather_input(saved: Operand | None, call: Call) -> Pending:
@@ -260,7 +266,7 @@ def _columnwise_input(gathered: Operand, call: Call) -> Operand | None:
     quantizer = call.site.casts["input"].columnwise
     if quantizer is None:
         return gathered.t()
-    return quantizer(gathered, "columnwise", record=False).columnwise
+    return quantizer(gathered, "columnwise", record=False, for_product=True).columnwise
 
 
 # -------------------------------------------------------------------------------------------- grad_output, backward
@@ -298,6 +304,7 @@ def _quantize_grad_output(
             record=call.training,
             reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
             region=region and replace(region, row_offset=tp.rank * len(dy) if shards else 0),
+            for_product=not shards,
         )
         sides = _gather_grad_output(done, tp) if shards else (done.rowwise, done.columnwise)
         rowwise, columnwise = sides[0] or rowwise, sides[1] or columnwise
@@ -334,12 +341,13 @@ def _region(dy: torch.Tensor, call: Call) -> Region:
 # ------------------------------------------------------------------------------------------------------ wgrad
 
 
-def _accumulate(weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
-    """What autograd gets: dw itself [N, K]; or, where dw was added to main_grad, a dummy that DDP will drop."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
-        return dw.to(weight.dtype)
-    main_grad.add_(dw)
+def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """The buffer [N, K] that the weight's gradient is added to, if it has one (Megatron-Core's fused wgrad)."""
+    return getattr(weight, "main_grad", None) if hasattr(weight, "grad_added_to_main_grad") else None
+
+
+def _added(weight: Any) -> torch.Tensor:
+    """What autograd gets where dw was added to main_grad: a dummy that DDP will drop."""
     weight.grad_added_to_main_grad = True
     # Not None: with overlapped reduction DDP needs the gradient hook to run, and looks at a gradient's presence.
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty

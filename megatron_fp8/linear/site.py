@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends import BACKENDS
-from ..kernels.gemms import matmul_high_precision
+from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.operands import READERS, Cast
 from ..plan.site_plan import SitePlan
@@ -185,6 +185,17 @@ class GemmSite:
             observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
         return y
 
+    def accumulate(
+        self, gemm: str, a: Operand, b: Operand, into: torch.Tensor, *, record: bool = True
+    ) -> None:
+        """Add to ``into`` [M, N], float32, what ``multiply`` gives: in the product, in high precision on a GPU; torch's
+        scaled products cannot, nor can one that is observed."""
+        if self.plan.gemms[gemm] == "fp8" or self.state.observer is not None:
+            into.add_(self.multiply(gemm, a, b, torch.float32, record=record))
+            return
+        self.state.counts.hp_gemms += 1
+        add_matmul_fp32(into, *_plain(a, b))
+
     def _multiply(
         self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None
     ) -> torch.Tensor:
@@ -194,9 +205,14 @@ class GemmSite:
             fast = gemm == "fprop"
             return self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
         self.state.counts.hp_gemms += 1
-        dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
-        plain_a, plain_b = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
-        return matmul_high_precision(plain_a, plain_b, out_dtype, bias)
+        return matmul_high_precision(*_plain(a, b), out_dtype, bias)
+
+
+def _plain(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands of a product in high precision: what is quantised is decoded to the other's dtype."""
+    dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
+    first, second = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
+    return first, second
 
 
 # ---------------------------------------------------------------------------------------------------------- the weight
@@ -271,7 +287,7 @@ class WeightCache:
             with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
                 column = self._casts.columnwise
                 scale = None if column is None else column.delayed_scale()
-                quantized = self._casts(weight, "both", record=record)
+                quantized = self._casts(weight, "both", record=record, for_product=True)
             self._kept = kept = _Kept(version, record, scale, quantized)
         made = kept.quantized
         return Sides(made.rowwise or weight, weight.t() if made.columnwise is None else made.columnwise)

@@ -93,6 +93,7 @@ class TensorParallel:
         Codes travel at a byte a value, and scales where ranks have different ones. Per-tensor scales were shared before
         the cast, and so were scales per row of a side whose columns are the tokens.
         """
+        assert not side.tiled, "tiles of scales do not join"
         codes, scale_inv = side.codes, side.scale_inv
         side_by_side = by_column and codes.is_contiguous()
         if by_column and not side_by_side:

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated, specified
-from megatron_fp8.backends.base import Region
+from megatron_fp8.backends.base import Region, Running
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import layout as native_layout
 from megatron_fp8.kernels import block_matmul, fp8_transpose
@@ -109,7 +109,12 @@ def shared_amaxes() -> None:
             amax.mul_(2)
 
         found, expected = (b.quantize(x, rule, "both", reduce_amax=reduce) for b in (native, emulated))
-        assert len(seen) == 2 and torch.equal(seen[0].flatten(), seen[1].flatten())
+        rows = torch.zeros(2)
+        running = Running(rows[0], rows.view(torch.int32)[0], rows[1])
+        straight = native.quantize(x, rule, "both", reduce_amax=reduce, running=running)
+        assert len(seen) == 3 and all(torch.equal(seen[0].flatten(), each.flatten()) for each in seen)
+        assert rows.tolist() == [x.abs().max().item(), 0]
+        assert_same_bytes(straight.tensor.rowwise.codes, expected.tensor.rowwise.codes, name)
         for which in ("rowwise", "columnwise"):
             assert_same_bytes(getattr(found.tensor, which).codes, getattr(expected.tensor, which).codes, name)
         assert float(found.amax) == float(expected.amax) == x.abs().max().item()
@@ -153,7 +158,7 @@ def rules_without_a_kernel() -> None:
 
 def blocks_that_torch_lacks() -> None:
     """On a GPU whose torch has no block-scaled product the package's own does all three GEMMs, and the plan says so."""
-    refused = {"block": "only sm90", "block 1d": "only sm90"}
+    refused = dict.fromkeys(("block", "block 1d", "mx"), "not here")
     x, w, dy = data(70, 150, 136)
     bias = randn(136, seed=9, dtype=torch.float32)
     for name in ("blockwise", "blockwise-fp32"):
@@ -170,6 +175,47 @@ def blocks_that_torch_lacks() -> None:
         for what in ("y", "dx", "dw"):
             found, wanted = getattr(outcome, what).double(), getattr(expected, what).double()
             assert (found - wanted).abs().max() <= 2**-7 * wanted.abs().max(), what
+
+
+def blocks_as_mx() -> None:
+    """On a GPU whose torch has MX's product and none for blocks, power-of-two blocks run as MX's; the plan says so."""
+    refused = dict.fromkeys(("block", "block 1d"), "only sm90")
+    x, w, dy = data(70, 150, 136)
+    site = GemmSite(fp8_site("layers.0.linear", 0, RECIPES["blockwise"], "native", "test"), Fp8State(), None)
+    expected = run(make_site("blockwise")[0], x, w, dy, None)
+    everywhere = mock.patch.object(native_layout, "_has_kernels", return_value=True)
+    with fake_torch(refuse=refused) as fake, everywhere:
+        notes = native.notes(torch.device("cpu"), RECIPES["blockwise"])
+        outcome = run(site, x, w, dy, None)
+    each = "by the MX product, each scale for four blocks of 32"
+    assert notes == [f"{gemm} {each}" for gemm in ("fprop", "dgrad", "wgrad")]
+    assert set(fake.calls) == {"mx"}, fake.calls
+    for what in ("y", "dx", "dw"):
+        found, wanted = getattr(outcome, what).float(), getattr(expected, what).float()
+        size = wanted.abs().max()
+        assert ((found - wanted).abs() > 2**-20 * size).float().mean() < 0.01, what
+        assert (found - wanted).abs().max() <= 2**-7 * size, what
+
+
+def recorded_straight(name: str) -> None:
+    """Two casts in one slot: the largest amax, the sum of counts, the same codes, and scales as the product has them."""
+    for role in ("input", "weight"):
+        rule, rows = RECIPES[name].rule(role), torch.zeros(2, 3)
+        running = Running(rows[0, 1], rows.view(torch.int32)[0, 1], rows[1, 1])
+        scale = torch.tensor(2.0) if rule.delayed else None
+        amaxes = []
+        for seed in (1, 2):
+            x = randn(70, 200, seed=seed)
+            x[3, 5], x[7, 8] = torch.nan, torch.nan
+            expected = emulated.quantize(x, rule, "both", scale=scale)
+            amaxes.append(float(expected.amax))
+            found = native.quantize(x, rule, "both", scale=scale, running=running, for_product=True)
+            for mine, theirs in zip(found.tensor.sides, expected.tensor.sides, strict=True):
+                assert mine.tiled == (name == "mxfp8")
+                assert_same_bytes(mine.codes, theirs.codes)
+                assert_same_bytes(mine.untiled().scale_inv, theirs.scale_inv)
+        assert rows.tolist() == [[0, max(amaxes), 0], [0, 4, 0]], (role, rows)
+        assert found.amax is running.amax and found.nonfinite is running.nonfinite
 
 
 def linear(name: str) -> None:
@@ -245,11 +291,13 @@ def counting_blocks():
 CHECKS = {
     **{f"same bits: {name}": (same_bits, name) for name in RECIPES},
     **{f"linear: {name}": (linear, name) for name in RECIPES if name != "tensorwise-pow2"},
+    **{f"recorded straight: {name}": (recorded_straight, name) for name in RECIPES},
     "given scale": (given_scale,),
     "shared amaxes": (shared_amaxes,),
     "kernels dispatched": (kernels_dispatched,),
     "rules without a kernel": (rules_without_a_kernel,),
     "blocks that torch lacks": (blocks_that_torch_lacks,),
+    "blocks as mx": (blocks_as_mx,),
     "transposed views": (transposed_views,),
 }
 

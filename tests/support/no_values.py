@@ -9,28 +9,41 @@ from unittest import mock
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8.backends.native import backend as native
+from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.numerics import waiting
 from megatron_fp8.state.fp8_state import Fp8State
 
 
 class Launches:
-    """A Triton kernel that is launched and does nothing."""
+    """Triton kernels that are launched and do nothing; ``names``: what was launched so far."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.names: list[str] = []
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.names)
+
+    def kernel(self, name: str) -> _Kernel:
+        """The stand-in of one."""
+        return _Kernel(name.strip("_"), self.names)
+
+
+class _Kernel:
+    def __init__(self, name: str, names: list[str]) -> None:
+        self.name, self.names = name, names
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
-        def launch(*_: object, **__: object) -> None:
-            self.count += 1
-
-        return launch
+        return lambda *_, **__: self.names.append(self.name)
 
 
 @contextmanager
-def gpu_without_values() -> Iterator[Launches]:
+def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Launches]:
     """Tensors without values: who asks for one gets DataDependentOutputException. Kernels are launched and do nothing.
 
     The device is the CPU in name (a fake GPU cannot be indexed where there is none), where kernels are said to run.
+    ``refusal``: of its products; none is refused.
     """
     from megatron_fp8 import kernels as dispatch
     from megatron_fp8.backends.native import layout as native_layout
@@ -38,6 +51,7 @@ def gpu_without_values() -> Iterator[Launches]:
         block_matmul,
         fp8_transpose,
         multi_amax,
+        mx_scales,
         norm_quantize,
         param_cast,
         quantize,
@@ -54,11 +68,12 @@ def gpu_without_values() -> Iterator[Launches]:
         (norm_quantize, "_row_rstd"),
         (swiglu_quantize, "_weight_grad"),
         (multi_amax, "_update"),
+        (mx_scales, "_tile_scales"),
         (fp8_transpose, "_transpose"),
         (block_matmul, "_block_matmul"),
     ]
-    patches = [mock.patch.object(module, name, launches) for module, name in kernels]
-    patches.append(mock.patch.object(native, "refusals", lambda *_: lambda request: None))
+    patches = [mock.patch.object(module, name, launches.kernel(name)) for module, name in kernels]
+    patches.append(mock.patch.object(native, "refusals", lambda *_: refusal))
     patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
     patches.append(mock.patch.object(waiting, "looking_waits", lambda _: True))
     patches.append(mock.patch.object(native_layout, "_has_kernels", lambda _: True))

@@ -15,6 +15,7 @@ NaN codes give NaN in their row or column. Empty operands give zeros (and the bi
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
@@ -24,11 +25,25 @@ from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR
 from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
-from ..base import RESULTS, AmaxReduction, Quantized, Region, unfit
-from .layout import Operand, ProductPlan, Refusal, arguments, block_scales, place_codes, plan, row_scales
+from ..base import RESULTS, AmaxReduction, Quantized, Region, Running, unfit
+from .layout import (
+    Mode,
+    Operand,
+    ProductPlan,
+    Refusal,
+    Request,
+    arguments,
+    block_scales,
+    place_codes,
+    plan,
+    row_scales,
+)
 from .probe import device_reason, refusals
 
 name = "native"
+
+Cure = Literal["e4m3", "pow2"]
+"""What of a recipe can be changed for a product of torch's."""
 
 
 def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
@@ -58,10 +73,12 @@ def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
 
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
     """Which roles are quantised by the emulated backend on the same device, since no kernel does it, and why; and which
-    GEMMs are this package's own kernel, since torch has none. Of a recipe that ``supports`` does not refuse."""
-    found = [
-        f"{which} by this package's block-scaled kernel"
-        for which in by_kernel(recipe, refusals(device, multiply))
+    GEMMs of blocks are this package's own kernel's, or the MX product's, since torch has no other. Of a recipe that
+    ``supports`` does not refuse."""
+    refusal = refusals(device, multiply)
+    found = [f"{which} by this package's block-scaled kernel" for which in by_kernel(recipe, refusal)]
+    found += [
+        f"{which} by the MX product, each scale for four blocks of 32" for which in by_mx(recipe, refusal)
     ]
     for role in ROLES:
         for rule in _rules(recipe, role):
@@ -73,36 +90,43 @@ def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
 
 def by_kernel(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
     """The GEMMs that this package's own kernel multiplies, since a device has no such product of torch's."""
-    return [
-        which
-        for which, (first, second) in _gemms(recipe).items()
-        if _plan_for(first, second, torch.bfloat16, None, refusal).request.triton
-    ]
+    return [which for which, request in _requests(recipe, refusal).items() if request.triton]
 
 
-def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, bool] | None:
+def by_mx(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
+    """The GEMMs of 128-wide blocks that run as the MX product, each scale that of four blocks of 32: the same numbers."""
+    found = _requests(recipe, refusal).items()
+    mx = [which for which, request in found if request.mode is Mode.MX]
+    return [which for which in mx if BLOCK_1X32 not in {rule.granularity for rule in _gemms(recipe)[which]}]
+
+
+def _requests(recipe: Recipe | Products, refusal: Refusal) -> dict[str, Request]:
+    """What each GEMM of a recipe asks a device for, where its result is 16-bit."""
+    gemms = _gemms(recipe).items()
+    return {gemm: _plan_for(a, b, torch.bfloat16, None, refusal).request for gemm, (a, b) in gemms}
+
+
+def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Cure | None] | None:
     """What of a recipe, that ``supports`` does not refuse, will be slow for want of a product of torch's; None: nothing.
 
     Returns:
-        What multiplies instead, and why; and whether gradients in E4M3 would have torch's product.
+        What multiplies instead, and why; and what of the recipe to change for torch's product: gradients to 'e4m3',
+        scales to 'pow2'; None: no such change.
     """
     refusal = refusals(device, multiply)
-    slow, mended = by_kernel(recipe, refusal), True
-    for which, (first, second) in _gemms(recipe).items():
-        if which not in slow:
-            continue
-        made = _plan_for(first, second, torch.bfloat16, None, refusal)
-        others = [replace(rule, fmt=E4M3) for rule in (first, second)]
-        mended = mended and not _plan_for(others[0], others[1], torch.bfloat16, None, refusal).request.triton
-        asked = replace(made.request, by="torch")
-        why = refusal(asked)
+    slow = by_kernel(recipe, refusal)
     if not slow:
         return None
+    pairs = [_gemms(recipe)[which] for which in slow]
+    asked = replace(_plan_for(*pairs[-1], torch.bfloat16, None, refusal).request, by="torch")
     gemms = ", ".join(slow[:-1]) + (" and " if slow[:-1] else "") + slow[-1]
-    return (
-        f"{gemms} by this package's Triton kernel, probably slower than BF16: torch has no {asked} ({why})",
-        mended,
-    )
+    what = f"{gemms} by this package's Triton kernel, probably slower than BF16: torch has no {asked} ({refusal(asked)})"
+    changes: dict[Cure, dict[str, Any]] = {"e4m3": {"fmt": E4M3}, "pow2": {"scale": "pow2"}}
+    for cure, change in changes.items():
+        others = [(replace(a, **change), replace(b, **change)) for a, b in pairs]
+        if not any(_plan_for(a, b, torch.bfloat16, None, refusal).request.triton for a, b in others):
+            return what, cure
+    return what, None
 
 
 # Results and biases that a linear layer asks for.
@@ -130,7 +154,8 @@ def _plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, refu
 
 def _typical(rule: Rule) -> Operand:
     """An operand of no particular size, quantised by the rule."""
-    return Operand(128, 128, rule.fmt.dtype, rule.granularity, rule.scale == "e8m0")
+    e8m0, pow2 = rule.scale == "e8m0", rule.scale != "fp32"
+    return Operand(128, 128, rule.fmt.dtype, rule.granularity, e8m0, pow2)
 
 
 def kernel_reason(rule: Rule) -> str | None:
@@ -156,8 +181,14 @@ def quantize(
     scale: torch.Tensor | None = None,
     reduce_amax: AmaxReduction | None = None,
     region: Region | None = None,
+    running: Running | None = None,
+    for_product: bool = False,
 ) -> Quantized:
     """Quantise a matrix in one or both directions; arguments and errors are specified.quantize's, and so are all bits.
+
+    Args:
+        running: where amax and non-finite count are recorded; what is returned for them is this then.
+        for_product: the sides go to ``gemm`` as they are: MX scales lie in tiles (QuantizedSide.tiled).
 
     x is read once for both directions where the rule allows (delayed, blocks), else twice. A DeferredTensor is computed
     as it is read and stays deferred: to compute it twice moves fewer bytes than to write it and read it. The columnwise
@@ -166,23 +197,36 @@ def quantize(
     """
     if kernel_reason(rule) is not None:
         x = written(x)
-        return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
+        done = specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
+        if running is None:
+            return done
+        running.record(done.amax, done.nonfinite)
+        return Quantized(done.tensor, running.amax, running.nonfinite)
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
 
-    record = kernels.Record.new(x.device)
+    tensorwise = (
+        scale is None and rule.granularity.is_tensor
+    )  # the one scale that is made from a recorded amax
+    if running is None:
+        record = kernels.Record.new(x.device)
+    elif tensorwise:
+        own = torch.zeros((), dtype=torch.float32, device=x.device)
+        record = kernels.Record(own, running.nonfinite, running.amax)
+    else:
+        record = kernels.Record(running.amax, running.nonfinite)
     matrix = source_of(x)
     granularity, pow2 = rule.granularity, rule.scale != "fp32"
     margin, epsilon = rule.margin, rule.epsilon
     if scale is not None:
         sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record)
-    elif granularity.is_tensor:
+    elif tensorwise:
         kernels.measure(matrix, record=record)
-        amax = record.amax
+        shared = record.amax
         if reduce_amax is not None:
-            amax = amax.clone()
-            reduce_amax(amax)
+            shared = shared if running is not None else shared.clone()  # what is returned is this rank's
+            reduce_amax(shared)
         sides = kernels.quantize_tensor(
-            matrix, rule.fmt, direction, amax=amax, pow2=pow2, margin=margin, epsilon=epsilon
+            matrix, rule.fmt, direction, amax=shared, pow2=pow2, margin=margin, epsilon=epsilon
         )
     elif granularity == ROW:
         row_amax, col_amax = kernels.measure(
@@ -201,15 +245,18 @@ def quantize(
             block=granularity.cols,
             square=granularity.symmetric,
             kind=rule.scale,
+            tiled=for_product and rule.scale == "e8m0",
             record=record,
             margin=margin,
             epsilon=epsilon,
         )
+    tiled = for_product and rule.scale == "e8m0"
     rowwise, columnwise = (
-        None if side is None else QuantizedSide(side.codes, side.scale_inv, granularity, pow2)
+        None if side is None else QuantizedSide(side.codes, side.scale_inv, granularity, pow2, tiled=tiled)
         for side in (sides.rowwise, sides.columnwise)
     )
-    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), record.amax, record.nonfinite)
+    amax = record.amax if running is None else running.amax
+    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, record.nonfinite)
 
 
 def gemm(

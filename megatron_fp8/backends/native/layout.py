@@ -13,7 +13,8 @@ and both are particular about what they are handed:
                which takes E4M3 by E4M3 only. ``_scaled_mm`` hands E5M2 on to cuBLASLt, which multiplies it; it tells
                the mode by the shapes: b of 1x128 blocks [K/128, N], contiguous, with two blocks of K or more (one
                would look like scales per row), b of 128x128 blocks without padding, so K in whole 512s
-    mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (see ``swizzle``)
+    mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (see ``swizzle``). Blocks of 128 whose scales are
+               powers of two run so where torch has no product for them (Blackwell): a scale is that of four blocks
 
 Here a layout never is a reason not to run. Codes are padded with zeros, which add nothing, scales with ones, and the
 result is cut back. Scales that are coarser than a mode's are repeated until they fit it (a tensor's scale is every row's,
@@ -66,12 +67,20 @@ class Operand:
     dtype: torch.dtype
     granularity: Granularity
     e8m0: bool
+    pow2: bool = False
 
     @staticmethod
     def of(side: QuantizedSide) -> Operand:
         """The facts of a quantised side."""
         e8m0 = side.scale_inv.dtype == torch.float8_e8m0fnu
-        return Operand(side.codes.shape[0], side.codes.shape[1], side.codes.dtype, side.granularity, e8m0)
+        rows, k = side.codes.shape
+        return Operand(rows, k, side.codes.dtype, side.granularity, e8m0, side.pow2)
+
+    @property
+    def fits_mx(self) -> bool:
+        """Whether its scales, each of them repeated, are those of 1x32 blocks too: powers of two of blocks 128 wide. E8M0
+        has all that their scale_inv can be, 2^-127 to 2^126."""
+        return self.pow2 and self.granularity in (BLOCK_1X128, BLOCK_128X128)
 
 
 @dataclass(frozen=True)
@@ -154,23 +163,35 @@ def mode_of(a: Operand, b: Operand) -> Mode | str:
 
 
 def choose(
-    mode: Mode, a: torch.dtype, b: torch.dtype, out: torch.dtype, bias: torch.dtype | None, refusal: Refusal
+    mode: Mode,
+    a: torch.dtype,
+    b: torch.dtype,
+    out: torch.dtype,
+    bias: torch.dtype | None,
+    refusal: Refusal,
+    *,
+    fits_mx: bool = False,
 ) -> tuple[Request, bool, bool] | str:
     """(request, post_scale, post_bias) of the cheapest product that rounds its result once, or why there is none.
 
     The product adds a bias only of its own 16-bit dtype; any other joins the float32 result. A mode that has no float32
     result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one, whose float32
     result then takes the row scales: acc * (scale_inv_a * scale_inv_b), as specified, at the price of one more pass.
-    Block scales that neither of torch's products multiplies by are this package's own kernel's.
+    Block scales that neither of torch's products multiplies by go by the MX product where they fit it (``fits_mx``), the
+    way on Blackwell, whose tensor cores have no wider blocks; what is left is this package's own kernel's.
     """
     inside = bias is not None and bias == out != torch.float32
     blocks = mode in (Mode.BLOCK, Mode.BLOCK_1D)
-    products: list[Literal["torch", "torch v1"]] = ["torch", "torch v1"] if blocks else ["torch"]
+    products: list[tuple[Mode, Literal["torch", "torch v1"]]] = [(mode, "torch")]
+    if blocks:
+        products.append((mode, "torch v1"))
+    if blocks and fits_mx:
+        products.append((Mode.MX, "torch"))
     options: list[tuple[Request, bool, bool]] = []
-    for by in products:
+    for kind, by in products:
         if bias is None or inside:
-            options.append((Request(mode, a, b, out, inside, by), False, False))
-        options.append((Request(mode, a, b, torch.float32, False, by), False, bias is not None))
+            options.append((Request(kind, a, b, out, inside, by), False, False))
+        options.append((Request(kind, a, b, torch.float32, False, by), False, bias is not None))
     if mode is Mode.ROW:
         options.append((Request(Mode.TENSOR, a, b, torch.float32), True, bias is not None))
     if blocks:
@@ -206,7 +227,7 @@ def plan(
     mode = mode_of(a, b)
     if isinstance(mode, str):
         raise ValueError(mode)
-    found = choose(mode, a.dtype, b.dtype, out, bias, refusal)
+    found = choose(mode, a.dtype, b.dtype, out, bias, refusal, fits_mx=a.fits_mx and b.fits_mx)
     if isinstance(found, str):
         raise ValueError(found)
     request, post_scale, post_bias = found
@@ -303,7 +324,7 @@ def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch
     """A side's scale_inv in the layout of the plan's mode."""
     argument, mode = (plan.scale_a if first else plan.scale_b), plan.request.mode
     if mode is Mode.MX:
-        return swizzle(side.scale_inv)
+        return tiles_of(side)
     if plan.post_scale:
         return torch.ones(argument.shape, device=side.codes.device, dtype=torch.float32)
     scale = side.float_scale_inv()
@@ -354,6 +375,25 @@ def _padded(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 def _room(scale: torch.Tensor) -> int:
     """Elements from the first one of a view to the end of its memory."""
     return scale.untyped_storage().nbytes() // scale.element_size() - int(scale.storage_offset())
+
+
+def tiles_of(side: QuantizedSide) -> torch.Tensor:
+    """A side's scales as those of 1x32 blocks, in the tiles that Blackwell's tensor cores read: float8_e8m0fnu."""
+    if side.tiled:
+        return side.scale_inv
+    (rows, cols), granularity = side.codes.shape, side.granularity
+    if _has_kernels(side.codes):
+        from ...kernels.mx_scales import tile_scales  # loads Triton
+
+        return tile_scales(side.scale_inv, rows, cols, height=granularity.rows, width=granularity.cols)
+    scale = side.scale_inv
+    if scale.dtype == torch.float32:
+        exponents = ((scale.view(torch.int32) >> 23) & 255).to(
+            torch.uint8
+        )  # 2^-127 is a float32 without an exponent
+        scale = exponents.repeat_interleave(granularity.cols // MX_BLOCK, 1)[:, : -(-cols // MX_BLOCK)]
+        scale = scale.repeat_interleave(granularity.rows, 0)[:rows].view(torch.float8_e8m0fnu)
+    return swizzle(scale)
 
 
 def swizzle(scale: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from ...backends import BACKENDS, LAYER_BACKENDS, emulated, transformer_engine
-from ...backends.native.backend import by_kernel, lacking
+from ...backends.native.backend import by_kernel, by_mx, lacking
 from ...backends.native.probe import NOT_A_GPU, architecture_reason, capability_reason
 from ...recipe import RECIPES, Recipe
 from .documented import SOURCES, te_refusal, torch_refusal
@@ -119,6 +119,9 @@ def _native(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
     if gemms := by_kernel(recipe, refusal):
         note = f"{', '.join(gemms)} by this package's Triton kernel: torch has no such product there"
         return replace(cell, note=note, source=SOURCES["blocks"])
+    if gemms := by_mx(recipe, refusal):
+        note = f"{', '.join(gemms)} by torch's MX product: each scale, a power of two, is that of four blocks of 32"
+        return replace(cell, note=note, source=SOURCES["torch"])
     return replace(cell, source=SOURCES["torch"])
 
 

@@ -49,7 +49,7 @@ def test_every_launch_is_on_its_tensors_device():
 def test_matrices_of_any_height_fit_the_grid(monkeypatch):
     """All programs lie on the first axis: the others end at 65,535, which is 4 million rows."""
     pytest.importorskip("triton")
-    from megatron_fp8.kernels import fp8_transpose, param_cast, quantize
+    from megatron_fp8.kernels import fp8_transpose, mx_scales, param_cast, quantize
     from megatron_fp8.numerics.formats import E4M3
 
     grids = []
@@ -63,6 +63,7 @@ def test_matrices_of_any_height_fit_the_grid(monkeypatch):
         (quantize, ("find_amaxes", "cast_tensor", "cast_rows", "quantize_tiles", "write_values")),
         (param_cast, ("_piece_amax", "_piece_cast")),
         (fp8_transpose, ("_transpose",)),
+        (mx_scales, ("_tile_scales",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Kernel())
@@ -72,12 +73,14 @@ def test_matrices_of_any_height_fit_the_grid(monkeypatch):
     quantize.quantize_tensor(x, E4M3, scale=one)
     quantize.quantize_rows(x, E4M3, torch.empty(rows, device="meta"), None)
     quantize.quantize_blocks(x, E4M3, block=32, kind="e8m0")
+    quantize.quantize_blocks(x, E4M3, block=32, kind="e8m0", tiled=True)
+    mx_scales.tile_scales(torch.empty(rows, 5, device="meta"), rows, 130 * 32, width=1024)
     quantize.write(quantize.Plain(x))
     fp8_transpose.transpose(torch.empty(rows, 130, dtype=torch.float8_e4m3fn, device="meta"))
     master = torch.empty(rows * 130, device="meta")
     param_cast.piece_amax(master, 0, (rows, 130), torch.bfloat16, one, one)
     param_cast.piece_cast(master, 0, (rows, 130), torch.bfloat16, one, master.to(torch.uint8), E4M3)
-    assert len(grids) == 8 and all(len(grid) == 1 and grid[0] >= 2 * 65536 for grid in grids)
+    assert len(grids) == 10 and all(len(grid) == 1 and grid[0] >= 2 * 65536 for grid in grids)
     assert not [f.name for f in (PACKAGE / "kernels").glob("*.py") if "program_id(1)" in f.read_text()]
 
 

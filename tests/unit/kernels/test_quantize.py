@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
+from megatron_fp8.backends.native.layout import swizzle
 from megatron_fp8.kernels.quantize import (
     Record,
     measure,
@@ -69,6 +70,24 @@ def test_blocks_of_one_direction_and_tile(name):
         sides = blocks(x, name, E4M3, direction, tile=tile)
         expected = emulated.quantize(x, Rule(E4M3, granularity, kind), direction)
         assert_quantized(sides, expected, f"{name} {direction}")
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 260)], ids=str)
+def test_scales_in_tiles(shape):
+    """MX scales as the product reads them, to the ends of their tiles; codes, amax and count do not depend on it."""
+    for what, x in inputs(shape):
+        plain = emulated.quantize(x, Rule(E4M3, BLOCK_1X32, "e8m0"), "both")
+        record = Record.new(DEVICE)
+        for direction in ("both", "rowwise", "columnwise"):
+            sides = blocks(
+                x, "mx", E4M3, direction, tiled=True, record=record if direction == "both" else None
+            )
+            for name in ("rowwise", "columnwise"):
+                mine, theirs = getattr(sides, name), getattr(plain.tensor, name)
+                if mine is not None:
+                    assert_same_bytes(mine.codes, theirs.codes, f"{what} {name} codes")
+                    assert_same_bytes(mine.scale_inv, swizzle(theirs.scale_inv), f"{what} {name} scales")
+        assert_recorded(record, plain, what)
 
 
 def test_margin_and_epsilon():
@@ -160,6 +179,18 @@ def test_records_add_up():
     )
     arena[:, 3] = 0
     assert not arena.any(), "a cast wrote beside its slot"
+
+
+def test_an_amax_of_its_own_and_the_running_one():
+    """A scale is made from one matrix's amax; its slot keeps the largest of all."""
+    running = torch.zeros(3, device=DEVICE)
+    small, large = (torch.full((4, 70), size, device=DEVICE) for size in (2.0, 3.0))
+    large[1, 2] = torch.nan
+    for x, known in ((large, 3), (small, 3)):
+        record = Record(torch.zeros((), device=DEVICE), running[2], running[1])
+        measure(x, record=record)
+        assert float(record.amax) == float(x.nan_to_num(0).max()) and float(running[1]) == known
+    assert running.tolist() == [0, 3, 1]
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)

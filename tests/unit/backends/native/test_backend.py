@@ -27,12 +27,14 @@ NAMES = [n for n in RECIPES if n != "tensorwise-pow2"]
 CHECKS = [
     *(f"same bits: {name}" for name in RECIPES),
     *(f"linear: {name}" for name in NAMES),
+    *(f"recorded straight: {name}" for name in RECIPES),
     *(
         "given scale",
         "shared amaxes",
         "kernels dispatched",
         "rules without a kernel",
         "blocks that torch lacks",
+        "blocks as mx",
         "transposed views",
     ),
 ]
@@ -158,7 +160,7 @@ def test_what_has_no_kernel_is_in_the_plans_reason(tensor_cores):
 # ------------------------------------------------------------------------------------- blocks of gradients in E5M2
 
 HYBRID = Float8BlockScaling(fp8_format=Format.HYBRID)
-NO_E5M2 = {"block v1": "no such cuBLASLt", "block 1d v1": "no such cuBLASLt"}
+NO_E5M2 = {"block v1": "no such cuBLASLt", "block 1d v1": "no such cuBLASLt", "mx": "needs sm100"}
 NO_BLOCKS = {"block": "only sm90", "block 1d": "only sm90"}
 
 
@@ -190,10 +192,24 @@ def test_what_will_be_slow_is_said_once_with_what_changes_it(tensor_cores, capsy
     assert "float8_e5m2 by float8_e4m3fn" in line and line.endswith(
         "(Invalid scaling configuration); fp8='e4m3' gives it to torch"
     )
-    with fake_torch(refuse=NO_BLOCKS):
+    with fake_torch(refuse=NO_BLOCKS | {"mx": "needs sm100"}):
         backends.say_what_is_slow("native", CPU, Float8BlockScaling(), "fp8='e4m3'")
     line = capsys.readouterr().err
     assert "fprop, dgrad and wgrad by" in line and "(only sm90); another recipe, such as rowwise" in line
+
+
+def test_float32_scales_where_blocks_run_as_mx(tensor_cores, capsys, monkeypatch):
+    """They are no E8M0 scales: the line says which setting makes them so."""
+    monkeypatch.setattr(say, "_told", set())
+    with fake_torch(refuse=NO_BLOCKS):
+        for recipe in (Float8BlockScaling(), HYBRID):
+            assert native.supports(CPU, recipe) is None and native.advice(CPU, recipe) is None
+            assert native.by_mx(recipe, refusals(CPU, native.multiply)) == ["fprop", "dgrad", "wgrad"]
+        assert native.by_mx(RECIPES["mxfp8"], refusals(CPU, native.multiply)) == []
+        backends.say_what_is_slow("native", CPU, Float8BlockScaling(use_f32_scales=True), "fp8='e4m3'")
+    line = capsys.readouterr().err
+    assert "fprop, dgrad and wgrad by this package's Triton kernel" in line and "(only sm90); " in line
+    assert "powers of two (fp8_pow2_scales=true) give it to torch's MX product" in line
 
 
 def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):

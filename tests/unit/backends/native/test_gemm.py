@@ -11,7 +11,7 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.backends.native.layout import Mode, Operand, Request, place_codes, plan, swizzle
+from megatron_fp8.backends.native.layout import Mode, Operand, Request, place_codes, plan, swizzle, tiles_of
 from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
@@ -129,6 +129,54 @@ def test_coarser_scales_are_repeated(case):
             exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True)
             assert_same_bytes(native.gemm(a, b), exact.float(), case)
             assert fake.last["kind"] == kind
+
+
+NO_BLOCKS = {"block": "only sm90", "block 1d": "only sm90"}
+"""What Blackwell's torch says."""
+
+
+@pytest.mark.parametrize("which", ["fprop", "dgrad", "wgrad"])
+def test_blocks_of_powers_of_two_run_as_mx_where_torch_has_no_blocks(which):
+    """The same float64 product: each scale for four blocks of 32; also of the least and the greatest numbers."""
+    with fake_torch(refuse=NO_BLOCKS) as fake:
+        for shape in [*SHAPES[::3], (3, 650, 5), (5, 3, 1300)]:
+            a, b = operands(which, RECIPES["blockwise"], *shape)
+            for dtype in (torch.float32, torch.bfloat16):
+                result = native.gemm(a, b, out_dtype=dtype)
+                exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True)
+                assert_rounded(result, exact, 1, f"{which} {shape} {dtype}")
+                assert fake.last["kind"] == "mx"
+
+
+@pytest.mark.parametrize("recipe", ["1x128", "128x128"])
+def test_every_scale_of_a_block_is_an_mx_scale(recipe):
+    """The ends of what scale_inv can be, 2^-127 and 2^126, and what E8M0 has beyond."""
+    granularity = Granularity(1, 128) if recipe == "1x128" else Granularity(128, 128)
+    x = torch.ones(256, 300)
+    x[:128] *= torch.finfo(torch.float32).max
+    x[128:] *= 2.0**-126
+    side = quantize(x, CustomRecipe(lambda role: Rule(E4M3, granularity, "pow2")), "input").rowwise
+    assert float(side.scale_inv.max()) == 2.0**120 and float(side.scale_inv.min()) == 2.0**-127
+    for scale in (side.scale_inv, torch.full_like(side.scale_inv, 2.0**126)):
+        found = tiles_of(replace(side, scale_inv=scale))
+        assert torch.equal(
+            unswizzle(found, 256, 300), replace(side, scale_inv=scale).expanded_scale_inv().double()
+        )
+
+
+def test_other_blocks_do_not_run_as_mx():
+    """float32 scales, and a block beside a row or a tensor."""
+    block, square, row = Granularity(1, 128), Granularity(128, 128), Granularity(1, 0)
+
+    def refusal(request):
+        return "only sm90" if request.mode in (Mode.BLOCK, Mode.BLOCK_1D) and not request.triton else None
+
+    def request(first, second, pow2=True):
+        a, b = (Operand(64, 256, torch.float8_e4m3fn, g, False, pow2) for g in (first, second))
+        return plan(a, b, torch.bfloat16, None, False, refusal).request
+
+    assert request(block, square).mode is request(block, block).mode is Mode.MX
+    assert request(block, square, pow2=False).by == request(row, square).by == "kernel"
 
 
 def test_what_nothing_multiplies_is_named():

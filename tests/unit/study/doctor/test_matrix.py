@@ -75,18 +75,19 @@ def test_what_everybody_knows_of_gpus():
         assert set(found.values()) == {capability >= (8, 9)}, generation.key
 
 
-def test_this_package_s_kernel_is_named_where_it_would_multiply(monkeypatch: pytest.MonkeyPatch):
+def test_what_multiplies_blocks_is_named(monkeypatch: pytest.MonkeyPatch):
     for generation in GPUS:
         with monkeypatch.context() as there:
             device = as_if_on(generation, there)
             for recipe in RECIPE_NAMES:
                 cell = documented("native", recipe, generation)
                 if cell.supported:
-                    told = any(
-                        "block-scaled kernel" in note for note in native.notes(device, RECIPES[recipe]())
-                    )
-                    assert told == ("Triton kernel" in (cell.note or "")), (recipe, generation.key)
-    assert "Triton kernel" in (documented("native", "blockwise", GENERATIONS[4]).note or "")
+                    notes = " ".join(native.notes(device, RECIPES[recipe]()))
+                    for ours, doctors in (("block-scaled kernel", "Triton kernel"), ("MX product",) * 2):
+                        assert (ours in notes) == (doctors in (cell.note or "")), (recipe, generation.key)
+    said = {g.key: documented("native", "blockwise", g).note for g in GPUS}
+    assert "Triton kernel" in (said["sm89"] or "") and said["sm90"] is None
+    assert "fprop, dgrad, wgrad by torch's MX product" in (said["sm100"] or "")
 
 
 def test_what_transformer_engine_asks_for_is_what_the_documentation_says():

@@ -1,0 +1,86 @@
+"""E8M0 scales of 1x32 blocks as Blackwell's tensor cores read them: tiles of 128 rows by 4 blocks, 512 bytes each.
+
+Scale (i, j) lies at byte ((i // 128) * tiles_across + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4, and
+2^0 around the matrix: a NaN there would meet codes of zero. The cast of a linear's operand writes its scales so
+(passes.quantize_tiles, ``tiled_at``). ``tile_scales`` is for all others: gathered shards, FP8 parameters, and scales of
+128-wide blocks, which are those of four 1x32 blocks each.
+
+Source: NVIDIA cuBLAS documentation, "Scaling factors layouts".
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import on_its_device
+from .elements import INF, as_bits
+
+WIDTH = 32
+"""Columns of an MX block."""
+_PROGRAM = 4096
+
+
+def tiled_size(rows: int, cols: int) -> int:
+    """Bytes of the scales of codes [rows, cols]."""
+    return triton.cdiv(rows, 128) * triton.cdiv(triton.cdiv(cols, WIDTH), 4) * 512
+
+
+@on_its_device
+def tile_scales(
+    scale: torch.Tensor, rows: int, cols: int, *, height: int = 1, width: int = WIDTH
+) -> torch.Tensor:
+    """The tiles, float8_e8m0fnu [tiled_size], of codes [rows, cols] with a scale_inv for each ``height`` x ``width``.
+
+    Args:
+        scale: [ceil(rows / height), ceil(cols / width)], any strides; float8_e8m0fnu, or float32 powers of two from
+            2^-127 to 2^127 (NaN and Inf become NaN): more than a scale made as specified can be.
+        width: a multiple of 32.
+    """
+    assert scale.shape == (triton.cdiv(rows, height), triton.cdiv(cols, width)), "one scale a block"
+    assert width % WIDTH == 0, "whole MX blocks share a scale"
+    exponents = scale.dtype != torch.float32
+    out = torch.empty(tiled_size(rows, cols), dtype=torch.uint8, device=scale.device)
+    if out.numel():
+        _tile_scales[(triton.cdiv(out.numel(), _PROGRAM),)](
+            scale.view(torch.uint8) if exponents else scale,
+            *scale.stride(),
+            out,
+            out.numel(),
+            rows,
+            triton.cdiv(cols, WIDTH),
+            EXPONENTS=exponents,
+            HEIGHT=height,
+            REPEAT=width // WIDTH,
+            SIZE=_PROGRAM,
+            num_warps=4,
+        )
+    return out.view(torch.float8_e8m0fnu)
+
+
+@triton.jit
+def tiled_at(row, block, major):
+    """Where the scale of a row and block of codes lies; ``major``: bytes from a row of tiles to the next."""
+    inside = (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
+    return (row // 128).to(tl.int64) * major + ((block // 4) * 512 + inside)
+
+
+@triton.jit
+def _tile_scales(
+    scale, major, minor, out, size, rows, blocks,
+    EXPONENTS: tl.constexpr, HEIGHT: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    across = (blocks + 3) // 4
+    tile, inside = at // 512, (at % 512).to(tl.int32)
+    row = tile // across * 128 + (inside // 4 % 4 * 32 + inside // 16)
+    block = tile % across * 4 + inside % 4
+    known = (at < size) & (row < rows) & (block < blocks)
+    stored = tl.load(scale + row // HEIGHT * major + block // REPEAT * minor, mask=known, other=0)
+    if EXPONENTS:
+        exponent = stored
+    else:
+        # 2^-127 is a float32 without an exponent; 0 too is E8M0's 2^-127. Inf's exponent, and NaN's, is E8M0's NaN.
+        exponent = ((as_bits(stored) & INF) >> 23).to(tl.uint8)
+    tl.store(out + at, tl.where(known, exponent, 127).to(tl.uint8), mask=at < size)

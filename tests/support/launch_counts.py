@@ -1,0 +1,38 @@
+"""What a GPU would launch, by name, without one: tensors have no values, kernels and operations are written down.
+
+A launch is a Triton kernel, a scaled product, or any operation of torch's that is neither a view nor an allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fp8.backends.native.layout import Refusal
+from tests.support.no_values import gpu_without_values
+
+_FREE = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "_reshape_alias", "set_", "is_pinned")
+
+
+class _Operations(TorchDispatchMode):
+    """Names the operations that would launch something."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace != "prim" and not (func.is_view or name.startswith(_FREE)):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def launches_by_name(refusal: Refusal = lambda request: None) -> Iterator[list[str]]:
+    """The names of all launches so far; tensors made inside have no values. ``refusal``: of the GPU's products."""
+    with gpu_without_values(refusal) as launches, _Operations(launches.names):
+        yield launches.names

@@ -1,0 +1,113 @@
+"""What a linear's forward and backward launch on a GPU, one by one: whoever adds a launch finds its name here.
+
+No bias, one rank, a weight that is cast in the first microbatch. Everything is counted that is neither a view nor an
+allocation. ``;`` stands between forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.tensor_parallel import TensorParallel
+from megatron_fp8.params.fp8_parameter import fp8_parameter
+from megatron_fp8.plan.site_plan import fp8_site
+from megatron_fp8.state.fp8_state import Fp8State
+from megatron_fp8.state.graph import CapturedStep
+from megatron_fp8.study.doctor.documented import torch_refusal
+from tests.support.launch_counts import launches_by_name
+from tests.support.no_values import warm
+from tests.support.sites import RECIPES
+
+MOST = 12
+TENSORWISE, ROWWISE = "zeros find_amaxes cast_tensor", "zeros find_amaxes cast_rows"
+V1, V2 = "_scaled_mm", "_scaled_mm_v2"
+AS_MX = f"tile_scales tile_scales {V1}"
+
+# Recipe: its forward and backward.
+FIRST = {
+    "delayed": f"cast_tensor clone cast_tensor {V1} ; cast_tensor {V1} {V1}",
+    "tensorwise": f"{TENSORWISE} {TENSORWISE} {V1} ; {TENSORWISE} {V1} {V1}",
+    "rowwise": f"{ROWWISE} {ROWWISE} {V1} ; {ROWWISE} {V1} {V1}",
+    "blockwise": f"quantize_tiles quantize_tiles {V2} ; quantize_tiles {V2} {V2}",
+    "mxfp8": f"quantize_tiles quantize_tiles {V1} ; quantize_tiles {V1} {V1}",
+}
+SECOND = {
+    "delayed": f"cast_tensor {V1} ; cast_tensor {V1} {V1}",
+    "tensorwise": f"{TENSORWISE} {V1} ; {TENSORWISE} {V1} {V1}",
+    "rowwise": f"{ROWWISE} {V1} ; {ROWWISE} {V1} {V1}",
+    "blockwise": f"quantize_tiles {V2} ; quantize_tiles {V2} {V2}",
+    "mxfp8": f"quantize_tiles {V1} ; quantize_tiles {V1} {V1}",
+}
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def launched(
+    recipe: Any,
+    *,
+    main_grad: bool = False,
+    microbatches: int = 1,
+    fp8_param: bool = False,
+    tp: TensorParallel | None = None,
+    capability: tuple[int, int] | None = None,
+) -> str:
+    """The launches of the last microbatch of an iteration whose scales are there."""
+    refusal = torch_refusal(capability) if capability else lambda request: None
+    with launches_by_name(refusal) as names:
+        state = Fp8State()
+        site = GemmSite(fp8_site("a", 0, recipe, "native", "test"), state, None)
+        warm(state)
+        w: Any = leaf(384, 512)
+        if fp8_param:
+            w = fp8_parameter(w, site.casts["weight"].shared)
+        if main_grad:
+            w.main_grad, w.grad_added_to_main_grad = torch.empty(384, 512), False
+        x, tp = leaf(256, 512), tp or TensorParallel()
+        tokens = 256 * tp.size if tp.kind == "column" else 256 // tp.size
+        dy = torch.empty(tokens, 384, dtype=torch.bfloat16)
+        with CapturedStep(state):
+            for microbatch in range(microbatches):
+                names.clear()
+                y = fp8_linear(x, w, None, site, tp, fresh_weight=microbatch == 0)
+                names.append(";")
+                y.backward(dy)
+                w.grad = x.grad = None
+                found = " ".join(names)
+    return found
+
+
+def count(found: str) -> int:
+    return len(found.replace(";", "").split())
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_first_microbatch(name: str) -> None:
+    found = launched(RECIPES[name])
+    assert found == FIRST[name]
+    assert count(found) <= MOST
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_microbatch(name: str) -> None:
+    """The weight's codes are kept."""
+    assert launched(RECIPES[name], microbatches=2) == SECOND[name]
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_main_grad(name: str) -> None:
+    """One pass more, which adds: torch's scaled product has no beta."""
+    assert launched(RECIPES[name], main_grad=True) == f"{FIRST[name]} add_"
+
+
+def test_blocks_on_blackwell() -> None:
+    """As MX: each operand's scales are put into tiles once a product."""
+    found = launched(RECIPES["blockwise"], capability=(10, 0))
+    assert found == f"quantize_tiles quantize_tiles {AS_MX} ; quantize_tiles {AS_MX} {AS_MX}"
+    assert count(found) <= MOST
