@@ -93,8 +93,8 @@ class Quantizer:
         for_product: nobody but the backend's gemm reads the sides: their scales may lie as that wants them.
         """
         observer = self.slot.arena.observer
-        if observer is None and self.backend is native:  # whose kernels record as they go
-            return self._natively(x, direction, record, reduce_amax, region, for_product)
+        if observer is None and self.computes:  # its kernels record as they go
+            return self._by_kernels(x, direction, record, reduce_amax, for_product)
         quantized = self.quantize(x, direction, reduce_amax=reduce_amax, region=region)
         if record:
             self.record(quantized.amax, quantized.nonfinite)
@@ -103,13 +103,12 @@ class Quantizer:
             observer.cast(SeenCast(self.slot.name, x, quantized, direction, record, shard))
         return quantized.tensor
 
-    def _natively(
+    def _by_kernels(
         self,
         x: torch.Tensor,
         direction: Direction,
         record: bool,
         reduce_amax: AmaxReduction | None,
-        region: Region | None,
         for_product: bool,
     ) -> Float8Tensor:
         self.slot.arena.counts.casts += 1
@@ -119,7 +118,6 @@ class Quantizer:
             direction,
             scale=self._current_scale(),
             reduce_amax=reduce_amax,
-            region=region if self.rule.stochastic else None,
             running=self._in_arena().running if record else None,
             for_product=for_product,
         ).tensor
@@ -152,7 +150,10 @@ class Quantizer:
 
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
-        self._in_arena().running.record(amax, nonfinite)
+        running = self._in_arena().running
+        torch.maximum(running.bits, amax.view(torch.int32), out=running.bits)
+        if nonfinite is not None:
+            running.nonfinite.add_(nonfinite)
 
     def observe(self, x: torch.Tensor) -> None:
         """Record the amax that a cast of x [rows, cols] would, without a cast.

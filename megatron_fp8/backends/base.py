@@ -44,12 +44,6 @@ class Running:
     bits: torch.Tensor
     nonfinite: torch.Tensor
 
-    def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
-        """Max amax (float32 [], may be Inf, never NaN) in; add the non-finite count, if any."""
-        torch.maximum(self.bits, amax.view(torch.int32), out=self.bits)
-        if nonfinite is not None:
-            self.nonfinite.add_(nonfinite)
-
 
 @dataclass(frozen=True)
 class Quantized:

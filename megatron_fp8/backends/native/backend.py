@@ -187,7 +187,7 @@ def quantize(
     """Quantise a matrix in one or both directions; arguments and errors are specified.quantize's, and so are all bits.
 
     Args:
-        running: where amax and non-finite count are recorded; what is returned for them is this then.
+        running: where kernels (of rules that have one) record amax and non-finite count; returned in their place.
         for_product: the sides go to ``gemm`` as they are: MX scales lie in tiles (QuantizedSide.tiled).
 
     x is read once for both directions where the rule allows (delayed, blocks), else twice. A DeferredTensor is computed
@@ -197,11 +197,8 @@ def quantize(
     """
     if kernel_reason(rule) is not None:
         x = written(x)
-        done = specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
-        if running is None:
-            return done
-        running.record(done.amax, done.nonfinite)
-        return Quantized(done.tensor, running.amax, running.nonfinite)
+        assert running is None, "no kernel records what no kernel casts"
+        return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
 
     tensorwise = (
