@@ -103,7 +103,7 @@ setup(
         PACKAGE: ["py.typed"],
         f"{PACKAGE}.kernels.cpu": ["*.c", "*.h"],
         f"{PACKAGE}.report": ["templates/*"],
-        f"{PACKAGE}.estimate": ["devices.yaml"],
+        f"{PACKAGE}.estimate": ["devices.yaml", "off.yaml"],
     },
     cmdclass={"build_py": BuildWithConfigs},
     install_requires=RUNTIME,

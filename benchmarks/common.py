@@ -30,6 +30,7 @@ __all__ = [
     "interleave",
     "keep_memory",
     "processor_name",
+    "put_between",
     "table",
     "write_results",
 ]
@@ -81,6 +82,16 @@ def write_results(
     )
     (RESULTS / f"{name}.md").write_text(f"# {title}\n\n`{command}`\n\n{describe(record)}\n\n{body}\n")
     print(f"wrote {RESULTS / name}.json and .md")
+
+
+def put_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Put text between two lines of a page, each an HTML comment that stays."""
+    page = path.read_text(encoding="utf-8")
+    before, _, rest = page.partition(f"{begin}\n")
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"{path} has no lines {begin!r} and {end!r}")
+    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
 def command_line() -> str:

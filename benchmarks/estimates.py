@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import table
+from benchmarks.common import put_between, table
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import Estimate, estimate
 from megatron_fp8.estimate.fit import RESERVE
@@ -92,7 +92,7 @@ def sections() -> str:
     return "\n\n".join(section(name, on) for name in LAYOUTS for on in DEVICES)
 
 
-BEGIN, END = "<!-- python -m benchmarks.estimates --write: from here", "to here -->"
+BEGIN, END = "<!-- python -m benchmarks.estimates --write: from here -->", "<!-- to here -->"
 
 
 def main() -> int:
@@ -101,10 +101,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write docs/estimates.md")
     text = sections()
     if parser.parse_args().write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, _, rest = page.partition(f"{BEGIN} -->\n")
-        _, _, after = rest.partition(f"<!-- {END}")
-        PAGE.write_text(f"{before}{BEGIN} -->\n\n{text}\n\n<!-- {END}{after}", encoding="utf-8")
+        put_between(PAGE, BEGIN, END, text)
     else:
         print(text)
     return 0

@@ -1,15 +1,13 @@
 """FP8 training for Megatron-Core and for any PyTorch model, and the numbers it is made of.
 
-Importing this package loads torch only; Megatron-Core comes with ``TransformerConfig`` or ``megatron_fp8.mcore``.
+Importing this package loads nothing else: each name brings its module when it is first used, torch with the first of
+them, Megatron-Core with ``TransformerConfig`` or ``megatron_fp8.mcore``. So `megatron-fp8 --help` is not made to wait.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import moved
-from .numerics.formats import Format
-from .quantizer import quantize
-from .tensor import Float8Tensor
 
 if TYPE_CHECKING:
     from .mcore.config.transformer_config import TransformerConfig
@@ -24,12 +22,17 @@ if TYPE_CHECKING:
         register_fp8_step,
     )
     from .nn.trainer import Fp8Trainer
+    from .numerics.formats import Format
+    from .quantizer import quantize
     from .state.loss_scaler import LossScaler
     from .telemetry.diagnosis import diagnose
+    from .tensor import Float8Tensor
 
 __version__ = "0.1.0"
 
 _LATER = {
+    "Float8Tensor": ".tensor",
+    "Format": ".numerics.formats",
     "TransformerConfig": ".mcore.config.transformer_config",
     "Fp8Config": ".nn",
     "Fp8Linear": ".nn",
@@ -41,9 +44,13 @@ _LATER = {
     "fp8_autocast": ".nn",
     "fp8_matmul": ".nn",
     "fp8_step": ".nn",
+    "quantize": ".quantizer",
     "register_fp8_step": ".nn",
 }
 """Names that are imported when they are first used, and the module each is in."""
+
+_MODULES = ("backends", "kernels", "nn", "numerics", "quantizer", "recipe", "state", "tensor")
+"""Modules that are attributes of the package without an import of their own: `megatron_fp8.recipe`."""
 
 __all__ = [
     "Float8Tensor",
@@ -68,6 +75,8 @@ moved.install()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "TransformerConfig":

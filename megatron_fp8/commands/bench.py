@@ -1,32 +1,11 @@
-"""`megatron-fp8 bench`: what is measured, its tables, and the file that fp8_size_filter takes (`--tune`)."""
+"""`megatron-fp8 bench`: its command line. What is measured is in benching.py, which needs torch."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
-import sys
-from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from ..backends import choose_backend, say_what_is_slow
-from ..kernels.cpu.loops import MAX_THREADS
-from ..numerics.formats import parse_format
-from ..plan.settings import RecipeSettings, from_settings
-from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
-from ..plan.timing import device_label, table
-from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
-from ..study.bench import peers, versus
-from ..study.bench.cells import LEAST_FOR_SPREAD, Bench
-from ..study.bench.sections import DEFAULT, SECTIONS
 from .fitted import fitted
-from .line import refuse
 
 HELP = """\
 FP8 against BF16 on this machine, from a cast to a training step. A CPU and a GPU print the same table.
@@ -67,99 +46,16 @@ Exit codes: 0 done, 1 a result was wrong, 2 bad input. Transformer Engine, CUDA 
 benchmarks/ there (make bench, make gpu-bench).
 """
 
-_CPU_SHAPES = [Gemm(512, 1024, 512)]
-_GPU_SHAPES = [Gemm(4096, 6144, 8192), Gemm(4096, 28672, 8192), Gemm(8192, 8192, 8192)]
-_CPU_GRID = [Gemm(k, n, t) for t in (256, 1024) for k in (256, 1024) for n in (256, 1024)]
-_GPU_GRID = [
-    Gemm(k, n, t)
-    for t in (1024, 4096, 16384)
-    for k in (512, 1024, 2048, 4096, 8192)
-    for n in (512, 1024, 2048, 4096, 8192)
-]
-_PACKAGES = ("torch", "triton", "torchao", "megatron_fp8")
-
-
-@dataclass
-class _Wanted:
-    """What a command line asks for, names resolved."""
-
-    recipes: list[Recipe]
-    shapes: list[Gemm]
-    backend: str | None
+DEFAULT = ("quantise", "gemm", "linear")
+"""Sections that are measured unless told otherwise: seconds on a CPU."""
 
 
 def main(arguments: list[str]) -> int:
     """Measure, print, and write what was asked for; 0, 1 if a result was wrong, 2 for bad input."""
     options, run_options = _parser().parse_known_args(arguments)
-    old: dict[str, Any] | None = None
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    try:
-        _check(options, run_options)
-        wanted = _from_config(options, run_options) if options.config else _from_options(options, device)
-        backends = [choose_backend(wanted.backend, device, recipe) for recipe in wanted.recipes]
-        if options.threads:
-            torch.set_num_threads(options.threads)
-        record = _environment(device)
-        if options.compare:
-            old = versus.read(options.compare)
-            versus.check_comparable(old, record, options.compare)
-    except ValueError as error:
-        return refuse(error)
-    with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        bench = _measure(options, wanted, backends, record, device)
-        if old is not None:
-            print(versus.as_table(versus.changes(old["rows"], bench.rows)))
-    if bench.wrong:
-        print(f"error: {len(bench.wrong)} results were wrong; nothing is written", file=sys.stderr)
-        return 1
-    result = {**record, "rows": bench.rows}
-    if options.json:
-        print(json.dumps(result, indent=1))
-    if options.tune:
-        _write_table(options.out, record, wanted.recipes[0], backends[0][0].name, bench.rows)
-    elif options.out:
-        _write(options.out, result)
-    return 0
+    from .benching import work
 
-
-def _measure(
-    options: argparse.Namespace,
-    wanted: _Wanted,
-    backends: list[Any],
-    record: dict[str, Any],
-    device: torch.device,
-) -> Bench:
-    """Every cell, with what is needed to read it; the table at the end."""
-    print(", ".join(f"{key} {value}" for key, value in _flat(record)), flush=True)
-    if options.repetitions < LEAST_FOR_SPREAD:
-        print(
-            f"--repetitions={options.repetitions} shows no spread: --compare will not take these results (at least"
-            f" {LEAST_FOR_SPREAD})",
-            flush=True,
-        )
-    bench = Bench(device, options.repetitions)
-    sections = ["linear"] if options.tune else _sections(options.only)
-    for recipe, (backend, why) in zip(wanted.recipes, backends, strict=True):
-        print(f"{recipe_name(recipe)}: backend {backend.name} ({why})", flush=True)
-        say_what_is_slow(backend.name, device, recipe, "--fp8 e4m3")
-        for shape in wanted.shapes:
-            for section in sections:
-                SECTIONS[section](bench, shape, recipe, backend)
-    if options.peers and (reason := peers.missing()):
-        print(f"torchao: not measured: {reason}", flush=True)
-    elif options.peers:
-        for shape in wanted.shapes:
-            peers.linear(bench, shape)
-    print(_as_table(bench.rows))
-    return bench
-
-
-def _sections(only: str) -> list[str]:
-    return list(SECTIONS) if only == "all" else only.split(",")
+    return work(options, run_options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -197,151 +93,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--repetitions", type=int, default=20, help="timed rounds (default %(default)s)")
     add("--threads", type=int, default=0, help="CPU threads (default: torch's)")
     return parser
-
-
-def _check(options: argparse.Namespace, run_options: list[str]) -> None:
-    if run_options and not options.config:
-        raise ValueError(
-            f"{run_options[0]!r} is not an option of bench; a run's options need --config FILE. See --help."
-        )
-    for section in _sections(options.only):
-        if section not in SECTIONS:
-            raise ValueError(f"--only has {section!r}: sections are {', '.join(SECTIONS)}, or all")
-    if options.repetitions < 1:
-        raise ValueError(f"--repetitions={options.repetitions} must be at least 1")
-    if options.threads < 0:
-        raise ValueError(f"--threads={options.threads} must be at least 1, or 0 for torch's own number")
-    if options.threads > MAX_THREADS:
-        raise ValueError(f"--threads={options.threads} must be at most {MAX_THREADS}: torch dies of too many")
-    if options.config and (options.recipe or options.shape or options.backend):
-        raise ValueError(
-            "--config gives recipe, shapes and backend: drop --recipe, --shape and --backend, and change them there"
-            " (--model.fp8_format=..., --model.fp8_backend=...)"
-        )
-    if options.tune and options.repetitions < LEAST_FOR_SPREAD:
-        raise ValueError(
-            f"--repetitions={options.repetitions} shows no spread, by which --tune tells noise: at least 4"
-        )
-    if options.tune and (options.json or options.compare or options.peers):
-        raise ValueError(
-            "--tune writes a table for fp8_size_filter: give --json, --compare and --peers without it"
-        )
-    if options.compare and options.repetitions < LEAST_FOR_SPREAD:
-        raise ValueError(
-            f"--repetitions={options.repetitions} shows no spread, by which --compare tells noise: at least 4"
-        )
-    if options.tune and not options.out:
-        raise ValueError("--tune writes a table and needs a place for it: add --out FILE")
-    if options.out and not Path(options.out).resolve().parent.is_dir():
-        raise ValueError(f"--out={options.out}: there is no such folder; make it first")
-
-
-def _from_options(options: argparse.Namespace, device: torch.device) -> _Wanted:
-    names = (
-        [check_recipe_name(name) for name in options.recipe.split(",")]
-        if options.recipe
-        else ["tensorwise"]
-        if options.tune
-        else [name for name in RECIPES if name != "custom"]
-    )
-    if options.tune and len(names) > 1:
-        raise ValueError(f"--tune with {len(names)} recipes: a table is of one recipe; give one --recipe")
-    if "custom" in names:
-        raise ValueError("--recipe=custom: what it does is in a run's config; give --config FILE")
-    cpu = device.type == "cpu"
-    shapes = [_shape(text) for text in options.shape or ()]
-    if not shapes:
-        shapes = (_CPU_GRID if cpu else _GPU_GRID) if options.tune else (_CPU_SHAPES if cpu else _GPU_SHAPES)
-    settings = RecipeSettings(fp8_format=parse_format(options.fp8))
-    return _Wanted([from_settings(name, settings) for name in names], _distinct(shapes), options.backend)
-
-
-def _shape(text: str) -> Gemm:
-    parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(
-            f"--shape={text} must be three positive integers, KxNxTOKENS, such as 4096x14336x8192"
-        )
-    return Gemm(*map(int, parts))
-
-
-def _from_config(options: argparse.Namespace, run_options: list[str]) -> _Wanted:
-    """The GEMMs of one layer on one rank, in the run's recipe."""
-    from ..fp8_utils import get_fp8_recipe
-    from ..mcore.sizes import gemm_shapes
-    from ..train.config import run_config
-    from ..train.config.model_section import transformer_config
-
-    # The table is what is about to be made: that the run names it already must not stop this.
-    run = run_config.load(options.config, *run_options, "--model.fp8_size_filter=null")
-    config = transformer_config(run.model)
-    if not config.fp8:
-        raise ValueError(
-            f"--config={options.config} trains in BF16: add --model.fp8=hybrid to measure FP8 against it"
-        )
-    shapes = gemm_shapes(config, run_config.tokens_of_microbatch(run)).values()
-    return _Wanted([get_fp8_recipe(config)], _distinct(shapes), config.fp8_backend)
-
-
-def _distinct(shapes: Any) -> list[Gemm]:
-    return list(dict.fromkeys(shapes))
-
-
-def _environment(device: torch.device) -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "device": device_label(device),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "threads": torch.get_num_threads(),
-        "cuda": torch.version.cuda if device.type == "cuda" else None,
-        "versions": versions,
-    }
-
-
-def _flat(record: dict[str, Any]) -> list[tuple[str, Any]]:
-    plain = [(key, value) for key, value in record.items() if key != "versions" and value is not None]
-    return [*plain, *record["versions"].items()]
-
-
-def _as_table(rows: list[dict[str, Any]]) -> str:
-    cells = [
-        (
-            row["section"],
-            f"{row['k']} x {row['n']} x {row['tokens']}",
-            row["contender"],
-            f"{row['fp8_ms']:.3g}",
-            f"{row['bf16_ms']:.3g}",
-            f"{row['ratio']:.2f}",
-            "" if row["spread"] is None else f"{row['spread']:.0%}",
-        )
-        for row in rows
-    ]
-    return table(
-        ("section", "K x N x tokens", "recipe", "FP8 ms", "BF16 ms (quantise: copy)", "x BF16", "spread"),
-        cells,
-    )
-
-
-def _write_table(
-    path: str, record: dict[str, Any], recipe: Recipe, backend: str, rows: list[dict[str, Any]]
-) -> None:
-    kept = ("k", "n", "tokens", "fp8_ms", "bf16_ms", "ratio", "spread")
-    entries = [{key: row[key] for key in kept} for row in rows]
-    described = {"backend": backend, "recipe": recipe_name(recipe), "roles": roles_of(recipe)}
-    _write(path, {"format": FORMAT, **record, **described, "rows": entries})
-    pays = sum(ratio.pays for ratio in load_table(path).ratios.values())
-    print(f"FP8 pays for {pays} of {len(entries)} shapes (it is faster by more than half the spread).")
-    if pays:
-        print(f"Use it: megatron-fp8 train ... --model.fp8_size_filter={path}")
-    else:
-        print("A run that asks for this table is refused: no GEMM would be left in FP8.")
-
-
-def _write(path: str, content: dict[str, Any]) -> None:
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .on_checkpoint import Parser, run_command, say
+
+if TYPE_CHECKING:
+    import torch
 
 HELP = """\
 Runs text through the model of a checkpoint in high precision, measures the input of every FP8-capable linear, prints
@@ -92,6 +93,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
 def _batches(options: argparse.Namespace, restored: Any) -> list[torch.Tensor]:
     """Sequences from evenly spaced places of the data. ValueError if it is shorter than one."""
     import numpy as np
+    import torch
 
     from ..train.data import corpus
     from ..train.data.datasets import check_tokenizer, find_data
@@ -124,6 +126,7 @@ _MOST_TOKENS = 2**28
 
 
 def _calibrate(prepared: _Prepared) -> None:
+    import torch
     import torch.distributed as dist
 
     from ..inference.calibration import calibrate

@@ -44,8 +44,6 @@ trained.
 def main(arguments: list[str]) -> int:
     """Train what is missing, write the comparison; the exit code."""
     warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
-    from ..study.compare.launch import RunFailed
-
     debug = "--debug" in arguments
     parser = CommandParser("compare", DESCRIPTION)
     add = parser.add_argument
@@ -56,6 +54,11 @@ def main(arguments: list[str]) -> int:
     add("--ranks", type=int, metavar="N", help="processes of a run (default: as few as its layout needs)")
     try:
         options, overrides = parser.parse_known_args(arguments)
+    except ValueError as error:
+        return refuse(error, debug=debug)
+    from ..study.compare.launch import RunFailed
+
+    try:
         _compare(options, overrides)
     except ValueError as error:
         return refuse(error, debug=debug)

@@ -50,7 +50,7 @@ def _parser() -> CommandParser:
     add(
         "--device",
         metavar="NAME|FILE",
-        help="h100, h200, b200, mi300x, or a file of figures (default: times of an h100)",
+        help="h100, h100-pcie, h200, b200, mi300x, or a file of figures (default: times of an h100)",
     )
     add(
         "--set",
@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         given.append(f"--{one}")
     settings = read([*given, *_joined(run_options)], options.gpus)
     chosen = options.device is not None
-    on = device(options.device if chosen else _ASSUMED)
+    on = device(options.device if chosen else _ASSUMED, settings.model)
     found = estimate(settings, on, chosen=chosen)
     sites = list(of_sites(settings, Plans(settings.model), on, gpu=chosen))
     fits = fit(found, on, reserve) if chosen else None

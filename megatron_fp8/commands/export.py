@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..huggingface.formats import FORMATS
+from ..huggingface.names import FP8_FORMATS
 from .line import CommandParser, run, tensors_shown
 
 HELP = """\
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument(
-        "--format", choices=("bf16", *FORMATS), default="bf16", help="bf16 is the model's own dtype"
+        "--format", choices=("bf16", *FP8_FORMATS), default="bf16", help="bf16 is the model's own dtype"
     )
     parser.add_argument("--calibration", metavar="DIR", help="input scales: of megatron-fp8 calibrate")
     parser.add_argument(
@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> int:
 
 def _export(options: argparse.Namespace) -> None:
     from ..huggingface.exporter import Wanted, export
+    from ..huggingface.formats import FORMATS
     from ..huggingface.source import open_source
     from ..inference.calibration import load_calibration
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..files.disk import replace_file
-from ..study.formats import picture, tables
 from .line import CommandParser, run
 
 DESCRIPTION = """\
@@ -29,34 +28,20 @@ The numbers behind FP8, computed by this package's own casts, scales and recipes
 E2M1 is there to compare with; nothing here trains in it. What the numbers mean: docs/formats.md.
 """
 
-_SHOWN: dict[str, tuple[str, Callable[[], str]]] = {
-    "formats": (
-        "What each format has (of E8M0, a format of scales, no rounding error is given)",
-        tables.show_formats,
-    ),
-    "values": ("All values", tables.show_values),
-    "magnitudes": (
-        "Spacing and largest relative error of values from 2^n to 2^(n+1)",
-        tables.show_magnitudes,
-    ),
+_TITLES = {
+    "formats": "What each format has (of E8M0, a format of scales, no rounding error is given)",
+    "values": "All values",
+    "magnitudes": "Spacing and largest relative error of values from 2^n to 2^(n+1)",
     "recipes": (
         "SQNR in dB of the ordinary elements, and the share of them that became 0, beside\n"
-        "outliers of that many standard deviations (E4M3)",
-        tables.show_recipes,
+        "outliers of that many standard deviations (E4M3)"
     ),
     "delayed": (
         "Delayed scaling, 64 iterations: in how many something saturated, the largest\n"
-        "share of a tensor that did, median SQNR and the worst iteration's",
-        tables.show_delays,
+        "share of a tensor that did, median SQNR and the worst iteration's"
     ),
 }
-_ROWS: dict[str, Callable[[], tables.Rows]] = {
-    "formats": tables.formats,
-    "values": tables.values,
-    "magnitudes": tables.magnitudes,
-    "recipes": tables.recipes,
-    "delayed": tables.delays,
-}
+"""Table -> what stands above it."""
 
 
 def main(arguments: list[str]) -> int:
@@ -65,7 +50,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--table",
         metavar="NAME",
-        choices=list(_SHOWN),
+        choices=list(_TITLES),
         help="one table alone (of --csv: this in place of values)",
     )
     parser.add_argument("--csv", metavar="FILE", type=_file, help="write a table as CSV; -: to stdout")
@@ -82,6 +67,8 @@ def _file(text: str) -> Path:
 
 def _formats(options: Namespace) -> None:
     """Raises ValueError: bad input."""
+    from ..study.formats import picture, tables
+
     if options.csv is None and options.png is None:
         _print(options.table)
     if options.csv is not None and options.png is not None and options.csv.resolve() == options.png.resolve():
@@ -89,7 +76,14 @@ def _formats(options: Namespace) -> None:
     if options.png is not None:
         picture.check_path(options.png)
     if options.csv is not None:
-        text = tables.as_csv(_ROWS[options.table or "values"]())
+        rows: dict[str, Callable[[], tables.Rows]] = {
+            "formats": tables.formats,
+            "values": tables.values,
+            "magnitudes": tables.magnitudes,
+            "recipes": tables.recipes,
+            "delayed": tables.delays,
+        }
+        text = tables.as_csv(rows[options.table or "values"]())
     if options.csv is not None and str(options.csv) == "-":
         print(text, end="")
     elif options.csv is not None:
@@ -108,9 +102,19 @@ def _formats(options: Namespace) -> None:
 
 def _print(wanted: str | None) -> None:
     """One table, or the picture and all of them but every value."""
+    from ..study.formats import picture, tables
+
+    shown: dict[str, Callable[[], str]] = {
+        "formats": tables.show_formats,
+        "values": tables.show_values,
+        "magnitudes": tables.show_magnitudes,
+        "recipes": tables.show_recipes,
+        "delayed": tables.show_delays,
+    }
     if wanted is None:
         print(picture.terminal())
-    for name, (title, show) in _SHOWN.items():
+    for name, title in _TITLES.items():
+        show = shown[name]
         if name == wanted or (wanted is None and name != "values"):
             print(f"\n{title}\n\n{show()}" if wanted is None else show(), flush=True)
     if wanted is None:

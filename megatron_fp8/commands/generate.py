@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .on_checkpoint import Parser, run_command, say
+
+if TYPE_CHECKING:
+    import torch
 
 HELP = """\
 Continues a prompt with the model of a checkpoint, streaming to the terminal. Text goes to stdout, facts to stderr.
@@ -156,6 +157,8 @@ def _make_ready(options: argparse.Namespace, restored: Any, launch: Any) -> None
 
 
 def _stream(prepared: _Prepared) -> None:
+    import torch
+
     from ..mcore.generation import Decoder, generate
 
     restored, prompt, launch = prepared.restored, prepared.prompt, prepared.launch

@@ -7,15 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..files.checkpoint import (
-    METADATA,
-    check_files,
-    find_checkpoint,
-    read_manifest,
-    read_metadata,
-    read_tensor,
-    without_checksum,
-)
 from .fitted import fitted
 from .line import refuse
 
@@ -45,6 +36,8 @@ def main(arguments: list[str]) -> int:
         problem = f"{unknown[0]} is not an option" if unknown else "give one checkpoint"
         print(f"error: {problem}: megatron-fp8 inspect CHECKPOINT [--json] [--check]", file=sys.stderr)
         return 2
+    from ..files.checkpoint import check_files, find_checkpoint, read_manifest
+
     try:
         folder = find_checkpoint(Path(paths[0]))
         if "--check" in arguments:
@@ -67,6 +60,8 @@ def describe(folder: Path) -> dict[str, Any]:
 
     Raises ValueError if it is damaged, or no checkpoint.
     """
+    from ..files.checkpoint import METADATA, check_files, read_manifest, read_metadata, without_checksum
+
     manifest = read_manifest(folder)
     check_files(folder, manifest, [METADATA] if METADATA in manifest.files else [])
     metadata = read_metadata(folder)
@@ -108,12 +103,16 @@ def _kind(name: str) -> str:
 
 def _not_finite(folder: Path) -> list[str]:
     """Names of weights and optimizer tensors that hold NaN or Inf; every one is read."""
+    from ..files.checkpoint import read_metadata, read_tensor
+
     metadata = read_metadata(folder)
     names = sorted(name for name in metadata.state_dict_metadata if _STATE not in name)
     return [name for name in names if not bool(read_tensor(folder, metadata, name).isfinite().all())]
 
 
 def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
+    from ..files.checkpoint import read_tensor
+
     names = sorted(n for n in metadata.state_dict_metadata if _STATE in n and n.endswith(".scale"))
     found = []
     for name in names:

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
 
-import torch
-
 from .. import __version__
 from .line import refuse
 from .output import Output
@@ -79,12 +77,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _versions() -> list[str]:
-    """Of this package and of what decides its results, one a line; Megatron-Core is not imported for it."""
-    lines = [f"megatron_fp8 {__version__}", f"torch {torch.__version__}"]
-    try:
-        return [*lines, f"megatron-core {metadata.version('megatron-core')}"]
-    except metadata.PackageNotFoundError:
-        return [*lines, "megatron-core is not installed"]
+    """Of this package and of what decides its results, one a line; nothing is imported for it."""
+    lines = [f"megatron_fp8 {__version__}"]
+    for name in ("torch", "megatron-core"):
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return lines
 
 
 def _without_megatron(command: str) -> Exception:

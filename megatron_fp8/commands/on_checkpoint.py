@@ -46,6 +46,9 @@ def run_command(
     Bad input (2): ValueError, RuntimeError and OSError of prepare, and ValueError of work. Failed (1): other exceptions,
     and what another attempt may not meet (a network, a GPU, ranks that did not come).
     """
+    if {"-h", "--help"} & set(arguments):  # not after the seconds in which ranks meet
+        parser.print_help()
+        return EXIT_DONE
     from ..train.launch import parallel
 
     warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files.disk import replace_file
-from ..telemetry.advice import Advice, advise
-from ..train.report import format_report
-from ..train.run_record import RunRecord, record_of
 from .line import CommandParser, run
+
+if TYPE_CHECKING:
+    from ..telemetry.advice import Advice
+    from ..train.run_record import RunRecord
 
 DESCRIPTION = """\
 Prints the device, versions, parallel layout, parameters and the precision of every layer of a run, and
@@ -74,6 +75,9 @@ def write_page(folders: list[Path], path: Path) -> None:
 
 def terminal(folder: Path) -> str:
     """The report of one run for the terminal. Raises ValueError: it is no run's folder, or its files are damaged."""
+    from ..train.report import format_report
+    from ..train.run_record import record_of
+
     record = record_of(folder)
     report = record.report()
     advice = [f"advice      {piece}" for piece in advice_of(record, report)]
@@ -88,12 +92,16 @@ def _printable(text: str) -> str:
 
 def advice_of(record: RunRecord, report: dict[str, Any]) -> list[Advice]:
     """What a run's figures call for. Raises ValueError: a file cannot be understood."""
+    from ..telemetry.advice import advise
+
     metrics = [line.content for line in record.metrics()]
     return advise((line.content for line in record.telemetry()), report, metrics)
 
 
 def write_advice(folder: Path, path: Path) -> None:
     """The advice of a run as a JSON file: a list of objects. Raises ValueError: bad input."""
+    from ..train.run_record import record_of
+
     record = record_of(folder)
     pieces = [piece.as_dict() for piece in advice_of(record, record.report())]
     if path.is_file() and not path.read_bytes().lstrip().startswith(b"["):

@@ -16,7 +16,8 @@ from .settings import Settings
 from .sites import Plans, side_scales
 
 Bytes = Counter[str]
-"""Kind -> bytes: 'norms', 'linear inputs', 'attention', 'activation function', 'dropout', 'layer inputs', 'ends'."""
+"""Kind -> bytes: 'norms', 'linear inputs', 'attention', 'activation function', 'dropout', 'layer inputs', 'routing' (of
+experts), 'ends'."""
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe_act", "moe", "shared_experts")
 """recompute_modules that an estimate is known for; the last three for experts."""
@@ -246,6 +247,31 @@ def _gated_extra(model: Model, tokens: int, ffn: int) -> int:
     return 0
 
 
+def probability_bytes(model: Model) -> int:
+    """Of a router's weight: as activations are, unless moe_router_dtype says otherwise."""
+    return {"fp32": 4, "fp64": 8}.get(model.moe_router_dtype or "", model.activation_bytes)
+
+
+def _padded(model: Model, tokens: int) -> int:
+    """Rows of an expert, which Megatron-Core fills up with zeros where FP8 is on."""
+    multiple = (32 if model.fp8_recipe == "mxfp8" else 16) if model.fp8 else 1
+    return -(-tokens // multiple) * multiple
+
+
+def _routing(settings: Settings, tokens: int) -> Bytes:
+    """What choosing and permuting ``tokens`` keeps: the router's input, probabilities, and int64 indices."""
+    model = settings.model
+    experts, each = model.num_moe_experts or 0, probability_bytes(model)
+    # top-k: its indices and a float32 softmax; a mask and probabilities of all experts; the order of the tokens sent.
+    chosen = model.moe_router_topk * (8 + 4 + 8)
+    return Bytes(
+        {
+            "linear inputs": model.activation_bytes * tokens * model.hidden_size,
+            "routing": tokens * (chosen + experts * (1 + each)),
+        }
+    )
+
+
 def _experts(settings: Settings, layer: int, plans: Plans, recomputed: frozenset[str]) -> Bytes:
     """Of a mixture of experts under balanced routing: copies of tokens at their experts, and what those keep."""
     model, size = settings.model, settings.model.activation_bytes
@@ -255,10 +281,16 @@ def _experts(settings: Settings, layer: int, plans: Plans, recomputed: frozenset
     if "moe" in recomputed:
         found["layer inputs"] += size * sharded * model.hidden_size
         return found
-    assert model.num_moe_experts is not None
-    found["linear inputs"] += 4 * sharded * model.num_moe_experts  # the router's probabilities
-    routed = sharded * model.moe_router_topk * model.expert_tp
-    each = routed // max(1, model.local_experts)
+    found += _routing(settings, sharded)
+    shared = f"{name}shared_experts."
+    keeps = model.moe_shared_expert_intermediate_size and "shared_experts" not in recomputed
+    if keeps and kept_rule(settings, plans, f"{shared}linear_fc1", layer, sharded) is None:
+        found["linear inputs"] -= (
+            size * sharded * model.hidden_size
+        )  # values, which are the router's input too
+    ffn = model.expert_ffn // model.expert_tp
+    each = _padded(model, sharded * model.moe_router_topk * model.expert_model_parallel_size * model.expert_tp
+                   // (model.num_moe_experts or 1))  # fmt: skip
     for expert in range(model.local_experts):
         found += _mlp(
             settings,
@@ -267,14 +299,17 @@ def _experts(settings: Settings, layer: int, plans: Plans, recomputed: frozenset
             plans,
             tokens_in=each,
             tokens=each,
-            ffn=model.expert_ffn // model.expert_tp,
+            ffn=ffn,
             act_recomputed="moe_act" in recomputed,
         )
-    found["linear inputs"] += size * routed * model.hidden_size  # what comes back, to be weighted
+        # Each token's result is multiplied by the router's weight before the second linear.
+        found["routing"] += probability_bytes(model) * each
+        if not model.bias_activation_fusion and "moe_act" not in recomputed:
+            found["activation function"] += size * each * ffn
     if model.moe_shared_expert_intermediate_size:
         found += _mlp(
             settings,
-            f"{name}shared_experts.",
+            shared,
             layer,
             plans,
             tokens_in=sharded,

@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from . import off
 from .activations import CPU, GPU, of_chunk, working_set
-from .device import Device
 from .parameters import Totals, totals
+from .peaks import Device
 from .pipeline import peak
 from .settings import Settings
 from .sites import Plans
@@ -105,6 +106,7 @@ class Estimate:
             "time": {**dataclasses.asdict(time.stage), "slowest_stage": time.slowest},
             "device": {**dataclasses.asdict(self.device), "chosen": self.chosen},
             "kind": "roofline from peaks, not a measurement",
+            "how_far_off": off.measured(),
         }  # fmt: skip
         return found
 

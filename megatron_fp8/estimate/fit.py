@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .device import Device
 from .estimate import Estimate, memory
+from .peaks import Device
 from .settings import Settings
 from .sites import Plans
 

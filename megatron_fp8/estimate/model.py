@@ -91,6 +91,7 @@ class Model:
     moe_shared_expert_gate: bool = False
     moe_layer_freq: int | list[int] = 1
     moe_router_topk: int = 2
+    moe_router_dtype: str | None = None
 
     def __post_init__(self) -> None:
         heads, groups = self.num_attention_heads, self.num_query_groups

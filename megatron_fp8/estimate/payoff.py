@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .activations import kept_rule
-from .device import Device
 from .estimate import keeps_both
+from .peaks import Device
 from .settings import Settings
 from .sites import Plans, lives_as_fp8, side_scales, stored_weight
 from .time import GemmTime, Linear, gemm_times, linears

@@ -99,6 +99,7 @@ _MODEL_RULES: dict[str, Rule] = {
     "recompute_modules": optional(list_of(text())),
     "moe_layer_freq": either(COUNT, list_of(integer(0, 1))),
     "moe_router_topk": COUNT,
+    "moe_router_dtype": optional(one_of("fp32", "fp64")),
     **{name: RULES["model"][name] for name in (
         "vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size", "position_embedding_type",
         "share_embeddings_and_output_weights",

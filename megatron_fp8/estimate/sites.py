@@ -87,6 +87,11 @@ def weight_rules(plan: SitePlan) -> tuple[Rule | None, Rule | None]:
     return two_rules(plan, "weight", "fprop", "dgrad")
 
 
+def reads(rule: Rule) -> int:
+    """How often a cast reads its operand: once for the amax too, where a scale is of more than a block."""
+    return 1 if rule.delayed or rule.granularity.cols else 2
+
+
 def shares_gradient_buffer(settings: Settings) -> bool:
     """Whether weights that travel in BF16 do so through the gradient buffer (reuse_grad_buf_for_mxfp8_param_ag)."""
     share = settings.optimizer.reuse_grad_buf_for_mxfp8_param_ag

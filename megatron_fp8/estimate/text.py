@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from . import off
 from .estimate import Estimate
 from .fit import Fit
 from .payoff import Alike
@@ -135,11 +136,18 @@ def _time(found: Estimate) -> str:
         if device.measured
         else "Peaks of a data sheet; nothing was measured, and no run reaches them."
     )
+    assumed = [key for key, how in device.figures.items() if how.startswith("assumed")]
     return "\n".join(
         [
             _wrapped(said),
             *_columns(rows),
             f"  at most {time.mfu:.0%} MFU (of the BF16 peak), {time.tokens_per_second:,.0f} tokens/s",
+            *(
+                [_wrapped(f"assumed of {device.name}, not read: {', '.join(assumed)}", "  ")]
+                if assumed
+                else []
+            ),
+            _wrapped(off.sentence(), "  "),
         ]
     )
 

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..numerics.rule import Rule
-from .device import Device
 from .model import Chunk, Model
+from .peaks import Device
 from .pipeline import bubble
 from .settings import Settings
-from .sites import Plans, two_rules
+from .sites import Plans, reads, two_rules
 from .wire import Traffic, of_stage
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
@@ -124,7 +123,7 @@ def gemm_times(settings: Settings, linear: Linear, plans: Plans, device: Device)
         seconds = plain
         if fp8:
             seconds = max(linear.flops / device.fp8, (first + second + result) / device.bandwidth)
-        seconds += casts[gemm] * linear.count / device.bandwidth
+        seconds += casts[gemm] * linear.count / device.casts
         found.append(GemmTime(gemm, fp8, seconds, plain))
     return found
 
@@ -147,13 +146,8 @@ def _quantisation(settings: Settings, linear: Linear, plans: Plans) -> Counter[s
             if rule is None or (gemm == other and alike):
                 continue
             directions = 2 if alike else 1
-            found[gemm] += values[role] * (size * _reads(rule) + directions) // share
+            found[gemm] += values[role] * (size * reads(rule) + directions) // share
     return found
-
-
-def _reads(rule: Rule) -> int:
-    """How often a cast reads its operand: once for the amax too, where a scale is of more than a block."""
-    return 1 if rule.delayed or rule.granularity.cols else 2
 
 
 def elementwise_bytes(settings: Settings, layer: int) -> int:
@@ -248,7 +242,8 @@ def _core_again(model: Model) -> int:
 
 def _stops_work(traffic: Traffic) -> bool:
     return (
-        traffic.axis in ("tensor", "context", "expert", "pipeline") and traffic.what != "gradients of norms"
+        traffic.axis in ("tensor", "context", "expert", "expert tensor", "pipeline")
+        and traffic.what != "gradients of norms"
     )
 
 
@@ -257,7 +252,8 @@ def exchange_time(settings: Settings, traffic: Traffic, device: Device) -> float
     model = settings.model
     tp = model.tensor_model_parallel_size
     # Ranks lie as Megatron-Core orders them: tensor, context, (expert,) data, pipeline.
-    apart = {"tensor": 1, "context": tp, "expert": tp, "data": tp, "expert data": tp, "amax": 1}
+    apart = {"tensor": 1, "expert tensor": 1, "context": tp, "expert": model.expert_tp, "data": tp,
+             "expert data": model.expert_tp * model.expert_model_parallel_size, "amax": 1}  # fmt: skip
     distance = apart.get(traffic.axis, settings.gpus // model.pipeline_model_parallel_size)
     return traffic.sent / device.between(traffic.ranks, distance)
 

@@ -13,8 +13,8 @@ from typing import Literal
 from ..numerics.rule import Granularity, Rule
 from ..params.fp8_parameter import granularities
 from ..plan.site_plan import SitePlan
-from .activations import kept_rule
-from .buffers import Buffer, is_apart, of_chunk_buffers
+from .activations import kept_rule, probability_bytes
+from .buffers import Buffer, group_size, is_apart, of_chunk_buffers
 from .model import Chunk, Model
 from .parameters import of_chunk
 from .settings import Settings
@@ -30,7 +30,8 @@ class Traffic:
     Attributes:
         what: in words, the key of the estimate's ``wire``.
         call: the collective.
-        axis: the group: 'tensor', 'data', 'context', 'pipeline', 'expert', 'embedding', 'expert data', 'amax'.
+        axis: the group: 'tensor', 'data', 'context', 'pipeline', 'expert', 'expert tensor', 'embedding', 'expert data',
+            'amax'.
         ranks: in the group.
         bytes: of the whole tensor, over an iteration.
         calls: in an iteration.
@@ -95,7 +96,11 @@ def _gradients(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traff
     """Gradients of all data-parallel ranks, and with the distributed optimizer the parameters of all."""
     distributed = settings.optimizer.use_distributed_optimizer
     shared = shares_gradient_buffer(settings)
-    for buffer in of_chunk_buffers(settings, chunk, plans):
+    buffers = of_chunk_buffers(settings, chunk, plans)
+    # Dense parameters and experts have an optimizer each, and each one's step gathers all of the model's parameters
+    # (Megatron-Core 0.16, distrib_optimizer.py, step_with_ready_grads), unless the next forward does.
+    gathers = 1 if settings.optimizer.overlap_param_gather else len({buffer.expert for buffer in buffers})
+    for buffer in buffers:
         axis, count = "expert data" if buffer.expert else "data", len(buffer.buckets)
         call: Call = "reduce-scatter" if distributed else "all-reduce"
         yield Traffic("gradients", call, axis, buffer.ranks, 4 * buffer.size, count)
@@ -103,7 +108,7 @@ def _gradients(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traff
             each = settings.model.activation_bytes
             if buffer.fp8:
                 each = 2 if shared else 1
-            yield Traffic("parameters", "all-gather", axis, buffer.ranks, each * buffer.size, count)
+            yield Traffic("parameters", "all-gather", axis, buffer.ranks, each * buffer.size, count) * gathers
             if buffer.fp8 and not shared:
                 yield Traffic(
                     "amaxes of parameters", "all-reduce", axis, buffer.ranks, _parameter_amaxes(buffer, plans)
@@ -145,8 +150,8 @@ def _iteration(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterato
         slots[apart] = slots.get(apart, 0) + _slots(plan)
     for apart, count in slots.items():
         ranks = settings.gpus // model.pipeline_model_parallel_size
-        if apart:
-            continue  # experts have groups of their own, as large as they are spread
+        if apart:  # the ranks that hold the same experts, or parts of them
+            ranks = group_size(settings, expert=True) * model.expert_tp
         if count:
             yield Traffic("amaxes of the iteration", "all-reduce", "amax", ranks, 4 * (2 * count + 1))
 
@@ -217,14 +222,33 @@ def of_layer(settings: Settings, layer: int, plans: Plans) -> Iterator[Traffic]:
         yield from _column(settings, plans, f"{name}mlp.linear_fc1", layer)
         yield from _row(settings, plans, f"{name}mlp.linear_fc2", layer)
         return
-    sharded = tokens // model.token_share
-    size = model.activation_bytes * sharded * model.moe_router_topk * model.hidden_size
-    ep = model.expert_model_parallel_size
-    for what in ("tokens to experts, forward", "tokens to experts, backward"):
-        yield Traffic(what, "all-to-all", "expert", ep, 2 * size, 2)
+    yield from _to_experts(settings)
     if model.moe_shared_expert_intermediate_size:
         yield from _column(settings, plans, f"{name}mlp.shared_experts.linear_fc1", layer)
         yield from _row(settings, plans, f"{name}mlp.shared_experts.linear_fc2", layer)
+
+
+def _to_experts(settings: Settings) -> Iterator[Traffic]:
+    """Each rank's tokens go to the ranks of their experts, with the router's weights, and come back; the gradients go the
+    other way. What a rank gets depends on the routing: these are the bytes that it has to send, and the mean of the rest.
+    """
+    model = settings.model
+    sharded = settings.tokens // model.token_share
+    ep, etp = model.expert_model_parallel_size, model.expert_tp
+    routed = sharded * model.moe_router_topk
+    there, back = (
+        routed * (model.activation_bytes * model.hidden_size + weight)
+        for weight in (probability_bytes(model), 0)
+    )
+    counts = 8 * (model.num_moe_experts or 0) * ep * etp
+    yield Traffic("tokens of each expert, forward", "all-gather", "expert", ep * etp, counts)
+    for when in ("forward", "backward"):
+        yield Traffic(f"tokens to experts, {when}", "all-to-all", "expert", ep, there + back, 3)
+    if etp > 1:  # experts that are cut: their ranks work on the tokens of all of them
+        spread: tuple[Call, Call] = ("all-gather", "reduce-scatter")
+        for when, (first, second) in (("forward", spread), ("backward", spread[::-1])):
+            yield Traffic(f"tokens of cut experts, {when}", first, "expert tensor", etp, there * etp, 2)
+            yield Traffic(f"tokens of cut experts, {when}", second, "expert tensor", etp, back * etp)
 
 
 def _column(settings: Settings, plans: Plans, site: str, layer: int) -> Iterator[Traffic]:
@@ -311,7 +335,8 @@ def _shared_amaxes(
     """Amaxes that shards of tokens share before a cast: one a tensor (delayed scaling has them already), or of the
     columnwise side one a column."""
     granularity = rule.granularity
-    if granularity.is_tensor and not rule.delayed:
-        yield Traffic(f"amaxes of shards, {when}", "all-reduce", "tensor", tp, 4)
+    if granularity.is_tensor:
+        if not rule.delayed:
+            yield Traffic(f"amaxes of shards, {when}", "all-reduce", "tensor", tp, 4)
     elif granularity.cols == 0 and sides[1]:
         yield Traffic(f"amaxes of shards, {when}", "all-reduce", "tensor", tp, 4 * width)

@@ -34,6 +34,7 @@ from ..numerics.rule import BLOCK_128X128, ROW, TENSOR, Granularity
 from ..quantizer import quantize
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, recipe_name
 from ..tensor import QuantizedSide
+from .names import FP8_FORMATS
 
 BLOCK = 128
 CODES = torch.float8_e4m3fn
@@ -57,11 +58,15 @@ class WeightFormat:
 
 
 FORMATS = {
-    each.name: each
-    for each in (
-        WeightFormat("fp8-tensor", Float8CurrentScaling(), "weight_scale", "tensor"),
-        WeightFormat("fp8-channel", Float8RowwiseScaling(), "weight_scale", "channel"),
-        WeightFormat("fp8-block", Float8BlockScaling(), "weight_scale_inv", None),
+    name: WeightFormat(name, recipe, scale, strategy)
+    for name, (recipe, scale, strategy) in zip(
+        FP8_FORMATS,
+        (
+            (Float8CurrentScaling(), "weight_scale", "tensor"),
+            (Float8RowwiseScaling(), "weight_scale", "channel"),
+            (Float8BlockScaling(), "weight_scale_inv", None),
+        ),
+        strict=True,
     )
 }
 

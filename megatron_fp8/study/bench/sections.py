@@ -20,5 +20,3 @@ SECTIONS: dict[str, Callable[[Bench, Gemm, Recipe, ModuleType], None]] = {
     "inference": inference,
     "collectives": collectives,
 }
-DEFAULT = ("quantise", "gemm", "linear")
-"""What is measured unless told otherwise: seconds on a CPU."""

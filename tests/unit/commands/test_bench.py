@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.commands import bench as bench_command
+from megatron_fp8.commands import benching
 from megatron_fp8.commands.main import COMMANDS, USAGE, main
 from megatron_fp8.plan.size_table import Gemm, load_table
 from megatron_fp8.plan.timing import processor_name
@@ -154,7 +154,7 @@ def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_is_named_before_anything_runs(capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr(bench_command, "Bench", None)
+    monkeypatch.setattr(benching, "Bench", None)
     assert bench(*arguments) == 2
     assert words in (said := capsys.readouterr().err) and said.startswith("error: ") and said.count("\n") == 1
 

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import estimates
 from megatron_fp8.commands.main import main
+from megatron_fp8.estimate.off import sentence
 
 TINY, LLAMA = "examples/configs/tiny_gpt_cpu.yaml", "examples/configs/llama3_8b.yaml"
 
@@ -23,6 +24,33 @@ def test_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["kind"] == "roofline from peaks, not a measurement"
     assert found["bf16"]["step_seconds"] > found["step_seconds"]
     assert len(found["sites"]) == 32 * 4 and found["fit"]["fits"]
+
+
+def test_the_names_that_others_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each parameter once, the vocabulary without its padding; bytes of the fullest rank; see docs/estimates.md."""
+    experts = ["--model.num_moe_experts=4", "--model.moe_router_topk=1", "--model.vocab_size=500"]
+    assert main(["estimate", "--config", TINY, *experts, "--json"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out)
+    assert out.count("\n") == 1, "one object"
+    parameters = found["parameters"]
+    assert parameters["total"] > parameters["active"] > 0 and parameters["padding"] == 2 * 12 * 256
+    for name in ("weights", "gradients", "masters", "moments", "activations", "total"):
+        assert isinstance(found["bytes"][name], int) and found["bytes"][name] > 0
+    assert found["bytes"]["total"] == max(stage["total"] for stage in found["stages"])
+    assert all({"what", "call", "ranks", "bytes", "sent"} <= one.keys() for one in found["wire"])
+    assert isinstance(found["step_seconds"], float) and found["step_seconds"] > 0
+
+
+def test_the_roofline_says_what_is_assumed_and_how_far_it_was_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--config", TINY, "--device", "h100-pcie"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "assumed of h100-pcie, not read: network_gbs, node" in said
+    assert "on GPUs nobody has compared them" in said
+    assert main(["estimate", "--config", TINY, "--json"]) == 0
+    off = json.loads(capsys.readouterr().out)["how_far_off"]
+    assert off["date"] and off["machine"] and min(off["ratio"].values()) > 1, "a roofline is a lower bound"
+    assert " ".join(sentence().split()) in said
 
 
 def test_without_a_device_bytes_are_a_cpu_runs(capsys: pytest.CaptureFixture[str]) -> None:

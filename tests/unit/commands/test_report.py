@@ -53,7 +53,7 @@ def test_without_bokeh_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
 
 def test_escapes_in_a_report_do_not_reach_the_terminal(tmp_path, capsys, monkeypatch):
     run = write_run(tmp_path / "run", every=0)
-    monkeypatch.setattr("megatron_fp8.commands.report.format_report", lambda _: "a site\x1b]0;mine\x07\n  b")
+    monkeypatch.setattr("megatron_fp8.train.report.format_report", lambda _: "a site\x1b]0;mine\x07\n  b")
     assert main(["report", str(run)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("a site\\x1b]0;mine\\x07\n  b\n")

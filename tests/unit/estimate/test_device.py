@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from megatron_fp8.estimate.device import device, names
+from megatron_fp8.estimate.device import device
+from megatron_fp8.estimate.peaks import names, table
 
 
 def test_devices_by_name_say_where_their_figures_are_from() -> None:
-    assert names() == ["h100", "h200", "b200", "mi300x"]
+    assert names() == ["h100", "h100-pcie", "h200", "b200", "mi300x"]
     for name in names():
         found = device(name)
         assert "data sheet" in found.source and not found.measured
         assert found.fp8 == pytest.approx(2 * found.bf16, rel=1e-3)
+        assert found.casts == found.bandwidth
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_figure_says_how_it_is_known(name: str) -> None:
+    entry = table()[name]
+    figures = entry.keys() - {"source", "figures"}
+    assert entry["figures"].keys() == figures
+    for how in entry["figures"].values():
+        assert how.partition(": ")[0] in ("read", "quoted", "assumed") and how.partition(": ")[2]
+    # No data sheet of a GPU says what network a cluster has.
+    assert device(name).figures["network_gbs"].startswith("assumed")
 
 
 def test_a_file_of_figures(tmp_path: Path) -> None:
@@ -32,18 +44,6 @@ def test_a_file_of_figures(tmp_path: Path) -> None:
         device(str(path))
 
 
-def test_rates_that_a_benchmark_found_replace_the_data_sheets(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    row = {"section": "gemm", "k": 1000, "n": 1000, "tokens": 1000, "bf16_ms": 4.0, "fp8_ms": 2.5}
-    path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "rows": [row, {**row, "bf16_ms": 8.0}]}))
-    found = device(str(path))
-    assert found.measured and found.bf16 == pytest.approx(5e11) and found.fp8 == pytest.approx(8e11)
-    assert found.memory == device("h100").memory
-    path.write_text(json.dumps({"device": "unheard of", "rows": [row]}))
-    with pytest.raises(ValueError, match="add `base: NAME`"):
-        device(str(path))
-
-
 def test_what_is_neither_is_refused() -> None:
-    with pytest.raises(ValueError, match="neither one of h100, h200, b200, mi300x nor a file"):
+    with pytest.raises(ValueError, match="neither one of h100, h100-pcie, h200, b200, mi300x nor a file"):
         device("h1000")

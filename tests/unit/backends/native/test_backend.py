@@ -216,11 +216,12 @@ def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
     """Megatron-Core's sites (which the training command prepares), converted models, and bench."""
     from megatron_fp8 import TransformerConfig
     from megatron_fp8.commands import bench as bench_command
+    from megatron_fp8.commands import benching
     from megatron_fp8.mcore.sites import resolve
     from megatron_fp8.nn.config import Fp8Config
     from megatron_fp8.nn.sites import plan_linear
 
-    monkeypatch.setattr(bench_command, "SECTIONS", {"gemm": lambda *_: None})
+    monkeypatch.setattr(benching, "SECTIONS", {"gemm": lambda *_: None})
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=4, bf16=True, fp8="hybrid", fp8_format="blockwise"
     )

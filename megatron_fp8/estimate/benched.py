@@ -1,0 +1,137 @@
+"""What `megatron-fp8 bench --json` measured, as the peaks that a roofline asks for.
+
+From rows of single GEMMs come the rates of multiplication, from rows of quantisation the bandwidth of memory (of the copy
+that casts are timed against) and the rate of casts. Each is the best that was reached. FP8's are of the run's recipe, so
+that a processor which emulates FP8 is charged for it. What a benchmark does not know is taken from `base`, a device known
+by name; a file with `memory_gb` (bench writes it) and rows of both kinds needs none, and then has no links but those that
+were written into it.
+
+Rejected: rates by shape. A roofline that looks its GEMMs up in the shapes measured is a table of times, and says nothing
+of a shape that is not in it; how far one best rate is off is told instead (measured.yaml).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .model import Model
+from .peaks import Device, made, table
+from .sites import reads, recipe_of
+
+_SIZE = 2  # bytes of a value in BF16
+
+
+def from_bench(name: str, content: Mapping[str, Any], model: Model | None) -> Device:
+    """The device of a benchmark's file.
+
+    Args:
+        name: of the file, for messages.
+        content: of the file.
+        model: whose recipe FP8's rates are of; None, or one in BF16: the best of all recipes.
+
+    Raises:
+        ValueError: rows are missing or not bench's, or there is no base and the file is not enough without one.
+    """
+    try:
+        gemms, casts = (
+            [row for row in content["rows"] if row.get("section", "linear") == section]
+            for section in ("gemm", "quantise")
+        )
+        return _from_rows(name, content, gemms, casts, model)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"--device={name} is no result of bench ({error!r} in its rows): give a file of `megatron-fp8 bench --out`."
+        ) from error
+
+
+def _from_rows(
+    name: str,
+    content: Mapping[str, Any],
+    gemms: list[dict[str, Any]],
+    casts: list[dict[str, Any]],
+    model: Model | None,
+) -> Device:
+    if not gemms:
+        raise ValueError(
+            f"--device={name} has no rows of single GEMMs: run `megatron-fp8 bench --only quantise,gemm --out FILE`."
+        )
+    base = _base(name, content, alone=bool(casts) and "memory_gb" in content)
+    rates: dict[str, Any] = {}
+    if casts:
+        rates["bandwidth"] = max(2 * _SIZE * _values(row) / _seconds(row, "bf16") for row in casts)
+    if model is not None and model.fp8:
+        recipe = str(model.fp8_recipe)
+        gemms, casts = _of_recipe(name, gemms, recipe), [row for row in casts if row["contender"] == recipe]
+        rule = recipe_of(model)(None).rule("input")
+        if casts and rule is not None:  # bytes as the roofline counts those of a cast in both directions
+            each = _SIZE * reads(rule) + 2
+            rates["casts"] = max(each * _values(row) / _seconds(row, "fp8") for row in casts)
+    rates["bf16"] = max(_operations(row) / _seconds(row, "bf16") for row in gemms)
+    rates["fp8"] = max(_operations(row) / _seconds(row, "fp8") for row in gemms)
+    what = "GEMMs, casts and copies" if "bandwidth" in rates else "GEMMs"
+    source = f"{what} measured on {content.get('device')} ({name})"
+    if base is None:
+        figures = {
+            "tflops": {key: rates[key] / 1e12 for key in ("bf16", "fp8")},
+            "bandwidth_gbs": rates["bandwidth"] / 1e9,
+            "node": 1,
+            **{
+                key: content[key]
+                for key in ("memory_gb", "link_gbs", "network_gbs", "node")
+                if key in content
+            },
+        }
+        found = made(name, figures, f"--device={name}", links=False)
+    else:
+        found = made(base, table()[base], f"--device={name}")
+        source += f", the rest from {found.source}"
+    known = {key: text for key, text in found.figures.items() if key not in ("tflops", "bandwidth_gbs")}
+    rates.setdefault("casts", rates.get("bandwidth", found.bandwidth))
+    return replace(found, name=name, source=source, measured=True, figures=known, **rates)
+
+
+def _base(name: str, content: Mapping[str, Any], *, alone: bool) -> str | None:
+    """The device of which the rest is taken: as the file says, or as its device is called."""
+    known = table()
+    if content.get("base") in known:
+        return str(content["base"])
+    called = str(content.get("device", "")).lower().replace(" ", "-")
+    found = [key for key in known if all(part in called for part in key.split("-"))]
+    if found:
+        return max(found, key=len)
+    if alone:
+        return None
+    raise ValueError(
+        f"--device={name} was measured on {content.get('device')!r}, of which no memory and links are known: add"
+        f" `base: NAME` to it, with one of {', '.join(known)}; or measure casts and copies too (`megatron-fp8 bench"
+        " --only quantise,gemm --out FILE`)."
+    )
+
+
+def _of_recipe(name: str, rows: list[dict[str, Any]], recipe: str) -> list[dict[str, Any]]:
+    found = [row for row in rows if row.get("contender", recipe) == recipe]
+    if not found:
+        measured = ", ".join(dict.fromkeys(str(row["contender"]) for row in rows))
+        raise ValueError(
+            f"--device={name} has GEMMs of {measured}, and the run is in {recipe}: run `megatron-fp8 bench --recipe"
+            f" {recipe} --only quantise,gemm --out FILE`."
+        )
+    return found
+
+
+def _operations(row: Mapping[str, Any]) -> int:
+    count: int = 2 * row["k"] * row["n"] * row["tokens"]
+    return count
+
+
+def _values(row: Mapping[str, Any]) -> int:
+    """Of the input that is cast, or copied."""
+    count: int = row["k"] * row["tokens"]
+    return count
+
+
+def _seconds(row: Mapping[str, Any], which: str) -> float:
+    found: float = row[f"{which}_ms"] * 1e-3
+    return found

@@ -1,0 +1,28 @@
+"""How far the roofline was off where it was measured: a real step's time over the roofline's, of one machine.
+
+`python -m benchmarks.roofline --write` measures it and writes off.yaml. The roofline there was of that machine's own
+`megatron-fp8 bench`, not of a data sheet.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+from ..files.strict_yaml import load_yaml
+
+
+def measured() -> dict[str, Any]:
+    """off.yaml: date, machine, model, and the ratios by precision."""
+    found: dict[str, Any] = load_yaml(resources.files(__package__).joinpath("off.yaml").read_bytes())
+    return found
+
+
+def sentence() -> str:
+    """The same in words."""
+    found = measured()
+    ratios = sorted(found["ratio"].values())
+    return (
+        f"a real step took {ratios[0]:.1f} to {ratios[-1]:.1f} x the roofline on the one machine where both were measured"
+        f" ({found['machine']}, a CPU, {found['date']}; {found['model']}); on GPUs nobody has compared them"
+    )
