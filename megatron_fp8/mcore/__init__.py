@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -49,6 +50,7 @@ def install() -> None:
         patch_set = PatchSet(patches)
         patch_set.apply()
     _installed = patch_set
+    _offer_spec()
 
 
 def uninstall() -> None:
@@ -60,6 +62,13 @@ def uninstall() -> None:
     if _installed is not None:
         _installed.revert()
         _installed = None
+        _offer_spec()
+
+
+def _offer_spec() -> None:
+    """Tell spec.py, if it was imported: its object for --spec is there while the hooks are."""
+    if spec := sys.modules.get(f"{__name__}.spec"):
+        spec.offer()
 
 
 def is_installed() -> bool:

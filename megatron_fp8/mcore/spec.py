@@ -129,8 +129,21 @@ def _require_installed() -> None:
 
 
 def __getattr__(name: str) -> ModuleSpec:
-    # Megatron-LM's --spec imports an object and never calls it, so the dense spec is made when it is looked up.
-    if name == "gpt_layer_fp8_spec":
+    if name == "gpt_layer_fp8_spec":  # without install(), or it would stand here
         _require_installed()
-        return with_own_modules(gpt_layer_specs.get_gpt_layer_local_spec())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def offer() -> None:
+    """Put `gpt_layer_fp8_spec`, the spec of a dense layer, into this module for as long as the hooks are installed.
+
+    Megatron-LM's --spec takes an object out of vars(module) and never calls it, so a function would not do, nor would one
+    that is made when it is asked for.
+    """
+    if is_installed():
+        globals()["gpt_layer_fp8_spec"] = with_own_modules(gpt_layer_specs.get_gpt_layer_local_spec())
+    else:
+        globals().pop("gpt_layer_fp8_spec", None)
+
+
+offer()

@@ -124,7 +124,7 @@ FIELDS: dict[str, Field] = {
     "embedding_init_method_std": works(optional(number(0, 1e3)), "transformer/transformer_config"),
     "init_model_with_meta_device": refused("it is for Megatron-FSDP"),
     "perform_initialization": works(FLAG, "transformer/utils"),
-    "use_cpu_initialization": works(FLAG, "tensor_parallel/layers"),
+    "use_cpu_initialization": works(optional(FLAG), "tensor_parallel/layers"),
     # ---- precision
     "fp16": works(FLAG, _SDPA),
     "bf16": works(FLAG, _SDPA),
