@@ -25,6 +25,7 @@ from benchmarks.gpu_common import (
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import tiles_of
+from megatron_fp8.kernels.gemms import add_matmul_fp32
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
@@ -38,7 +39,7 @@ GEMMS = [(1, 1, 1), (33, 17, 70), (127, 1000, 641), (1000, 513, 8), (512, 2752, 
 
 def checks() -> dict[str, Callable[[Machine], str]]:
     """Every check by name."""
-    found: dict[str, Callable[[Machine], str]] = {"digests": digests}
+    found: dict[str, Callable[[Machine], str]] = {"digests": digests, "added products": added_products}
     for what, check in (("codes", codes), ("gemm", gemms), ("gradients", gradients), ("no waiting", no_waiting),
                         ("graph", cuda_graph)):  # fmt: skip
         found |= {f"{what} {name}": partial(check, name=name) for name in RECIPES}
@@ -153,6 +154,18 @@ def mx_scales(machine: Machine, name: str) -> str:
     if torch.cuda.get_device_capability(machine.device)[0] == 10:
         assert by == ["fprop", "dgrad", "wgrad"], f"of three products of blocks {by} run as MX's"
     return f"{count:,} scales in tiles, all equal; products of blocks that run as MX's: {', '.join(by) or 'none'}"
+
+
+def added_products(machine: Machine) -> str:
+    """A wgrad in high precision, which its product adds to a float32 buffer, against float64."""
+    n, m, k = (33, 70, 48) if machine.dry else (2752, 1000, 1024)
+    dy, x = random(machine, m, n, seed=1), random(machine, m, k, seed=2)
+    into = torch.randn(n, k, device=machine.device)
+    exact = into.double() + dy.double().t() @ x.double()
+    add_matmul_fp32(into, dy.t(), x.t())
+    error = relative_error(into, exact)
+    assert error < 1e-5, f"off by {error:.1e} (RMS)"
+    return f"off by {error:.1e} (RMS)"
 
 
 def product64(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,6 +52,7 @@ CHECK = (
     Group("digests", "benchmarks.gpu_checks", ("digests",), 120, 120),
     of("codes", "gpu_checks", SIX, 150, 60),
     of("gemm", "gpu_checks", SIX, 120, 60),
+    Group("added products", "benchmarks.gpu_checks", ("added products",), 30, 30),
     of("mx scales", "gpu_checks", ("blockwise", "mxfp8"), 60, 30),
     of("no waiting", "gpu_checks", SIX, 60, 30),
     ROOFLINE,

@@ -5,10 +5,12 @@ A launch is a Triton kernel, a scaled product, or any operation of torch's that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp8.backends.native.layout import Refusal
@@ -33,6 +35,16 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def launches_by_name(refusal: Refusal = lambda request: None) -> Iterator[list[str]]:
-    """The names of all launches so far; tensors made inside have no values. ``refusal``: of the GPU's products."""
-    with gpu_without_values(refusal) as launches, _Operations(launches.names):
+    """The names of all launches so far; tensors made inside have no values. ``refusal``: of the GPU's products.
+
+    Collectives send nothing: each is a launch, as NCCL's are.
+    """
+    with gpu_without_values(refusal) as launches, ExitStack() as stack:
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+            stack.enter_context(mock.patch.object(dist, name, _collective(name, launches.names)))
+        stack.enter_context(_Operations(launches.names))
         yield launches.names
+
+
+def _collective(name: str, names: list[str]) -> Callable[..., None]:
+    return lambda *_, **__: names.append(name)

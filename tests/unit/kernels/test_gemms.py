@@ -12,7 +12,7 @@ import torch
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.cpu import loops, mkl, products
-from megatron_fp8.kernels.gemms import matmul_high_precision
+from megatron_fp8.kernels.gemms import add_in_product, add_matmul_fp32, matmul_high_precision
 from megatron_fp8.recipe import MXFP8BlockScaling
 
 SHAPES = [
@@ -163,3 +163,18 @@ def test_what_cannot_be_multiplied_is_named():
         ):
             with pytest.raises(AssertionError, match=said):
                 matmul(x, y)
+
+
+def test_a_product_that_is_added(monkeypatch):
+    """To float32 in one product of torch's, which takes these tensors (their shape function says so); else by a pass."""
+    a, b, into = matrix(14, 70, "rowwise", 1), matrix(32, 70, "columnwise", 2), torch.ones(14, 32)
+    expected = 1 + matmul_high_precision(a, b, torch.float32)
+    add_matmul_fp32(into, a, b)
+    assert torch.equal(into, expected)
+    calls = []
+    whole = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: calls.append(whole(*args, **options)))
+    meta = [t.to("meta") for t in (into, a, b)]
+    assert add_in_product(*meta) and calls[0] is meta[0] and meta[0].dtype is torch.float32
+    assert not add_in_product(meta[0].bfloat16(), *meta[1:]) and not add_in_product(meta[0], a.float(), b)
+    assert len(calls) == 1

@@ -43,6 +43,38 @@ SECOND = {
     "blockwise": f"quantize_tiles {V2} ; quantize_tiles {V2} {V2}",
     "mxfp8": f"quantize_tiles {V1} ; quantize_tiles {V1} {V1}",
 }
+# The weight lives as FP8: its record is of the optimizer's cast, its codes lie in one order.
+FP8_PARAM = {
+    "delayed": f"cast_tensor maximum add_ {V1} ; cast_tensor transpose {V1} {V1}",
+    "tensorwise": f"{TENSORWISE} maximum add_ {V1} ; {TENSORWISE} transpose {V1} {V1}",
+    "rowwise": f"{ROWWISE} maximum add_ {V1} ; {ROWWISE} transpose {V1} {V1}",
+    "blockwise": f"quantize_tiles maximum add_ {V2} ; quantize_tiles transpose new_ones copy_ {V2} {V2}",
+    "mxfp8": f"quantize_tiles maximum add_ tile_scales {V1} ; quantize_tiles transpose tile_scales {V1} {V1}",
+}
+# Sequence parallel, two ranks: codes and scales are gathered and laid side by side.
+GATHER, SCATTER, SHARED = "all_gather_into_tensor", "reduce_scatter_tensor", "find_amaxes all_reduce"
+COLUMN = {
+    "delayed": f"cast_tensor {GATHER} clone cast_tensor {V1} ; cast_tensor {GATHER} {V1} clone {SCATTER} {V1}",
+    "tensorwise": f"zeros {SHARED} cast_tensor {GATHER} {TENSORWISE} {V1} ;"
+    f" {TENSORWISE} {GATHER} {V1} clone {SCATTER} {V1}",
+    "rowwise": f"zeros {SHARED} cast_rows {GATHER} {GATHER} {ROWWISE} {V1} ;"
+    f" {ROWWISE} {GATHER} {V1} clone {SCATTER} {V1}",
+    "blockwise": f"quantize_tiles {GATHER} clone {GATHER} quantize_tiles new_ones copy_ {V2} ;"
+    f" quantize_tiles {GATHER} {GATHER} {V2} clone {SCATTER} {V2}",
+    "mxfp8": f"quantize_tiles {GATHER} {GATHER} quantize_tiles tile_scales {V1} ;"
+    f" quantize_tiles {GATHER} clone {GATHER} {V1} clone {SCATTER} tile_scales {V1}",
+}
+ROW = {
+    "delayed": f"cast_tensor clone cast_tensor {V1} {SCATTER} ; cast_tensor {GATHER} {V1} transpose {V1}",
+    "tensorwise": f"{TENSORWISE} {TENSORWISE} {V1} {SCATTER} ;"
+    f" zeros {SHARED} cast_tensor {GATHER} {V1} transpose {V1}",
+    "rowwise": f"{ROWWISE} {ROWWISE} {V1} {SCATTER} ;"
+    f" zeros {SHARED} cast_rows {GATHER} {GATHER} {GATHER} {V1} clone {V1}",
+    "blockwise": f"quantize_tiles quantize_tiles {V2} {SCATTER} ; quantize_tiles"
+    f" {GATHER} clone {GATHER} {GATHER} {GATHER} new_ones copy_ {V2} clone {V2}",
+    "mxfp8": f"quantize_tiles quantize_tiles {V1} {SCATTER} ; quantize_tiles"
+    f" {GATHER} {GATHER} {GATHER} clone {GATHER} tile_scales {V1} clone tile_scales {V1}",
+}
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -104,6 +136,21 @@ def test_second_microbatch(name: str) -> None:
 def test_main_grad(name: str) -> None:
     """One pass more, which adds: torch's scaled product has no beta."""
     assert launched(RECIPES[name], main_grad=True) == f"{FIRST[name]} add_"
+
+
+@pytest.mark.parametrize("name", FP8_PARAM)
+def test_fp8_parameters(name: str) -> None:
+    """In the second microbatch nothing is recorded."""
+    found = [launched(RECIPES[name], fp8_param=True, microbatches=n) for n in (1, 2)]
+    assert found == [FP8_PARAM[name], FP8_PARAM[name].replace(" maximum add_", "")]
+    assert count(found[0]) <= MOST
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("column", COLUMN), ("row", ROW)])
+@pytest.mark.parametrize("name", FIRST)
+def test_sequence_parallel(name: str, kind: Any, expected: dict[str, str]) -> None:
+    tp = TensorParallel(kind, None, sequence_parallel=True, size=2)
+    assert launched(RECIPES[name], tp=tp) == expected[name]
 
 
 def test_blocks_on_blackwell() -> None:
