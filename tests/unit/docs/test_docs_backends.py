@@ -70,7 +70,7 @@ def test_settings(what, tmp_path, monkeypatch):
 KINDS = {
     "one scale each": {"TENSOR"},
     "scales per row": {"ROW"},
-    "128-wide blocks; else this package's block-scaled kernel": {"BLOCK", "BLOCK_1D"},
+    "128-wide blocks; else 32-wide ones; else this package's block-scaled kernel": {"BLOCK", "BLOCK_1D"},
     "32-wide blocks": {"MX"},
 }
 
@@ -99,6 +99,10 @@ def test_recipes():
 def test_blocks_need_no_product_of_torchs():
     requests = planned(RECIPES["blockwise"](), lambda request: None if request.triton else "not here")
     assert all(request.triton for request in requests)
+    requests = planned(
+        RECIPES["blockwise"](), lambda request: None if request.mode.name == "MX" else "not here"
+    )
+    assert {request.mode.name for request in requests} == {"MX"}
 
 
 def test_versions_and_names():
