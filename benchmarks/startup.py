@@ -45,17 +45,23 @@ RUN = [
 STAGES = """\
 import sys, time
 began, out, arguments = float(sys.argv[1]), sys.argv[2], sys.argv[3:]
-stages = {"interpreter": time.time() - began}
+stages = {"interpreter": (time.time() - began, time.process_time())}
+
+def now():
+    return time.time(), time.process_time()
 
 def stage(name, since):
-    stages[name] = stages.get(name, 0.0) + time.time() - since
+    wall, cpu = stages.get(name, (0.0, 0.0))
+    stages[name] = wall + time.time() - since[0], cpu + time.process_time() - since[1]
 
-now = time.time(); import torch; stage("import torch", now)
-now = time.time()
+since = now()
+import torch
+stage("import torch", since)
+since = now()
 from megatron_fp8 import mcore
 mcore.install()
-stage("import Megatron-Core, patch it", now)
-now = time.time()
+stage("import Megatron-Core, patch it", since)
+since = now()
 import megatron_fp8.commands.train as app
 from megatron_fp8.mcore import report as _, guard as _, iteration as _, sites as _
 from megatron_fp8.train import binding, checkpoints, loop, metrics, model, report, run_folder, step
@@ -64,12 +70,12 @@ from megatron_fp8.train.data import datasets, tokenizers
 from megatron_fp8.train.launch import facts, parallel
 from megatron_fp8 import telemetry
 from megatron_fp8.kernels.cpu import library
-stage("import the app", now)
+stage("import the app", since)
 
 def timed(owner, attribute, name):
     original = getattr(owner, attribute)
     def call(*args, **kwargs):
-        since = time.time()
+        since = now()
         try:
             return original(*args, **kwargs)
         finally:
@@ -90,10 +96,10 @@ timed(metrics.MetricsWriter, "__init__", "writers (TensorBoard)")
 first = step.Stepper.step
 
 def until_first(self, training):
-    since = time.time()
+    since = now()
     found = first(self, training)
     stage("first iteration", since)
-    stages["all"] = time.time() - began
+    stages["all"] = time.time() - began, time.process_time()
     import json
     with open(out, "w") as file:
         json.dump(stages, file)
@@ -128,9 +134,9 @@ def texts(repetitions: int) -> dict[str, dict[str, float]]:
     }
 
 
-def first_iteration(repetitions: int) -> dict[str, float]:
-    """Stage -> seconds of the median run, to the end of the first iteration."""
-    runs: list[dict[str, float]] = []
+def first_iteration(repetitions: int) -> dict[str, tuple[float, float]]:
+    """Stage -> (wall, CPU) seconds of the median run, to the end of the first iteration."""
+    runs: list[dict[str, tuple[float, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(-1, repetitions):
             out = Path(folder) / f"{turn}.json"
@@ -145,7 +151,8 @@ def first_iteration(repetitions: int) -> dict[str, float]:
                 runs.append(json.loads(out.read_text()))
     found = sorted(runs, key=lambda run: run["all"])[len(runs) // 2]
     whole = found.pop("all")
-    return {**found, "the rest": whole - sum(found.values()), "all": whole}
+    known = [sum(each) for each in zip(*found.values(), strict=True)]
+    return {**found, "the rest": (whole[0] - known[0], whole[1] - known[1]), "all": whole}
 
 
 def main() -> int:
@@ -170,7 +177,7 @@ def main() -> int:
     ]
     header = ["command", "wall s", "CPU s", "x `python -c pass`", "x `import torch`"]
     stages = first_iteration(max(1, options.repetitions // 2))
-    lines = [[name, f"{seconds:.2f}"] for name, seconds in stages.items()]
+    lines = [[name, *(f"{seconds:.2f}" for seconds in both)] for name, both in stages.items()]
     beyond = told[PACKAGE]["cpu"] - torch
     shown = "\n\n".join(
         [
@@ -178,7 +185,7 @@ def main() -> int:
             f"`import megatron_fp8` beyond torch: {beyond:.2f} s of CPU time. `megatron-fp8 estimate` beyond torch:"
             f" {told['megatron-fp8 estimate']['cpu'] - torch:.2f} s.",
             "The tiny run on one rank, until its first iteration is done:",
-            table(["stage", "wall s"], lines),
+            table(["stage", "wall s", "CPU s"], lines),
         ]
     )
     print(shown)

@@ -358,4 +358,6 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         model = dataclasses.replace(model, vocab_size=_BYTES_VOCABULARY)
     if has_experts:
         notes.append("experts: every expert is taken to get as many tokens as any other")
+    if has_experts and model.expert_tp > 1:
+        notes.append("experts that tensor parallelism cuts: what their ranks send was never counted in a run")
     return model, notes

@@ -180,18 +180,6 @@ def _collectives() -> Iterator[Counter[str]]:
         "all_to_all_single": ("all-to-all", 1),  # what this rank sends; of what comes that is others'
     }
     patches = []
-    for name, (kind, position) in {
-        "all_gather": ("all-gather", 0),
-        "reduce_scatter": ("reduce-scatter", 1),
-    }.items():
-        listed = getattr(dist, name)  # of pieces of different sizes
-
-        def call_list(*args: Any, _k: str = kind, _p: int = position, _f: Any = listed, **kwargs: Any) -> Any:
-            if dist.get_world_size(kwargs.get("group")) > 1:
-                found[_k] += sum(piece.numel() * piece.element_size() for piece in args[_p])
-            return _f(*args, **kwargs)
-
-        patches += _everywhere(listed, call_list)
     for name, (kind, position) in whole.items():
         original = getattr(dist, name)
 
