@@ -50,23 +50,26 @@ def cluster(tmp_path_factory):
 
 
 class Runs:
-    """Jobs of the shipped scripts, two ranks each, on the same small run."""
+    """Jobs of the shipped scripts, two ranks each, on the same small run.
 
-    def __init__(self, cluster, folder):
-        self.cluster, self.folder = cluster, folder
+    Their processes are forked, but for the job of test_a_cancelled_job_saves_and_stays_cancelled.
+    """
+
+    def __init__(self, cluster, folder, python):
+        self.cluster, self.folder, self.python = cluster, folder, python
         words = random.Random(0).choices(["spam", "eggs", "ham", "toast", "tea", "\n"], k=60_000)
         (folder / "text.txt").write_text(" ".join(words))
         data = {"paths": [str(folder / "text.txt")], "split": "80,20,0", "cache_dir": str(folder / "cache")}
         (folder / "small.yaml").write_text(yaml.safe_dump({**CONFIG, "data": data}))
 
-    def submit(self, name, script, *options, arguments=(), **knobs):
-        """A job of `script` with data parallelism over two ranks; its number."""
+    def submit(self, name, script, *options, arguments=(), python=None, **knobs):
+        """A job of `script` with data parallelism over two ranks; its number. `python`: not the forking one."""
         return self.cluster.submit(
             SCRIPTS / script,
             *options,
             f"--output={self.folder / name}.log",
             arguments=arguments,
-            PYTHON=sys.executable,
+            PYTHON=python or self.python,
             PYTHONPATH=str(ROOT),
             CONFIG=str(self.folder / "small.yaml"),
             RUN_DIR=str(self.folder / name),
@@ -127,8 +130,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(cluster, tmp_path_factory):
-    return Runs(cluster, tmp_path_factory.mktemp("runs"))
+def runs(cluster, tmp_path_factory, forking_python):
+    return Runs(cluster, tmp_path_factory.mktemp("runs"), forking_python)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +197,7 @@ def test_a_task_per_rank_is_warned_of_its_time_limit_then_loses_a_rank_and_ends_
 def test_a_cancelled_job_saves_and_stays_cancelled(runs):
     job = runs.submit(
         "cancelled", "one_node.sbatch", "--gpus-per-node=2", RANKS_PER_NODE="2",
-        arguments=("--train.train_iters=5000", "--train.eval_iters=0"),
+        arguments=("--train.train_iters=5000", "--train.eval_iters=0"), python=sys.executable,
     )  # fmt: skip
     runs.wait_for_iteration("cancelled", 3)
     runs.cluster.command("scancel", str(job))
