@@ -18,6 +18,7 @@ from benchmarks.support import forking
 from benchmarks.support.ranks import RankPool
 from tests.support import order
 from tests.support.interpreter import lean_interpreter
+from tests.support.left_behind import left_behind, state
 
 lean_interpreter()
 
@@ -44,6 +45,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{seconds:7.1f}s {file}")
     if terminalreporter.config.getoption("write_seconds"):
         order.write_table(found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A file of tests that leaves something changed in this process fails by its name, not the file after it."""
+    before = state()
+    yield
+    if left := left_behind(before):
+        pytest.fail(f"{request.node.nodeid} leaves changed behind:\n" + "\n".join(left), pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,54 @@
-"""The suite itself: long files run first, draws repeat, folders are made once."""
+"""The suite itself: what a file leaves changed is named and put back, long files run first, draws repeat."""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fp8 import mcore
+from megatron_fp8.mcore.patches.patching import PatchSet
 from tests.support import draws, order
+from tests.support.left_behind import left_behind, state
 from tests.support.made_once import made_once
 
 TESTS = Path(__file__).parents[1]
+
+
+# ---------------------------------------------------------------------------------------------------------- left behind
+
+
+def test_nothing_left_is_nothing_said():
+    assert left_behind(state()) == []
+
+
+def test_what_is_left_is_named_and_put_back(monkeypatch, tmp_path):
+    before, threads, folder = state(), torch.get_num_threads(), os.getcwd()
+    monkeypatch.setattr(mcore, "_installed", PatchSet([]))
+    monkeypatch.setenv("LEFT", "ham")
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(threads + 1)
+    torch.set_float32_matmul_precision("high")
+    said = left_behind(before)
+    assert [line.partition(":")[0] for line in said] == [
+        "megatron_fp8.mcore.install()",
+        "environment variables",
+        "working directory",
+        "torch's default dtype",
+        "torch's threads",
+        "torch's float32 precision of products",
+    ]
+    assert said[1] == "environment variables: LEFT was None and is 'ham'"
+    assert left_behind(before) == [] and not mcore.is_installed() and os.getcwd() == folder
 
 
 # ------------------------------------------------------------------------------------------------------------ their order
