@@ -14,6 +14,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -97,20 +98,33 @@ def started(
     stdout: str,
     stderr: str,
     executable: str = sys.executable,
+    ignored: Sequence[int] = (),
 ) -> Any:
-    """A running process of a command, which writes to these two files; `executable`: its `sys.executable`."""
-    arguments = (list(command), dict(env), cwd, stdout, stderr, executable)
+    """A running process of a command, which writes to these two files and starts with signals `ignored`.
+
+    `executable`: its `sys.executable`.
+    """
+    arguments = (list(command), dict(env), cwd, stdout, stderr, executable, ignored)
     process = CONTEXT.Process(target=_as_command, args=arguments)
     process.start()
     return process
 
 
 def _as_command(
-    command: Sequence[str], env: Mapping[str, str], cwd: str, stdout: str, stderr: str, executable: str
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    stdout: str,
+    stderr: str,
+    executable: str,
+    ignored: Sequence[int],
 ) -> None:
     """What the interpreter does with its command line, in a forked child."""
+    for signal_number in ignored:
+        signal.signal(signal_number, signal.SIG_IGN)
     for number, path in ((1, stdout), (2, stderr)):
-        stream = os.open(path, os.O_WRONLY | os.O_CREAT)
+        # Appended: a file that several processes write to is opened by each of them anew.
+        stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(stream, number)
         os.close(stream)
     os.environ.clear()

@@ -5,8 +5,8 @@
 
 `path` is a small script. It sends its arguments, environment and folder to this process, which forks the command; the
 command writes to the script's own stdout and stderr. The script passes on the signals by which programs are told to
-stop; it ends as the command does, and a killed script takes the command with it. In the command, `sys.executable` is
-the script again: what torchrun starts is forked too. It has no stdin.
+stop, and which of them it was started to ignore. It ends as the command does, and a killed script takes the command with
+it. In the command, `sys.executable` is the script again: what torchrun starts is forked too. It has no stdin.
 Those who look at process ids or command lines see the script's.
 """
 
@@ -34,10 +34,12 @@ def pass_on(number, frame):
         return  # the command has ended, and so does this
 with socket.socket(socket.AF_UNIX) as asked:
     asked.connect({address!r})
-    asked.sendall(json.dumps([os.getpid(), sys.argv[1:], dict(os.environ), os.getcwd()]).encode() + b"\\n")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, pass_on)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    ignored = [number for number in numbers if signal.getsignal(number) == signal.SIG_IGN]
+    request = [os.getpid(), sys.argv[1:], dict(os.environ), os.getcwd(), ignored]
+    asked.sendall(json.dumps(request).encode() + b"\\n")
+    for number in numbers:
+        signal.signal(number, pass_on)
     code = int(asked.makefile().read())
 if code < 0:
     if -code != signal.SIGKILL:
@@ -79,11 +81,11 @@ def _serve(asked: socket.socket, path: str) -> None:
                 return  # killed before it had asked
             said += more
         request, _, signals = said.partition(b"\n")
-        pid, command, env, cwd = json.loads(request)
+        pid, command, env, cwd, ignored = json.loads(request)
         if command[0] == "-u":  # of torchrun, and only about when lines are seen
             del command[0]
         stdout, stderr = f"/proc/{pid}/fd/1", f"/proc/{pid}/fd/2"
-        process = started(command, env, cwd, stdout, stderr, executable=path)
+        process = started(command, env, cwd, stdout, stderr, executable=path, ignored=ignored)
         _pass_on(signals, process.pid)
         while process.sentinel not in wait([process.sentinel, asked]):
             signals = asked.recv(64)

@@ -1,7 +1,7 @@
 """What a file of tests may not leave changed in its process, where the next file would find it.
 
-`state()` before and after; `left_behind(before)` says what differs and puts it back. Of warnings' filters pytest itself
-takes care, after each test.
+`left_behind(state())` says what differs by then, and puts it back; `with put_back():` is for code that has to change it,
+such as a command's `main`. Of warnings' filters pytest itself takes care, after each test.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +80,9 @@ GLOBALS = {
     "environment variables": Global(_environment, _set_environment),
     "working directory": Global(os.getcwd, os.chdir),
     "handlers of signals": Global(_signals, _set_signals),
+    "warnings.formatwarning": Global(
+        lambda: warnings.formatwarning, lambda function: setattr(warnings, "formatwarning", function)
+    ),
     "torch's default dtype": Global(torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": Global(torch.get_default_device, torch.set_default_device),
     "torch's threads": Global(torch.get_num_threads, torch.set_num_threads),
@@ -105,6 +110,16 @@ def left_behind(before: dict[str, Any]) -> list[str]:
             found.append(f"{name}: {_difference(was, now)}")
             one.write(was)
     return found
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """What is changed inside is as before afterwards."""
+    before = state()
+    try:
+        yield
+    finally:
+        left_behind(before)
 
 
 def _difference(was: Any, now: Any) -> str:

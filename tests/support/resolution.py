@@ -40,7 +40,7 @@ def requirements(*, tests: bool) -> list[str]:
 
 
 def resolve(wanted: list[str], constraints: Path, wheels: Path | None = None) -> dict[str, dict[str, Any]]:
-    """Package -> metadata of what pip would install into an empty environment, from the index or from a folder of wheels.
+    """Package -> metadata of what pip would install into an empty environment, from the index or from write_wheels'.
 
     RuntimeError with pip's words if nothing fits.
     """
@@ -50,7 +50,7 @@ def resolve(wanted: list[str], constraints: Path, wheels: Path | None = None) ->
         command += ["--disable-pip-version-check", "--report", str(report), "-c", str(constraints)]
         environment = dict(os.environ)
         if wheels is not None:  # and nothing else, whatever this machine's pip is set to
-            command += ["--no-index", "--find-links", str(wheels)]
+            command += ["--index-url", wheels.as_uri()]
             environment = {name: value for name, value in environment.items() if not name.startswith("PIP_")}
             environment["PIP_CONFIG_FILE"] = os.devnull
         done = subprocess.run([*command, *wanted], capture_output=True, text=True, env=environment)
@@ -61,21 +61,25 @@ def resolve(wanted: list[str], constraints: Path, wheels: Path | None = None) ->
 
 
 def write_wheels(recorded: Versions, folder: Path) -> None:
-    """A wheel without content for every recorded version."""
+    """A wheel without content for every recorded version, in an index: pip reads a plain folder anew for each package."""
     for name, versions in recorded.items():
+        own = folder / name
+        own.mkdir()
         for version, needs in versions.items():
             stem = f"{name.replace('-', '_')}-{version}"
             extras = sorted({e for need in needs for e in _extras_of_marker(need)})
             lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
             lines += [f"Provides-Extra: {extra}" for extra in extras]
             lines += [f"Requires-Dist: {need}" for need in needs]
-            with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+            with zipfile.ZipFile(own / f"{stem}-py3-none-any.whl", "w") as wheel:
                 info = f"{stem}.dist-info"
                 wheel.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
                 wheel.writestr(
                     f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
                 )
                 wheel.writestr(f"{info}/RECORD", "")
+        links = "".join(f'<a href="{wheel.name}">{wheel.name}</a>\n' for wheel in sorted(own.glob("*.whl")))
+        (own / "index.html").write_text(f"<!DOCTYPE html>\n{links}")
 
 
 def _extras_of_marker(need: str) -> set[str]:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,11 +84,19 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> to
     return torch.randn(shape, generator=generator, **F32).to(dtype)
 
 
-def assert_independent(name: str, make: Callable[[], list[torch.Tensor]]) -> None:
+@cache
+def by_torchs_own_defaults(
+    make: Callable[..., list[torch.Tensor]], engine: str, *case: Any
+) -> list[torch.Tensor]:
+    """Made once for all other defaults; nobody writes to it."""
+    return make(*case)
+
+
+def assert_independent(name: str, make: Callable[..., list[torch.Tensor]], engine: str, *case: Any) -> None:
     """The same dtypes, devices and bytes with and without another default."""
-    expected = make()
+    expected = by_torchs_own_defaults(make, engine, *case)
     with default(name):
-        found = make()
+        found = make(*case)
     assert len(found) == len(expected) > 0
     for index, (mine, wanted) in enumerate(zip(found, expected, strict=True)):
         assert (mine.dtype, mine.device) == (wanted.dtype, wanted.device), index
@@ -99,6 +110,7 @@ def engine(request, monkeypatch):
     monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
     if request.param == "torch":
         monkeypatch.setattr(cpu, "usable", lambda *_: False)
+    return request.param
 
 
 def train(recipe: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -128,53 +140,56 @@ def train(recipe: str, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_the_linear_trains_to_the_same_bits(name, recipe, dtype, engine):
-    assert_independent(name, lambda: train(recipe, dtype))
+    assert_independent(name, train, engine, recipe, dtype)
+
+
+def pieces() -> list[torch.Tensor]:
+    """Of everything that makes tensors outside of training."""
+    found = []
+    for recipe in RECIPES.values():
+        for shape in ((0, 32), (96, 160)):
+            q = quantize(randn(*shape), recipe, "weight", direction="both")
+            found += [q.rowwise.codes, q.columnwise.codes, q.dequantize()]
+        found.append(fp8_matmul(randn(32, 64), randn(64, 32), recipe))
+    delayed = DelayedScaling(amax_history_len=4)
+    parameter = fp8_parameter(randn(64, 96), quantizer_of(delayed))
+    quantize_shards([parameter], [randn(64 * 96, seed=1, dtype=torch.float32)], [0], None)
+    found += [parameter.codes[0], parameter.dequantize()]
+    linear = Fp8Linear(96, 64, bias=False, recipe=delayed, dtype=torch.bfloat16, device="cpu")
+    with torch.no_grad():
+        linear.weight.copy_(randn(64, 96))
+    calibration = calibrate(linear, [randn(32, 96)])
+    with tempfile.TemporaryDirectory() as folder:
+        calibration.save(Path(folder))
+    return [*found, *(r.amaxes for r in calibration.ranges.values())]
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_the_pieces_give_the_same_bits(name, tmp_path, engine):
-    def make() -> list[torch.Tensor]:
-        found = []
-        for recipe in RECIPES.values():
-            for shape in ((0, 32), (96, 160)):
-                q = quantize(randn(*shape), recipe, "weight", direction="both")
-                found += [q.rowwise.codes, q.columnwise.codes, q.dequantize()]
-            found.append(fp8_matmul(randn(32, 64), randn(64, 32), recipe))
-        delayed = DelayedScaling(amax_history_len=4)
-        parameter = fp8_parameter(randn(64, 96), quantizer_of(delayed))
-        quantize_shards([parameter], [randn(64 * 96, seed=1, dtype=torch.float32)], [0], None)
-        found += [parameter.codes[0], parameter.dequantize()]
-        linear = Fp8Linear(96, 64, bias=False, recipe=delayed, dtype=torch.bfloat16, device="cpu")
-        with torch.no_grad():
-            linear.weight.copy_(randn(64, 96))
-        calibration = calibrate(linear, [randn(32, 96)])
-        calibration.save(tmp_path)
-        return [*found, *(r.amaxes for r in calibration.ranges.values())]
+def test_the_pieces_give_the_same_bits(name, engine):
+    assert_independent(name, pieces, engine)
 
-    assert_independent(name, make)
+
+def kernels() -> list[torch.Tensor]:
+    """Everything that the GPU's kernels give; interpreted where there is no GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    x, gated = randn(33, 130).to(device), randn(33, 260).to(device)
+    record = Record.new(device)
+    sources = [x, Normalized(x, row_rstd(x, 1e-5), x[0]), Swiglu(gated)]
+    found = [row_rstd(x, 1e-5), swiglu_weight_grad(x, gated)]
+    for source in sources:
+        rows, cols = measure(source, rows=True, cols=True, record=record)
+        for sides in (
+            quantize_tensor(source, E4M3, amax=record.amax, record=record),
+            quantize_rows(source, E4M3, rows, cols),
+            quantize_blocks(source, E4M3, block=128, kind="pow2", record=record),
+            quantize_blocks(source, E4M3, block=128, kind="fp32", square=True, record=record),
+            quantize_blocks(source, E4M3, block=32, kind="e8m0", record=record),
+        ):
+            for side in (sides.rowwise, sides.columnwise):
+                found += [side.codes, side.scale_inv.contiguous()]
+    return [*found, record.amax, record.nonfinite]
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_the_gpu_kernels_give_the_same_bits(name):
-    """Interpreted where there is no GPU."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def make() -> list[torch.Tensor]:
-        x, gated = randn(33, 130).to(device), randn(33, 260).to(device)
-        record = Record.new(device)
-        sources = [x, Normalized(x, row_rstd(x, 1e-5), x[0]), Swiglu(gated)]
-        found = [row_rstd(x, 1e-5), swiglu_weight_grad(x, gated)]
-        for source in sources:
-            rows, cols = measure(source, rows=True, cols=True, record=record)
-            for sides in (
-                quantize_tensor(source, E4M3, amax=record.amax, record=record),
-                quantize_rows(source, E4M3, rows, cols),
-                quantize_blocks(source, E4M3, block=128, kind="pow2", record=record),
-                quantize_blocks(source, E4M3, block=128, kind="fp32", square=True, record=record),
-                quantize_blocks(source, E4M3, block=32, kind="e8m0", record=record),
-            ):
-                for side in (sides.rowwise, sides.columnwise):
-                    found += [side.codes, side.scale_inv.contiguous()]
-        return [*found, record.amax, record.nonfinite]
-
-    assert_independent(name, make)
+    assert_independent(name, kernels, "Triton")

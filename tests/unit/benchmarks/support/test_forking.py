@@ -56,6 +56,22 @@ def test_signals_reach_the_command(forking_python, tmp_path):
             assert process.wait(30) == code
 
 
+def test_a_signal_that_is_ignored_from_the_start_is_ignored_until_the_command_listens(
+    forking_python, tmp_path
+):
+    """As `trap "" USR1` of a shell has it for what it starts."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import signal, sys, time; ignored = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7)); print(ignored, flush=True); time.sleep(60)"
+    )
+    command = ["bash", "-c", 'trap "" USR1; exec "$@"', "--", forking_python, str(path)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"True\n"
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(30) == 7
+
+
 def test_a_killed_one_takes_its_command_with_it(forking_python, tmp_path):
     """What it started writes to the pipe until it is gone: the pipe's end is seen then, long before the minute."""
     script = write(tmp_path, "import time; time.sleep(60)")
@@ -70,6 +86,18 @@ def test_a_killed_one_takes_its_command_with_it(forking_python, tmp_path):
         process.kill()
         assert process.stdout.read() == b""
     assert time.monotonic() - start < 40
+
+
+def test_programs_that_write_to_one_file_write_behind_each_other(forking_python, tmp_path):
+    script = write(tmp_path, "import time; time.sleep(0.2); print('the end')")
+    with (tmp_path / "said").open("w") as out:
+        both = [
+            subprocess.Popen([forking_python, script], stdout=out, env=environment(WORD="ham"))
+            for _ in range(2)
+        ]
+        assert [process.wait(30) for process in both] == [0, 0]
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert len(lines) == 4 and lines.count("the end") == 2
 
 
 def test_torchrun_starts_its_ranks_with_it(forking_python, tmp_path, monkeypatch):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
+from benchmarks.support.forked import python
 from megatron_fp8.kernels.cpu import library
 
 
@@ -74,7 +73,7 @@ def test_what_is_no_file_under_a_librarys_name_is_not_opened(source, cache):
 
 
 @pytest.mark.parametrize("damage", ["cut short", "empty", "one bit"])
-def test_a_damaged_library_is_compiled_again(source, cache, damage):
+def test_a_damaged_library_is_compiled_again(source, cache, tmp_path, damage):
     """In a process of its own: with a file that is cut short, loading it is not an error but the end of the process."""
     (made,) = libraries(cache) if answer(source) == 42 else ()
     good = made.read_bytes()
@@ -85,9 +84,8 @@ def test_a_damaged_library_is_compiled_again(source, cache, damage):
         "from pathlib import Path; from megatron_fp8.kernels.cpu import library;"
         f"loaded, why = library.load([Path({str(source)!r})], {FLAGS!r}); print(loaded.answer(), why)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[4]
-    )
+    (tmp_path / "load.py").write_text(code)
+    run = python(str(tmp_path / "load.py"), env=os.environ, timeout=100)
     assert (run.returncode, run.stdout, run.stderr) == (0, "42 None\n", "")
     assert [path.read_bytes() for path in libraries(cache)] == [good]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.forked import python
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.codes import (
@@ -338,33 +340,24 @@ def test_no_more_threads_than_a_system_gives(monkeypatch):
 # ------------------------------------------------------------------------------------------------------------ compiling
 
 QUANTISE = """
+import hashlib
 import torch
 from megatron_fp8.kernels.codes import cast
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.kernels.cpu import loops as cpu
 from megatron_fp8.kernels.cpu import products
 codes = cast(torch.linspace(-500, 500, 1 << 15), None, E4M3).view(torch.uint8)
-print(hash(codes.numpy().tobytes()))
+print(hashlib.sha256(codes.numpy()).hexdigest())
 print(cpu.reason())
 """
 
 
-def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
-    variables = {"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0", "XDG_CACHE_HOME": str(folder), **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", QUANTISE],
-        env=variables,
-        cwd=Path(__file__).parents[4],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> list[str]:
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0 and err == "", err
-    return out.splitlines()
+def quantised(folder: Path, cache: str, environment: dict[str, str]) -> list[str]:
+    """What a process prints, with an empty cache or one that another process fills now."""
+    variables = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(folder / cache), **environment}
+    done = python(str(folder / "quantise.py"), env=variables, timeout=200)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return done.stdout.splitlines()
 
 
 def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
@@ -374,14 +367,15 @@ def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
         '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "loops.c:1: error: broken" >&2\nexit 1\n'
     )
     broken.chmod(0o755)
-    started = [
-        start(tmp_path / "shared"),
-        start(tmp_path / "shared"),
-        start(tmp_path / "a", CC="false"),
-        start(tmp_path / "b", CC="/not/there/cc"),
-        start(tmp_path / "c", CC=str(broken)),
-    ]
-    results = [finish(process) for process in started]
+    (tmp_path / "quantise.py").write_text(QUANTISE)
+    compilers = {"shared": [None, None], "a": ["false"], "b": ["/not/there/cc"], "c": [str(broken)]}
+    with ThreadPoolExecutor() as pool:
+        started = [
+            pool.submit(quantised, tmp_path, cache, {"CC": compiler} if compiler else {})
+            for cache, wanted in compilers.items()
+            for compiler in wanted
+        ]
+        results = [process.result() for process in started]
     assert len({codes for codes, _ in results}) == 1
     assert [why for _, why in results[:2]] == ["None", "None"]
     assert "false --version exits with 1" in results[2][1]

@@ -16,6 +16,7 @@ from megatron_fp8.commands import train as app
 from megatron_fp8.train.config.run_config import parse
 from megatron_fp8.train.launch import parallel
 from megatron_fp8.train.launch.parallel import Launch, check_layout, check_own_gpu, find_launch, gpu_of
+from tests.support.left_behind import put_back
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -248,13 +249,14 @@ def test_a_barrier_names_its_gpu(monkeypatch):
 def test_collectives_start_in_the_order_of_their_calls(monkeypatch):
     """CUDA reads the variable when it starts: it is there before anything of torch is."""
     seen = []
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
 
     def stop(self):
         seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         raise ValueError("enough")
 
     monkeypatch.setattr("megatron_fp8.train.stop.StopRequest.__init__", stop)
-    assert app.main([]) == 2 and seen == ["1"]
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert app.main([]) == 2 and seen == ["1", "8"]
+    with put_back():
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        assert app.main([]) == 2 and seen == ["1"]
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+        assert app.main([]) == 2 and seen == ["1", "8"]
