@@ -12,11 +12,11 @@ from benchmarks.support.ranks import Layout, model_parallel
 
 VOCAB, SEQUENCE = 300, 24  # 300 tokens are padded to 384
 KINDS = ("llama", "qwen2", "qwen3")
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read when transformers is imported
 
 
 def hf_model(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
     """A model of two layers with grouped queries. Nothing is at its default: norms, biases and theta count."""
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-OF_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that pytest and torch's compiler set."""
+OF_OTHERS = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "PYTORCH_", "KMP_", "TOKENIZERS_")
+"""What the names of variables begin with that pytest sets, or libraries when they are imported."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _install(wanted: bool) -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in OF_OTHERS}
+    return {name: value for name, value in os.environ.items() if not name.startswith(OF_OTHERS)}
 
 
 def _set_environment(values: dict[str, str]) -> None:
