@@ -20,6 +20,14 @@ from benchmarks.support.forked import Forked, started
 from megatron_fp8.commands.main import main
 from megatron_fp8.study.compare import launch
 from tests.support.command import ROOT, environment, lines
+from tests.support.left_behind import put_back
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_in_a_process_of_its_own():
+    """`compare` installs the hooks."""
+    with put_back():
+        yield
 
 
 @pytest.mark.parametrize("how", ["forked", pytest.param("real", marks=pytest.mark.long)])

@@ -1,7 +1,8 @@
 """What a file of tests may not leave changed in its process, where the next file would find it.
 
 `left_behind(state())` says what differs by then, and puts it back; `with put_back():` is for code that has to change it,
-such as a command's `main`. Of warnings' filters pytest itself takes care, after each test.
+such as a command's `main`. Of warnings' filters pytest itself takes care, after each test;
+how a warning looks is changed by libraries when they are imported.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,9 +80,6 @@ GLOBALS = {
     "environment variables": Global(_environment, _set_environment),
     "working directory": Global(os.getcwd, os.chdir),
     "handlers of signals": Global(_signals, _set_signals),
-    "warnings.formatwarning": Global(
-        lambda: warnings.formatwarning, lambda function: setattr(warnings, "formatwarning", function)
-    ),
     "torch's default dtype": Global(torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": Global(torch.get_default_device, torch.set_default_device),
     "torch's threads": Global(torch.get_num_threads, torch.set_num_threads),
