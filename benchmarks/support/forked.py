@@ -97,6 +97,7 @@ def started(
     cwd: str,
     stdout: str,
     stderr: str,
+    *,
     executable: str = sys.executable,
     ignored: Sequence[int] = (),
 ) -> Any:
