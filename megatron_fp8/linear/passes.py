@@ -166,7 +166,8 @@ def _backward(
             site.accumulate("wgrad", columnwise, x_side, main_grad, record=call.training)
             dw = _added(weight)
         else:
-            dw = site.multiply("wgrad", columnwise, x_side, weight.dtype, record=call.training)
+            dtype = site.wgrad_dtype(weight.dtype)
+            dw = site.multiply("wgrad", columnwise, x_side, dtype, record=call.training).to(weight.dtype)
     if pending_dx is not None:
         dx = pending_dx.wait()
     return Backward(dx, dw, dbias)

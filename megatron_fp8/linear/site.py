@@ -16,6 +16,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends import BACKENDS
+from ..backends.base import RESULTS
+from ..backends.native import backend as native
 from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.operands import READERS, Cast
@@ -184,6 +186,12 @@ class GemmSite:
         if (observer := self.state.observer) is not None:
             observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
         return y
+
+    def wgrad_dtype(self, wanted: torch.dtype) -> torch.dtype:
+        """What wgrad's product is asked for, where its float32 sums are handed on in the wanted dtype: that itself of a
+        scaled product, which rounds once; float32 of 16-bit GEMMs, whose partial sums torch may round."""
+        scaled = self.plan.gemms["wgrad"] == "fp8" and self.backend is native
+        return wanted if scaled and wanted in RESULTS else torch.float32
 
     def accumulate(
         self, gemm: str, a: Operand, b: Operand, into: torch.Tensor, *, record: bool = True

@@ -158,3 +158,18 @@ def test_blocks_on_blackwell() -> None:
     found = launched(RECIPES["blockwise"], capability=(10, 0))
     assert found == f"quantize_tiles quantize_tiles {AS_MX} ; quantize_tiles {AS_MX} {AS_MX}"
     assert count(found) <= MOST
+
+
+def test_wgrad_in_high_precision_is_summed_in_float32() -> None:
+    """Of 16-bit GEMMs torch may round partial sums on a GPU: the product is asked for float32, and rounded after."""
+    with launches_by_name() as names:
+        state = Fp8State()
+        plan = fp8_site("a", 0, RECIPES["mxfp8"], "native", "test", fp8_wgrad=False)
+        x, w = leaf(256, 512), leaf(384, 512)
+        with CapturedStep(state):
+            y = fp8_linear(x, w, None, GemmSite(plan, state, None))
+            names.clear()
+            y.backward(torch.empty(256, 384, dtype=torch.bfloat16))
+            assert " ".join(names) == f"quantize_tiles {V1} _to_copy _to_copy mm _to_copy", (
+                "on a GPU: mm, _to_copy"
+            )
