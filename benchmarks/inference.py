@@ -1,19 +1,23 @@
 """Inference in FP8 against BF16 on this CPU: latency, throughput and memory: `python benchmarks/inference.py`.
 
-A Llama-like GPT of 8 layers, hidden size 512, on Megatron-Core with a KV cache, one rank:
+A Llama-like GPT on Megatron-Core with a KV cache, one rank, 6 layers whose largest linears are 2048 x 11264 and
+5632 x 2048, so that its weights come from memory:
 
 * prefill: a prompt of 256 tokens at once; decode: one token after it, for 1 and for 8 sequences;
 * memory: the bytes of all parameters and buffers, each storage once, and of the linears of the layers alone.
 
 The gate before any time: logits are, byte for byte, those of the training forward of the same recipe; with static scales,
-which no training has, they are within twice the distance of the dynamic ones from BF16. A CPU has no FP8 units: codes are
-decoded in every product, and a decode step decodes every weight to use it once. What is saved here is memory.
+which no training has, they are within twice the distance of the dynamic ones from BF16.
+
+Then linears alone, against torchao and ggml too (inference_linears.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 # Megatron-Core jits small functions, which would need a C++ compiler.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+from benchmarks import inference_linears
 from benchmarks.common import (
+    Timing,
     argument_parser,
     clock_of,
     command_line,
@@ -37,9 +43,10 @@ from benchmarks.common import (
     table,
     write_results,
 )
-from benchmarks.small_gpt import LAYERS, VOCAB, small_gpt
+from benchmarks.small_gpt import VOCAB, small_gpt
 from megatron_fp8 import mcore
 
+SIZES = {"layers": 6, "hidden": 2048, "heads": 16, "ffn": 5632}
 PROMPT, BATCHES = 256, (1, 8)
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 CONTENDERS = ("bf16", *RECIPES, "tensorwise, static")
@@ -83,10 +90,10 @@ def make_ready(name: str, bf16_logits: torch.Tensor | None) -> tuple[Contender, 
     from megatron_fp8.inference.calibration import calibrate
     from megatron_fp8.mcore.generation import Decoder
 
-    model = small_gpt(None if name == "bf16" else name.partition(",")[0], PROMPT + 1)
+    model = small_gpt(None if name == "bf16" else name.partition(",")[0], PROMPT + 1, **SIZES)
     ids = tokens(2, PROMPT)
     linears = [m for m in model.modules() if hasattr(type(m), "fp8_site")]
-    assert len(linears) == LAYERS * 4, f"{len(linears)} linears"
+    assert len(linears) == SIZES["layers"] * 4, f"{len(linears)} linears"
     calibration = calibrate(model, [ids], partial(forward, model)) if name != "bf16" else None
     if name == "delayed":
         assert calibration is not None
@@ -116,10 +123,30 @@ def make_ready(name: str, bf16_logits: torch.Tensor | None) -> tuple[Contender, 
 def main() -> int:
     """Gate, time, print."""
     parser = argument_parser((__doc__ or "").splitlines()[0], repetitions=15)
+    parser.add_argument("--ggml", type=Path, help="folder of a build of ggml with shared libraries")
+    parser.add_argument("--only", choices=("gpt", "linears"), help="one of the two tables")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_memory()
     clock, measured = clock_of(args)
+    record = environment(["megatron-core", "torchao"])
+    record["measured"] = measured
+    print(describe(record), flush=True)
+    bodies, data = [], {}
+    for name, compare in (("gpt", compare_gpt), ("linears", compare_linears)):
+        if args.only in (None, name):
+            body, data[name] = compare(args, clock)
+            print(body, flush=True)
+            bodies.append(body)
+    if args.write:
+        note = "Median time (over BF16's in the same round +- its interquartile range). Bytes are counted storages."
+        title = "Inference on CPU, FP8 against BF16"
+        write_results("inference", title, command_line(), record, "\n\n".join([note, *bodies]), data)
+    return 0
+
+
+def compare_gpt(args: argparse.Namespace, clock: Callable[[], float]) -> tuple[str, list[dict[str, Any]]]:
+    """Gate and times of the GPT: a table, and its data."""
     mcore.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     from megatron.core import parallel_state
@@ -129,50 +156,57 @@ def main() -> int:
     for name in CONTENDERS:
         contenders[name], found = make_ready(name, logits)
         logits = found if logits is None else logits
-    record = environment(["megatron-core"])
-    record["measured"] = measured
-    print(describe(record), flush=True)
     runs = {"prefill": {name: c.prefill for name, c in contenders.items()}}
     for batch in BATCHES:
         runs[f"decode {batch}"] = {name: partial(c.decode, batch) for name, c in contenders.items()}
-    times = {what: interleave(each, args.repetitions, warmup=2, clock=clock) for what, each in runs.items()}
+    with torch.no_grad():
+        times = {
+            what: interleave(each, args.repetitions, warmup=2, clock=clock) for what, each in runs.items()
+        }
+    dist.destroy_process_group()
     rows: list[list[str]] = []
     data: list[dict[str, Any]] = []
     for name, contender in contenders.items():
-        row = [name, f"{contender.linears / 2**20:.2f}", f"{contender.total / 2**20:.2f}"]
         entry: dict[str, Any] = {
             "contender": name,
             "linear_bytes": contender.linears,
             "model_bytes": contender.total,
         }
+        row = [name, f"{contender.linears / 2**20:.1f}", f"{contender.total / 2**20:.1f}"]
         for what, timing in times.items():
-            ratio, spread = timing[name].ratio_to(timing["bf16"])
-            count = {"prefill": PROMPT, "decode 1": 1, "decode 8": 8}[what]
-            rate = count / timing[name].median
-            row.append(f"{timing[name].median * 1e3:.1f} ({ratio:.2f}x, {rate:.0f}/s)")
-            entry[what] = {
-                "seconds": timing[name].seconds,
-                "ratio": ratio,
-                "spread": spread,
-                "tokens_per_s": rate,
-            }
+            cell, entry[what] = told(timing[name], timing["bf16"])
+            row.append(cell)
         rows.append(row)
         data.append(entry)
-    header = ["inference", "linears MiB", "model MiB", "prefill 256, ms", "decode 1, ms", "decode 8, ms"]
-    body = table(header, rows)
-    print(body)
-    if args.write:
-        note = "Median time (over BF16's in the same round, tokens a second). Bytes are counted storages."
-        write_results(
-            "inference",
-            "Inference on CPU, FP8 against BF16",
-            command_line(),
-            record,
-            f"{note}\n\n{body}",
-            data,
-        )
-    dist.destroy_process_group()
-    return 0
+    header = ["GPT", "linears MiB", "model MiB", "prefill 256, ms", "decode 1, ms", "decode 8, ms"]
+    return table(header, rows), data
+
+
+def compare_linears(args: argparse.Namespace, clock: Callable[[], float]) -> tuple[str, list[dict[str, Any]]]:
+    """Gate and times of linears alone: a table, and its data."""
+    contenders = inference_linears.make()
+    if args.ggml:
+        contenders["ggml Q8_0"] = inference_linears.Ggml(args.ggml, args.threads)
+    found: dict[str, dict[str, Any]] = {name: {} for name in contenders}
+    rows: dict[str, list[str]] = {name: [name] for name in contenders}
+    for tokens in inference_linears.TOKENS:
+        x = inference_linears.activations(tokens)
+        with torch.no_grad():
+            runs = {name: partial(run, x) for name, run in contenders.items()}
+            times = interleave(runs, args.repetitions, warmup=2, clock=clock)
+        for name, timing in times.items():
+            cell, found[name][f"{tokens} tokens"] = told(timing, times["torch BF16"], inference_linears.LAYERS)
+            rows[name].append(cell)
+    n, k = inference_linears.N, inference_linears.K
+    header = [f"a linear of {k} x {n}", *(f"{tokens} tokens, ms" for tokens in inference_linears.TOKENS)]
+    return table(header, list(rows.values())), [{"contender": name} | each for name, each in found.items()]
+
+
+def told(timing: Timing, bf16: Timing, parts: int = 1) -> tuple[str, dict[str, Any]]:
+    """A time for each of so many parts against BF16's: as a cell of a table, and as data."""
+    ratio, spread = timing.ratio_to(bf16)
+    entry = {"seconds": timing.seconds, "parts": parts, "ratio": ratio, "spread": spread}
+    return f"{timing.median / parts * 1e3:.3g} ({ratio:.2f}x +- {spread:.0%})", entry
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The small Llama-like GPT of the CPU benchmarks, on Megatron-Core: 8 layers, hidden size 512."""
+"""The small Llama-like GPT of the CPU benchmarks, on Megatron-Core: 8 layers, hidden size 512; other sizes if asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 LAYERS, HIDDEN, HEADS, FFN, VOCAB = 8, 512, 8, 1408, 512
 
 
-def small_gpt(recipe: str | None, sequence: int) -> Any:
+def small_gpt(
+    recipe: str | None, sequence: int, *, layers: int = LAYERS, hidden: int = HIDDEN, heads: int = HEADS, ffn: int = FFN
+) -> Any:
     """Float16Module around the GPTModel, BF16, in FP8 where a recipe is named; the same initial weights each time."""
     import torch.nn.functional as F
     from megatron.core import tensor_parallel
@@ -23,11 +25,11 @@ def small_gpt(recipe: str | None, sequence: int) -> Any:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     fp8 = {} if recipe is None else {"fp8": "hybrid", "fp8_format": recipe}
     config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=HEADS // 4,
-        ffn_hidden_size=FFN,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=heads // 4,
+        ffn_hidden_size=ffn,
         gated_linear_unit=True,
         activation_func=F.silu,
         normalization="RMSNorm",

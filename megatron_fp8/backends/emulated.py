@@ -31,7 +31,7 @@ from ..numerics.rule import Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
-from . import specified
+from . import few_rows, specified
 from .base import RESULTS, AmaxReduction, Quantized, Region, unfit
 
 name = "emulated"
@@ -140,6 +140,8 @@ def gemm(
     contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
+    if not exact and few_rows.takes(a, b, out_dtype) and _is_short(a) and _foldable(a, b):
+        return few_rows.multiply(a, b, bias, out_dtype)
     if (
         not exact
         and out_dtype in RESULTS

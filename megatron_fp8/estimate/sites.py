@@ -153,17 +153,22 @@ def side_scales(rule: Rule, rows: int, cols: int) -> int:
     return -(-rows // height) * -(-cols // width) * (1 if rule.scale == "e8m0" else 4)
 
 
-def stored_weight(plan: SitePlan, n: int, k: int, *, both_contiguous: bool = False) -> Stored:
+def stored_weight(
+    plan: SitePlan, n: int, k: int, *, both_contiguous: bool = False, keeps_columnwise: bool = True
+) -> Stored:
     """What a quantised weight [n, k] takes, in the directions that its GEMMs read.
 
     Args:
         both_contiguous: codes that serve both directions are nevertheless kept twice, as tensor cores read them.
+        keeps_columnwise: False: dgrad's own copy, where one rule makes both, is made again in each backward.
     """
     rowwise, columnwise = weight_rules(plan)
     codes = scales = 0
     same = plan.operands["fprop"]["weight"] == plan.operands["dgrad"]["weight"]
     if rowwise is not None:
         codes, scales = n * k, side_scales(rowwise, n, k)
+        if same and not keeps_columnwise:
+            return Stored(codes, scales)
         if same and rowwise.granularity.symmetric:
             return Stored(codes * (2 if both_contiguous else 1), scales)
     if columnwise is not None:

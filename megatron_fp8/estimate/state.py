@@ -101,7 +101,8 @@ def kept_codes(settings: Settings, parameter: Parameter, plans: Plans, both_cont
     plan = plans.of(parameter.site, parameter.layer)
     if plan.precision == "bf16" or lives_as_fp8(settings, plan):
         return 0
-    return stored_weight(plan, *_matrix(parameter), both_contiguous=both_contiguous).total
+    matrix, keeps = _matrix(parameter), settings.model.fp8_keep_columnwise
+    return stored_weight(plan, *matrix, both_contiguous=both_contiguous, keeps_columnwise=keeps).total
 
 
 def _optimizer(settings: Settings, buffer: Buffer) -> list[list[int]]:

@@ -171,12 +171,14 @@ class _LinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_dgrad, needs_wgrad = (need and grad_enabled for need in ctx.needs_input_grad[:2])
         done = forward(x, weight, bias, call, needs_wgrad)
+        kept_w = _Kept.of(done.weight.columnwise if needs_dgrad else None)
+        if needs_dgrad and done.weight.columnwise is None:
+            kept_w = _Kept((weight, *call.site.weights.stamp(x.device, training=call.training)), _AGAIN)
         if not call.site.state.keeps_weights:
             call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
         ctx.call, ctx.x_shape, ctx.weight = call, x.shape, weight
         ctx.bias_dtype = None if bias is None else bias.dtype
         kept_x = _Kept.of(done.x if needs_wgrad else None)
-        kept_w = _Kept.of(done.weight.columnwise if needs_dgrad else None)
         ctx.kept = (kept_x.spec, kept_w.spec)
         ctx.save_for_backward(*kept_x.tensors, *kept_w.tensors)
         return done.y
@@ -198,8 +200,10 @@ class _LinearFunction(torch.autograd.Function):
 def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
     tensors = list(ctx.saved_tensors)
-    saved_x, saved_w = (_Kept.restore(spec, tensors) for spec in ctx.kept)
+    saved_x, saved_w = (None if spec == _AGAIN else _Kept.restore(spec, tensors) for spec in ctx.kept)
     with without_autocast(grad_output.device):  # backward() may be called inside it
+        if ctx.kept[1] == _AGAIN:
+            saved_w = ctx.call.site.weights.columnwise(*tensors)
         dx, dw, dbias = backward(
             grad_output,
             saved_x,
@@ -210,6 +214,10 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
             ctx.bias_dtype if needs_dbias else None,
         )
     return None if dx is None else dx.view(ctx.x_shape), dw, dbias, None, None
+
+
+_AGAIN = "again"
+"""Kept of a weight: itself and its stamp, from which ``WeightCache.columnwise`` makes the operand."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ..backends import BACKENDS
 from ..backends.base import RESULTS
 from ..backends.native import backend as native
 from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
+from ..numerics.rule import Direction
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.operands import READERS, Cast
 from ..plan.site_plan import SitePlan
@@ -261,6 +262,16 @@ class WeightCache:
         self._casts, self._state = casts, state
         self._kept: _Kept | None = None
         self._observed = -1  # the iteration in which the weight was recorded without a cast
+        shared = casts.shared
+        # Codes that serve both directions, one a transposed view of the other, are one copy anyway.
+        self._may_make_again = shared is not None and not (
+            shared.rule.granularity.symmetric and shared.backend.turns_codes(shared.rule)
+        )
+
+    @property
+    def _makes_again(self) -> bool:
+        """Whether the columnwise side is made in each backward and not kept from the forward."""
+        return self._may_make_again and not self._state.keeps_columnwise
 
     @property
     def kept(self) -> Float8Tensor | None:
@@ -270,7 +281,8 @@ class WeightCache:
     def quantized(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Sides:
         """The weight [N, K], and [K, N] columnwise: each quantised, or as it is where the plan has high precision.
 
-        It is quantised once an iteration if the state ``keeps_weights``, else at each call.
+        It is quantised once an iteration if the state ``keeps_weights``, else at each call. The columnwise side is None
+        where backward makes it again (``columnwise``).
 
         Args:
             fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
@@ -295,9 +307,12 @@ class WeightCache:
             with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
                 column = self._casts.columnwise
                 scale = None if column is None else column.delayed_scale()
-                quantized = self._casts(weight, "both", record=record, for_product=True)
+                direction: Direction = "rowwise" if self._makes_again else "both"
+                quantized = self._casts(weight, direction, record=record, for_product=True)
             self._kept = kept = _Kept(version, record, scale, quantized)
         made = kept.quantized
+        if self._makes_again:
+            return Sides(made.rowwise, None)
         return Sides(made.rowwise or weight, weight.t() if made.columnwise is None else made.columnwise)
 
     def observe(self, weight: torch.Tensor) -> None:
@@ -321,10 +336,11 @@ class WeightCache:
         return stamp, used
 
     def columnwise(self, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor) -> Operand:
-        """dgrad's operand [K, N] of the weight [N, K] that compiled code hands back in its backward.
+        """dgrad's operand [K, N] of the weight [N, K] that backward hands back.
 
-        It is what forward made of the weight, if that is still here. Else it is made again, with the same bits:
-        ``fp8_step`` or another forward came in between, or offloading brought the weight back as another tensor.
+        It is what forward made of the weight, if that is still here. Else it is made again, with the same bits: the
+        state keeps no columnwise sides, ``fp8_step`` or another forward came in between, or offloading brought the weight
+        back as another tensor.
 
         Args:
             stamp, scale: the forward's.
@@ -333,10 +349,10 @@ class WeightCache:
         if quantizer is None:
             return weight.t()
         weight_generation, flags = stamp.tolist()
-        kept = self._kept
+        kept, side = self._kept, None
         if kept is not None and kept.serves(self._version(weight, weight_generation), False):
             side = kept.quantized.columnwise
-        else:
+        if side is None:
             side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
         assert side is not None
         return side

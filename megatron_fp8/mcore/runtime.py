@@ -126,6 +126,7 @@ def state_of(config: Any) -> Fp8State:
         if wanted is None or state.guard is None or not state.guard.is_set_as(wanted):
             state.guard = wanted
     state.phases = _phases(config, state.phases.length)
+    state.keeps_columnwise = getattr(config, "fp8_keep_columnwise", True)
     return state
 
 

@@ -29,6 +29,8 @@ class Fp8State:
         weight_generation: marks quantised weights that are kept as stale.
         keeps_weights: quantised weights serve until then, since nobody writes weights meanwhile without a trace (through
             ``.data``); False: each forward quantises its weight.
+        keeps_columnwise: of weights that need codes of their own for dgrad, these are kept until backward; False: each
+            backward makes them again.
         seed: of stochastic rounding.
         phases: in which iterations FP8 runs.
         counts: of the iteration that runs, on this rank.
@@ -48,6 +50,7 @@ class Fp8State:
     iteration: int = 0
     weight_generation: int = 0
     keeps_weights: bool = True
+    keeps_columnwise: bool = True
     seed: int = 0
     phases: Phases = field(default_factory=Phases)
     counts: IterationCounts = field(default_factory=IterationCounts)

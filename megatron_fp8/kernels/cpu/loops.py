@@ -24,7 +24,9 @@ import torch
 
 from . import library
 
-SOURCES = [Path(__file__).with_name(name) for name in ("loops.c", "blocks.c", "gemm.c", "figures.c")]
+SOURCES = [
+    Path(__file__).with_name(name) for name in ("loops.c", "blocks.c", "gemm.c", "few_rows.c", "figures.c")
+]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
     "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"

@@ -66,6 +66,10 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """Tokens of a microbatch by which the table decides: micro batch size x sequence length / context parallel size.
     `megatron-fp8 train` knows them; None elsewhere needs a table of one token count."""
 
+    fp8_keep_columnwise: bool = True
+    """Keep the codes that dgrad reads of a weight, where they are a copy of their own, from the forward to the backward.
+    False: each backward makes them again from the weight, the same bits: less memory, one cast more a microbatch."""
+
     fp8_high_precision_warmup: float = 0.0
     """Fraction of training that runs in BF16 before FP8 starts; delayed scaling's histories are filled meanwhile."""
 

@@ -1,0 +1,65 @@
+"""Products with at most 16 tokens on CPUs, in training and in inference alike: a weight's codes are read once, as they lie.
+
+With many tokens both operands are decoded first: that is little work beside the product. With one token it is most of
+the work. So kernels/cpu/few_rows.c reads codes and sums at once.
+
+Which scales go where does not change a bit of the result: powers of two along the contraction go into the numbers that
+are multiplied, all other scales into the sum.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels.codes import decode
+from ..kernels.cpu import few_rows
+from ..numerics.rule import BLOCK_1X32, BLOCK_128X128
+from ..tensor import QuantizedSide
+
+
+def takes(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
+    """Whether a @ b^T is for ``multiply``, as far as shapes, dtypes and kinds of scales say."""
+    return few_rows.takes(a.codes.shape[0], b.codes, out_dtype) and (
+        b.granularity.cols == 0 or (b.pow2 and b.finite and b.granularity in (BLOCK_1X32, BLOCK_128X128))
+    )
+
+
+def multiply(
+    a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``gemm`` of sides that it takes, whose scales bfloat16 holds: a [M, K], b [N, K] and bias [N] to [M, N]."""
+    values, scale_a = _values(a)
+    exponents, block, scale_b = None, (1, 32), b.scale_inv
+    if b.granularity.cols:
+        exponents, block = _exponents(b), (b.granularity.rows, b.granularity.cols)
+        scale_b = _one()
+    return few_rows.matmul(
+        values,
+        b.codes,
+        exponents=exponents,
+        block=block,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        bias=None if bias is None else bias.to(torch.float32).contiguous(),
+        dtype=out_dtype,
+        finite=b.finite,
+    )
+
+
+def _values(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bfloat16 [rows, K], float32 scales to multiply the result by)."""
+    if side.granularity.cols:
+        return side.dequantize(torch.bfloat16).contiguous(), _one()
+    return decode(side.codes, torch.bfloat16, finite=side.finite).contiguous(), side.scale_inv.contiguous()
+
+
+def _exponents(side: QuantizedSide) -> torch.Tensor:
+    """uint8 [block rows, block cols]: of scales that are powers of two and normal numbers."""
+    scale = side.scale_inv
+    if scale.dtype != torch.float32:
+        return scale.view(torch.uint8).contiguous()
+    return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+
+
+def _one() -> torch.Tensor:
+    return torch.ones((), dtype=torch.float32, device="cpu")
