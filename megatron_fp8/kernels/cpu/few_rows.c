@@ -9,8 +9,8 @@
 
    * AMX: steps of 32 values of k, one tile product each, from first to last. The codes are the tile product's left
      operand, which lies row by row as they do: nothing is transposed;
-   * AVX512-BF16: pairs of k, from first to last, in slices of SLICE pairs, as gemm.c has them. Sixteen rows of codes are
-     turned in registers, so that a vector holds sixteen rows' values of one k.
+   * AVX512-BF16: pairs of k, from first to last. Sixteen rows of codes are turned in registers, so that a vector holds
+     sixteen rows' values of one pair.
 
    Rejected: codes packed for this kernel beforehand. Reading rows as they lie is as fast, and all else that reads a
    weight (state dicts, copies, exports) finds it where it was. Rejected: sums along k in the lanes of a vector. It needs
@@ -18,14 +18,13 @@
 
 #include <stdint.h>
 
-#include "numbers.h"
+#include "pack.h"
 
 #define MOST 16   /* rows of a */
 #define PANEL 32  /* rows of b that are multiplied together */
-#define SLICE 256 /* pairs of k: DEPTH of gemm.c */
 #define STEPS 16  /* steps of 32 columns whose exponents are read at a time */
 
-/* Matrices that make the bytes of a number from the bits of its code (see decode); a byte for each bit, the highest first. */
+/* Matrices that make the bytes of a number from the bits of its code (see decode_scaled). */
 #define LOW_BITS 0x0000000001020408
 #define HIGH_BITS 0x1020404040404080
 
@@ -43,12 +42,11 @@ typedef struct {
     int32_t e5m2, finite, to_bfloat16;
 } Product;
 
-#define DOT 1
-#define TILES 2
+#define DOT 1   /* gemm.c's WITH_AVX512 */
+#define TILES 2 /* and WITH_AMX */
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__GFNI__)
 
-#include <immintrin.h>
 #include <stdlib.h>
 
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -58,25 +56,13 @@ typedef struct {
 
 /* ------------------------------------------------------------------------------------------------ codes to bfloat16 */
 
-/* How codes become bfloat16: the bytes of the number of each of 128 magnitudes; whether normal codes go by bit matrices;
-   how many times 64 codes did not, though they might have. */
+/* How codes become bfloat16: by tables; whether normal codes go by bit matrices; how many times 64 codes did not, though
+   they might have. */
 typedef struct {
-    __m512i low[2], high[2];
+    Numbers numbers;
     int32_t by_bits;
     int64_t rare;
 } Decoder;
-
-static Decoder decoder_of(const Product *p) {
-    uint8_t low[128], high[128];
-    for (int32_t code = 0; code < 128; code++) {
-        uint32_t bits = bits_of(p->e5m2 ? decode_e5m2((uint8_t)code) : decode_e4m3((uint8_t)code));
-        low[code] = (uint8_t)(bits >> 16), high[code] = (uint8_t)(bits >> 24);
-    }
-    return (Decoder){{_mm512_loadu_si512(low), _mm512_loadu_si512(low + 64)},
-                     {_mm512_loadu_si512(high), _mm512_loadu_si512(high + 64)},
-                     !p->e5m2 && p->finite,
-                     0};
-}
 
 /* 64 codes, in each quarter of 16 the first eight as numbers of `first`, the others of `second`; times 2^exponent, which
    lies at that of each number (mod 2^9) and is for numbers alone, no NaN and no Inf.
@@ -85,23 +71,18 @@ static Decoder decoder_of(const Product *p) {
    xxx: one bit matrix gives the high byte of all normal codes, another the low one. Where one of the 64 is zero or
    subnormal, which is rare, all of them are looked up in tables; where it is not rare, all codes are from then on (a branch that goes now this
    way and now that takes longer than the tables). */
-INLINE void decode(__m512i codes, Decoder *d, int32_t scaled, __m512i one, __m512i two, __m512i *first,
+INLINE void decode_scaled(__m512i codes, Decoder *d, int32_t scaled, __m512i one, __m512i two, __m512i *first,
                    __m512i *second) {
-    __m512i low, high;
     if (d->by_bits && !_mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78))) {
-        low = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(LOW_BITS), 0);
-        high = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(HIGH_BITS), 0x3C);
+        __m512i low = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(LOW_BITS), 0);
+        __m512i high = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(HIGH_BITS), 0x3C);
         *first = _mm512_unpacklo_epi8(low, high);
         *second = _mm512_unpackhi_epi8(low, high);
         if (scaled) *first = _mm512_add_epi16(*first, one), *second = _mm512_add_epi16(*second, two);
         return;
     }
     d->rare++;
-    low = _mm512_permutex2var_epi8(d->low[0], codes, d->low[1]);
-    high = _mm512_permutex2var_epi8(d->high[0], codes, d->high[1]);
-    high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8); /* or its sign */
-    *first = _mm512_unpacklo_epi8(low, high);
-    *second = _mm512_unpackhi_epi8(low, high);
+    decode_quarters(&d->numbers, codes, first, second);
     if (scaled) { /* zeros stay zeros */
         const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
         *first = _mm512_mask_add_epi16(*first, _mm512_test_epi16_mask(*first, magnitude), *first, one);
@@ -124,7 +105,7 @@ static void read_exponents(const Product *p, int64_t first, int64_t at, uint32_t
 
 INLINE __m512i codes_at(const uint8_t *row, int64_t at, int64_t k) {
     if (at + 64 <= k) return _mm512_loadu_si512(row + at);
-    return _mm512_maskz_loadu_epi8(((uint64_t)1 << (k - at)) - 1, row + at);
+    return _mm512_maskz_loadu_epi8(first_of(k - at), row + at);
 }
 
 /* Fetches what the next panel reads where this one is now. */
@@ -171,30 +152,6 @@ static void finish(const Product *p, float sums[MOST][PANEL], int64_t first) {
 
 /* ------------------------------------------------------------------------------------------------------ AVX512-BF16 */
 
-/* 16 rows of 16 words, turned. */
-INLINE void turn(__m512i x[16]) {
-    __m512i y[16];
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        __m512i a = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), b = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xDD);
-        __m512i c = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88), d = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xDD);
-        y[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-        y[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
-        y[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
-        y[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
-    }
-    for (int i = 0; i < 16; i++) x[i] = y[i];
-}
-
 /* 64 columns of a panel of b: values [pair][left and right half of the panel], from column `at` on. */
 INLINE void turned_values(const Product *p, const uint8_t **row, int64_t first, int64_t at, Decoder *d,
                           uint32_t (*exponents)[STEPS], __m512i values[32][2]) {
@@ -206,7 +163,7 @@ INLINE void turned_values(const Product *p, const uint8_t **row, int64_t first, 
             word[r] = codes_at(row[half * 16 + r], at, p->k);
             fetch(p, first, at, half * 16 + r);
         }
-        turn(word);
+        transpose(word);
         if (p->exponents) {
             uint32_t lanes[2][16];
             for (int r = 0; r < 16; r++)
@@ -215,8 +172,8 @@ INLINE void turned_values(const Product *p, const uint8_t **row, int64_t first, 
             for (int i = 0; i < 2; i++) exponent[i] = _mm512_loadu_si512(lanes[i]);
         }
         for (int i = 0; i < 16; i++)
-            decode(_mm512_shuffle_epi8(word[i], pairs), d, p->exponents != NULL, exponent[i / 8], exponent[i / 8],
-                   &values[2 * i][half], &values[2 * i + 1][half]);
+            decode_scaled(_mm512_shuffle_epi8(word[i], pairs), d, p->exponents != NULL, exponent[i / 8], exponent[i / 8],
+                          &values[2 * i][half], &values[2 * i + 1][half]);
     }
 }
 
@@ -255,19 +212,13 @@ static void add_pairs(const uint32_t *a, int64_t m, __m512i values[32][2], float
 static void panel_by_dot(const Product *p, const uint32_t *a, Decoder *d, int64_t first) {
     const uint8_t *row[PANEL];
     __m512i values[32][2];
-    float sums[MOST][PANEL], slice[MOST][PANEL];
+    float sums[MOST][PANEL] = {0};
     uint32_t exponents[PANEL][STEPS];
     begin_rows(p, first, row);
-    memset(sums, 0, sizeof sums);
-    for (int64_t begin = 0; begin < p->k; begin += 2 * SLICE) {
-        memset(slice, 0, sizeof slice);
-        for (int64_t at = begin; at < least(p->k, begin + 2 * SLICE); at += 64) {
-            if (p->exponents && at % (32 * STEPS) == 0) read_exponents(p, first, at, exponents);
-            turned_values(p, row, first, at, d, exponents, values);
-            add_pairs(a + at / 2 * p->m, p->m, values, slice);
-        }
-        for (int64_t m = 0; m < p->m; m++)
-            for (int64_t i = 0; i < PANEL; i++) sums[m][i] = begin ? slice[m][i] + sums[m][i] : slice[m][i];
+    for (int64_t at = 0; at < p->k; at += 64) {
+        if (p->exponents && at % (32 * STEPS) == 0) read_exponents(p, first, at, exponents);
+        turned_values(p, row, first, at, d, exponents, values);
+        add_pairs(a + at / 2 * p->m, p->m, values, sums);
     }
     finish(p, sums, first);
 }
@@ -310,7 +261,7 @@ static void panel_by_tiles(const Product *p, const uint32_t *a, Decoder *d, int6
                 const uint32_t *exponent = exponents[r * each] + at / 32 % STEPS;
                 one = _mm512_set1_epi32((int32_t)exponent[0]), two = _mm512_set1_epi32((int32_t)exponent[1]);
             }
-            decode(codes, d, p->exponents != NULL, one, two, low + r, high + r);
+            decode_scaled(codes, d, p->exponents != NULL, one, two, low + r, high + r);
         }
         const uint32_t *pairs = a + at / 2 * p->m;
         _tile_loadd(2, pairs, step);
@@ -346,25 +297,25 @@ static void panel_by_tiles(const Product *p, const uint32_t *a, Decoder *d, int6
 
 /* ------------------------------------------------------------------------------------------------------------ the door */
 
-/* Which ways this processor has: the sum of DOT and TILES. */
-int32_t few_rows_ways(void) { return DOT + (may_use_tiles() ? TILES : 0); }
+/* The inner loops that this processor has: the sum of DOT and TILES. */
+int32_t has_few_rows(void) { return DOT + (may_use_tiles() ? TILES : 0); }
 
-/* way: DOT or TILES, one that the processor has. Returns -1 without memory for a copy of a. */
-int32_t few_rows(const Product *p, int32_t way, int32_t threads) {
+/* loop: DOT or TILES, one that the processor has. Returns -1 without memory for a copy of a. */
+int32_t few_rows(const Product *p, int32_t loop, int32_t threads) {
     uint32_t *a = pairs_of(p);
     if (a == NULL) return -1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         uint64_t before = use_ieee();
-        Decoder decoder = decoder_of(p);
-        if (way == TILES) shape_tiles(p->m);
+        Decoder decoder = {numbers_of(p->e5m2 ? E5M2 : E4M3), !p->e5m2 && p->finite, 0};
+        if (loop == TILES) shape_tiles(p->m);
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < p->n; first += PANEL) {
             decoder.rare = 0;
-            (way == TILES ? panel_by_tiles : panel_by_dot)(p, a, &decoder, first);
+            (loop == TILES ? panel_by_tiles : panel_by_dot)(p, a, &decoder, first);
             if (decoder.rare * 64 * 16 > PANEL * p->k) decoder.by_bits = 0;
         }
-        if (way == TILES) release_tiles();
+        if (loop == TILES) release_tiles();
         use_again(before);
     }
     free(a);
@@ -373,10 +324,10 @@ int32_t few_rows(const Product *p, int32_t way, int32_t threads) {
 
 #else
 
-int32_t few_rows_ways(void) { return 0; }
+int32_t has_few_rows(void) { return 0; }
 
-int32_t few_rows(const Product *p, int32_t way, int32_t threads) {
-    (void)p, (void)way, (void)threads;
+int32_t few_rows(const Product *p, int32_t loop, int32_t threads) {
+    (void)p, (void)loop, (void)threads;
     return -1;
 }
 

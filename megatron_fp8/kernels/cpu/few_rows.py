@@ -11,12 +11,11 @@ from functools import cache
 
 import torch
 
-from .loops import MIN_PRODUCT, NAMES, address, compiled, plain, reason, thread_count
+from . import products
+from .loops import MIN_PRODUCT, NAMES, address, compiled, plain, thread_count
 
 MOST = 16
 """Rows at most: those of one AMX tile."""
-DOT, TILES = 1, 2
-"""Ways to multiply: by AVX512-BF16's dot products, by AMX's tiles."""
 _TO_BFLOAT16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -28,15 +27,11 @@ class _Product(ctypes.Structure):
     )
 
 
-def ways() -> tuple[int, ...]:
-    """The ways that this processor has, the best one last; none without AVX512-BF16, VBMI and a C compiler."""
-    found = 0 if reason() is not None else _found()
-    return tuple(way for way in (DOT, TILES) if found & way)
-
-
 @cache
-def _found() -> int:
-    return int(compiled().few_rows_ways())
+def inner_loops() -> tuple[int, ...]:
+    """Those of products.inner_loops that are here too; none without VBMI and GFNI."""
+    found = compiled().has_few_rows() if products.inner_loops() else 0
+    return tuple(loop for loop in products.inner_loops() if found & loop)
 
 
 def takes(rows: int, codes: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -49,7 +44,7 @@ def takes(rows: int, codes: torch.Tensor, dtype: torch.dtype) -> bool:
         and codes.numel() + rows * codes.shape[1] >= MIN_PRODUCT
         and dtype in _TO_BFLOAT16
         and plain(codes)
-        and bool(ways())
+        and products.inner_loop() in inner_loops()
     )
 
 
@@ -64,7 +59,7 @@ def matmul(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     finite: bool = False,
-    way: int | None = None,
+    loop: int | None = None,
 ) -> torch.Tensor:
     """dtype [M, N] = (a [M, K] @ b [N, K]^T) * (scale_a * scale_b) + bias in float32, rounded once.
 
@@ -78,7 +73,7 @@ def matmul(
         bias: float32 [N], or None.
         dtype: bfloat16 or float32.
         finite: it is known that no code is NaN or Inf: faster.
-        way: one of ``ways()``; None: the best.
+        loop: one of ``inner_loops()``; None: the one that products with many rows take.
     """
     (m, k), (n, _) = a.shape, codes.shape
     assert 0 < m <= MOST and codes.shape[1] == k and not block[1] % 32, (a.shape, codes.shape, block)
@@ -98,6 +93,6 @@ def matmul(
         int(finite),
         _TO_BFLOAT16[dtype],
     )
-    if compiled().few_rows(ctypes.byref(product), ways()[-1] if way is None else way, thread_count(n * k)):
+    if compiled().few_rows(ctypes.byref(product), loop or products.inner_loop(), thread_count(n * k)):
         raise MemoryError(f"no memory for {m} x {k} bfloat16 numbers")
     return to

@@ -8,19 +8,19 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.codes import cast, decode, decode_blocks
-from megatron_fp8.kernels.cpu import few_rows, loops
+from megatron_fp8.kernels.cpu import few_rows, products
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_128X128, ROW, TENSOR
 from megatron_fp8.tensor import QuantizedSide
 
 ONE = torch.ones(())
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
-NAMES = {few_rows.DOT: "dot", few_rows.TILES: "tiles"}
+NAMES = {products.AVX512: "avx512", products.AMX: "amx"}
 
 
 @pytest.fixture(params=NAMES, ids=NAMES.values())
-def way(request):
-    if request.param not in few_rows.ways():
+def loop(request):
+    if request.param not in few_rows.inner_loops():
         pytest.skip(f"this processor does not multiply by {NAMES[request.param]}")
     return request.param
 
@@ -29,18 +29,20 @@ def matrix(rows: int, k: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def many_rows(way: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def many_rows(loop: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """float32 sums of the product with many rows that has this order."""
-    return loops.own_matmul(a, b) if way == few_rows.DOT else loops.mkl_matmul(a, b)
+    found = products.multiply(products.Operand(a), products.Operand(b), torch.float32, loop=loop)
+    assert found is not None
+    return found
 
 
-def multiply(way: int, a: torch.Tensor, codes: torch.Tensor, **given) -> torch.Tensor:
+def multiply(loop: int, a: torch.Tensor, codes: torch.Tensor, **given) -> torch.Tensor:
     facts = {"scale_a": ONE, "scale_b": ONE, "bias": None, "dtype": torch.float32} | given
-    return few_rows.matmul(a, codes, way=way, **facts)
+    return few_rows.matmul(a, codes, loop=loop, **facts)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_every_code_becomes_the_number_that_it_stands_for(way, fmt):
+def test_every_code_becomes_the_number_that_it_stands_for(loop, fmt):
     """Subnormal codes, Inf and NaN too, wherever in a row they are."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.dtype)
     for k, at in ((1, 0), (200, 77), (200, 199)):
@@ -48,32 +50,32 @@ def test_every_code_becomes_the_number_that_it_stands_for(way, fmt):
         b[:, at] = codes
         a = torch.zeros(1, k, dtype=torch.bfloat16)
         a[0, at] = 1
-        found = multiply(way, a, b)[0]
+        found = multiply(loop, a, b)[0]
         expected = decode(codes)
         assert torch.equal(found.isnan(), expected.isnan()) and int(found.isnan().sum()) in (2, 6)
         assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])
-        assert_same_bytes(multiply(way, a, b, dtype=torch.bfloat16)[0] + 0, decode(codes, torch.bfloat16) + 0)
+        assert_same_bytes(multiply(loop, a, b, dtype=torch.bfloat16)[0] + 0, decode(codes, torch.bfloat16) + 0)
         known = codes[expected.isfinite()]  # by the other way to decode: a row of normal codes, a row with zeros
         b = torch.full((len(known), k), 0x38, dtype=torch.uint8).view(fmt.dtype)
         b[:, at] = known
-        assert_same_bytes(multiply(way, a, b, finite=True)[0] + 0, decode(known) + 0)
+        assert_same_bytes(multiply(loop, a, b, finite=True)[0] + 0, decode(known) + 0)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (31, 63), (32, 64), (33, 65), (97, 1100), (256, 512)], ids=str)
-def test_sums_are_those_of_the_product_with_many_rows(way, shape):
+def test_sums_are_those_of_the_product_with_many_rows(loop, shape):
     n, k = shape
     codes = cast(matrix(n, k, 1), ONE, E4M3)
     a = matrix(64, k, 2)
-    whole = many_rows(way, a, decode(codes, torch.bfloat16))
+    whole = many_rows(loop, a, decode(codes, torch.bfloat16))
     for finite in (False, True):
         for rows in (1, 2, 3, 7, 8, 15, 16):
-            found = multiply(way, a[:rows], codes, finite=finite)
+            found = multiply(loop, a[:rows], codes, finite=finite)
             assert_same_bytes(found, whole[:rows], f"{rows} rows")
-        assert_same_bytes(multiply(way, a[63:], codes, finite=finite), whole[63:])
+        assert_same_bytes(multiply(loop, a[63:], codes, finite=finite), whole[63:])
 
 
 @pytest.mark.parametrize("block", [(1, 32), (128, 128), (1, 64)], ids=str)
-def test_powers_of_two_along_the_contraction(way, block):
+def test_powers_of_two_along_the_contraction(loop, block):
     n, k = 150, 330
     shape = -(-n // block[0]), -(-k // block[1])
     codes = cast(matrix(n, k, 3), ONE, E4M3)
@@ -81,33 +83,33 @@ def test_powers_of_two_along_the_contraction(way, block):
     exponents = torch.randint(90, 160, shape, generator=torch.Generator().manual_seed(4)).to(torch.uint8)
     values = decode_blocks(codes, exponents.view(torch.float8_e8m0fnu), block, torch.bfloat16)
     a = matrix(9, k, 5)
-    found = multiply(way, a, codes, exponents=exponents, block=block, finite=True)
-    assert_same_bytes(found, many_rows(way, a, values))
+    found = multiply(loop, a, codes, exponents=exponents, block=block, finite=True)
+    assert_same_bytes(found, many_rows(loop, a, values))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-def test_scales_and_bias_are_float32_and_one_rounding(way, biased, dtype):
+def test_scales_and_bias_are_float32_and_one_rounding(loop, biased, dtype):
     n, k, m = 70, 300, 5
     codes, a = cast(matrix(n, k, 6), ONE, E4M3), matrix(m, k, 7)
     generator = torch.Generator().manual_seed(8)
     bias = torch.randn(n, generator=generator) if biased else None
-    sums = many_rows(way, a, decode(codes, torch.bfloat16))
+    sums = many_rows(loop, a, decode(codes, torch.bfloat16))
     for scale_a, scale_b in (((), ()), ((m, 1), (n, 1)), ((m, 1), ())):
         scales = [torch.rand(shape, generator=generator) for shape in (scale_a, scale_b)]
         expected = sums * (scales[0] * (scales[1].t() if scales[1].ndim else scales[1]))
         expected = expected if bias is None else expected + bias
-        found = multiply(way, a, codes, scale_a=scales[0], scale_b=scales[1], bias=bias, dtype=dtype)
+        found = multiply(loop, a, codes, scale_a=scales[0], scale_b=scales[1], bias=bias, dtype=dtype)
         assert_same_bytes(found, expected.to(dtype))
 
 
-def test_threads_change_nothing(way):
+def test_threads_change_nothing(loop):
     codes, a = cast(matrix(300, 700, 9), ONE, E4M3), matrix(4, 700, 10)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(multiply(way, a, codes))
+            found.append(multiply(loop, a, codes))
     finally:
         torch.set_num_threads(before)
     assert_same_bytes(*found)
@@ -137,15 +139,15 @@ def test_gemm_goes_this_way_by_its_shape(kind, monkeypatch):
             exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True)
             found = emulated.gemm(a, b, out_dtype=dtype)
             torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=float(exact.abs().max()) * 1e-5)
-    assert calls == ([1, 1, 16, 16] if few_rows.ways() else [])
+    assert calls == ([1, 1, 16, 16] if few_rows.inner_loops() else [])
     turned = QuantizedSide(b.codes.t().contiguous().t(), b.scale_inv, granularity, pow2, True)
     emulated.gemm(a, turned)
     emulated.gemm(QuantizedSide(a.codes[:1], a.scale_inv, TENSOR, False, True), turned)
-    assert len(calls) == (4 if few_rows.ways() else 0)
+    assert len(calls) == (4 if few_rows.inner_loops() else 0)
 
 
 def test_is_used_where_the_processor_has_it():
     """A silent return to the slow way would pass every other test."""
     flags = set(open("/proc/cpuinfo").read().split())  # noqa: SIM115
-    expected = [few_rows.DOT] if {"avx512_bf16", "avx512vbmi"} <= flags else []
-    assert list(few_rows.ways()) == expected + [few_rows.TILES] * bool(expected and "amx_bf16" in flags)
+    expected = [products.AVX512] if {"avx512_bf16", "avx512vbmi", "gfni"} <= flags else []
+    assert sorted(few_rows.inner_loops()) == expected + [products.AMX] * bool(expected and "amx_bf16" in flags)
