@@ -195,7 +195,9 @@ def compare_linears(args: argparse.Namespace, clock: Callable[[], float]) -> tup
             runs = {name: partial(run, x) for name, run in contenders.items()}
             times = interleave(runs, args.repetitions, warmup=2, clock=clock)
         for name, timing in times.items():
-            cell, found[name][f"{tokens} tokens"] = told(timing, times["torch BF16"], inference_linears.LAYERS)
+            cell, found[name][f"{tokens} tokens"] = told(
+                timing, times["torch BF16"], inference_linears.LAYERS
+            )
             rows[name].append(cell)
     n, k = inference_linears.N, inference_linears.K
     header = [f"a linear of {k} x {n}", *(f"{tokens} tokens, ms" for tokens in inference_linears.TOKENS)]

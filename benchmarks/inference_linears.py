@@ -38,12 +38,12 @@ def make() -> dict[str, Run]:
     found: dict[str, Run] = {"torch BF16": partial(_each, layers)}
     found |= {f"FP8 {recipe}": partial(_each, _fp8(layers, recipe)) for recipe in RECIPES}
     found |= _torchao(layers)
-    packed = [_int8(layer.weight) for layer in layers]
+    packed = [_int8(weight) for weight in layers.parameters()]
     found["ATen int8 weights"] = lambda x: [torch._weight_int8pack_mm(x, *one) for one in packed][-1]
     with torch.no_grad():
         for tokens in TOKENS[:2]:
             x = activations(tokens)
-            exact = x.double() @ layers[-1].weight.double().t()
+            exact = x.double() @ list(layers.parameters())[-1].double().t()
             for name, run in found.items():
                 _check(name, run(x), exact)
     return found
@@ -71,11 +71,11 @@ def _fp8(layers: torch.nn.ModuleList, recipe: str) -> torch.nn.ModuleList:
     from megatron_fp8.nn import convert_to_fp8
 
     model = convert_to_fp8(copy.deepcopy(layers), recipe)
-    trained = [model[-1](activations(tokens)).detach() for tokens in TOKENS]
+    trained = [_each(model, activations(tokens)).detach() for tokens in TOKENS]
     prepare_for_inference(model)
     with torch.no_grad():
         for tokens, before in zip(TOKENS, trained, strict=True):
-            assert torch.equal(model[-1](activations(tokens)), before), f"{recipe}: not training's bytes"
+            assert torch.equal(_each(model, activations(tokens)), before), f"{recipe}: not training's bytes"
     return model
 
 
@@ -94,7 +94,7 @@ def _torchao(layers: torch.nn.ModuleList) -> dict[str, Run]:
                 warnings.simplefilter("ignore")
                 quantize_(model, config())
                 model[-1](activations(1))
-        except Exception as error:  # whatever a peer raises is its answer  # noqa: BLE001
+        except Exception as error:  # whatever a peer raises is its answer
             print(f"torchao {name} weights do not run here: {error}")
             continue
         found[f"torchao {name} weights"] = partial(_each, model)
@@ -133,7 +133,9 @@ class Ggml:
         for name in ("ggml_init", "ggml_new_tensor_2d", "ggml_mul_mat", "ggml_new_graph", "ggml_get_data"):
             self._function(name).restype = ctypes.c_void_p
         torch.manual_seed(0)
-        weights = [torch.nn.Linear(K, N, bias=False).to(torch.bfloat16).weight.detach() for _ in range(LAYERS)]
+        weights = [
+            torch.nn.Linear(K, N, bias=False).to(torch.bfloat16).weight.detach() for _ in range(LAYERS)
+        ]
         self._last = weights[-1]
         self._graphs = {tokens: self._graph(weights, tokens) for tokens in TOKENS}
 
@@ -164,7 +166,9 @@ class Ggml:
             self._call("ggml_build_forward_expand", graph, y)
         found = context, graph, y
         self._compute(found)
-        result = torch.frombuffer((ctypes.c_float * (tokens * N)).from_address(self._data(y)), dtype=torch.float32)
+        result = torch.frombuffer(
+            (ctypes.c_float * (tokens * N)).from_address(self._data(y)), dtype=torch.float32
+        )
         exact = activations(tokens).double() @ self._last.double().t()
         _check("ggml Q8_0", result.view(tokens, N), exact)
         return found

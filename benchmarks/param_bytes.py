@@ -38,13 +38,16 @@ STEP: dict[str, Any] = {"sequence": 32, "micro_batch": 1, "global_batch": 2, "vo
 Counts = dict[str, int]
 
 
-def count_bytes(recipe: str | None, fp8_param: bool, distributed: bool, shared: bool) -> Counts:
+def count_bytes(
+    recipe: str | None, fp8_param: bool, distributed: bool, shared: bool, columnwise: bool = True
+) -> Counts:
     """A rank case: bytes on this rank after two iterations; ``values``: how many GEMM weight values it holds.
 
     Args:
         recipe: None for BF16.
         distributed: with the distributed optimizer.
         shared: with reuse_grad_buf_for_mxfp8_param_ag.
+        columnwise: fp8_keep_columnwise.
     """
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
@@ -54,7 +57,10 @@ def count_bytes(recipe: str | None, fp8_param: bool, distributed: bool, shared: 
         "reuse_grad_buf_for_mxfp8_param_ag": shared,
     }
     with model_parallel():
-        config = fp8_config(Layout(), recipe, **MODEL, **({"fp8_param": True} if fp8_param else {}))
+        fields = MODEL | ({"fp8_param": True} if fp8_param else {})
+        config = fp8_config(
+            Layout(), recipe, **fields, **({} if columnwise else {"fp8_keep_columnwise": False})
+        )
         build = {"sequence": STEP["sequence"], "vocab": STEP["vocab"], "ddp": ddp}
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, **build)
         optimizer = build_optimizer(
@@ -87,7 +93,7 @@ def held(linear: Any) -> list[torch.Tensor]:
         return linear.weight.stored_tensors()
     kept = linear.fp8_site.weights.kept
     sides = [] if kept is None else [kept.rowwise, kept.columnwise]
-    return [linear.weight.detach(), *(t for side in sides for t in (side.codes, side.scale_inv))]
+    return [linear.weight.detach(), *(t for side in sides if side for t in (side.codes, side.scale_inv))]
 
 
 def in_gradients(buffer: Any) -> bool:
@@ -136,14 +142,18 @@ def gathered_bytes() -> Iterator[list[int]]:
         yield calls
 
 
-def cases() -> dict[str, tuple[str | None, bool, bool, bool]]:
+def cases() -> dict[str, tuple[str | None, bool, bool, bool, bool]]:
     """Row title -> arguments of count_bytes."""
-    found: dict[str, tuple[str | None, bool, bool, bool]] = {"BF16 training": (None, False, True, False)}
+    found: dict[str, tuple[str | None, bool, bool, bool, bool]] = {
+        "BF16 training": (None, False, True, False, True)
+    }
     for recipe in RECIPES:
-        found[recipe] = (recipe, False, True, False)
-        found[f"{recipe}, fp8_param"] = (recipe, True, True, recipe in TWO_WAY)
+        found[recipe] = (recipe, False, True, False, True)
         if recipe in TWO_WAY:
-            found[f"{recipe}, fp8_param, buffer not shared"] = (recipe, True, True, False)
+            found[f"{recipe}, columnwise made again"] = (recipe, False, True, False, False)
+        found[f"{recipe}, fp8_param"] = (recipe, True, True, recipe in TWO_WAY, True)
+        if recipe in TWO_WAY:
+            found[f"{recipe}, fp8_param, buffer not shared"] = (recipe, True, True, False, True)
     return found
 
 

@@ -10,7 +10,13 @@ LAYERS, HIDDEN, HEADS, FFN, VOCAB = 8, 512, 8, 1408, 512
 
 
 def small_gpt(
-    recipe: str | None, sequence: int, *, layers: int = LAYERS, hidden: int = HIDDEN, heads: int = HEADS, ffn: int = FFN
+    recipe: str | None,
+    sequence: int,
+    *,
+    layers: int = LAYERS,
+    hidden: int = HIDDEN,
+    heads: int = HEADS,
+    ffn: int = FFN,
 ) -> Any:
     """Float16Module around the GPTModel, BF16, in FP8 where a recipe is named; the same initial weights each time."""
     import torch.nn.functional as F

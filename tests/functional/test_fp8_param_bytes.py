@@ -18,14 +18,18 @@ SCALES = {
     "rowwise": 51_200,
     "mxfp8": VALUES // 32 * 2,
 }
+ROWWISE_SCALES = {"rowwise": 2 * (768 + 512 + 2048 + 512) * 4, "mxfp8": VALUES // 32}
 
 
 @pytest.mark.parametrize("name", cases())
 def test_bytes(ranks: RankPool, name: str) -> None:
-    recipe, fp8_param, _, shared = cases()[name]
+    recipe, fp8_param, _, shared, columnwise = cases()[name]
     for found in ranks(2).run(count_bytes, *cases()[name]):
         assert found["values"] == VALUES
         codes = 0 if recipe is None else (2 if recipe in TWO_WAY else 1) * VALUES + SCALES[recipe]
+        if not columnwise:
+            assert recipe is not None
+            codes = VALUES + ROWWISE_SCALES[recipe]
         as_fp8 = fp8_param and (shared or recipe not in TWO_WAY)
         assert found["weights"] == codes + (0 if as_fp8 else 2 * VALUES)
         # With the shared buffer Megatron gathers what stays in BF16 through a buffer apart from the parameters.

@@ -11,6 +11,7 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.recipe import GEMM_OPERANDS
+from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.products import assert_close_to_exact, values
 from tests.support.sites import ALL_RECIPES, RECIPES, Outcome, data, make_site, randn, run
 
@@ -288,6 +289,22 @@ def test_save_original_input_gives_the_same_bits(name):
     assert any(t.data_ptr() == leaf.data_ptr() for t in kept), (
         "the input itself, which its maker may hold anyway"
     )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_columnwise_codes_of_the_weight_can_be_made_again(name):
+    """The same bits and records; where one copy serves both directions it is kept all the same."""
+    x, w, dy = data(64, 96, 80)
+    site, other = make_site(name)[0], make_site(name, state=Fp8State(keeps_columnwise=False))[0]
+    for _ in range(2):  # delayed: cold, then warm
+        base, again = run(site, x, w, dy), run(other, x, w, dy)
+        for field in ("y", "dx", "dw"):
+            assert_same_bytes(getattr(again, field), getattr(base, field), field)
+        assert_same_bytes(other.state.arenas[0].rows, site.state.arenas[0].rows, "recorded")
+        kept, shared = other.weights.kept, other.casts["weight"].shared
+        assert kept is not None and kept.rowwise is not None and shared is not None
+        assert (kept.columnwise is None) == (not shared.rule.granularity.symmetric)
+        site.state.finish_iteration(), other.state.finish_iteration()
 
 
 def test_delayed_backward_uses_the_scales_of_its_forward():

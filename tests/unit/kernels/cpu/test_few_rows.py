@@ -54,8 +54,12 @@ def test_every_code_becomes_the_number_that_it_stands_for(loop, fmt):
         expected = decode(codes)
         assert torch.equal(found.isnan(), expected.isnan()) and int(found.isnan().sum()) in (2, 6)
         assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])
-        assert_same_bytes(multiply(loop, a, b, dtype=torch.bfloat16)[0] + 0, decode(codes, torch.bfloat16) + 0)
-        known = codes[expected.isfinite()]  # by the other way to decode: a row of normal codes, a row with zeros
+        assert_same_bytes(
+            multiply(loop, a, b, dtype=torch.bfloat16)[0] + 0, decode(codes, torch.bfloat16) + 0
+        )
+        known = codes[
+            expected.isfinite()
+        ]  # by the other way to decode: a row of normal codes, a row with zeros
         b = torch.full((len(known), k), 0x38, dtype=torch.uint8).view(fmt.dtype)
         b[:, at] = known
         assert_same_bytes(multiply(loop, a, b, finite=True)[0] + 0, decode(known) + 0)
@@ -129,7 +133,9 @@ def test_gemm_goes_this_way_by_its_shape(kind, monkeypatch):
     granularity, shape, pow2 = SIDES[kind]
     calls = []
     matmul = few_rows.matmul
-    monkeypatch.setattr(few_rows, "matmul", lambda a, *_, **given: calls.append(len(a)) or matmul(a, *_, **given))
+    monkeypatch.setattr(
+        few_rows, "matmul", lambda a, *_, **given: calls.append(len(a)) or matmul(a, *_, **given)
+    )
     exponents = torch.randint(100, 140, shape, generator=torch.Generator().manual_seed(11)).to(torch.uint8)
     scale = exponents.view(torch.float8_e8m0fnu) if kind == "mx" else torch.exp2(exponents.float() - 127)
     b = QuantizedSide(cast(matrix(160, 250, 12), ONE, E4M3), scale, granularity, pow2, True)
@@ -138,7 +144,9 @@ def test_gemm_goes_this_way_by_its_shape(kind, monkeypatch):
         for dtype in (torch.float32, torch.bfloat16):
             exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True)
             found = emulated.gemm(a, b, out_dtype=dtype)
-            torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=float(exact.abs().max()) * 1e-5)
+            torch.testing.assert_close(
+                found.double(), exact, rtol=2**-7, atol=float(exact.abs().max()) * 1e-5
+            )
     assert calls == ([1, 1, 16, 16] if few_rows.inner_loops() else [])
     turned = QuantizedSide(b.codes.t().contiguous().t(), b.scale_inv, granularity, pow2, True)
     emulated.gemm(a, turned)
@@ -150,4 +158,6 @@ def test_is_used_where_the_processor_has_it():
     """A silent return to the slow way would pass every other test."""
     flags = set(open("/proc/cpuinfo").read().split())  # noqa: SIM115
     expected = [products.AVX512] if {"avx512_bf16", "avx512vbmi", "gfni"} <= flags else []
-    assert sorted(few_rows.inner_loops()) == expected + [products.AMX] * bool(expected and "amx_bf16" in flags)
+    assert sorted(few_rows.inner_loops()) == expected + [products.AMX] * bool(
+        expected and "amx_bf16" in flags
+    )
