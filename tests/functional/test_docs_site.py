@@ -30,6 +30,11 @@ def test_pages_fit_and_ask_for_nothing(site, browser, width, dark):
         assert browser.script("return document.documentElement.scrollWidth") <= width, page
         scheme = browser.script("return document.body.dataset.mdColorScheme")
         assert scheme == ("slate" if dark else "default"), page
+        broken = (
+            "return [...document.querySelectorAll('td code')].map(e => [e.textContent, e.getClientRects().length])"
+            ".filter(([text, lines]) => /^[\\w.]+$/.test(text) && lines > 1)"
+        )
+        assert browser.script(broken) == [], f"names in tables of {page} that go on in the next line"
         assert not browser.errors()
         assert not [a for a in browser.requests() if not a.startswith("file:")], page
 

@@ -15,7 +15,8 @@ _LABEL, _INDENT = 20, 13
 
 _LEGEND = (
     "yes, no: from documentation. yes*, no*: tried here. yes?: it would be run, and nobody has tried. ?: not known."
-    " bf16 and amx are CPUs with AVX512-BF16 and with AMX."
+    " bf16 and amx are CPUs with AVX512-BF16 and with AMX. A custom recipe has no row: where it runs depends on"
+    " the rules that its function returns."
 )
 
 

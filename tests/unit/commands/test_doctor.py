@@ -47,6 +47,7 @@ def test_text_fits_a_terminal_without_colour(
         "12.1 300X 355X CPU",
         "No, because",
         "Yes, but",
+        "A custom recipe has no row",
     ):
         assert words in out
     rows = [line.split() for line in out.splitlines() if line.startswith("  mxfp8 ")]
