@@ -95,16 +95,21 @@ def draw(content: dict[str, Any], path: Path) -> None:
     for run in content["runs"]:
         values = np.array([np.nan if x is None else x for x in run["losses"][:length]], dtype=float)
         curves.setdefault(run["recipe"], []).append(np.convolve(values, kernel, mode="valid"))
-    bf16 = np.stack(curves[BASELINE])  # [seeds, iterations]
+    bf16, largest = np.stack(curves[BASELINE]), 0.0  # [seeds, iterations]
     for name, several in curves.items():
         losses = np.stack(several)
         _line(left, steps, losses, name)
         if name != BASELINE:
-            _line(right, steps, 100 * (losses / bf16 - 1), name)
+            differences = 100 * (losses / bf16 - 1)
+            largest = max(largest, np.nanmax(np.abs(differences), initial=0.0))
+            _line(right, steps, differences, name)
     if len(bf16) > 1:
         half = band_percent(content)
         shade = {"color": RECIPES[BASELINE], "alpha": 0.15, "lw": 0}
-        right.axhspan(-half, half, label=f"the verdict's band: {BASELINE}'s seeds at the end", **shade)
+        label = f"how far {BASELINE}'s seeds lie apart at the end: {half:.2g} %"
+        right.axhspan(-half, half, label=label, **shade)
+        if limit := reach(half, largest):
+            right.set_ylim(-limit, limit)
     right.axhline(0, color=RECIPES[BASELINE], lw=0.8)
     if content["bigram_entropy"]:
         left.axhline(content["bigram_entropy"], color="#999999", ls=":", label="bigram entropy")
@@ -117,6 +122,11 @@ def draw(content: dict[str, Any], path: Path) -> None:
         figure.savefig(path, dpi=110)
     finally:
         plt.close(figure)
+
+
+def reach(half: float, largest: float) -> float | None:
+    """Where the right panel ends (%), if a band of +-``half`` would flatten lines that go to ``largest``; else None."""
+    return 4 * largest if 0 < 4 * largest < half else None
 
 
 def band_percent(content: dict[str, Any]) -> float:

@@ -235,7 +235,8 @@ def verdict(name: str, differences: Sequence[float], fp8_gemms: int, band: Band)
     sizes = [abs(d) for d in differences]
     if max(sizes) <= band.spread:
         more = f" It is {which} with every seed." if same_sign else ""
-        return f"{name} is as near to {BASELINE} as {BASELINE}'s seeds are to each other: {range_}{more}"
+        near = f"no further from {BASELINE} than {BASELINE}'s seeds are from each other"
+        return f"{name} is {near}: {range_}{more}"
     if same_sign and min(sizes) > band.spread:
         return f"{name} is {which} than {BASELINE} with every seed: {range_}"
     return f"{name} is undecided: {range_} More --seeds may tell."

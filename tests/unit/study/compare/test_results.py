@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_fp8.study.compare.launch import RunFailed
-from megatron_fp8.study.compare.output import as_table, band_percent, draw
+from megatron_fp8.study.compare.output import as_table, band_percent, draw, reach
 from megatron_fp8.study.compare.results import (
     Band,
     Outcome,
@@ -51,10 +51,13 @@ def test_losses_are_paired_by_seed():
 @pytest.mark.parametrize(
     "differences, words",
     [
-        ((0.01, -0.03, 0.02), "mxfp8 is as near to bf16 as bf16's seeds are to each other: +0.0000 nats"),
+        (
+            (0.01, -0.03, 0.02),
+            "mxfp8 is no further from bf16 than bf16's seeds are from each other: +0.0000 nats",
+        ),
         ((0.01, 0.03, 0.02), "+0.0200 nats (+0.98%) on average, +0.0100 to +0.0300 by seed"),
         ((0.01, 0.03, 0.02), "; bf16's own 3 seeds lie 0.1000 apart. It is worse with every seed."),
-        ((-0.01, -0.03, -0.02), "as near to bf16 as .* It is better with every seed."),
+        ((-0.01, -0.03, -0.02), "no further from bf16 than .* It is better with every seed."),
         ((0.2, 0.3, 0.4), "mxfp8 is worse than bf16 with every seed: +0.3000 nats"),
         ((-0.2, -0.3, -0.4), "mxfp8 is better than bf16 with every seed: -0.3000 nats"),
         ((0.01, 0.3, 0.02), "mxfp8 is undecided: +0.1100 nats"),
@@ -65,14 +68,20 @@ def test_losses_are_paired_by_seed():
 def test_the_verdict_says_what_the_differences_show(differences, words):
     said = with_differences(*differences).verdict
     assert re.search(re.escape(words).replace(r"\.\*", ".*"), said) and said.endswith(".")
-    kinds = ("as near to", "is worse than", "is better than", "undecided", "equals")
+    kinds = ("no further from", "is worse than", "is better than", "undecided", "equals")
     assert sum(kind in said for kind in kinds) == 1
+
+
+def test_a_band_far_beyond_the_differences_does_not_flatten_them():
+    assert reach(half=0.5, largest=0.2) is None
+    assert reach(half=5.0, largest=0.2) == pytest.approx(0.8)
+    assert reach(half=5.0, largest=0.0) is None, "nothing to show"
 
 
 def test_one_seed_may_be_chance():
     rows = rows_of([BF16[0], outcome("mxfp8", 1, 2.5)])
     assert "With one seed that may be chance" in rows[1].verdict and rows[1].deviation is None
-    assert not any(word in rows[1].verdict for word in ("near", "worse", "better"))
+    assert not any(word in rows[1].verdict for word in ("further", "worse", "better"))
 
 
 def test_what_ran_no_fp8_shows_nothing():
