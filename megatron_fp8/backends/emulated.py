@@ -68,6 +68,8 @@ def quantize(
     cuts = _cuts(rule, direction)
     if scale is None and all(map(blocks.divides, cuts)):
         return _in_blocks(x, rule, direction, cuts)
+    if scale is None and rule.scale != "e8m0" and 0 in (rule.granularity.rows, rule.granularity.cols):
+        return _in_two_passes(x, rule, direction, cuts, reduce_amax)
     if scale is None:
         return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
     codes, scale_inv, amax, special = loops.quantize(x, scale, rule.fmt.dtype)
@@ -92,14 +94,46 @@ def _cuts(rule: Rule, direction: Direction) -> list[tuple[int, int]]:
 def _in_blocks(x: torch.Tensor, rule: Rule, direction: Direction, cuts: list[tuple[int, int]]) -> Quantized:
     """``quantize`` in blocks, all directions in one pass. No block spans other ranks' rows: no amax is reduced."""
     made, amax, special = blocks.quantize(x, rule, cuts)
+    return _quantized(x, rule, direction, [(each.codes, each.scale_inv) for each in made], amax, special)
+
+
+def _in_two_passes(
+    x: torch.Tensor,
+    rule: Rule,
+    direction: Direction,
+    cuts: list[tuple[int, int]],
+    reduce_amax: AmaxReduction | None,
+) -> Quantized:
+    """``quantize`` with scales of the tensor, or of whole rows: amaxes first, then the codes of all directions."""
+    amaxes, special = loops.block_amaxes(x, cuts)
+    amax = amaxes[0].amax()
+    if rule.granularity.is_tensor:
+        amaxes = [amax.clone()]
+    if reduce_amax is not None:
+        for cut, found in zip(cuts, amaxes, strict=True):
+            if cut[0] == 0:  # whole columns, of which a shard of rows holds a part
+                reduce_amax(found)
+    scales = [blocks.scales(found, rule) for found in amaxes]
+    codes = blocks.cast(x, rule, cuts, [scale for scale, _ in scales], not special)
+    made = [(each, inverse) for each, (_, inverse) in zip(codes, scales, strict=True)]
+    return _quantized(x, rule, direction, made, amax, special)
+
+
+def _quantized(
+    x: torch.Tensor,
+    rule: Rule,
+    direction: Direction,
+    made: list[tuple[torch.Tensor, torch.Tensor]],
+    amax: torch.Tensor,
+    special: int,
+) -> Quantized:
+    """What codes and scales of each cut are the sides of; both lie as x does."""
     nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu") if special else None
     facts = rule.granularity, rule.scale != "fp32", nonfinite is None
-    rowwise = columnwise = None
-    if direction != "columnwise":
-        rowwise = QuantizedSide(made[0].codes, made[0].scale_inv, *facts)
-    if direction != "rowwise":
-        codes, scale_inv = made[-1]
-        columnwise = QuantizedSide(codes.t(), scale_inv.t(), *facts)  # [cols, rows]
+    rowwise = None if direction == "columnwise" else QuantizedSide(made[0][0], made[0][1], *facts)
+    codes, scale_inv = made[-1]
+    turned = scale_inv if rule.granularity.is_tensor else scale_inv.t()
+    columnwise = None if direction == "rowwise" else QuantizedSide(codes.t(), turned, *facts)  # [cols, rows]
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
 
 

@@ -4,8 +4,12 @@
    the scales made of them, and the tile is read again for its codes. Both directions of 1-wide blocks are two cuts of one
    tile. Bits are those of numerics/scaling.py and cast.py.
 
+   Scales that span more than a tile (of a tensor, of whole rows or columns) are made before, of amaxes that took a pass of
+   their own; then the tile is read for its codes only.
+
    A bfloat16 number under a power of two is a sum of exponents and a rounding in its own 16 bits, at twice the speed of
-   float32's. Codes below the normal range, which few runs have, are left to float32, and so is a tile with NaN or Inf. */
+   float32's. A row of a tile with a code below the normal range, which few have, is left to float32, and so is a tile with
+   NaN or Inf. */
 
 #if defined(__AVX512BW__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")
@@ -19,11 +23,12 @@
 #define WIDE 256 /* columns of a tile, at most */
 #define TALL 128 /* rows of a tile, at most */
 
-/* One way to cut the matrix, as it lies. rows divides TALL, cols divides WIDE. */
+/* One way to cut the matrix, as it lies. Where scales are made here, rows divides TALL and cols divides WIDE. */
 typedef struct {
     int64_t rows, cols;
-    uint8_t *codes;  /* of the matrix */
-    void *scale_inv; /* float32 or E8M0, [row blocks, column blocks] */
+    uint8_t *codes;     /* of the matrix */
+    void *scale_inv;    /* to be made, float32 or E8M0, [row blocks, column blocks] */
+    const float *scale; /* that were made before, as scale_inv lies; NULL: none */
 } Cut;
 
 /* How scales are made of amaxes. */
@@ -34,24 +39,46 @@ typedef struct {
 
 enum { FP32, POW2, E8M0 };
 
-/* A scale, and its inverse where it belongs. */
-INLINE float scale_of(float amax, const Rule *rule, void *inverse, int64_t at) {
-    if (rule->kind == E8M0) {
-        uint32_t u = bits_of(amax);
-        int32_t exponent = (int32_t)((u + 0x1FFFFF) >> 23) - rule->max_exponent;
+static void scales_e8m0(const float *restrict amax, int64_t n, int32_t max_exponent, float *restrict scale,
+                        uint8_t *restrict inverse) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u = bits_of(amax[i]);
+        int32_t exponent = (int32_t)((u + 0x1FFFFF) >> 23) - max_exponent;
         exponent = u == 0x7F800000 ? 254 : exponent < 0 ? 0 : exponent;
-        ((uint8_t *)inverse)[at] = (uint8_t)exponent;
-        return float_of(exponent < 254 ? (uint32_t)(254 - exponent) << 23 : 0x00400000);
+        inverse[i] = (uint8_t)exponent;
+        scale[i] = float_of(exponent < 254 ? (uint32_t)(254 - exponent) << 23 : 0x00400000);
     }
-    float from = amax < rule->epsilon ? rule->epsilon : amax, scale = rule->largest / from;
-    scale = scale < FLT_MIN ? FLT_MIN : scale > FLT_MAX ? FLT_MAX : scale;
-    if (rule->kind == POW2) scale = float_of(bits_of(scale) & 0x7F800000);
-    scale = from == 0 || from == INFINITY ? 1 : scale;
-    ((float *)inverse)[at] = 1 / scale;
-    return scale;
+}
+
+static void scales_float(const float *restrict amax, int64_t n, const Rule *rule, float *restrict scale,
+                         float *restrict inverse) {
+    uint32_t kept = rule->kind == POW2 ? 0x7F800000 : 0xFFFFFFFF;
+    float largest = rule->largest, epsilon = rule->epsilon;
+    for (int64_t i = 0; i < n; i++) {
+        float from = amax[i] < epsilon ? epsilon : amax[i], s = largest / from;
+        s = s < FLT_MIN ? FLT_MIN : s;
+        s = s > FLT_MAX ? FLT_MAX : s;
+        s = float_of(bits_of(s) & kept);
+        scale[i] = from == 0 ? 1 : from == INFINITY ? 1 : s;
+        inverse[i] = 1 / scale[i];
+    }
+}
+
+/* Scales of n amaxes, and from number `at` on their inverses. */
+static void make_scales(const float *amax, int64_t n, const Rule *rule, float *scale, void *inverse, int64_t at) {
+    if (rule->kind == E8M0) scales_e8m0(amax, n, rule->max_exponent, scale, (uint8_t *)inverse + at);
+    else scales_float(amax, n, rule, scale, (float *)inverse + at);
+}
+
+void scales_of_amaxes(const float *amax, int64_t n, const Rule *rule, float *scale, float *inverse) {
+    uint64_t before = use_ieee();
+    make_scales(amax, n, rule, scale, inverse, 0);
+    use_again(before);
 }
 
 /* ------------------------------------------------------------------------------------------- in 16 bits of bfloat16 */
+
+#define LANES 32 /* numbers of a vector */
 
 /* The code of a normal result: `offset` is what the exponent grows by, and what the formats' biases differ by, times 128;
    `drop` mantissa bits are rounded off. Zero stays; what is below the normal range is told in *small. */
@@ -63,20 +90,34 @@ INLINE uint8_t encode_16(uint16_t u, int16_t offset, int drop, uint16_t *small) 
     return (uint8_t)(code | (u >> 8 & 0x80));
 }
 
-/* What a scale is in encode_16; 0 where that is out of its range, and for no power of two. */
-INLINE int16_t offset_of(float scale, int32_t kind, int32_t bias) {
-    int32_t exponent = (int32_t)(bits_of(scale) >> 23) - 127;
-    return kind == FP32 || exponent < -100 || exponent > 100 ? 0 : (int16_t)((exponent - 127 + bias) * 128);
+/* What scales are in encode_16, and whether it takes them all: powers of two, not too large or small. Zeros, whose amax
+   is 0, can have any scale. */
+static int32_t offsets_of(const float *restrict scale, const float *restrict amax, int64_t n, int32_t kind, int32_t bias,
+                          int16_t *restrict offset) {
+    int32_t out = kind == FP32;
+    if (out) return 0;
+    for (int64_t b = 0; b < n; b++) {
+        int32_t exponent = (int32_t)(bits_of(scale[b]) >> 23) - 127, zeros = amax ? amax[b] == 0 : 0;
+        out |= ((exponent < -100) | (exponent > 100)) & !zeros;
+        offset[b] = (int16_t)((exponent - 127 + bias) * 128);
+    }
+    return !out;
 }
 
 /* ------------------------------------------------------------------------------------------------------------ tiles */
 
-/* NAME(x, rows, cols, inf, cuts, n_cuts, rule, amax, threads): returns how many elements are NaN or Inf. */
+/* NAME(x, rows, cols, inf, cuts, n_cuts, rule, all_finite, amax, threads): returns how many elements are NaN or Inf. Of
+   cuts whose scales were made before: 0, an amax of 0, and all_finite says whether there are any. */
 #define BLOCKS(NAME, FROM, BITS, LOAD, ENCODE, SHORT, DROP, BIAS)                                                    \
     INLINE BITS NAME##_magnitude(FROM x) {                                                                           \
         BITS u;                                                                                                      \
         memcpy(&u, &x, sizeof u);                                                                                    \
         return u & (BITS)((BITS)~(BITS)0 >> 1);                                                                      \
+    }                                                                                                                \
+    INLINE FROM NAME##_of(BITS magnitude) {                                                                          \
+        FROM x;                                                                                                      \
+        memcpy(&x, &magnitude, sizeof x);                                                                            \
+        return x;                                                                                                    \
     }                                                                                                                \
     INLINE BITS NAME##_most(const FROM *x, int64_t n) {                                                              \
         BITS found = 0;                                                                                              \
@@ -92,22 +133,35 @@ INLINE int16_t offset_of(float scale, int32_t kind, int32_t bias) {
             found[i] = m > found[i] ? m : found[i];                                                                  \
         }                                                                                                            \
     }                                                                                                                \
-    INLINE void NAME##_run(const FROM *restrict x, uint8_t *restrict to, int64_t n, float scale, int16_t offset) {   \
-        if (SHORT && offset) {                                                                                       \
-            uint16_t small = 0;                                                                                      \
-            for (int64_t i = 0; i < n; i++) to[i] = encode_16((uint16_t)x[i], offset, DROP, &small);                 \
-            if (!small) return;                                                                                      \
-        }                                                                                                            \
-        for (int64_t i = 0; i < n; i++) to[i] = ENCODE(LOAD(x[i]) * scale);                                          \
+    /* In 16 bits; `small` has a word for each lane, so that nothing is added up across a vector before the end. */  \
+    INLINE void NAME##_short(const FROM *restrict x, uint8_t *restrict to, int64_t n, const int16_t *offset,         \
+                             int64_t step, uint16_t *restrict small) {                                               \
+        for (; n >= LANES; n -= LANES, x += LANES, to += LANES, offset += LANES * step)                              \
+            for (int i = 0; i < LANES; i++) to[i] = encode_16((uint16_t)x[i], offset[i * step], DROP, small + i);    \
+        for (int i = 0; i < n; i++) to[i] = encode_16((uint16_t)x[i], offset[i * step], DROP, small + i);            \
     }                                                                                                                \
-    static void NAME##_each(const FROM *restrict x, uint8_t *restrict to, int64_t n, const float *restrict scale,    \
-                            const int16_t *restrict offset) {                                                        \
+    INLINE void NAME##_long(const FROM *restrict x, uint8_t *restrict to, int64_t n, const float *scale,             \
+                            int64_t step) {                                                                          \
+        for (int64_t i = 0; i < n; i++) to[i] = ENCODE(LOAD(x[i]) * scale[i * step]);                                \
+    }                                                                                                                \
+    /* One row of a tile; `offset`: NULL where 16 bits do not do. width: of a block, where that is a constant. */    \
+    INLINE void NAME##_row(const FROM *x, uint8_t *to, int64_t cols, int64_t width, const float *scale,              \
+                           const int16_t *offset) {                                                                  \
+        uint16_t small[LANES] = {0}, any = 0;                                                                        \
         if (SHORT && offset) {                                                                                       \
-            uint16_t small = 0;                                                                                      \
-            for (int64_t i = 0; i < n; i++) to[i] = encode_16((uint16_t)x[i], offset[i], DROP, &small);              \
-            if (!small) return;                                                                                      \
+            if (width == 1) NAME##_short(x, to, cols, offset, 1, small);                                             \
+            else                                                                                                     \
+                for (int64_t b = 0, at = 0; at < cols; b++, at += width)                                             \
+                    if (cols - at >= width) NAME##_short(x + at, to + at, width, offset + b, 0, small);              \
+                    else NAME##_short(x + at, to + at, cols - at, offset + b, 0, small);                             \
+            for (int i = 0; i < LANES; i++) any |= small[i];                                                         \
+            if (!any) return;                                                                                        \
         }                                                                                                            \
-        for (int64_t i = 0; i < n; i++) to[i] = ENCODE(LOAD(x[i]) * scale[i]);                                       \
+        if (width == 1) NAME##_long(x, to, cols, scale, 1);                                                          \
+        else                                                                                                         \
+            for (int64_t b = 0, at = 0; at < cols; b++, at += width)                                                 \
+                if (cols - at >= width) NAME##_long(x + at, to + at, width, scale + b, 0);                           \
+                else NAME##_long(x + at, to + at, cols - at, scale + b, 0);                                          \
     }                                                                                                                \
     /* Magnitudes of a tile that has some, with zeros for NaN; counts NaN and Inf. */                                \
     static int64_t NAME##_clean(const FROM *x, int64_t step, int64_t rows, int64_t cols, BITS inf, FROM *clean) {    \
@@ -145,38 +199,32 @@ INLINE int16_t offset_of(float scale, int32_t kind, int32_t bias) {
     static void NAME##_codes(const FROM *x, int64_t step, int64_t rows, int64_t cols, const Cut *cut,                \
                              const BITS *largest, const Rule *rule, int64_t row, int64_t col, int32_t finite) {      \
         int64_t across = (cols + cut->cols - 1) / cut->cols, whole = (step + cut->cols - 1) / cut->cols;             \
-        float scale[WIDE];                                                                                           \
+        float scale[WIDE], amax[WIDE];                                                                               \
         int16_t offset[WIDE];                                                                                        \
         int32_t all = 1;                                                                                             \
         for (int64_t r = 0; r < rows; r++) {                                                                         \
-            if (r % cut->rows == 0) {                                                                                \
+            if (r == 0 || (row + r) % cut->rows == 0) {                                                              \
                 int64_t at = (row + r) / cut->rows * whole + col / cut->cols;                                        \
-                all = 1;                                                                                             \
-                for (int64_t b = 0; b < across; b++) {                                                               \
-                    BITS m = largest[r / cut->rows * across + b];                                                    \
-                    FROM amax;                                                                                       \
-                    memcpy(&amax, &m, sizeof m);                                                                     \
-                    scale[b] = scale_of(LOAD(amax), rule, cut->scale_inv, at + b);                                   \
-                    offset[b] = !finite ? 0 : m ? offset_of(scale[b], rule->kind, BIAS) : 128; /* zeros: any */      \
-                    all &= offset[b] != 0;                                                                           \
+                if (cut->scale) memcpy(scale, cut->scale + at, (size_t)across * sizeof(float));                      \
+                else {                                                                                               \
+                    const BITS *m = largest + r / cut->rows * across;                                                \
+                    for (int64_t b = 0; b < across; b++) amax[b] = LOAD(NAME##_of(m[b]));                            \
+                    make_scales(amax, across, rule, scale, cut->scale_inv, at);                                      \
                 }                                                                                                    \
+                all = finite && offsets_of(scale, cut->scale ? NULL : amax, across, rule->kind, BIAS, offset);       \
             }                                                                                                        \
             const FROM *from = x + r * step;                                                                         \
             uint8_t *to = cut->codes + (row + r) * step + col;                                                       \
-            if (cut->cols == 1) NAME##_each(from, to, cols, scale, all ? offset : NULL);                             \
-            else                                                                                                     \
-                for (int64_t b = 0; b < across; b++) {                                                               \
-                    int64_t n = least(cut->cols, cols - b * cut->cols);                                              \
-                    const FROM *f = from + b * cut->cols;                                                            \
-                    uint8_t *t = to + b * cut->cols;                                                                 \
-                    if (n == 128) NAME##_run(f, t, 128, scale[b], offset[b]);                                        \
-                    else if (n == 32) NAME##_run(f, t, 32, scale[b], offset[b]);                                     \
-                    else NAME##_run(f, t, n, scale[b], offset[b]);                                                   \
-                }                                                                                                    \
+            const int16_t *offsets = all ? offset : NULL;                                                            \
+            if (cut->cols == 1) NAME##_row(from, to, cols, 1, scale, offsets);                                       \
+            else if (cut->cols == 32) NAME##_row(from, to, cols, 32, scale, offsets);                                \
+            else if (cut->cols == 128) NAME##_row(from, to, cols, 128, scale, offsets);                              \
+            else if (cut->cols >= WIDE && cols == WIDE) NAME##_row(from, to, WIDE, WIDE, scale, offsets);            \
+            else NAME##_row(from, to, cols, cut->cols, scale, offsets);                                              \
         }                                                                                                            \
     }                                                                                                                \
     int64_t NAME(const FROM *x, int64_t rows, int64_t cols, BITS inf, const Cut *cuts, int32_t n_cuts,               \
-                 const Rule *rule, float *amax, int32_t threads) {                                                   \
+                 const Rule *rule, int32_t all_finite, float *amax, int32_t threads) {                               \
         int64_t nonfinite = 0, down = (rows + TALL - 1) / TALL, across = (cols + WIDE - 1) / WIDE;                   \
         BITS most = 0;                                                                                               \
         _Pragma("omp parallel num_threads(threads) if (threads > 1) reduction(+ : nonfinite) reduction(max : most)") \
@@ -189,9 +237,9 @@ INLINE int16_t offset_of(float scale, int32_t kind, int32_t bias) {
                 int64_t row = tile / across * TALL, col = tile % across * WIDE;                                      \
                 int64_t high = least(TALL, rows - row), wide = least(WIDE, cols - col);                              \
                 const FROM *from = x + row * cols + col;                                                             \
-                int32_t finite = 1;                                                                                  \
+                int32_t finite = all_finite;                                                                         \
                 for (int32_t c = 0; c < n_cuts; c++) {                                                               \
-                    BITS top = NAME##_amaxes(from, cols, high, wide, cuts + c, largest);                             \
+                    BITS top = cuts[c].scale ? 0 : NAME##_amaxes(from, cols, high, wide, cuts + c, largest);         \
                     if (top >= inf) {                                                                                \
                         int64_t found = NAME##_clean(from, cols, high, wide, inf, clean);                            \
                         nonfinite += c == 0 ? found : 0;                                                             \
@@ -205,9 +253,7 @@ INLINE int16_t offset_of(float scale, int32_t kind, int32_t bias) {
             use_again(before);                                                                                       \
         }                                                                                                            \
         uint64_t before = use_ieee();                                                                                \
-        FROM of;                                                                                                     \
-        memcpy(&of, &most, sizeof most);                                                                             \
-        *amax = LOAD(of);                                                                                            \
+        *amax = LOAD(NAME##_of(most));                                                                               \
         use_again(before);                                                                                           \
         return nonfinite;                                                                                            \
     }

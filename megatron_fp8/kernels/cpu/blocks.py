@@ -31,6 +31,7 @@ class _Cut(ctypes.Structure):
         ("cols", ctypes.c_int64),
         ("codes", ctypes.c_void_p),
         ("scale_inv", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
     )
 
 
@@ -65,35 +66,76 @@ def quantize(
     """
     rows, cols = x.shape
     kind = torch.uint8 if rule.scale == "e8m0" else torch.float32
-    made = [
-        (
-            torch.empty(rows, cols, dtype=rule.fmt.dtype, device="cpu"),
-            torch.empty(-(-rows // high), -(-cols // wide), dtype=kind, device="cpu"),
-        )
-        for high, wide in cuts
-    ]
-    told = [
-        _Cut(high, wide, codes.data_ptr(), inverse.data_ptr())
-        for (high, wide), (codes, inverse) in zip(cuts, made, strict=True)
-    ]
+    made, told = [], []
+    for high, wide in cuts:
+        codes = torch.empty(rows, cols, dtype=rule.fmt.dtype, device="cpu")
+        inverse = torch.empty(-(-rows // high), -(-cols // wide), dtype=kind, device="cpu")
+        made.append(Coded(codes, inverse.view(torch.float8_e8m0fnu) if kind == torch.uint8 else inverse))
+        told.append(_Cut(high, wide, codes.data_ptr(), inverse.data_ptr(), None))
     amax = torch.empty((), dtype=torch.float32, device="cpu")
+    return made, amax, _run(x, rule, told, True, amax)
+
+
+def cast(
+    x: torch.Tensor,
+    rule: Rule,
+    cuts: Sequence[tuple[int, int]],
+    scales: Sequence[torch.Tensor],
+    finite: bool,
+) -> list[torch.Tensor]:
+    """Codes [rows, cols] of a matrix for each way to cut it, under scales that are there; one pass over memory for all.
+
+    Args:
+        x, rule: as in ``quantize``.
+        cuts: rows and columns of a block, 0 meaning the whole extent.
+        scales: of each cut, float32, one for each block, row-major; of the rule's kind, and made of x's amaxes or larger
+            ones, so that nothing but Inf saturates.
+        finite: whether x is known to have no NaN and no Inf.
+    """
+    rows, cols = x.shape
+    made, told = [], []
+    for (high, wide), scale in zip(cuts, scales, strict=True):
+        codes = torch.empty(rows, cols, dtype=rule.fmt.dtype, device="cpu")
+        high, wide = high or rows, wide or cols
+        of = loops.address(scale, torch.float32, -(-rows // high) * -(-cols // wide))
+        made.append(codes)
+        told.append(_Cut(high, wide, codes.data_ptr(), None, of))
+    _run(x, rule, told, finite, torch.empty((), dtype=torch.float32, device="cpu"))
+    return made
+
+
+def _run(x: torch.Tensor, rule: Rule, cuts: list[_Cut], finite: bool, amax: torch.Tensor) -> int:
+    rows, cols = x.shape
     integer = ctypes.c_uint32 if x.dtype == torch.float32 else ctypes.c_uint16
     function = getattr(loops.compiled(), f"blocks_{loops.NAMES[rule.fmt.dtype]}_{loops.NAMES[x.dtype]}")
     function.restype = ctypes.c_int64
-    nonfinite = function(
+    nonfinite: int = function(
         loops.address(x, x.dtype, rows * cols),
         ctypes.c_int64(rows),
         ctypes.c_int64(cols),
         integer(loops.FLOATS[x.dtype][1]),
-        (_Cut * len(told))(*told),
-        len(told),
+        (_Cut * len(cuts))(*cuts),
+        len(cuts),
         ctypes.byref(_rule(rule)),
+        int(finite),
         loops.address(amax, torch.float32, 1),
         loops.thread_count(x.numel()),
     )
-    if rule.scale == "e8m0":
-        made = [(codes, inverse.view(torch.float8_e8m0fnu)) for codes, inverse in made]
-    return [Coded(*each) for each in made], amax, nonfinite
+    return nonfinite
+
+
+def scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, scale_inv), float32 of amax's shape, as ``numerics.scaling`` makes them; not for E8M0."""
+    n = amax.numel()
+    scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
+    loops.compiled().scales_of_amaxes(
+        loops.address(amax, torch.float32, n),
+        ctypes.c_int64(n),
+        ctypes.byref(_rule(rule)),
+        loops.address(scale, torch.float32, n),
+        loops.address(inverse, torch.float32, n),
+    )
+    return scale, inverse
 
 
 def _rule(rule: Rule) -> _Rule:

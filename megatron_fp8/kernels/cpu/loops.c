@@ -5,6 +5,11 @@
    them into vector code; no intrinsics. Every result equals the torch operations of cast.py and scaling.py in all bits:
    the product is formed in float32, rounding is to nearest even, nothing is flushed, contracted or reordered. */
 
+/* Compilers of today choose half the width of vectors by themselves. */
+#if defined(__AVX512BW__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
 #include <stdlib.h>
 
 #include "encode.h"

@@ -10,7 +10,7 @@ import torch
 from megatron_fp8.backends import emulated, specified
 from megatron_fp8.kernels.cpu import blocks, loops
 from megatron_fp8.numerics.formats import E4M3, E5M2
-from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, Granularity, Rule
+from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Rule
 
 RULES = [
     Rule(fmt, granularity, scale)
