@@ -30,7 +30,7 @@ from ..numerics.formats import E5M2
 from ..numerics.rule import Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
-from ..tensor import Float8Tensor, QuantizedSide, expand_scale
+from ..tensor import Float8Tensor, Operand, QuantizedSide, expand_scale
 from . import few_rows, specified
 from .base import RESULTS, AmaxReduction, Quantized, Region, unfit
 
@@ -193,8 +193,26 @@ def gemm(
     return _in_torch(a, b, out_dtype, bias, exact)
 
 
+def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
+    """Add ``gemm``'s float32 result to ``into`` as it is made, with the bits of ``into.add_``, and say so; False, with
+    nothing done, where C does not take these.
+
+    Args:
+        into: [M, N].
+    """
+    if not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
+        return False
+    if not (into.dtype == torch.float32 and loops.plain(into)) or few_rows.takes(a, b, torch.float32):
+        return False
+    return _decoded_on_the_way(a, b, torch.float32, None, into) is not None
+
+
 def _decoded_on_the_way(
-    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
+    a: QuantizedSide,
+    b: QuantizedSide,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``gemm`` where C decodes codes as it packs them (products.py); None where it does not take them."""
     left, right = (products.Operand(s.codes, s.scale_inv, _block(s), s.pow2) for s in (a, b))
@@ -202,7 +220,7 @@ def _decoded_on_the_way(
         return None
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
-    done = products.multiply(left, right, dtype, bias)
+    done = products.multiply(left, right, dtype, bias, into=into)
     return done if done is None else done.to(out_dtype)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..backends import BACKENDS
+from ..backends import BACKENDS, emulated
 from ..backends.base import RESULTS
 from ..backends.native import backend as native
 from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
@@ -197,8 +197,12 @@ class GemmSite:
     def accumulate(
         self, gemm: str, a: Operand, b: Operand, into: torch.Tensor, *, record: bool = True
     ) -> None:
-        """Add to ``into`` [M, N], float32, what ``multiply`` gives: in the product, in high precision on a GPU; torch's
-        scaled products cannot, nor can one that is observed."""
+        """Add to ``into`` [M, N], float32, what ``multiply`` gives: in the product, in high precision on a GPU and on CPUs
+        in C; torch's scaled products cannot, nor can one that is observed."""
+        in_fp8 = self.plan.gemms[gemm] == "fp8" and self.state.observer is None
+        if in_fp8 and self.backend is emulated and emulated.accumulate(a, b, into):
+            self.state.counts.fp8_gemms += 1
+            return
         if self.plan.gemms[gemm] == "fp8" or self.state.observer is not None:
             into.add_(self.multiply(gemm, a, b, torch.float32, record=record))
             return

@@ -115,6 +115,7 @@ def multiply(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     *,
+    into: torch.Tensor | None = None,
     loop: int | None = None,
 ) -> torch.Tensor | None:
     """a [M, K] @ b [N, K]^T, scaled: sums * (scale_a * scale_b) + bias in float32, rounded once to dtype.
@@ -122,21 +123,24 @@ def multiply(
     Args:
         dtype: float32 or bfloat16.
         bias: float32 [N], contiguous.
-        loop: AVX512 or AMX, one that the processor has; None: ``inner_loop``.
+        into: float32 [M, N], contiguous, to which the product is added (dtype float32, no bias); it is what is
+        returned. loop: AVX512 or AMX, one that the processor has; None: ``inner_loop``.
 
     Returns:
         [M, N], or None where scales are so small or large that numbers or sums could leave bfloat16's normal range. An
-        element depends on its row and column alone: the order of its sum is the same for any M, N and number of threads.
-        NaN and Inf go where IEEE has them; subnormal numbers of bfloat16 operands count as zero.
+        element depends on its row and column alone: the order of its sum is the same for any M, N and number of
+        threads. NaN and Inf go where IEEE has them; subnormal numbers of bfloat16 operands count as zero.
     """
     (m, k), n = a.values.shape, b.values.shape[0]
-    out = torch.empty(m, n, dtype=dtype, device="cpu")
+    out = torch.empty(m, n, dtype=dtype, device="cpu") if into is None else into
+    if into is not None and not (m and n and k):
+        return into
     if not (m and n and k):
         return out.zero_() if bias is None else out.copy_(bias.expand(m, n))
     to = _Out(
-        out.data_ptr(),
+        loops.address(out, dtype, m * n),
         int(dtype == torch.bfloat16),
-        0,
+        int(into is not None),
         None if bias is None else loops.address(bias, torch.float32, n),
     )
     values_a, values_b = _dense(a.values), _dense(b.values)
@@ -202,8 +206,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def own_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``matmul`` by gemm.c: the order of sums does not depend on M, N or the number of threads; subnormal operands count
-    as zero."""
+    """``matmul`` by gemm.c: the order of sums does not depend on M, N or the number of threads; subnormal operands
+    count as zero."""
     check_matrices(a, b)
     product = multiply(Operand(a), Operand(b), torch.float32)
     assert product is not None, "without scales there is no range to leave"
@@ -227,7 +231,8 @@ def mkl_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_out(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
-    """(x, or a copy if neither its rows nor its columns are dense; whether the dense ones are columns; their stride)."""
+    """(x, or a copy if neither its rows nor its columns are dense; whether the dense ones are columns; their
+    stride)."""
     rows, cols = x.shape
     down, across = x.stride()
     if across == 1 and down >= cols:
@@ -238,7 +243,8 @@ def _laid_out(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
 
 
 def check_matrices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Size, torch.Size]:
-    """The shapes of a [M, K] and b [N, K]; AssertionError unless both are bfloat16 matrices on the CPU that contract."""
+    """The shapes of a [M, K] and b [N, K]; AssertionError unless both are bfloat16 matrices on the CPU that
+    contract."""
     for x in (a, b):
         if not (x.ndim == 2 and x.dtype == torch.bfloat16 and x.is_cpu):
             raise AssertionError(f"a bfloat16 matrix on the CPU is needed, got {loops.described(x)}")

@@ -167,3 +167,13 @@ def test_a_limit_on_torch_s_instructions_holds_here(monkeypatch: pytest.MonkeyPa
     assert products.inner_loop() == (AVX512 if AVX512 in products.inner_loops() else None)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
     assert products.inner_loop() == (products.inner_loops() or (None,))[0]
+
+
+def test_a_product_is_added_to_what_is_there(loop: int):
+    """The bits of a sum afterwards."""
+    a, _ = side("1x32", 70, 200, torch.float8_e5m2, True, 1)
+    b, _ = side("tensor", 45, 200, torch.float8_e4m3fn, True, 2)
+    there = torch.randn(70, 45)
+    expected = there + products.multiply(a, b, torch.float32, loop=loop)
+    assert products.multiply(a, b, torch.float32, into=there, loop=loop) is there
+    assert torch.equal(there, expected)
