@@ -1,7 +1,7 @@
 """A GEMM site at run time: the plan entry made into quantizers, the three GEMMs by name, and the weight's codes.
 
-A weight is quantised once for as long as nobody can have written it. Optimizers that write through flat buffers leave no
-trace in a tensor's version; whoever steps tells the state, whose ``weight_generation`` covers those.
+A weight is quantised once for as long as nobody can have written it. Optimizers that write through flat buffers leave
+no trace in a tensor's version; whoever steps tells the state, whose ``weight_generation`` covers those.
 """
 
 from __future__ import annotations
@@ -141,10 +141,11 @@ class GemmSite:
         return in_fp8 and all(quantizer.computes for quantizer in self.casts[role].quantizers)
 
     def observe(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, record: bool) -> None:
-        """Fill delayed scaling's histories from a linear that ran in high precision: y [..., N] = x [..., K] @ weight^T.
+        """Fill delayed scaling's histories from a linear that ran in high precision: y [..., N] = x [..., K] @
+        weight^T.
 
-        The amaxes of x and, once an iteration, of the weight are recorded now (``record`` False: they were already), that
-        of y's gradient when it comes. No value changes. The other recipes have no history: nothing is done.
+        The amaxes of x and, once an iteration, of the weight are recorded now (``record`` False: they were already),
+        that of y's gradient when it comes. No value changes. The other recipes have no history: nothing is done.
         """
         if not self.has_histories:
             return
@@ -197,8 +198,8 @@ class GemmSite:
     def accumulate(
         self, gemm: str, a: Operand, b: Operand, into: torch.Tensor, *, record: bool = True
     ) -> None:
-        """Add to ``into`` [M, N], float32, what ``multiply`` gives: in the product, in high precision on a GPU and on CPUs
-        in C; torch's scaled products cannot, nor can one that is observed."""
+        """Add to ``into`` [M, N], float32, what ``multiply`` gives: in the product, in high precision on a GPU and on
+        CPUs in C; torch's scaled products cannot, nor can one that is observed."""
         in_fp8 = self.plan.gemms[gemm] == "fp8" and self.state.observer is None
         if in_fp8 and self.backend is emulated and emulated.accumulate(a, b, into):
             self.state.counts.fp8_gemms += 1
@@ -231,8 +232,8 @@ def _plain(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------- the weight
 
 _DELAYED, _EVALUATED = 1, 2
-"""Flags of a forward's stamp. Rejected: an argument more of the backward's operator, which graphs that torch.compile has
-kept on the disk since an earlier version of this package would not give."""
+"""Flags of a forward's stamp. Rejected: an argument more of the backward's operator, which graphs that torch.compile
+has kept on the disk since an earlier version of this package would not give."""
 
 
 def was_training(stamp: torch.Tensor) -> bool:
@@ -325,7 +326,8 @@ class WeightCache:
             self._casts.observe(weight)
 
     def stamp(self, device: torch.device, *, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """What backward needs to know of a forward that has just quantised the weight, as tensors that a graph can save.
+        """What backward needs to know of a forward that has just quantised the weight, as tensors that a graph can
+        save.
 
         (int64 [2] on the CPU: the weight_generation, and flags: a delayed scale was used, it was in evaluation; float32
         []: that scale, or 1.)
@@ -372,8 +374,8 @@ class WeightCache:
     def _version(self, weight: torch.Tensor, weight_generation: int) -> tuple[Any, ...]:
         """The weight's memory, how it lies there, and what is known of writes to it.
 
-        The storage is named by a weak reference, and not by its address, which freed memory gives to another. Codes made
-        in the capture of a CUDA graph exist at its replay only, so they are another version.
+        The storage is named by a weak reference, and not by its address, which freed memory gives to another. Codes
+        made in the capture of a CUDA graph exist at its replay only, so they are another version.
         """
         captured = self._state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         version = 0 if weight.is_inference() else weight._version
