@@ -13,9 +13,10 @@ GEMM up to the order of summation:
   contraction where torch may round float32 operands (``torch.set_float32_matmul_precision``): float64, rare and slow.
 * ``exact=True``: float64 throughout, the oracle.
 
-On CPUs C takes large matrices whose scale is one float32 (delayed and per-tensor scaling) a shorter way: with a scale
-that was there before its matrix one pass over memory makes codes, amax and health; a product is decode, GEMM, and one
-pass over its sums. All else goes through specified.py and torch. The bits are the same.
+On CPUs C takes large matrices a shorter way. One pass over memory makes the codes of blocks in both directions, and codes
+under a scale that was there before its matrix; scales of tensors and rows need their amaxes first. A product decodes codes
+as its GEMM packs them (kernels/cpu/gemm.c), where the processor has one for that. All else goes through specified.py and
+torch. Codes and scales are the same bits; products differ by the order of their sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Emulated FP8's inner loops in C, for CPU tensors: cast, block amax and decode, 3 to 10 times torch's speed; the GEMM.
+"""Emulated FP8's inner loops in C, for CPU tensors: cast, block amax and decode, 3 to 10 times torch's speed.
 
 The C sources are compiled by the machine's own C compiler when the first large tensor needs them (library.py). Where
 that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that
