@@ -1,8 +1,8 @@
 """The emulated backend: FP8 codes and scales exactly as specified, multiplied in BF16 or FP32. Runs on any device.
 
-Why this is faithful. E4M3 and E5M2 codes have at most four significant bits, so a code, and a code times a power of two,
-is exact in bfloat16; products of two are exact in float32. A BF16 GEMM with float32 accumulation therefore equals an FP8
-GEMM up to the order of summation:
+Why this is faithful. E4M3 and E5M2 codes have at most four significant bits, so a code, and a code times a power of
+two, is exact in bfloat16; products of two are exact in float32. A BF16 GEMM with float32 accumulation therefore equals
+an FP8 GEMM up to the order of summation:
 
 * every scale a power of two, bfloat16 result: scales are folded into the operands, one BF16 GEMM (on GPUs one with
   float32 output: cuBLAS may add the parts of a split sum in BF16 otherwise);
@@ -13,10 +13,10 @@ GEMM up to the order of summation:
   contraction where torch may round float32 operands (``torch.set_float32_matmul_precision``): float64, rare and slow.
 * ``exact=True``: float64 throughout, the oracle.
 
-On CPUs C takes large matrices a shorter way. One pass over memory makes the codes of blocks in both directions, and codes
-under a scale that was there before its matrix; scales of tensors and rows need their amaxes first. A product decodes codes
-as its GEMM packs them (kernels/cpu/gemm.c), where the processor has one for that. All else goes through specified.py and
-torch. Codes and scales are the same bits; products differ by the order of their sums.
+On CPUs C takes large matrices a shorter way. One pass over memory makes the codes of blocks in both directions, and
+codes under a scale that was there before its matrix; scales of tensors and rows need their amaxes first. A product
+decodes codes as its GEMM packs them (kernels/cpu/gemm.c), where the processor has one for that. All else goes through
+specified.py and torch. Codes and scales are the same bits; products differ by the order of their sums.
 """
 
 from __future__ import annotations
@@ -278,7 +278,8 @@ def values64(side: QuantizedSide) -> torch.Tensor:
 
 
 def _foldable(a: QuantizedSide, b: QuantizedSide) -> bool:
-    """Whether scaled operands, their products and sums stay clear of subnormals (which BF16 units flush) and overflow."""
+    """Whether scaled operands, their products and sums stay clear of subnormals (which BF16 units flush) and
+    overflow."""
     (smallest_a, largest_a), (smallest_b, largest_b) = _scale_range(a), _scale_range(b)
     return (
         min(smallest_a, smallest_b, smallest_a * smallest_b) >= _SMALLEST_SCALE
