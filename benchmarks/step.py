@@ -83,7 +83,7 @@ def goal_of(name: str, hidden: int) -> float | None:
     return None if name == "bf16" else 1.20 if hidden < 512 else 1.08
 
 
-def build(name: str, hidden: int) -> Contender:
+def build(name: str, hidden: int = 512) -> Contender:
     """The model with the recipe of this name, or in 'bf16'; the same initial weights for all."""
     from megatron.core.distributed import (
         DistributedDataParallel,
