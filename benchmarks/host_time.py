@@ -1,0 +1,150 @@
+"""The host's time of a linear layer, forward and backward, on the native backend: as a ratio to nn.Linear's.
+
+On a GPU a step is as fast as the slower of two: the GPU, and the host that tells it what to do. Here the GPU is free
+(support/free_gpu.py), so what is measured is the host alone, in CPU time, medians of rounds in which contenders alternate.
+
+The base is nn.Linear without a bias in BF16 in the same process, whose products are as free as the FP8 layer's. Matrices
+are 128 x 128, the smallest that no recipe pads. What is left of tensor operations besides products and Triton's kernels
+computes on the CPU, a few microseconds each, and counts against the FP8 layer.
+
+'first' quantises the weight too, as in an iteration's first microbatch (without Megatron-Core: in each); 'later' has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.common import command_line, environment, write_results
+from benchmarks.support import free_gpu
+
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+SIZE = 128
+BF16 = torch.bfloat16
+
+
+def contenders(library: Any) -> dict[str, Callable[[], None]]:
+    """By name: a forward and backward of nn.Linear, and of each recipe with and without the weight's cast."""
+    from megatron_fp8.nn import Fp8Config, Fp8Linear, fp8_step
+
+    x = torch.randn(SIZE, SIZE, dtype=BF16).requires_grad_()
+    dy = torch.randn(SIZE, SIZE, dtype=BF16)
+
+    def training(linear: torch.nn.Module, before: Callable[[], None] | None = None) -> Callable[[], None]:
+        weight = linear.weight
+        assert isinstance(weight, torch.Tensor)
+
+        def step() -> None:
+            x.grad = weight.grad = None
+            if before is not None:
+                before()
+            linear(x).backward(dy)
+
+        return step
+
+    found = {"nn.Linear": training(torch.nn.Linear(SIZE, SIZE, bias=False, dtype=BF16))}
+    for name in RECIPES:
+        config = Fp8Config(recipe=name, backend="native")
+        linear = Fp8Linear(SIZE, SIZE, bias=False, dtype=BF16, config=config)
+        warm(linear, x, dy, fp8_step)
+        linear.fp8_site.state.keeps_weights = True  # as under Megatron-Core, whose loops say when weights were written
+        found[f"{name}, first"] = training(linear, linear.fp8_site.weights.forget)
+        found[f"{name}, later"] = training(linear)
+    return found
+
+
+def warm(linear: Any, x: torch.Tensor, dy: torch.Tensor, fp8_step: Callable[[Any], Any]) -> None:
+    """Two iterations, so that delayed scales are there. Kernels write nothing here: amaxes are said."""
+    for _ in range(2):
+        linear(x).backward(dy)
+        for arena in linear.fp8_site.state.arenas:
+            arena.rows[0].fill_(1.0)
+        fp8_step(linear)
+
+
+def measured(work: dict[str, Callable[[], None]], rounds: int, each: int) -> dict[str, list[float]]:
+    """Microseconds of CPU time of a call, by contender, one figure a round."""
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for call in work.values():
+        for _ in range(20):
+            call()
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for name, call in work.items():
+            start = time.process_time_ns()
+            for _ in range(each):
+                call()
+            times[name].append((time.process_time_ns() - start) / each / 1000)
+        gc.collect()
+    gc.enable()
+    return times
+
+
+def launches(library: Any, call: Callable[[], None]) -> int:
+    """Triton's launches of one call."""
+    before = library.free_gpu_launches()
+    call()
+    return int(library.free_gpu_launches() - before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="host time of a linear, forward and backward")
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--each", type=int, default=30, help="calls a round")
+    parser.add_argument("--only", default="", help="contenders whose name has this, besides nn.Linear")
+    parser.add_argument("--profile", action="store_true", help="print where Python spends it instead")
+    parser.add_argument("--write", action="store_true", help="write the result files under benchmarks/results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    library = free_gpu.install()
+    work = contenders(library)
+    work = {name: call for name, call in work.items() if args.only in name or name == "nn.Linear"}
+    if args.profile:
+        for name, call in work.items():
+            if name != "nn.Linear":
+                _profile(name, call)
+        return
+    times = measured(work, args.rounds, args.each)
+    base = statistics.median(times["nn.Linear"])
+    rows = ["| forward and backward | us | ratio | spread | Triton launches |", "| --- | --- | --- | --- | --- |"]
+    data: dict[str, Any] = {}
+    for name, found in times.items():
+        middle = statistics.median(found)
+        low, *_, high = statistics.quantiles(found, n=10)
+        count = launches(library, work[name])
+        data[name] = {"us": middle, "ratio": middle / base, "launches": count, "low": low, "high": high}
+        rows.append(f"| {name} | {middle:.0f} | {middle / base:.2f} | {(high - low) / middle:.0%} | {count} |")
+    table = "\n".join(rows)
+    print(table)
+    if args.write:
+        record = environment(["triton"]) | {"measured": "CPU time of one thread, medians"}
+        write_results("host_time", "Host time of a linear", command_line(), record, table, data)
+
+
+def _profile(name: str, call: Callable[[], None]) -> None:
+    for _ in range(50):
+        call()
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(500):
+        call()
+    profile.disable()
+    print(name)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+
+
+if __name__ == "__main__":
+    main()
