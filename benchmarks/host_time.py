@@ -1,7 +1,7 @@
 """The host's time of a linear layer, forward and backward, on the native backend: as a ratio to nn.Linear's.
 
 On a GPU a step is as fast as the slower of two: the GPU, and the host that tells it what to do. Here the GPU is free
-(support/free_gpu.py), so what is measured is the host alone, in CPU time, medians of rounds in which contenders alternate.
+(support/free_gpu.py), so the host alone is measured, in CPU time: medians of rounds in which contenders alternate.
 
 The base is nn.Linear without a bias in BF16 in the same process, whose products are as free as the FP8 layer's. Matrices
 are 128 x 128, the smallest that no recipe pads. What is left of tensor operations besides products and Triton's kernels
@@ -59,7 +59,9 @@ def contenders(library: Any) -> dict[str, Callable[[], None]]:
         config = Fp8Config(recipe=name, backend="native")
         linear = Fp8Linear(SIZE, SIZE, bias=False, dtype=BF16, config=config)
         warm(linear, x, dy, fp8_step)
-        linear.fp8_site.state.keeps_weights = True  # as under Megatron-Core, whose loops say when weights were written
+        linear.fp8_site.state.keeps_weights = (
+            True  # as under Megatron-Core, whose loops say when weights were written
+        )
         found[f"{name}, first"] = training(linear, linear.fp8_site.weights.forget)
         found[f"{name}, later"] = training(linear)
     return found
@@ -106,7 +108,9 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=30, help="calls a round")
     parser.add_argument("--only", default="", help="contenders whose name has this, besides nn.Linear")
     parser.add_argument("--profile", action="store_true", help="print where Python spends it instead")
-    parser.add_argument("--write", action="store_true", help="write the result files under benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="write the result files under benchmarks/results"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     library = free_gpu.install()
@@ -119,14 +123,19 @@ def main() -> None:
         return
     times = measured(work, args.rounds, args.each)
     base = statistics.median(times["nn.Linear"])
-    rows = ["| forward and backward | us | ratio | spread | Triton launches |", "| --- | --- | --- | --- | --- |"]
+    rows = [
+        "| forward and backward | us | ratio | spread | Triton launches |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     data: dict[str, Any] = {}
     for name, found in times.items():
         middle = statistics.median(found)
         low, *_, high = statistics.quantiles(found, n=10)
         count = launches(library, work[name])
         data[name] = {"us": middle, "ratio": middle / base, "launches": count, "low": low, "high": high}
-        rows.append(f"| {name} | {middle:.0f} | {middle / base:.2f} | {(high - low) / middle:.0%} | {count} |")
+        rows.append(
+            f"| {name} | {middle:.0f} | {middle / base:.2f} | {(high - low) / middle:.0%} | {count} |"
+        )
     table = "\n".join(rows)
     print(table)
     if args.write:

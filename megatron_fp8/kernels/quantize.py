@@ -29,7 +29,7 @@ import triton
 
 from ..numerics.formats import FloatFormat
 from ..numerics.rule import Direction, ScaleKind
-from . import on_its_device
+from .launch import launch
 from .mx_scales import tiled_size
 from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
 from .sources import Plain, TileSource
@@ -78,7 +78,6 @@ class Record:
         return cls(pair[0], pair[1])
 
 
-@on_its_device
 def measure(
     x: torch.Tensor | TileSource,
     *,
@@ -99,7 +98,9 @@ def measure(
     row_amax = amaxes[: source.rows] if amaxes is not None and rows else None
     col_amax = amaxes[start:] if amaxes is not None and cols else None
     if source.rows and source.cols:
-        find_amaxes[source.grid(tile)](
+        launch(
+            find_amaxes,
+            source.grid(tile),
             **source.arguments(),
             row_amax=_as_int(row_amax),
             col_amax=_as_int(col_amax),
@@ -113,7 +114,6 @@ def measure(
     return row_amax, col_amax
 
 
-@on_its_device
 def quantize_tensor(
     x: torch.Tensor | TileSource,
     fmt: FloatFormat,
@@ -142,7 +142,9 @@ def quantize_tensor(
     out = _Outputs(source, fmt, direction)
     scale_inv = torch.empty((), device=source.device, dtype=torch.float32)
     # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
-    cast_tensor[source.grid(tile)](
+    launch(
+        cast_tensor,
+        source.grid(tile),
         **source.arguments(),
         **out.arguments(),
         given=scale if scale is not None else amax,
@@ -157,7 +159,6 @@ def quantize_tensor(
     return out.sides(scale_inv, scale_inv)
 
 
-@on_its_device
 def quantize_rows(
     x: torch.Tensor | TileSource,
     fmt: FloatFormat,
@@ -185,7 +186,9 @@ def quantize_rows(
     row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device, dtype=torch.float32)
     col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device, dtype=torch.float32)
     # An empty matrix still has the scales of its rows or columns to be written.
-    cast_rows[source.grid(tile)](
+    launch(
+        cast_rows,
+        source.grid(tile),
         **source.arguments(),
         **out.arguments(),
         row_amax=_as_int(row_amax),
@@ -201,7 +204,6 @@ def quantize_rows(
     return out.sides(row_scale, col_scale)
 
 
-@on_its_device
 def quantize_blocks(
     x: torch.Tensor | TileSource,
     fmt: FloatFormat,
@@ -251,7 +253,9 @@ def quantize_blocks(
         grid = grid_of(round_up(source.rows, 128), source.cols, tile) if tiled else source.grid(tile)
         row_major, row_minor = _strides(row_scale, source.cols)
         col_major, col_minor = _strides(col_scale, source.rows)
-        quantize_tiles[grid](
+        launch(
+            quantize_tiles,
+            grid,
             **source.arguments(),
             **out.arguments(),
             row_scale=row_scale,
@@ -277,13 +281,12 @@ def quantize_blocks(
     return out.sides(row_scale, col_scale)
 
 
-@on_its_device
 def write(source: TileSource) -> torch.Tensor:
     """The matrix that a TileSource computes, [rows, cols] in its dtype, contiguous: the values that codes are made of."""
     tile = _tile(source)
     values = torch.empty(source.rows, source.cols, dtype=source.dtype, device=source.device)
     if values.numel():
-        write_values[source.grid(tile)](**source.arguments(), values=values, **tile.options())
+        launch(write_values, source.grid(tile), **source.arguments(), values=values, **tile.options())
     return values
 
 

@@ -1,0 +1,97 @@
+"""Launching a Triton kernel again: what depends on kinds of arguments only is found once and kept.
+
+Triton's own way to a launch binds arguments by name, asks of each what the code is specialised on, makes texts of the
+options, and compares every global constant of the kernel's source with what it was: 100 us of a core for the 26 arguments
+of a cast, more than the GPU takes for a small one. Here a launch is known by the same facts, read faster:
+
+    a tensor       its dtype, and whether it lies on 16 bytes
+    a number       its type; of an int whether it is 1, a multiple of 16, or beyond 32 bits: Triton's specialisation
+    the rest       its value: constants of the kernel's code, and options such as num_warps
+
+The first launch of its kind is Triton's, which compiles; later ones start what it compiled, with pointers in place of
+tensors. Hooks of the launcher (profilers) are called as ever. Kernels that are interpreted, or have hooks of their own
+that come before a launch, go Triton's way each time.
+
+Rejected: launches bound to shapes, with all but pointers fixed. A table of them grows with each number of tokens that an
+expert gets. Rejected: kernels written in C and loaded by ourselves: Triton's launcher is C already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.runtime import driver
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """``kernel[grid](**arguments)`` on the device of the first tensor and its current stream."""
+    if not isinstance(kernel, triton.JITFunction) or kernel.pre_run_hooks:
+        with torch.cuda.device_of(_first_tensor(arguments)):
+            kernel[grid](**arguments)
+        return
+    known = _known.get(id(kernel))
+    if known is None:
+        known = _known[id(kernel)] = _Known(kernel)
+    known.launch(grid, arguments)
+
+
+class _Known:
+    """The launches of one kernel that were met.
+
+    Args:
+        kernel: a triton.JITFunction, which is held, so that its id stays its own.
+    """
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._orders: dict[tuple[str, ...], tuple[list[bool], list[int]]] = {}
+
+    def launch(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        """Start what is compiled for such arguments; the first time let Triton compile and start it."""
+        names = tuple(arguments)
+        if (found := self._orders.get(names)) is None:
+            found = self._orders[names] = self._order(names)
+        specialised, order = found
+        device, key, values = -1, [names], []
+        for varies, value in zip(specialised, arguments.values(), strict=True):
+            kind: Any = value
+            if varies and value is not None:
+                kind = type(value)
+                if kind is int:
+                    kind = 1 if value == 1 else (value % 16 == 0, -(1 << 31) <= value < 1 << 31)
+                elif isinstance(value, torch.Tensor):
+                    device = value.get_device()
+                    kind, value = value.dtype, value.data_ptr()
+                    if value % 16:
+                        kind = kind, "odd"
+            key.append(kind)
+            values.append(value)
+        key.append(device)
+        if (compiled := self._compiled.get(tuple(key))) is None:
+            with torch.cuda.device_of(_first_tensor(arguments)):
+                compiled = self._kernel[grid](**arguments)
+            if compiled is not None:  # else it was only looked at
+                self._compiled[tuple(key)] = compiled
+            return
+        active, values = driver.active, [values[index] for index in order]
+        start = compiled[(*grid, 1, 1)]
+        if active.get_current_device() != device >= 0:
+            with torch.cuda.device(device):
+                start(*values, stream=active.get_current_stream(device))
+            return
+        start(*values, stream=active.get_current_stream(device))
+
+    def _order(self, names: tuple[str, ...]) -> tuple[list[bool], list[int]]:
+        """Of each argument whether it is none of the code's constants or options; which stand where in the signature."""
+        varies = {p.name for p in self._kernel.params if not p.is_constexpr}
+        return [name in varies for name in names], [names.index(name) for name in self._kernel.arg_names]
+
+
+_known: dict[int, _Known] = {}
+
+
+def _first_tensor(arguments: dict[str, Any]) -> torch.Tensor:
+    return next(value for value in arguments.values() if isinstance(value, torch.Tensor))
