@@ -18,7 +18,9 @@ expert gets. Rejected: kernels written in C and loaded by ourselves: Triton's la
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,28 +49,26 @@ class _Known:
     def __init__(self, kernel: Any):
         self._kernel = kernel
         self._compiled: dict[tuple[Any, ...], Any] = {}
-        self._orders: dict[tuple[str, ...], tuple[list[bool], list[int]]] = {}
+        self._orders: dict[tuple[str, ...], _Order] = {}
 
     def launch(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         """Start what is compiled for such arguments; the first time let Triton compile and start it."""
         names = tuple(arguments)
-        if (found := self._orders.get(names)) is None:
-            found = self._orders[names] = self._order(names)
-        specialised, order = found
-        device, key, values = -1, [names], []
-        for varies, value in zip(specialised, arguments.values(), strict=True):
-            kind: Any = value
-            if varies and value is not None:
-                kind = type(value)
-                if kind is int:
-                    kind = 1 if value == 1 else (value % 16 == 0, -(1 << 31) <= value < 1 << 31)
-                elif isinstance(value, torch.Tensor):
-                    device = value.get_device()
-                    kind, value = value.dtype, value.data_ptr()
-                    if value % 16:
-                        kind = kind, "odd"
+        if (order := self._orders.get(names)) is None:
+            order = self._orders[names] = _Order.of(self._kernel, names)
+        values = list(arguments.values())
+        device = -1
+        key = [names, order.constants(values)]
+        for index in order.varying:
+            value = values[index]
+            kind: Any = type(value)
+            if kind is int:
+                kind = 1 if value == 1 else (value % 16 == 0, -(1 << 31) <= value < 1 << 31)
+            elif value is not None and kind is not float:
+                device = value.get_device()
+                values[index] = pointer = value.data_ptr()
+                kind = (value.dtype, pointer % 16 == 0)
             key.append(kind)
-            values.append(value)
         key.append(device)
         if (compiled := self._compiled.get(tuple(key))) is None:
             with torch.cuda.device_of(_first_tensor(arguments)):
@@ -76,18 +76,33 @@ class _Known:
             if compiled is not None:  # else it was only looked at
                 self._compiled[tuple(key)] = compiled
             return
-        active, values = driver.active, [values[index] for index in order]
-        start = compiled[(*grid, 1, 1)]
+        active, start = driver.active, compiled[(*grid, 1, 1)]
         if active.get_current_device() != device >= 0:
             with torch.cuda.device(device):
-                start(*values, stream=active.get_current_stream(device))
+                start(*order.signature(values), stream=active.get_current_stream(device))
             return
-        start(*values, stream=active.get_current_stream(device))
+        start(*order.signature(values), stream=active.get_current_stream(device))
 
-    def _order(self, names: tuple[str, ...]) -> tuple[list[bool], list[int]]:
-        """Of each argument whether it is none of the code's constants or options; which stand where in the signature."""
-        varies = {p.name for p in self._kernel.params if not p.is_constexpr}
-        return [name in varies for name in names], [names.index(name) for name in self._kernel.arg_names]
+
+class _Order(NamedTuple):
+    """Of arguments in the order of a call: those that are constants of the code or options; which others there are; and
+    all but the options in the order of the kernel's signature."""
+
+    constants: Callable[[list[Any]], Any]
+    varying: list[int]
+    signature: Callable[[list[Any]], Any]
+
+    @staticmethod
+    def of(kernel: Any, names: tuple[str, ...]) -> _Order:
+        varies = {p.name for p in kernel.params if not p.is_constexpr}
+        constants = [index for index, name in enumerate(names) if name not in varies]
+        varying = [index for index, name in enumerate(names) if name in varies]
+        # Of a single index an itemgetter gives no tuple.
+        return _Order(
+            itemgetter(*constants, constants[0]),
+            varying,
+            itemgetter(*(names.index(name) for name in kernel.arg_names)),
+        )
 
 
 _known: dict[int, _Known] = {}
