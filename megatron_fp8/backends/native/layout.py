@@ -302,6 +302,8 @@ def arguments(plan: ProductPlan, a: QuantizedSide, b: QuantizedSide) -> tuple[to
 
 def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
     """Row-major [rows, k], zero-padded; codes themselves if they are so. A transposed view is turned (GPUs: a kernel)."""
+    if codes.shape == (rows, k) and codes.stride() == (k, 1):
+        return codes
     byte = codes.view(torch.uint8)
     if byte.shape != (rows, k):
         padded = byte.new_zeros(rows, k)
@@ -329,9 +331,11 @@ def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch
         return torch.ones(argument.shape, device=side.codes.device, dtype=torch.float32)
     scale = side.float_scale_inv()
     if mode is Mode.TENSOR:
-        return scale.reshape(1)
+        return scale.view(1)
     if mode is Mode.ROW:
         rows = side.codes.shape[0]
+        if rows == scale.shape[0] == max(argument.shape) and scale.is_contiguous():
+            return scale.view(argument.shape)
         flat = scale.expand(rows, 1)[:, 0].contiguous()
         padding = argument.shape[0] * argument.shape[1] - rows
         return (torch.cat([flat, flat.new_ones(padding)]) if padding else flat).view(argument.shape)
