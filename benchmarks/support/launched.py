@@ -11,6 +11,7 @@ from unittest import mock
 
 from triton.runtime.interpreter import interpreter_builder
 
+from megatron_fp8.kernels import launch
 from megatron_fp8.kernels.elements import _probe
 
 
@@ -19,15 +20,28 @@ def launched() -> Iterator[Counter[str]]:
     """Counts launches by kernel; with the source's kind where it computes what it reads: 'cast_tensor of norm'."""
     counts: Counter[str] = Counter()
     kernel = type(_probe)
-    original = kernel.run
+    original, known = kernel.run, launch._Known.launch
+    counted = False
+
+    def count(fn: Any, arguments: dict[str, Any]) -> None:
+        source = arguments.get("SOURCE", "plain")
+        counts[fn.__name__ + ("" if source == "plain" else f" of {source}")] += 1
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("warmup"):
-            source = kwargs.get("SOURCE", "plain")
-            counts[self.fn.__name__ + ("" if source == "plain" else f" of {source}")] += 1
+        if not (kwargs.get("warmup") or counted):
+            count(self.fn, kwargs)
         return original(self, *args, **kwargs)
 
-    with mock.patch.object(kernel, "run", run):
+    def again(self: Any, grid: Any, arguments: dict[str, Any]) -> None:
+        nonlocal counted
+        count(self._kernel.fn, arguments)
+        counted = True
+        try:
+            known(self, grid, arguments)
+        finally:
+            counted = False
+
+    with mock.patch.object(kernel, "run", run), mock.patch.object(launch._Known, "launch", again):
         yield counts
 
 

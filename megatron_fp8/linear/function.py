@@ -11,8 +11,7 @@ Elsewhere they are called directly: for a small linear, torch's dispatcher would
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
@@ -213,15 +212,16 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
             (needs_dgrad, needs_wgrad),
             ctx.bias_dtype if needs_dbias else None,
         )
-    return None if dx is None else dx.view(ctx.x_shape), dw, dbias, None, None
+    if dx is not None and dx.shape != ctx.x_shape:
+        dx = dx.view(ctx.x_shape)
+    return dx, dw, dbias, None, None
 
 
 _AGAIN = "again"
 """Kept of a weight: itself and its stamp, from which ``WeightCache.columnwise`` makes the operand."""
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """An operand taken apart into tensors for save_for_backward and the facts that put it together again."""
 
     tensors: tuple[torch.Tensor, ...]

@@ -22,8 +22,7 @@ knows the other's way of saving, and both run these very lines, so their bits ar
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +35,7 @@ from .site import GemmSite
 from .tensor_parallel import Pending, TensorParallel
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What one forward was called with.
 
     Attributes:
@@ -82,7 +80,7 @@ def forward(
     """y [..., N] of x [..., K], with what backward needs of it (``x`` only if there will be a wgrad)."""
     site, tp = call.site, call.tp
     site.note_forward()
-    tokens = x.reshape(-1, x.shape[-1])  # [M, K]
+    tokens = as_matrix(x)  # [M, K]
     operand, saved = quantize_input(tokens, call, needs_wgrad)  # [M of all ranks, K], [K, M]
     quantized_weight = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
     assert quantized_weight.rowwise is not None
@@ -96,10 +94,15 @@ def forward(
     return Forward(owned(y, shape), saved, quantized_weight)
 
 
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as [tokens, K]; itself if it is."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
 def owned(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """y in another shape, over the same memory, and not a view: what an autograd function returns as a view of
     something that only it knows cannot be changed in place."""
-    return torch.ops.aten._unsafe_view(y, shape)
+    return y if y.shape == shape else torch.ops.aten._unsafe_view.default(y, shape)
 
 
 def backward(
@@ -120,7 +123,9 @@ def backward(
         needs: whether dx and dw are wanted.
         bias_dtype: dtype of dbias; None if it is not wanted.
     """
-    with nullcontext() if call.training else call.site.state.uncounted():
+    if call.training:
+        return _backward(grad_output, saved_x, saved_w, weight, call, needs, bias_dtype)
+    with call.site.state.uncounted():
         return _backward(grad_output, saved_x, saved_w, weight, call, needs, bias_dtype)
 
 
@@ -136,7 +141,7 @@ def _backward(
     site, tp = call.site, call.tp
     needs_dgrad, needs_wgrad = needs
     # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
-    dy = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
+    dy = as_matrix(grad_output)  # [M, N]
     dbias = None if bias_dtype is None else dy.to(torch.float32).sum(0).to(bias_dtype)
     rowwise, pending_columnwise = _quantize_grad_output(dy, call, needs_dgrad, needs_wgrad)
     if needs_wgrad and isinstance(saved_x, torch.Tensor):

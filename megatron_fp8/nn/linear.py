@@ -8,7 +8,6 @@ Fp8Layer is what does not depend on how the weight lies; conv1d.py has the other
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..linear.function import fp8_linear, observe_high_precision, watch_high_pre
 from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import current_switch, in_recompute, runs_fp8, without_autocast
+from ..plan.switch import autocasts, current_switch, in_recompute, runs_fp8, without_autocast
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
 from .group import Fp8Group
@@ -149,13 +148,16 @@ class Fp8Layer(torch.nn.Module):
             _check_weight(self.fp8_name, self.weight, fp8 and not switch.label)
         if not fp8:
             return self._high_precision(input, site, observe=not switch.turns_off(site.plan))
-        if device.type != "meta" and torch.is_autocast_enabled(device.type):
-            input = input.to(torch.get_autocast_dtype(device.type))
-        with (
-            without_autocast(device),
-            nullcontext() if self.training else site.state.uncounted(),
-        ):
-            return fp8_linear(input, self.matrix, self.bias, site, training=self.training)
+        if autocasts(device):
+            with without_autocast(device):
+                return self._in_fp8(input.to(torch.get_autocast_dtype(device.type)), site)
+        return self._in_fp8(input, site)
+
+    def _in_fp8(self, input: torch.Tensor, site: GemmSite) -> torch.Tensor:
+        if self.training:
+            return fp8_linear(input, self.matrix, self.bias, site)
+        with site.state.uncounted():
+            return fp8_linear(input, self.matrix, self.bias, site, training=False)
 
     def _high_precision(self, x: torch.Tensor, site: GemmSite, *, observe: bool) -> torch.Tensor:
         """y [..., N] by the unconverted layer's own forward. ``observe``: it fills delayed scaling's histories."""

@@ -262,8 +262,13 @@ class WatchedForwards:
 # ----------------------------------------------------------------------------------------------------------- autocast
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether torch.autocast is on for a device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """torch.autocast is off inside: it would round the products of the emulated GEMM."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    if not autocasts(device):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
