@@ -152,7 +152,7 @@ def _profile(name: str, call: Callable[[], None]) -> None:
         call()
     profile.disable()
     print(name)
-    pstats.Stats(profile).sort_stats("ncalls").print_stats(70)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 
 
 if __name__ == "__main__":

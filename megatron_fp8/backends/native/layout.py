@@ -334,7 +334,7 @@ def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch
         return scale.view(1)
     if mode is Mode.ROW:
         rows = side.codes.shape[0]
-        if rows == scale.shape[0] == max(argument.shape) and scale.is_contiguous():
+        if scale.shape == (rows, 1) and scale.stride() == (1, 1) and rows == max(argument.shape):
             return scale.view(argument.shape)
         flat = scale.expand(rows, 1)[:, 0].contiguous()
         padding = argument.shape[0] * argument.shape[1] - rows
