@@ -308,7 +308,7 @@ def gemm(
 
 
 _Facts = tuple[int, int, torch.dtype, Granularity, torch.dtype, bool]
-"""Of a side: rows and columns of its codes, their dtype; its granularity; its scales' dtype, and whether powers of two."""
+"""Of a side: rows and columns of its codes, their dtype, its granularity, its scales' dtype, whether powers of two."""
 
 
 @lru_cache(maxsize=4096)
