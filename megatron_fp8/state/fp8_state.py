@@ -5,7 +5,7 @@ Everything that an iteration settles goes through ``Fp8State.finish_iteration``,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,6 +63,9 @@ class Fp8State:
     guard: Guard | None = None
     ill: list[Finding] = field(default_factory=list)
     _outside: IterationCounts | None = field(default=None, init=False, repr=False, compare=False)
+    _along: tuple[Callable[[], torch.Tensor], list[float]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
     phase: Phase | None = field(init=False, repr=False, compare=False)
     observer: Observer | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -149,6 +152,23 @@ class Fp8State:
             self.experiment, self.owed = False, owed
             self.watch(watcher)
 
+    @contextmanager
+    def reading_along(self, figures: Callable[[], torch.Tensor]) -> Iterator[list[float]]:
+        """An iteration that ends inside reads these figures back with its own, in the one wait for the GPU that it has.
+
+        Args:
+            figures: called then, on every rank: a vector on the state's device. It may be a collective's result.
+
+        Yields:
+            A list, empty until then, of the figures in float64.
+        """
+        told: list[float] = []
+        self._along = figures, told
+        try:
+            yield told
+        finally:
+            self._along = None
+
     def begin_capture(self) -> None:
         """What follows is captured, not run: counted apart, and no quantised weight is shared with what is run."""
         assert not self.capturing, "captures do not nest"
@@ -185,8 +205,8 @@ class Fp8State:
         assert not self.capturing, "CapturedStep finishes the iteration that it captures"
         if self.experiment:
             return replace(self.counts)
+        told = self._read([arena.reduce() for arena in self.arenas])
         if self.arenas:
-            told = torch.stack([arena.reduce() for arena in self.arenas]).tolist()  # all that is read back
             self.ill = []
             for arena, (more, nonfinite) in zip(self.arenas, told, strict=True):
                 self.counts.nonfinite += int(arena.reduce_new() if more else nonfinite)
@@ -201,3 +221,15 @@ class Fp8State:
         self.weight_generation += 1
         self.owed = False
         return self.last
+
+    def _read(self, reduced: list[torch.Tensor]) -> list[list[float]]:
+        """What arenas reduced, float32 [2] each, and what is read along: all that an iteration reads back."""
+        if self._along is None:
+            return torch.stack(reduced).tolist() if reduced else []
+        figures, told = self._along
+        own = torch.stack(reduced).double().flatten() if reduced else None
+        along = figures().double()
+        values = (along if own is None else torch.cat([own, along])).tolist()
+        count = 2 * len(reduced)
+        told[:] = values[count:]
+        return [values[start : start + 2] for start in range(0, count, 2)]

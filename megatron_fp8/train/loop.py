@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from ..files.checkpoint import folder_name
@@ -174,8 +173,7 @@ class Trainer:
         loss, updated, grad_norm = self.stepper.step(training)
         mtp = self.stepper.mtp_loss()
         self.samples += self.run.train.global_batch_size
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        # Not synchronised: on a GPU the optimizer's kernels may still run, and count in the next iteration's time.
         seconds = time.perf_counter() - start
         counts, peak = iteration_counts(unwrap(self.stepper.chunks[0]).config), bf16_peak()
         return IterationMetrics(

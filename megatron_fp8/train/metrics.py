@@ -7,7 +7,7 @@ metrics.jsonl has one object per iteration:
     grad_norm         norm of the whole gradient before clipping; null when the step was skipped or clipping is off
     learning_rate     of the step
     tokens            trained on so far, this iteration included
-    tokens_per_s      this iteration's
+    tokens_per_s      this iteration's; on a GPU it ends with the gradient norm, and the update counts in the next
     mfu               of the BF16 peak of all GPUs together; null on CPU and on GPUs whose peak is not known
     skipped           1 if the optimizer step was skipped (something was not finite), else 0
     loss_scale        by which the loss was multiplied in this iteration; null unless the model is FP16

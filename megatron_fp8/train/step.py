@@ -1,7 +1,10 @@
 """One step of a run on one rank, in Megatron-Core's schedule, and the losses that all ranks agree on.
 
 A step is: batches -> Megatron-Core's forward/backward schedule -> finalise gradients (inside the schedule; the FP8
-iteration ends there) -> agree on loss and health -> optimizer -> learning rate.
+iteration ends there, and loss and health are agreed on) -> optimizer -> learning rate.
+
+The host waits for the GPU where it reads a number back. In a step of one rank it reads twice: loss, wishes to stop and
+health together, and the gradient norm (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from ..mcore.runtime import state_of, unwrap
 from .config.run_config import RunConfig
 from .data.datasets import batches
 from .mtp import take_mtp_loss
@@ -46,6 +50,7 @@ class Stepper:
         self._schedule = get_forward_backward_func()
         data_ranks = parallel_state.get_data_parallel_world_size()
         self._microbatches = run.train.global_batch_size // (run.train.micro_batch_size * data_ranks)
+        self._losses: list[Tensor] = []  # [loss sum, tokens] of each micro-batch of this iteration
         self.saved: SavedBytes | None = SavedBytes(chunks) if run.train.count_saved else None
 
     def training_data(self, samples: int) -> list[Iterator[Any]]:
@@ -67,8 +72,11 @@ class Stepper:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._forward_backward(training, self._microbatches, forward_only=False)
-        loss = self._mean(losses)
+        self._losses.clear()
+        state = state_of(unwrap(self.chunks[0]).config)
+        with state.reading_along(lambda: self._summed(self._losses)) as told:
+            self._forward_backward(training, self._microbatches, forward_only=False)
+        loss = self._agreed(told)
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(1)
@@ -104,7 +112,7 @@ class Stepper:
         several = len(self.chunks) > 1
         count = self.saved is not None and not forward_only and self.saved.bytes is None
         return self._schedule(
-            forward_step_func=self._counted_forward_step if count else forward_step,
+            forward_step_func=self._counted_forward_step if count else self._forward_step,
             data_iterator=iterators if several else iterators[0],
             model=self.chunks if several else self.chunks[0],
             num_microbatches=microbatches,
@@ -117,7 +125,18 @@ class Stepper:
         """``forward_step`` of each micro-batch of the first iteration, the first of each chunk counted."""
         assert self.saved is not None
         with self.saved.counting(model):
-            return forward_step(iterator, model)
+            return self._forward_step(iterator, model)
+
+    def _forward_step(self, iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+        """``forward_step``, whose sums are kept for whoever ends the iteration."""
+        output, loss_of = forward_step(iterator, model)
+
+        def kept(losses: Tensor) -> tuple[Tensor, Tensor]:
+            loss, sums = loss_of(losses)
+            self._losses.append(sums)
+            return loss, sums
+
+        return output, kept
 
     @property
     def _device(self) -> torch.device:
@@ -130,11 +149,23 @@ class Stepper:
         Only the ranks of last stages have losses. Tensor-parallel ranks hold the same ones, which leaves the mean as
         it is.
         """
-        sums = torch.tensor([0.0, 0.0, *self.stop.votes()], dtype=torch.float64, device=self._device)
+        return self._agreed(self._summed(losses).tolist())
+
+    def _summed(self, losses: list[Tensor]) -> Tensor:
+        """float64 [2 + reasons to stop]: [loss sum, tokens] and votes of all ranks. Collective; nothing is read back."""
+        votes = self.stop.votes()
+        sums = torch.zeros(2 + len(votes), dtype=torch.float64, device=self._device)
         for loss in losses:
             sums[:2] += loss.double()
+        for index, vote in enumerate(votes):
+            if vote:
+                sums[2 + index] = vote  # a fill: a copy from the host's memory would wait
         dist.all_reduce(sums)
-        total, tokens, *votes = sums.tolist()
+        return sums
+
+    def _agreed(self, sums: list[float]) -> float:
+        """The mean loss; what the ranks' votes come to is taken."""
+        total, tokens, *votes = sums
         self.stop.agree(votes)
         return total / tokens
 

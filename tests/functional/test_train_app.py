@@ -132,6 +132,26 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survived(folder, confi
     assert "skipped 1" in done.stdout
 
 
+ON_CPUS = ("adam.py _update item", "emulated.py _scale_range __float__")
+"""torch's Adam for several tensors, and the choice of a CPU's product: neither is how a GPU's step goes."""
+
+
+def test_the_host_of_a_gpu_would_wait_three_times_an_iteration(folder, config):
+    """As docs/performance.md lists them; nothing in torch's own code looks for what is where, or compares."""
+    path = folder / "waits.json"
+    done = run(APP, "waits", path, "train", f"--config={config}", f"--run_dir={folder / 'runs' / 'waits'}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert len(found) == 2
+    for places, hidden in found:
+        assert [place for place in places if place not in ON_CPUS] == [
+            "fp8_state.py _read tolist",
+            "optimizer.py _unscale_main_grads_and_check_for_nan item",
+            "clip_grads.py get_grad_norm_fp32 item",
+        ]
+        assert not [read for read in hidden if read.startswith(("aten::nonzero", "aten::equal"))]
+
+
 def test_what_is_set_and_has_no_effect_is_said(folder, config):
     """What people asked for, and what will not be, on one line, with FP8 on and off."""
     for fp8 in ("hybrid", "null"):

@@ -2,6 +2,7 @@
 
 python tests/support/app.py watch COUNTS.json train ...     count calls into Megatron-Core
 python tests/support/app.py poison 2 train ...              the second step's loss is infinite
+python tests/support/app.py waits FILE.json train ...       where the host of a GPU would wait in iteration 3
 python tests/support/app.py ranks OPTIONS.json train ...    further options by rank: {"1": ["--optimizer.lr=1"]}
 python tests/support/app.py spoil 2 train ...              a weight of the last rank is NaN after the second iteration
 python tests/support/app.py outgrow 2 train ...            a weight is eight times as large after the second iteration
@@ -19,6 +20,7 @@ import io
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 from megatron_fp8.commands.main import main
 
@@ -68,6 +70,35 @@ def poison(number, arguments):
 
     step.batches = batches
     return main(arguments)
+
+
+def waited(path, arguments):
+    """Where the host looks at values in the third iteration, and in the fourth, from its start to its line of metrics."""
+    from megatron_fp8.mcore import install
+    from tests.support.waits import waits
+
+    install()
+    from megatron.core.optimizer import clip_grads
+
+    from megatron_fp8.mcore.patches.gpu_engine import norm_without_waiting
+    from megatron_fp8.train.loop import Trainer
+
+    original = Trainer._timed_step
+    found = []
+
+    def timed_step(self, iteration, training):
+        if iteration < 3:
+            return original(self, iteration, training)
+        # The stand-in for apex's norm that is taken on a GPU.
+        with mock.patch.object(clip_grads, "l2_norm_impl", norm_without_waiting), waits() as seen:
+            metrics = original(self, iteration, training)
+        found.append([seen.places, seen.hidden])
+        return metrics
+
+    Trainer._timed_step = timed_step
+    code = main(arguments)
+    Path(path).write_text(json.dumps(found))
+    return code
 
 
 def by_rank(path, arguments):
@@ -149,6 +180,7 @@ if __name__ == "__main__":
             "outgrow": lambda n, a: after_iteration(int(n), outgrow, a),
             "poison": lambda n, a: poison(int(n), a),
             "ranks": by_rank,
+            "waits": waited,
             "spoil": lambda n, a: after_iteration(int(n), spoil, a),
             "truncate": lambda n, a: after_iteration(int(n), truncate, a),
             "many": lambda p, _: many(p),
