@@ -1,8 +1,8 @@
 """Where the host would wait for a GPU: each reading of a tensor's value, by the line that asks for it.
 
-On a CPU nothing waits, so what is counted is who looks: Python's ways to a value, a synchronisation, a tensor made of host
-memory on the model's device (a copy from pageable memory waits too). What torch reads by itself, in C++, is counted by its
-profiler (``hidden``).
+On a CPU nothing waits, so what is noted is who looks: Python's ways to a value, a synchronisation, a tensor made of host
+memory on the model's device (a copy from pageable memory waits too). What torch reads by itself, in C++, its profiler
+tells (``hidden``).
 """
 
 from __future__ import annotations
