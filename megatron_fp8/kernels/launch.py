@@ -28,10 +28,10 @@ from triton.runtime import driver
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """``kernel[grid](**arguments)`` on the device of the first tensor and its current stream."""
+    """``kernel[grid](**arguments)`` on the device of the first tensor and its current stream; codes are bytes there."""
     if not isinstance(kernel, triton.JITFunction) or kernel.pre_run_hooks:
         with torch.cuda.device_of(_first_tensor(arguments)):
-            kernel[grid](**arguments)
+            kernel[grid](**_as_bytes(arguments))
         return
     known = _known.get(id(kernel))
     if known is None:
@@ -72,7 +72,7 @@ class _Known:
         key.append(device)
         if (compiled := self._compiled.get(tuple(key))) is None:
             with torch.cuda.device_of(_first_tensor(arguments)):
-                compiled = self._kernel[grid](**arguments)
+                compiled = self._kernel[grid](**_as_bytes(arguments))
             if compiled is not None:  # else it was only looked at
                 self._compiled[tuple(key)] = compiled
             return
@@ -110,3 +110,12 @@ _known: dict[int, _Known] = {}
 
 def _first_tensor(arguments: dict[str, Any]) -> torch.Tensor:
     return next(value for value in arguments.values() if isinstance(value, torch.Tensor))
+
+
+def _as_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with floats of 8 bits, which kernels know as bytes, viewed so."""
+    codes = torch.float8_e4m3fn, torch.float8_e5m2
+    return {
+        name: value.view(torch.uint8) if isinstance(value, torch.Tensor) and value.dtype in codes else value
+        for name, value in arguments.items()
+    }

@@ -34,7 +34,7 @@ from .mx_scales import tiled_size
 from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
 from .sources import Plain, TileSource
 from .swiglu_quantize import Swiglu, SwigluGradient
-from .tiles import Tile, as_bytes, codes_like, grid_of, is_e4m3
+from .tiles import Tile, codes_like, grid_of, is_e4m3
 
 TENSOR_TILE = Tile(128, 64, 8)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)
@@ -344,8 +344,8 @@ class _Outputs:
 
     def arguments(self) -> dict[str, object]:
         return {
-            "row_codes": as_bytes(self.rowwise),
-            "col_codes": as_bytes(self.columnwise),
+            "row_codes": self.rowwise,
+            "col_codes": self.columnwise,
             "ROWWISE": self.rowwise is not None,
             "COLUMNWISE": self.columnwise is not None,
         }

@@ -28,7 +28,6 @@ class TileSource:
     Attributes:
         kind: the branch of ``load`` that makes its tiles, and its name in messages.
         rows, cols: of the matrix, not of what it is made of.
-        inputs: the tensors that it is made of; the last dimension of each has stride 1.
         dtype, device: the matrix's.
 
     Raises:
@@ -47,19 +46,18 @@ class TileSource:
         offset: float = 0.0,
     ):
         self.rows, self.cols = rows, cols
-        self.inputs = tuple(t for t in (x, first, second) if t is not None)
         self.dtype, self.device = x.dtype, x.device
-        steps = (0 if first is None else first.stride(0), x.stride(0))
+        x_step, first_step = x.stride(0), 0 if first is None else first.stride(0)
         # Offsets inside a tile of at most 128 rows (or columns, when turned) are 32-bit numbers.
-        if max(rows, cols, *steps) >= 1 << 24:
+        if max(rows, cols, x_step, first_step) >= 1 << 24:
             raise ValueError(
                 f"a matrix of {rows} x {cols} has a side or stride of 2^24 or more: quantise it in pieces"
             )
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "x": x,
-            "x_stride": x.stride(0),
+            "x_stride": x_step,
             "first": first,
-            "first_stride": 0 if first is None else first.stride(0),
+            "first_stride": first_step,
             "second": second,
             "offset": offset,
             "rows": rows,
@@ -67,6 +65,12 @@ class TileSource:
             "SOURCE": self.kind,
             "WEIGHTED": second is not None,
         }
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that it is made of; the last dimension of each has stride 1."""
+        given = (self._arguments[name] for name in ("x", "first", "second"))
+        return tuple(tensor for tensor in given if tensor is not None)
 
     def arguments(self) -> dict[str, Any]:
         """What every kernel here takes first."""

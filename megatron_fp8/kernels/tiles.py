@@ -51,11 +51,6 @@ def codes_like(rows: int, cols: int, fmt: FloatFormat, device: torch.device) -> 
     return torch.empty(rows, cols, dtype=fmt.dtype, device=device)
 
 
-def as_bytes(codes: torch.Tensor | None) -> torch.Tensor | None:
-    """The uint8 view that kernels write."""
-    return None if codes is None else codes.view(torch.uint8)
-
-
 @triton.jit
 def place(cols, COLS: tl.constexpr):
     """(row of tiles, column of tiles) of this program. Columns are fastest: what is read twice is still in L2."""

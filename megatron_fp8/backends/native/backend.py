@@ -159,12 +159,15 @@ def _typical(rule: Rule) -> Operand:
     return Operand(128, 128, rule.fmt.dtype, rule.granularity, e8m0, pow2)
 
 
+_WITH_FLOAT_SCALES = frozenset((TENSOR, ROW, BLOCK_1X128, BLOCK_128X128))
+
+
 def kernel_reason(rule: Rule) -> str | None:
     """Why no Triton kernel quantises by this rule, None if one does."""
     if rule.stochastic:
         return "stochastic rounding"
     granularity, scale = rule.granularity, rule.scale
-    if granularity in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128) and scale != "e8m0":
+    if granularity in _WITH_FLOAT_SCALES and scale != "e8m0":
         return None
     return None if granularity == BLOCK_1X32 else f"{granularity} blocks with {scale} scales"
 
@@ -249,10 +252,9 @@ def quantize(
             epsilon=epsilon,
         )
     tiled = for_product and rule.scale == "e8m0"
-    rowwise, columnwise = (
-        None if side is None else QuantizedSide(side.codes, side.scale_inv, granularity, pow2, tiled=tiled)
-        for side in (sides.rowwise, sides.columnwise)
-    )
+    facts = granularity, pow2, False, tiled
+    rowwise = None if sides.rowwise is None else QuantizedSide(*sides.rowwise, *facts)
+    columnwise = None if sides.columnwise is None else QuantizedSide(*sides.columnwise, *facts)
     amax = record.amax if running is None else running.amax
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, record.nonfinite)
 

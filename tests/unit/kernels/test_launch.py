@@ -145,6 +145,18 @@ def test_what_is_known_alike_triton_compiles_alike(there: Triton) -> None:
                 assert told[0] == told[1], f"{name} {a} and {b} are compiled differently"
 
 
+def test_codes_are_bytes_to_kernels(there: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    run = there.run
+    monkeypatch.setattr(
+        there, "run", lambda kernel, **arguments: (given.append(arguments["x"]), run(kernel, **arguments))[1]
+    )
+    codes = torch.ones(64, dtype=torch.float32).to(torch.float8_e4m3fn)
+    for x in (codes, codes.to(torch.float8_e5m2)):
+        launch(triton.JITFunction(_add), (1,), **arguments(x=x))
+    assert [x.dtype for x in given] == [torch.uint8] * 2 and given[0].data_ptr() == codes.data_ptr()
+
+
 def test_hooks_before_a_launch_are_called_each_time(there: Triton) -> None:
     kernel = triton.JITFunction(_add)
     kernel.add_pre_run_hook(lambda *_, **__: None)
