@@ -55,7 +55,9 @@ class Mode(Enum):
     @property
     def recipes(self) -> tuple[int, int] | None:
         """torch's ScalingType of a and of b, where the shape of the scales does not tell them; None where it does."""
-        return {Mode.BLOCK: (_1X128, _128X128), Mode.BLOCK_1D: (_1X128, _1X128)}.get(self)
+        if self is Mode.BLOCK:
+            return _1X128, _128X128
+        return (_1X128, _1X128) if self is Mode.BLOCK_1D else None
 
 
 @dataclass(frozen=True)
