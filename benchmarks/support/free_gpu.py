@@ -72,7 +72,7 @@ def _run_triton_on_it() -> None:
         torch.cuda.is_initialized()  # as torch.cuda.current_device asks
         return first()
 
-    class Driver(CudaDriver):  # type: ignore[misc]
+    class Driver(CudaDriver):
         def __init__(self) -> None:
             super().__init__()
             self.get_current_device = current_device
@@ -100,6 +100,6 @@ def _run_native_on_it() -> None:
         return lambda request: None
 
     backend.device_reason = probe.device_reason = everything
-    backend.refusals = none_refused  # type: ignore[assignment]
+    backend.refusals = none_refused
     kernels.run_on = runs
-    layout._has_kernels = lambda codes: True  # type: ignore[assignment]
+    layout._has_kernels = lambda codes: True

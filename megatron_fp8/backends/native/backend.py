@@ -252,9 +252,9 @@ def quantize(
             epsilon=epsilon,
         )
     tiled = for_product and rule.scale == "e8m0"
-    facts = granularity, pow2, False, tiled
-    rowwise = None if sides.rowwise is None else QuantizedSide(*sides.rowwise, *facts)
-    columnwise = None if sides.columnwise is None else QuantizedSide(*sides.columnwise, *facts)
+    row, column = sides
+    rowwise = row and QuantizedSide(row.codes, row.scale_inv, granularity, pow2, tiled=tiled)
+    columnwise = column and QuantizedSide(column.codes, column.scale_inv, granularity, pow2, tiled=tiled)
     amax = record.amax if running is None else running.amax
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, record.nonfinite)
 
