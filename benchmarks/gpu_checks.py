@@ -62,11 +62,19 @@ def digests(machine: Machine) -> str:
 
 
 def codes(machine: Machine, name: str) -> str:
-    """Codes, scales, amax and health on the device against the CPU's, both directions, odd sizes, NaN and Inf."""
+    """Codes, scales, amax and health on the device against the CPU's, both directions, odd sizes, NaN and Inf, and every
+    BF16 number: amaxes are found by an instruction for two of them, which no CPU has."""
     chosen, count = supported(machine, name), 0
-    for shape in CODES[:3] if machine.dry else CODES:
-        x = random(machine, *shape, seed=3)
+    matrices = {
+        "every number": every_number(machine, True),
+        "every finite number": every_number(machine, False),
+    }
+    matrices |= {f"{what}, turned": x.t().contiguous() for what, x in matrices.items()}
+    for sizes in CODES[:3] if machine.dry else CODES:
+        x = random(machine, *sizes, seed=3)
         x[0, 0], x[-1, -1] = torch.nan, -torch.inf
+        matrices[str(sizes)] = x
+    for shape, x in matrices.items():
         for role in ("input", "weight", "grad_output"):
             found = machine.backend.quantize(x, chosen.rule(role), "both")
             expected = emulated.quantize(x.cpu(), chosen.rule(role), "both")
@@ -80,6 +88,13 @@ def codes(machine: Machine, name: str) -> str:
                 f"{role} {shape}: non-finite count"
             )
     return f"{count:,} codes and scales, all equal"
+
+
+def every_number(machine: Machine, special: bool) -> torch.Tensor:
+    """bfloat16 [256, 256] of all 65,536 patterns, a row's of one sign and nearly one exponent; 1 for NaN and Inf if not
+    special."""
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    return (x if special else torch.where(x.isfinite(), x, 1.0)).to(machine.device)
 
 
 def same_bytes(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

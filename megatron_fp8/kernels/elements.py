@@ -10,7 +10,11 @@ Two traps shape this file. Both are about subnormals, which nothing here may flu
   elements, ``cvt.rn.satfinite``: to nearest even, saturating, Inf too, NaN to 0x7F. Some twenty integer instructions
   instead would take longer than the memory traffic they hide behind.
 
-``COMPILED`` chooses between the two; nothing else differs. Rejected: integer arithmetic everywhere, for that reason.
+Three more things are instructions where they are compiled, and integers where they are interpreted: rounding two floats
+to 16 bits (``narrow``; Triton converts one by one, at an eighth of the rate), the larger of two pairs of 16-bit numbers
+(packed.py), and four codes in a word, for sides that are written transposed (``encode_word``).
+
+``COMPILED`` chooses; nothing else differs. Rejected: integer arithmetic everywhere, for that reason.
 Floating-point contraction (a * b + c in one rounding) is turned off at every launch: Triton's default for it changes
 between versions.
 """
@@ -106,6 +110,30 @@ def encode_by_integers(x, E4M3: tl.constexpr):
 
 
 @triton.jit
+def encode_word(a, b, c, d, E4M3: tl.constexpr):
+    """int32 words of four codes each, of float32 a (the lowest byte), b, c and d: ``encode``, in the order of memory."""
+    if COMPILED:
+        if E4M3:
+            word = tl.inline_asm_elementwise(
+                """{ .reg .b16 low, high;
+                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high}; }""",
+                "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            word = tl.inline_asm_elementwise(
+                """{ .reg .b16 low, high;
+                cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high}; }""",
+                "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        return word
+    else:
+        low = encode(a, E4M3).to(tl.int32) | (encode(b, E4M3).to(tl.int32) << 8)
+        return low | (encode(c, E4M3).to(tl.int32) << 16) | (encode(d, E4M3).to(tl.int32) << 24)
+
+
+@triton.jit
 def decode(codes, E4M3: tl.constexpr):
     """float32 of uint8 codes, by integers: where no tensor core reads them (the interpreter's dot)."""
     SHIFT: tl.constexpr = 20 if E4M3 else 21
@@ -125,6 +153,11 @@ def widen(x):
     """float32 of bfloat16, float16 or float32 x. (The interpreter's own conversion loses bfloat16's subnormals.)"""
     if x.dtype == tl.bfloat16 and not COMPILED:
         return as_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    elif x.dtype == tl.bfloat16:  # Triton's own takes the upper one of two apart first
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return x.to(tl.float32)
 
@@ -137,8 +170,24 @@ def narrow(x, DTYPE: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         nan = (bits >> 16) | 0x40
         return tl.where((bits & 0x7FFFFFFF) > INF, nan, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
     else:
         return x.to(DTYPE)
+
+
+@triton.jit
+def zero_outside(x, inside):
+    """float32 x where inside, else 0. Compiled, it stays in its branch: no selection is made of the branch."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; selp.f32 $0, $1, 0f00000000, p; }",
+            "=f,f,r", [x, inside.to(tl.int32)], dtype=tl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.where(inside, x, 0.0)
 
 
 @triton.jit
@@ -177,22 +226,45 @@ def scale_of(bits, fp8_max, epsilon, factor):
 
 
 @triton.jit
+def power_scale_of(bits, fp8_max, epsilon, factor):
+    """``scale_of`` rounded down to a power of two, as int32 bits, without dividing; factor is 2^-7 or more.
+
+    Both formats' maxima are 1.75 times a power of two. So the quotient's exponent is the difference of the exponents, one
+    less where the amax's mantissa is above 1.75 (just above, the quotient is more than half a unit below the power).
+    An amax that is subnormal has an exponent field of 0, and a scale beyond the largest: 2^127 either way.
+    """
+    amax = as_bits(tl.maximum(as_float(bits), epsilon))
+    top = (as_bits(tl.full((), fp8_max, tl.float32) * factor) >> 23) + 127
+    exponent = tl.minimum(tl.maximum(top - ((amax + 0x1FFFFF) >> 23), 1), 254)
+    return tl.where((amax == 0) | (amax >= INF), 127 << 23, exponent << 23)
+
+
+@triton.jit
 def scales(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr):
     """(float32 scale, stored inverse) of amaxes given by their bits.
 
-    KIND 'fp32' and 'pow2': as scaling.compute_scale with epsilon and factor = 2^-margin; the inverse is float32.
+    KIND 'fp32', 'pow2' and 'pow2_divided': as scaling.compute_scale with epsilon and factor = 2^-margin; the inverse is
+    float32. 'pow2' wants a margin of at most 7 (``kind_for``).
     KIND 'e8m0': as scaling.compute_e8m0; the stored inverse is the uint8 exponent.
     """
+    FP8_MAX: tl.constexpr = 448.0 if E4M3 else 57344.0
     if KIND == "e8m0":
         MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 15
         # Mantissas above 1.75, that of both formats' maxima, carry into the exponent: rounded up.
         exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - MAX_EXPONENT, 0)
         exponent = tl.where(bits >= INF, 254, exponent)
         return as_float(tl.maximum((254 - exponent) << 23, HALF_POWER)), exponent.to(tl.uint8)
+    elif KIND == "fp32":
+        scale = scale_of(bits, FP8_MAX, epsilon, factor)
+        return scale, divide(1.0, scale)
     else:
-        scale = scale_of(bits, 448.0 if E4M3 else 57344.0, epsilon, factor)
         if KIND == "pow2":
-            power = as_bits(scale) & INF
-            return as_float(power), as_float(tl.maximum((254 << 23) - power, HALF_POWER))
+            power = power_scale_of(bits, FP8_MAX, epsilon, factor)
         else:
-            return scale, divide(1.0, scale)
+            power = as_bits(scale_of(bits, FP8_MAX, epsilon, factor)) & INF
+        return as_float(power), as_float(tl.maximum((254 << 23) - power, HALF_POWER))
+
+
+def kind_for(kind: str, margin: int) -> str:
+    """The KIND that makes scales of this kind with this margin."""
+    return "pow2_divided" if kind == "pow2" and margin > 7 else kind

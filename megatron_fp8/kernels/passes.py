@@ -15,18 +15,17 @@ import triton.language as tl
 from .elements import (
     INF,
     as_bits,
-    count_nonfinite,
     divide,
     encode,
-    magnitudes,
-    narrow,
+    encode_word,
     record,
     scales,
-    without_nan,
+    widen,
 )
 from .mx_scales import tiled_at
-from .sources import load
-from .tiles import place, store
+from .packed import col_tops, nonfinite_in, row_tops, top_of
+from .sources import load, load_halves
+from .tiles import place, quarters, rows_of, store_rows, store_turned
 
 # Numbers of an arena lie at any index, on 16 bytes or not: one variant for both.
 _NUMBERS = ("given", "amax", "nonfinite", "running")
@@ -41,23 +40,54 @@ def find_amaxes(
 ):  # fmt: skip
     """Amaxes of rows [rows], columns [cols] and all, maxed into what is there; that of all into ``running`` too."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
-    bits = magnitudes(tile)
-    row_tops, col_tops, top = _tops(bits, ROWWISE, COLUMNWISE, ROWS, COLS, ROWS, COLS)
-    count = tl.zeros_like(top)
-    if top >= INF:
-        count = count_nonfinite(bits)
-        row_tops, col_tops, top = _tops(without_nan(bits), ROWWISE, COLUMNWISE, ROWS, COLS, ROWS, COLS)
+    row_bits, col_bits, largest = _tops(tile, ROWWISE, COLUMNWISE, COLS, ROWS, True)
+    count = tl.zeros_like(largest)
+    if largest >= INF:
+        count = nonfinite_in(tile)
+        row_bits, col_bits, largest = _tops(tile, ROWWISE, COLUMNWISE, COLS, ROWS, False)
     down, across = place(cols, COLS)
-    row = (down * ROWS + tl.arange(0, ROWS))[:, None]
+    row = (down * ROWS + rows_of(ROWS))[:, None]
     col = (across * COLS + tl.arange(0, COLS))[None, :]
     if ROWWISE:
-        tl.atomic_max(row_amax + row, row_tops, mask=row < rows, sem="relaxed")
+        tl.atomic_max(row_amax + row, row_bits, mask=row < rows, sem="relaxed")
     if COLUMNWISE:
-        tl.atomic_max(col_amax + col, col_tops, mask=col < cols, sem="relaxed")
+        tl.atomic_max(col_amax + col, col_bits, mask=col < cols, sem="relaxed")
     if RECORD:
-        record(amax, nonfinite, top, count)
+        record(amax, nonfinite, largest, count)
     if RUNNING:
-        tl.atomic_max(running, top, sem="relaxed")
+        tl.atomic_max(running, largest, sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=_NUMBERS)
+def find_gradient_amaxes(
+    x, x_stride, first, first_stride, second, rows, half,
+    row_amax, col_amax, amax, nonfinite, running,
+    WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    RECORD: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """``find_amaxes`` of SwiGLU's gradient [rows, 2 half], both halves at a time."""
+    dgate, dup = load_halves(x, x_stride, first, first_stride, second, rows, half, WEIGHTED, ROWS, COLS)
+    gate_rows, gate_cols, gate_top = _tops(dgate, ROWWISE, COLUMNWISE, COLS, ROWS, True)
+    up_rows, up_cols, up_top = _tops(dup, ROWWISE, COLUMNWISE, COLS, ROWS, True)
+    largest = tl.maximum(gate_top, up_top)
+    count = tl.zeros_like(largest)
+    if largest >= INF:
+        count = nonfinite_in(dgate) + nonfinite_in(dup)
+        gate_rows, gate_cols, gate_top = _tops(dgate, ROWWISE, COLUMNWISE, COLS, ROWS, False)
+        up_rows, up_cols, up_top = _tops(dup, ROWWISE, COLUMNWISE, COLS, ROWS, False)
+        largest = tl.maximum(gate_top, up_top)
+    down, across = place(half, COLS)
+    row = (down * ROWS + rows_of(ROWS))[:, None]
+    col = (across * COLS + tl.arange(0, COLS))[None, :]
+    if ROWWISE:
+        tl.atomic_max(row_amax + row, tl.maximum(gate_rows, up_rows), mask=row < rows, sem="relaxed")
+    if COLUMNWISE:
+        tl.atomic_max(col_amax + col, gate_cols, mask=col < half, sem="relaxed")
+        tl.atomic_max(col_amax + half + col, up_cols, mask=col < half, sem="relaxed")
+    if RECORD:
+        record(amax, nonfinite, largest, count)
+    if RUNNING:
+        tl.atomic_max(running, largest, sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=_NUMBERS)
@@ -79,19 +109,17 @@ def cast_tensor(
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     down, across = place(cols, COLS)
     top, left = down * ROWS, across * COLS
-    codes = encode(tile * scale, E4M3)
-    if ROWWISE:
-        store(row_codes, codes, top, left, rows, cols)
-    if COLUMNWISE:
-        store(col_codes, tl.trans(codes), left, top, cols, rows)
     if RECORD:
-        bits = magnitudes(tile)
-        largest = tl.max(bits)
+        largest = top_of(tile, True)
         count = tl.zeros_like(largest)
         if largest >= INF:
-            count = count_nonfinite(bits)
-            largest = tl.max(without_nan(bits))
+            count = nonfinite_in(tile)
+            largest = top_of(tile, False)
         record(amax, nonfinite, largest, count)
+    if ROWWISE:
+        store_rows(row_codes, encode(widen(tile) * scale, E4M3), top, left, rows, cols)
+    if COLUMNWISE:
+        store_turned(col_codes, _words(tile, scale, E4M3), top, left, rows, cols)
 
 
 @triton.jit
@@ -106,19 +134,19 @@ def cast_rows(
     down, across = place(cols, COLS)
     top, left = down * ROWS, across * COLS
     if ROWWISE:
-        row = top + tl.arange(0, ROWS)
+        row = top + rows_of(ROWS)
         bits = tl.load(row_amax + row, mask=row < rows, other=0)
         scale, inverse = scales(bits, epsilon, factor, E4M3, KIND)
         if left == 0:
             tl.store(row_scale + row, inverse, mask=row < rows)
-        store(row_codes, encode(tile * scale[:, None], E4M3), top, left, rows, cols)
+        store_rows(row_codes, encode(widen(tile) * scale[:, None], E4M3), top, left, rows, cols)
     if COLUMNWISE:
         col = left + tl.arange(0, COLS)
         bits = tl.load(col_amax + col, mask=col < cols, other=0)
         scale, inverse = scales(bits, epsilon, factor, E4M3, KIND)
         if top == 0:
             tl.store(col_scale + col, inverse, mask=col < cols)
-        store(col_codes, tl.trans(encode(tile * scale[None, :], E4M3)), left, top, cols, rows)
+        store_turned(col_codes, _words(tile, scale[None, :], E4M3), top, left, rows, cols)
 
 
 @triton.jit(do_not_specialize_on_alignment=_NUMBERS)
@@ -133,16 +161,13 @@ def quantize_tiles(
     """One scale a block, all of whose elements are in this tile. Scales have strides major (rows of codes), minor; with
     TILED they lie as mx_scales.tiled_at has it. Of square blocks a row of scales is ``major`` long: zeros at its end."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
-    bits = magnitudes(tile)
     ALONG_ROWS: tl.constexpr = ROWWISE and not SQUARE
     ALONG_COLS: tl.constexpr = COLUMNWISE and not SQUARE
-    row_tops, col_tops, largest = _tops(bits, ALONG_ROWS, ALONG_COLS, ROWS, COLS, BLOCK, BLOCK)
+    row_bits, col_bits, largest = _tops(tile, ALONG_ROWS, ALONG_COLS, BLOCK, BLOCK, True)
     count = tl.zeros_like(largest)
     if largest >= INF:
-        count = count_nonfinite(bits)
-        row_tops, col_tops, largest = _tops(
-            without_nan(bits), ALONG_ROWS, ALONG_COLS, ROWS, COLS, BLOCK, BLOCK
-        )
+        count = nonfinite_in(tile)
+        row_bits, col_bits, largest = _tops(tile, ALONG_ROWS, ALONG_COLS, BLOCK, BLOCK, False)
     if RECORD:
         record(amax, nonfinite, largest, count)
     DOWN: tl.constexpr = ROWS // BLOCK
@@ -151,20 +176,15 @@ def quantize_tiles(
     top, left = down * ROWS, across * COLS
     if SQUARE:
         scale, inverse = scales(largest, epsilon, factor, E4M3, KIND)
-        codes = encode(tile * scale, E4M3)
         if ROWWISE:
             _store_square(row_scale, inverse, down, across, row_major, tl.cdiv(cols, BLOCK))
-            store(row_codes, codes, top, left, rows, cols)
+            store_rows(row_codes, encode(widen(tile) * scale, E4M3), top, left, rows, cols)
         if COLUMNWISE:
             _store_square(col_scale, inverse, across, down, col_major, tl.cdiv(rows, BLOCK))
-            store(col_codes, tl.trans(codes), left, top, cols, rows)
+            store_turned(col_codes, _words(tile, scale, E4M3), top, left, rows, cols)
     if ALONG_ROWS:
-        if SOURCE == "plain":  # again, from L1: kept in registers it would halve the programs that fit
-            tile = load(
-                x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS
-            )
-        scale, inverse = scales(row_tops, epsilon, factor, E4M3, KIND)
-        row = (top + tl.arange(0, ROWS))[:, None]
+        scale, inverse = scales(row_bits, epsilon, factor, E4M3, KIND)
+        row = (top + rows_of(ROWS))[:, None]
         block = (across * ACROSS + tl.arange(0, ACROSS))[None, :]
         if TILED:
             _store_tiled(row_scale, inverse, row, block, row_major, rows, tl.cdiv(cols, BLOCK))
@@ -172,14 +192,9 @@ def quantize_tiles(
             at = row_scale + row.to(tl.int64) * row_major + block.to(tl.int64) * row_minor
             tl.store(at, inverse, mask=(row < rows) & (block * BLOCK < cols))
         each = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, ACROSS, BLOCK)), (ROWS, COLS))
-        codes = encode(tile * each, E4M3)
-        store(row_codes, codes, top, left, rows, cols)
+        store_rows(row_codes, encode(widen(tile) * each, E4M3), top, left, rows, cols)
     if ALONG_COLS:
-        if SOURCE == "plain":
-            tile = load(
-                x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS
-            )
-        scale, inverse = scales(col_tops, epsilon, factor, E4M3, KIND)
+        scale, inverse = scales(col_bits, epsilon, factor, E4M3, KIND)
         col = (left + tl.arange(0, COLS))[None, :]
         block = (down * DOWN + tl.arange(0, DOWN))[:, None]
         if TILED:
@@ -187,9 +202,9 @@ def quantize_tiles(
         else:
             at = col_scale + col.to(tl.int64) * col_major + block.to(tl.int64) * col_minor
             tl.store(at, inverse, mask=(col < cols) & (block * BLOCK < rows))
-        each = tl.reshape(tl.broadcast_to(scale[:, None, :], (DOWN, BLOCK, COLS)), (ROWS, COLS))
-        codes = encode(tile * each, E4M3)
-        store(col_codes, tl.trans(codes), left, top, cols, rows)
+        each = tl.broadcast_to(scale[:, None, :], (DOWN, BLOCK // 4, COLS))
+        words = _words(tile, tl.reshape(each, (ROWS // 4, COLS)), E4M3)
+        store_turned(col_codes, words, top, left, rows, cols)
 
 
 @triton.jit
@@ -219,27 +234,35 @@ def write_values(
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     down, across = place(cols, COLS)
     top, left = down * ROWS, across * COLS
-    store(values, narrow(tile, values.dtype.element_ty), top, left, rows, cols)
+    store_rows(values, tile, top, left, rows, cols)
 
 
 @triton.jit
 def _tops(
-    bits, ALONG_ROWS: tl.constexpr, ALONG_COLS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    tile, ALONG_ROWS: tl.constexpr, ALONG_COLS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr,
+    NAN: tl.constexpr,
 ):  # fmt: skip
     """Largest bits of each 1 x WIDTH block [ROWS, COLS / WIDTH], of each HEIGHT x 1 block [ROWS / HEIGHT, COLS], and of
-    all; the last is also returned in place of one that is not wanted."""
+    all; the last is also returned in place of one that is not wanted. NAN: NaN is above INF (else it does not
+    count)."""
     if ALONG_ROWS:
-        row_tops = tl.max(tl.reshape(bits, (ROWS, COLS // WIDTH, WIDTH)), 2)
-        top = tl.max(row_tops)
+        row_bits = row_tops(tile, WIDTH, NAN)
+        largest = tl.max(row_bits)
     if ALONG_COLS:
-        col_tops = tl.max(tl.reshape(bits, (ROWS // HEIGHT, HEIGHT, COLS)), 1)
+        col_bits = col_tops(tile, HEIGHT, NAN)
         if not ALONG_ROWS:
-            top = tl.max(col_tops)
+            largest = tl.max(col_bits)
     if not ALONG_ROWS and not ALONG_COLS:
-        top = tl.max(bits)
+        largest = top_of(tile, NAN)
     if not ALONG_ROWS:
-        row_tops = top
+        row_bits = largest
     if not ALONG_COLS:
-        col_tops = top
-    return row_tops, col_tops, top
+        col_bits = largest
+    return row_bits, col_bits, largest
+
+
+@triton.jit
+def _words(tile, scale, E4M3: tl.constexpr):
+    """Codes of a tile under scales that broadcast to [ROWS / 4, COLS], in words of four rows each (tiles.quarters)."""
+    a, b, c, d = quarters(tile)
+    return encode_word(widen(a) * scale, widen(b) * scale, widen(c) * scale, widen(d) * scale, E4M3)

@@ -14,9 +14,11 @@ counted in the ``Record``, with the amax over all elements that are not NaN. Cod
 backend's.
 
 Tiles are fixed, not autotuned. A tuner would run at the first call of every shape, cannot run inside a captured graph,
-and has little to find where memory is the limit. They were chosen from what the compiler makes of them for an H100:
-transposed rows of 64 to 128 bytes are whole sectors, accesses of 16 bytes a thread, next to no spills, and two programs
-or more on a multiprocessor, so that one loads while another computes. ``tile=`` is there for whoever wants to try.
+and has little to find where memory is the limit. They were chosen from what the compiler makes of them for an H100
+(benchmarks/instructions.py): transposed rows of 64 to 128 bytes are whole sectors, accesses of 16 bytes a thread, no
+spills, and two programs or more on a multiprocessor, so that one loads while another computes. A thread has 64 values:
+what it does once for all is then little for each, and rows that share a word are its own (tiles.rows_of). ``tile=`` is
+there for whoever wants to try.
 """
 
 from __future__ import annotations
@@ -29,20 +31,28 @@ import triton
 
 from ..numerics.formats import FloatFormat
 from ..numerics.rule import Direction, ScaleKind
+from .elements import kind_for
 from .launch import launch
 from .mx_scales import tiled_size
-from .passes import cast_rows, cast_tensor, find_amaxes, quantize_tiles, write_values
+from .passes import (
+    cast_rows,
+    cast_tensor,
+    find_amaxes,
+    find_gradient_amaxes,
+    quantize_tiles,
+    write_values,
+)
 from .sources import Plain, TileSource
 from .swiglu_quantize import Swiglu, SwigluGradient
 from .tiles import Tile, codes_like, grid_of, is_e4m3
 
-TENSOR_TILE = Tile(128, 64, 8)
+TENSOR_TILE = Tile(128, 64, 4)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)
-SQUARE_TILE = Tile(128, 128, 16)
-MX_TILE = Tile(64, 128, 8)
+SQUARE_TILE = Tile(128, 128, 8)
+MX_TILE = Tile(64, 128, 4)
 # Sources that compute hold more at once, and are dear to make a second time.
-SWIGLU_TILE = Tile(64, 64, 4)
-COMPUTED_BLOCK_TILE = Tile(128, 128, 16)
+SWIGLU_TILE = Tile(128, 64, 4)
+COMPUTED_BLOCK_TILE = Tile(128, 128, 8, registers=128)
 
 
 class Side(NamedTuple):
@@ -97,20 +107,22 @@ def measure(
     )
     row_amax = amaxes[: source.rows] if amaxes is not None and rows else None
     col_amax = amaxes[start:] if amaxes is not None and cols else None
+    wanted = {
+        "row_amax": _as_int(row_amax),
+        "col_amax": _as_int(col_amax),
+        **_recording(record),
+        "running": None if record is None else _as_int(record.running),
+        "RUNNING": record is not None and record.running is not None,
+        "ROWWISE": rows,
+        "COLUMNWISE": cols,
+        **tile.options(),
+    }
     if source.rows and source.cols:
-        launch(
-            find_amaxes,
-            source.grid(tile),
-            **source.arguments(),
-            row_amax=_as_int(row_amax),
-            col_amax=_as_int(col_amax),
-            **_recording(record),
-            running=None if record is None else _as_int(record.running),
-            ROWWISE=rows,
-            COLUMNWISE=cols,
-            RUNNING=record is not None and record.running is not None,
-            **tile.options(),
-        )
+        if isinstance(source, SwigluGradient):
+            half = source.cols // 2
+            launch(find_gradient_amaxes, grid_of(source.rows, half, tile), **source.halves(), **wanted)
+        else:
+            launch(find_amaxes, source.grid(tile), **source.arguments(), **wanted)
     return row_amax, col_amax
 
 
@@ -153,7 +165,7 @@ def quantize_tensor(
         epsilon=epsilon,
         factor=2.0**-margin,
         E4M3=is_e4m3(fmt),
-        KIND="given" if scale is not None else "pow2" if pow2 else "fp32",
+        KIND="given" if scale is not None else kind_for("pow2" if pow2 else "fp32", margin),
         **tile.options(),
     )
     return out.sides(scale_inv, scale_inv)
@@ -198,7 +210,7 @@ def quantize_rows(
         epsilon=epsilon,
         factor=2.0**-margin,
         E4M3=is_e4m3(fmt),
-        KIND="pow2" if pow2 else "fp32",
+        KIND=kind_for("pow2" if pow2 else "fp32", margin),
         **tile.options(),
     )
     return out.sides(row_scale, col_scale)
@@ -268,7 +280,7 @@ def quantize_blocks(
             epsilon=epsilon,
             factor=2.0**-margin,
             E4M3=is_e4m3(fmt),
-            KIND=kind,
+            KIND=kind_for(kind, margin),
             BLOCK=block,
             SQUARE=square,
             TILED=tiled,

@@ -1,7 +1,7 @@
 """Where a tile of a matrix comes from: read as it is, or computed from what is read.
 
-A kernel sees a matrix [rows, cols] as float32 tiles. A ``TileSource`` says what the matrix is made of, and ``load`` makes
-a tile of it, rounded to the dtype that the unfused operation would write. So one set of quantising kernels serves all
+A kernel sees a matrix [rows, cols] as tiles of its dtype. A ``TileSource`` says what the matrix is made of, and ``load``
+makes a tile of it, rounded to the dtype that the unfused operation would write. So one set of kernels serves all
 producers, and a fused kernel gives the codes of the unfused pair.
 
 There is a class for each kind of matrix, in its operation's own words: ``Plain`` here, ``Normalized`` in
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from .codes import in_memory
-from .elements import narrow, widen
-from .tiles import Tile, grid_of, place
+from .elements import COMPILED, narrow, widen, zero_outside
+from .tiles import Tile, grid_of, place, rows_of
 
 
 class TileSource:
@@ -126,7 +126,8 @@ def load(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """This program's tile [ROWS, COLS] of the source in float32; 0 outside of rows x cols, whatever the row's statistic.
+    """This program's tile [ROWS, COLS] of the source in x's dtype, its rows as tiles.rows_of; 0 outside of rows x cols,
+    whatever the row's statistic.
 
     | SOURCE        | x            | first                | second                       |
     | ------------- | ------------ | -------------------- | ---------------------------- |
@@ -139,7 +140,7 @@ def load(
     """
     down_tile, across_tile = place(cols, COLS)
     top, left = down_tile * ROWS, across_tile * COLS
-    down = tl.arange(0, ROWS)
+    down = rows_of(ROWS)
     across = tl.arange(0, COLS)
     in_rows = top + down < rows
     in_cols = left + across < cols
@@ -148,38 +149,134 @@ def load(
     x_at = (x + left) + (down[:, None] * x_stride + across[None, :])
     DTYPE: tl.constexpr = x.dtype.element_ty
     if SOURCE == "plain":
-        return widen(tl.load(x_at, mask=inside, other=0.0))
+        return tl.load(x_at, mask=inside, other=0.0)
     elif SOURCE == "norm":
         value = widen(tl.load(x_at, mask=inside, other=0.0))
         rstd = tl.load(first + top + down, mask=in_rows, other=0.0)
         weight = widen(tl.load(second + left + across, mask=in_cols, other=0.0)) + offset
         value = (value * rstd[:, None]) * weight[None, :]
-        return tl.where(inside, widen(narrow(value, DTYPE)), 0.0)
+        if (top + ROWS > rows) | (left + COLS > cols):  # 0 times a statistic that is NaN
+            value = zero_outside(value, inside)
+        return narrow(value, DTYPE)
     elif SOURCE == "swiglu":
         gate = widen(tl.load(x_at, mask=inside, other=0.0))
         up = widen(tl.load(x_at + cols, mask=inside, other=0.0))
         value = gate * sigmoid(gate) * up
         if WEIGHTED:
             value *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
-        return tl.where(inside, widen(narrow(value, DTYPE)), 0.0)
+            if left + COLS > cols:
+                value = zero_outside(value, inside)
+        return narrow(value, DTYPE)
     else:
         half = cols // 2
-        is_gate = left + across < half
-        pair = tl.where(is_gate, left + across, left + across - half)[None, :]
-        first_at = (first + top.to(tl.int64) * first_stride) + (down[:, None] * first_stride + pair)
-        gate = widen(tl.load(first_at, mask=inside, other=0.0))
-        up = widen(tl.load(first_at + half, mask=inside, other=0.0))
-        dy = widen(tl.load(x + (down[:, None] * x_stride + pair), mask=inside, other=0.0))
+        weight = 1.0
         if WEIGHTED:
-            dy *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
-        s = sigmoid(gate)
-        dgate = dy * up * s * (1 + gate * (1 - s))
-        value = tl.where(is_gate[None, :], dgate, dy * (gate * s))
-        return tl.where(inside, widen(narrow(value, DTYPE)), 0.0)
+            weight = widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
+        # A tile that lies in one half, as all do where half is a multiple of COLS, computes that half only.
+        if left + COLS <= half:
+            first_at = (first + top.to(tl.int64) * first_stride + left) + (
+                down[:, None] * first_stride + across[None, :]
+            )
+            gate = widen(tl.load(first_at, mask=inside, other=0.0))
+            up = widen(tl.load(first_at + half, mask=inside, other=0.0))
+            dy = widen(tl.load(x_at, mask=inside, other=0.0))
+            value = narrow(gate_gradient(gate, up, dy * weight if WEIGHTED else dy), DTYPE)
+        elif left >= half:
+            first_at = (first + top.to(tl.int64) * first_stride + (left - half)) + (
+                down[:, None] * first_stride + across[None, :]
+            )
+            gate = widen(tl.load(first_at, mask=inside, other=0.0))
+            dy = widen(tl.load(x_at - half, mask=inside, other=0.0))
+            value = narrow(up_gradient(gate, dy * weight if WEIGHTED else dy), DTYPE)
+        else:
+            is_gate = left + across < half
+            pair = tl.where(is_gate, left + across, left + across - half)[None, :]
+            first_at = (first + top.to(tl.int64) * first_stride) + (down[:, None] * first_stride + pair)
+            gate = widen(tl.load(first_at, mask=inside, other=0.0))
+            up = widen(tl.load(first_at + half, mask=inside, other=0.0))
+            dy = widen(tl.load(x + (down[:, None] * x_stride + pair), mask=inside, other=0.0))
+            dy = dy * weight if WEIGHTED else dy
+            both = tl.where(is_gate[None, :], gate_gradient(gate, up, dy), up_gradient(gate, dy))
+            value = narrow(both, DTYPE)
+        if WEIGHTED and left + COLS > cols:  # 0 times a weight that is Inf or NaN
+            value = tl.where(inside, value, tl.zeros_like(value))
+        return value
+
+
+@triton.jit
+def load_halves(
+    x, x_stride, first, first_stride, second, rows, half,
+    WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """This program's tiles [ROWS, COLS] of both halves of SwiGLU's gradient (arguments as ``load``'s for 'swiglu_grad'):
+    dgate and dup of ``half`` columns each, from one sigmoid."""
+    down_tile, across_tile = place(half, COLS)
+    top, left = down_tile * ROWS, across_tile * COLS
+    down, across = rows_of(ROWS), tl.arange(0, COLS)
+    in_rows = top + down < rows
+    inside = in_rows[:, None] & (left + across < half)[None, :]
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    dy_at = (x + top.to(tl.int64) * x_stride + left) + (down[:, None] * x_stride + across[None, :])
+    at = (first + top.to(tl.int64) * first_stride + left) + (down[:, None] * first_stride + across[None, :])
+    gate = widen(tl.load(at, mask=inside, other=0.0))
+    up = widen(tl.load(at + half, mask=inside, other=0.0))
+    dy = widen(tl.load(dy_at, mask=inside, other=0.0))
+    if WEIGHTED:
+        dy *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
+        if left + COLS > half:  # 0 times a weight that is Inf or NaN
+            dy = zero_outside(dy, inside)
+    s, rest = sigmoid_and_rest(gate)
+    return narrow(dy * up * s * (1 + gate * rest), DTYPE), narrow(dy * (gate * s), DTYPE)
+
+
+@triton.jit
+def gate_gradient(gate, up, dy):
+    """float32 gradient of silu(gate) * up by gate; the same operations as in ``load_halves``."""
+    s, rest = sigmoid_and_rest(gate)
+    return dy * up * s * (1 + gate * rest)
+
+
+@triton.jit
+def up_gradient(gate, dy):
+    """float32 gradient of silu(gate) * up by up."""
+    return dy * (gate * sigmoid(gate))
 
 
 @triton.jit
 def sigmoid(x):
-    """float32 1 / (1 + exp(-x)), to about |x| * 2^-23 of itself. The divisor is 1 to 2, where fast division is safe."""
-    small = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, small, 1.0) / (1 + small)
+    """float32 1 / (1 + exp(-x)), to about |x| * 2^-23 of itself; subnormal results are kept. NaN: any number."""
+    s, _ = sigmoid_and_rest(x)
+    return s
+
+
+@triton.jit
+def sigmoid_and_rest(x):
+    """(sigmoid(x), 1 - sigmoid(x)), the latter no smaller than 2^-120.
+
+    exp(x) / (1 + exp(x)), where exp(x) is the square of a number that is not subnormal wherever the square is not 0, and
+    is cut off at 2^120, where the quotient is 1. So the fast instructions, which flush subnormals, find none.
+    """
+    root = _exp2(tl.minimum(x * 0.7213475204444817, 60.0))  # log2(e) / 2
+    power = root * root
+    rest = _inverse(1 + power)
+    return power * rest, rest
+
+
+@triton.jit
+def _exp2(x):
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _inverse(x):
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x

@@ -7,12 +7,15 @@ cast do.
 What is promised. Codes and scales are those of the rounded result, in all bits. The result itself goes through exp, whose
 last bits differ between devices: it is within one unit in the last place of its dtype of torch's.
 
-The gradient of [gate, up] is one matrix, [tokens, 2 n]. A tile of it reads gate, up and dy whichever half it lies in; the
-other half's tile finds them in L2. Rejected: a program that makes both halves, whose blocks then end where n does, not
-where 128 does.
+The gradient of [gate, up] is one matrix, [tokens, 2 n]. A tile of it computes the half that it lies in, and reads again
+what the other half's tile has read (from L2). Amaxes, which have no blocks, are found of both halves at once, with one
+sigmoid. Rejected for the casts: a program that makes both halves, whose blocks then end where n does, not where 128 does,
+and which holds twice the numbers, in 128 x 128 tiles more than two programs have registers for.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -55,6 +58,11 @@ class SwigluGradient(TileSource):
     def __init__(self, dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None = None):
         assert x.shape == (dy.shape[0], 2 * dy.shape[1]), "dy [tokens, n] and x [tokens, 2 n]"
         super().__init__(x.shape[0], x.shape[1], unit_stride(dy), unit_stride(x), _per_token(weights))
+
+    def halves(self) -> dict[str, Any]:
+        """What a kernel takes first that computes both halves at once (``sources.load_halves``)."""
+        names = ("x", "x_stride", "first", "first_stride", "second", "rows", "WEIGHTED")
+        return {name: self.arguments()[name] for name in names} | {"half": self.cols // 2}
 
 
 def _per_token(weights: torch.Tensor | None) -> torch.Tensor | None:

@@ -100,20 +100,22 @@ def amaxes() -> torch.Tensor:
     edges = torch.cat([powers, 448 * powers[:230]])
     near = torch.cat([(edges.view(torch.int32) + d).view(torch.float32) for d in (-1, 0, 1)])
     any_bits = random_bits(20_000).abs()
-    return torch.cat([torch.tensor(special), near, any_bits[~any_bits.isnan()]])
+    every_bfloat16 = EVERY_16_BITS[:0x7F80].view(torch.bfloat16).float()
+    return torch.cat([torch.tensor(special), near, any_bits[~any_bits.isnan()], every_bfloat16])
 
 
 @pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_scales(fmt, kind):
     amax = amaxes()
-    for margin, epsilon in [(0, 0.0), (3, 0.0), (64, 0.0), (64, 1e-3)]:
+    for margin, epsilon in [(0, 0.0), (0, 1e-3), (7, 0.0), (8, 0.0), (64, 1e-3)]:
         scale = torch.empty_like(amax, device=DEVICE)
         inverse = torch.empty_like(scale)
         if kind == "e8m0":
             inverse = inverse.to(torch.uint8)
         grid = (triton.cdiv(amax.numel(), BLOCK),)
-        scale_all[grid](amax, scale, inverse, amax.numel(), epsilon, 2.0**-margin, fmt is E4M3, kind, BLOCK)
+        made = elements.kind_for(kind, margin)
+        scale_all[grid](amax, scale, inverse, amax.numel(), epsilon, 2.0**-margin, fmt is E4M3, made, BLOCK)
         what = f"{fmt.name} {kind} margin {margin} epsilon {epsilon}"
         if kind == "e8m0":
             expected = compute_e8m0(amax, fmt)

@@ -42,14 +42,12 @@ QUANTISING = ("delayed", "tensorwise", "rowwise", "blockwise", "mx", "norm", "sw
 
 
 def test_nothing_flushes_subnormals_or_approximates(launches):
-    """IEEE products, divisions and roots. SwiGLU's exponential and sigmoid are approximate, and say so."""
+    """IEEE products, divisions and roots. SwiGLU's sigmoid is approximate, and has nothing to flush."""
     for launch in launches:
         opcodes = set(launch["opcodes"])
-        assert not [o for o in opcodes if ".ftz" in o], launch["name"]
-        loose = {o for o in opcodes if ".approx" in o or ".full" in o}
-        assert loose <= ({"ex2.approx.f32", "div.full.f32"} if "swiglu" in launch["name"] else set()), launch[
-            "name"
-        ]
+        loose = {o for o in opcodes if ".ftz" in o or ".approx" in o or ".full" in o}
+        sigmoid = {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"} if "swiglu" in launch["name"] else set()
+        assert loose == sigmoid, launch["name"]
         if not launch["name"].startswith("matmul"):
             assert not [o for o in opcodes if o.startswith("fma.")], f"{launch['name']} contracts"
 
@@ -72,12 +70,12 @@ def test_codes_are_made_by_the_hardware(launches):
 
 
 def test_nothing_spills(launches):
-    """Registers suffice, and those of two programs fit a multiprocessor where quantising is not fused."""
+    """Registers suffice, and those of two programs fit a multiprocessor."""
     for launch in launches:
         assert launch["stack"] <= 32, f"{launch['name']} spills {launch['stack']} bytes a thread"
-    for launch in named(launches, "delayed", "tensorwise", "rowwise", "blockwise", "mx"):
-        if launch["name"] != "blockwise-weight":
-            assert 2 * launch["registers"] * 32 * launch["warps"] <= 65536, launch["name"]
+    for launch in named(launches, *QUANTISING):
+        assert launch["stack"] == 0, f"{launch['name']} spills"
+        assert 2 * launch["registers"] * 32 * launch["warps"] <= 65536, launch["name"]
 
 
 def test_memory_is_accessed_sixteen_bytes_at_a_time(launches):
@@ -88,6 +86,17 @@ def test_memory_is_accessed_sixteen_bytes_at_a_time(launches):
             stores = {o for o in launch["opcodes"] if o.startswith("st.global")}
             assert "st.global.v4.b32" in stores, launch["name"]
             assert "st.global.b8" not in stores or launch["name"] == "mx", f"{launch['name']}: single bytes"
+
+
+CEILINGS = {"delayed": 8.0, "tensorwise": 7.0, "blockwise": 17.5, "mx": 15.0, "norm": 13.5, "swiglu": 22.5}
+"""Instructions a value, a little above what they are (benchmarks/results/instructions.md)."""
+
+
+@pytest.mark.parametrize("name", CEILINGS)
+def test_instructions_a_value(launches, name):
+    """Without them memory would wait for arithmetic: nothing else here shows a conversion or an exchange too many."""
+    (launch,) = [launch for launch in launches if launch["name"] == name and launch["issued"]]
+    assert launch["issued"] / (8192 * (2048 if name == "swiglu" else 4096)) <= CEILINGS[name]
 
 
 def test_the_gemm_runs_on_fp8_tensor_cores(launches):

@@ -1,0 +1,30 @@
+"""The committed counts of instructions: whole, and at the goal or said why not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import instructions
+from benchmarks.common import RESULTS
+
+KEPT = json.loads((RESULTS / "instructions.json").read_text())
+PAGE = (RESULTS / "instructions.md").read_text()
+
+
+def test_every_kernel_is_counted_for_both_devices():
+    names = [work.name for work in instructions.works()]
+    assert len(set(names)) == len(names) > 30
+    for device in instructions.DEVICES:
+        assert [c["name"] for c in KEPT["results"] if c["device"] == device.name] == names
+    assert "triton" in KEPT["environment"]["versions"] and "no GPU ran it" in PAGE
+
+
+@pytest.mark.parametrize(
+    "count", [c for c in KEPT["results"] if c["device"] == "H200"], ids=lambda c: c["name"]
+)
+def test_the_goal_is_met_or_it_is_said_why_not(count):
+    meets = count["ratio"] <= 0.75 and not count["spilled"] and count["programs"] >= 2
+    assert meets == count["meets"] == (count["name"] not in instructions.EXCUSED)
+    assert meets or count["excused"]
