@@ -233,8 +233,10 @@ static void finish_block(const float *sums, const Out *out, const float *by_row,
 
 INLINE int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-static void pack(const Operand *of, const Numbers *numbers, int64_t panel, int paired, uint32_t *to, int64_t words) {
-    int64_t panels = least(AT_ONCE, whole(of->rows, BLOCK) / SIDE - panel);
+/* Up to AT_ONCE panels from panel number `panel` on, none from number `end` on: there is no memory for those. */
+static void pack(const Operand *of, const Numbers *numbers, int64_t panel, int64_t end, int paired, uint32_t *to,
+                 int64_t words) {
+    int64_t panels = least(AT_ONCE, end - panel);
     if (of->format == BFLOAT16) pack_bfloat16(of, numbers, panel, panels, paired, to, words);
     else pack_codes(of, numbers, panel, panels, paired, to, words);
 }
@@ -245,7 +247,7 @@ static void multiply_strip(int64_t strip, int64_t width, const uint32_t *packed_
                            int64_t n, int64_t k, int32_t kernel, uint32_t *own) {
     int64_t squares = (k + 31) / 32, words = squares * SQUARE, from = strip * width, to = least(n, from + width);
     for (int64_t col = from; col < to; col += AT_ONCE * SIDE)
-        pack(b, numbers, col / SIDE, 1, own + (col - from) / SIDE * words, words);
+        pack(b, numbers, col / SIDE, whole(to, BLOCK) / SIDE, 1, own + (col - from) / SIDE * words, words);
     float *kept = (float *)(own + width / SIDE * words);
     for (int64_t top = 0; top < m; top += TALL * BLOCK)
         for (int64_t s = 0; s < squares; s += SLICE)
@@ -307,7 +309,7 @@ int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n,
         Numbers numbers_a = numbers_of(a->format), numbers_b = numbers_of(b->format);
 #pragma omp for
         for (int64_t panel = 0; panel < tall / SIDE; panel += AT_ONCE)
-            pack(&left, &numbers_a, panel, 0, packed_a + panel * words, words);
+            pack(&left, &numbers_a, panel, tall / SIDE, 0, packed_a + panel * words, words);
 #if HAS_AMX
         if (kernel == WITH_AMX) use_tiles();
 #endif
