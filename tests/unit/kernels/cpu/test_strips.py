@@ -10,7 +10,9 @@ from megatron_fp8.kernels.cpu import products
 
 @pytest.mark.parametrize("loop", [products.AVX512, products.AMX])
 @pytest.mark.parametrize("columns_dense", [False, True])
-@pytest.mark.parametrize(("n", "k", "threads"), [(40, 2048, 2), (300, 8192, 1), (300, 8192, 2), (96, 4096, 3)])
+@pytest.mark.parametrize(
+    ("n", "k", "threads"), [(40, 2048, 2), (300, 8192, 1), (300, 8192, 2), (96, 4096, 3)]
+)
 def test_strips_of_odd_width_keep_to_themselves(
     n: int, k: int, threads: int, columns_dense: bool, loop: int
 ) -> None:
@@ -29,6 +31,8 @@ def test_strips_of_odd_width_keep_to_themselves(
         for _ in range(3):
             made = products.multiply(products.Operand(a), products.Operand(b), torch.float32, loop=loop)
             assert made is not None
-            assert torch.equal(made.to(torch.float64), expected)  # sums of small integers are exact in any order
+            assert torch.equal(
+                made.to(torch.float64), expected
+            )  # sums of small integers are exact in any order
     finally:
         torch.set_num_threads(before)
