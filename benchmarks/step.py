@@ -41,7 +41,7 @@ from benchmarks.common import (
 )
 from benchmarks.small_gpt import VOCAB, small_gpt
 from megatron_fp8 import mcore
-from megatron_fp8.kernels.cpu import products
+from megatron_fp8.kernels.cpu import loops
 
 BATCH, SEQUENCE = 4, 256
 RECIPES = ("rowwise", "blockwise", "mxfp8", "tensorwise", "delayed")
@@ -212,7 +212,7 @@ def main() -> int:
         return 0
     record = environment(["megatron-core"])
     record["measured"] = clock_of(args)[1]
-    record["amx"] = products.inner_loop() == products.AMX
+    record["amx"] = loops.inner_loop() == loops.AMX
     print(describe(record), "with AMX" if record["amx"] else "without AMX", flush=True)
     data: list[dict[str, Any]] = []
     for hidden in args.hidden:

@@ -25,7 +25,8 @@ import torch
 
 from ..kernels import gemms
 from ..kernels.codes import decode
-from ..kernels.cpu import blocks, loops, products
+from ..kernels.cpu import block_amax, blocks, loops, products
+from ..kernels.cpu.few_rows import MOST as FEW_ROWS
 from ..kernels.gemms import finish, keeps_float32, matmul_fp32
 from ..numerics.formats import E5M2
 from ..numerics.rule import Direction, Rule
@@ -106,7 +107,7 @@ def _in_two_passes(
     reduce_amax: AmaxReduction | None,
 ) -> Quantized:
     """``quantize`` with scales of the tensor, or of whole rows: amaxes first, then the codes of all directions."""
-    amaxes, special = loops.block_amaxes(x, cuts)
+    amaxes, special = block_amax.block_amaxes(x, cuts)
     amax = amaxes[0].amax()
     if rule.granularity.is_tensor:
         amaxes = [amax.clone()]
@@ -175,7 +176,8 @@ def gemm(
     contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
-    if not exact and few_rows.takes(a, b, out_dtype) and _is_short(a) and _foldable(a, b):
+    few = a.codes.shape[0] <= FEW_ROWS
+    if few and not exact and few_rows.takes(a, b, out_dtype) and _is_short(a) and _foldable(a, b):
         return few_rows.multiply(a, b, bias, out_dtype)
     if (
         not exact
@@ -185,7 +187,7 @@ def gemm(
         return done
     if not exact and _one_float32(a) and _one_float32(b) and out_dtype in _IN_C and _foldable(a, b):
         large = a.codes.numel() + b.codes.numel() >= loops.MIN_PRODUCT
-        values = torch.bfloat16 if large and products.has_matmul() else torch.float32
+        values = torch.bfloat16 if large and loops.has_matmul() else torch.float32
         values_a, values_b = _decoded(a, values), _decoded(b, values)
         fast = values == torch.bfloat16
         sums = products.matmul(values_a, values_b) if fast else values_a @ values_b.t()
@@ -203,7 +205,8 @@ def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
     """
     if not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
         return False
-    if not (into.dtype == torch.float32 and loops.plain(into)) or few_rows.takes(a, b, torch.float32):
+    few = a.codes.shape[0] <= FEW_ROWS and few_rows.takes(a, b, torch.float32)
+    if few or not (into.dtype == torch.float32 and loops.plain(into)):
         return False
     return _decoded_on_the_way(a, b, torch.float32, None, into) is not None
 
@@ -215,13 +218,13 @@ def _decoded_on_the_way(
     bias: torch.Tensor | None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """``gemm`` where C decodes codes as it packs them (products.py); None where it does not take them."""
-    left, right = (products.Operand(s.codes, s.scale_inv, _block(s), s.pow2) for s in (a, b))
-    if not products.multiplies(left, right):
+    """``gemm`` where C decodes codes as it packs them (kernels/cpu/loops.py); None where it does not take them."""
+    left, right = (loops.Operand(s.codes, s.scale_inv, _block(s), s.pow2) for s in (a, b))
+    if not loops.multiplies(left, right):
         return None
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
-    done = products.multiply(left, right, dtype, bias, into=into)
+    done = loops.multiply(left, right, dtype, bias, into=into)
     return done if done is None else done.to(out_dtype)
 
 

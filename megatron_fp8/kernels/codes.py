@@ -13,7 +13,7 @@ import torch
 from ..numerics import cast as reference
 from ..numerics import scaling
 from ..numerics.formats import FloatFormat
-from .cpu import loops
+from .cpu import block_amax, loops
 
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def block_amaxes(
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The amax of every block, and how many elements are NaN or Inf: as ``numerics.scaling.block_amaxes``."""
     if x.numel() and x.dtype in loops.FLOATS and loops.usable(x):
-        amaxes, total = loops.block_amaxes(x, blocks)
+        amaxes, total = block_amax.block_amaxes(x, blocks)
         return amaxes, torch.tensor(total, dtype=torch.int64, device="cpu") if total else None
     return scaling.block_amaxes(x, blocks)
 
@@ -86,15 +86,17 @@ def block_amaxes(
 def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """MX block scales: as ``numerics.scaling.compute_e8m0``."""
     return (
-        loops.e8m0_of_amax(amax, fmt.max_exponent) if loops.usable(amax) else scaling.compute_e8m0(amax, fmt)
+        block_amax.e8m0_of_amax(amax, fmt.max_exponent)
+        if loops.usable(amax)
+        else scaling.compute_e8m0(amax, fmt)
     )
 
 
 def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(e8m0 - 127): as ``numerics.scaling.e8m0_to_scale_inv``."""
-    return loops.power_of_e8m0(e8m0, False) if loops.usable(e8m0) else scaling.e8m0_to_scale_inv(e8m0)
+    return block_amax.power_of_e8m0(e8m0, False) if loops.usable(e8m0) else scaling.e8m0_to_scale_inv(e8m0)
 
 
 def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(127 - e8m0): as ``numerics.scaling.e8m0_to_scale``."""
-    return loops.power_of_e8m0(e8m0, True) if loops.usable(e8m0) else scaling.e8m0_to_scale(e8m0)
+    return block_amax.power_of_e8m0(e8m0, True) if loops.usable(e8m0) else scaling.e8m0_to_scale(e8m0)

@@ -30,7 +30,7 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
     if {type(a), type(b)} - {torch.Tensor, torch.nn.Parameter}:
         return False
     large = a.numel() + b.numel() >= loops.MIN_PRODUCT
-    return large and a.is_cpu and b.is_cpu and products.has_matmul()
+    return large and a.is_cpu and b.is_cpu and loops.has_matmul()
 
 
 def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 
 import megatron_fp8
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.kernels.cpu import loops
 from megatron_fp8.numerics.rule import Rule
 from megatron_fp8.plan.operands import Cast
 from megatron_fp8.plan.site_plan import SitePlan
@@ -35,7 +36,7 @@ MADE_IN = {
     "Cast": {"plan/operands.py"},
     "SitePlan": {"plan/site_plan.py"},
     "Quantizer": {"linear/site.py"},
-    "QuantizedSide": {"backends/specified.py"},
+    "QuantizedSide": {"backends/emulated.py" if loops.reason() is None else "backends/specified.py"},
 }
 """Seven files: docs/architecture.md walks through them."""
 

@@ -16,13 +16,13 @@ import torch
 import megatron_fp8
 from benchmarks.support.fp8_gpt import fp8_config
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from megatron_fp8.kernels.cpu import mkl, products
+from megatron_fp8.kernels.cpu import loops, mkl
 
 PACKAGE = Path(megatron_fp8.__file__).parent
 TOKENS, INPUTS, OUTPUTS = 256, 128, 256  # large enough for the compiled loops
 
-MOST = 10
-"""Who raises it makes the way longer."""
+MOST = {"own": 9, "mkl": 10, "none": 9}
+"""Who raises it makes the way longer. A GEMM of another library is one file more."""
 
 
 def visited(gemm: str) -> dict[str, list[str]]:
@@ -30,7 +30,7 @@ def visited(gemm: str) -> dict[str, list[str]]:
     GEMM, 'own' being what there is."""
     if gemm == "own":
         return _visited()
-    lacks = mock.patch.object(products, "inner_loop", lambda: None)
+    lacks = mock.patch.object(loops, "inner_loop", lambda: None)
     lacks_both = mock.patch.object(mkl, "has_matmul", lambda: False)
     with lacks, lacks_both if gemm == "none" else nullcontext():
         return _visited()
@@ -75,4 +75,4 @@ def test_a_hidden_state_visits_few_files(gemm: str, ranks: RankPool) -> None:
     for seen in ranks(2).run(visited, gemm):
         way = "\n".join(f"{file}: {', '.join(names)}" for file, names in seen.items())
         assert {"mcore/layers/linear.py", "linear/passes.py", "backends/emulated.py"} <= seen.keys(), way
-        assert len(seen) <= MOST, way
+        assert len(seen) <= MOST[gemm], way

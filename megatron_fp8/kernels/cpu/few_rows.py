@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from . import products
+from . import loops
 from .loops import MIN_PRODUCT, NAMES, address, compiled, plain, thread_count
 
 MOST = 16
@@ -29,9 +29,9 @@ class _Product(ctypes.Structure):
 
 @cache
 def inner_loops() -> tuple[int, ...]:
-    """Those of products.inner_loops that are here too; none without VBMI and GFNI."""
-    found = compiled().has_few_rows() if products.inner_loops() else 0
-    return tuple(loop for loop in products.inner_loops() if found & loop)
+    """Those of loops.inner_loops that are here too; none without VBMI and GFNI."""
+    found = compiled().has_few_rows() if loops.inner_loops() else 0
+    return tuple(loop for loop in loops.inner_loops() if found & loop)
 
 
 def takes(rows: int, codes: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -44,7 +44,7 @@ def takes(rows: int, codes: torch.Tensor, dtype: torch.dtype) -> bool:
         and codes.numel() + rows * codes.shape[1] >= MIN_PRODUCT
         and dtype in _TO_BFLOAT16
         and plain(codes)
-        and products.inner_loop() in inner_loops()
+        and loops.inner_loop() in inner_loops()
     )
 
 
@@ -93,6 +93,6 @@ def matmul(
         int(finite),
         _TO_BFLOAT16[dtype],
     )
-    if compiled().few_rows(ctypes.byref(product), loop or products.inner_loop(), thread_count(n * k)):
+    if compiled().few_rows(ctypes.byref(product), loop or loops.inner_loop(), thread_count(n * k)):
         raise MemoryError(f"no memory for {m} x {k} bfloat16 numbers")
     return to

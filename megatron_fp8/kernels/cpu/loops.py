@@ -1,4 +1,4 @@
-"""Emulated FP8's inner loops in C, for CPU tensors: cast, block amax and decode, 3 to 10 times torch's speed.
+"""Emulated FP8's inner loops in C, for CPU tensors: cast, decode and product, 3 to 10 times torch's speed.
 
 The C sources are compiled by the machine's own C compiler when the first large tensor needs them (library.py). Where
 that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that
@@ -7,22 +7,27 @@ differ by their order of summation.
 C trusts what it is handed, so every tensor's address goes through ``address``, which checks the tensor first, and every
 tensor made here names its dtype and device: torch's defaults for both may be anything.
 
+Products (gemm.c) decode codes while the GEMM packs its panels. Two inner loops are compiled, where the processor has
+their instructions: AVX512-BF16, and AMX. The faster one, AMX, is taken, but where ``ONEDNN_MAX_CPU_ISA``, by which users
+keep torch's products off it, names a lesser one.
+
 Rejected: torch.utils.cpp_extension (needs ninja, a C++ compiler and a minute). Rejected: wheels with binaries, which
-would have to guess the vector width.
+would have to guess the vector width. Rejected: products in a file of their own, which a reader of a linear would have
+to open too.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import library
+from . import library, mkl
 
 SOURCES = [
     Path(__file__).with_name(name) for name in ("loops.c", "blocks.c", "gemm.c", "few_rows.c", "figures.c")
@@ -58,23 +63,14 @@ _ARGUMENTS = {"cast": "ppqqpqqi", "decode": "ppqqpqqi", "quantize": "ppqupppi", 
 """What the functions take that there are for several dtypes."""
 
 
-class _Cut(ctypes.Structure):
-    _fields_ = (("rows", ctypes.c_int64), ("cols", ctypes.c_int64), ("largest", ctypes.c_void_p))
-
-
 def usable(x: torch.Tensor) -> bool:
     """Whether x is for these kernels: ``plain`` and large, on a machine that could compile them."""
     return x.numel() >= MIN_ELEMENTS and plain(x) and reason() is None
 
 
 def plain(x: torch.Tensor) -> bool:
-    """Whether C can read x: a plain, contiguous CPU tensor, its numbers in its memory (in_memory)."""
-    return (
-        x.is_cpu
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
-        and x.is_contiguous()
-        and not (x.is_neg() or x._is_zerotensor())
-    )
+    """Whether C can read x from end to end: ``_in_memory``, and contiguous."""
+    return _in_memory(x) and x.is_contiguous()
 
 
 def reason() -> str | None:
@@ -190,60 +186,188 @@ def finish(
     return out
 
 
-def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[list[torch.Tensor], int]:
-    """As ``numerics.scaling.block_amaxes`` of a contiguous matrix; (amaxes, how many elements are NaN or Inf)."""
-    rows, cols = x.shape
-    integer, inf = FLOATS[x.dtype]
-    unit = math.lcm(*(r for r, _ in blocks if r))  # no block of rows is shared by two threads
-    threads = thread_count(x.numel())
-    largest = [
-        torch.zeros(
-            -(-rows // r) if r else threads, -(-cols // (c or max(cols, 1))), dtype=integer, device="cpu"
-        )
-        for r, c in blocks
-    ]
-    cuts = [
-        _Cut(r, c or max(cols, 1), address(found, integer, found.numel()))
-        for (r, c), found in zip(blocks, largest, strict=True)
-    ]
-    kernel = compiled().amax32 if integer == torch.int32 else compiled().amax16
-    kernel.restype = ctypes.c_int64
-    nonfinite = kernel(
-        address(x, x.dtype, rows * cols),
-        ctypes.c_int64(rows),
-        ctypes.c_int64(cols),
-        ctypes.c_uint32(inf),
-        (_Cut * len(cuts))(*cuts),
-        len(cuts),
-        ctypes.c_int64(unit),
-        threads,
+# ----------------------------------------------------------------------------------------------------------- products
+
+AVX512, AMX = 1, 2
+"""What gemm.c calls its inner loops."""
+# fmt: off
+_BELOW_AMX = frozenset({
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2",
+    "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512",
+})
+# fmt: on
+_FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_SQUARE = 32
+"""Of k: those that gemm.c packs together, under one scale."""
+
+
+class Operand(NamedTuple):
+    """One side of a product, [rows, k].
+
+    Attributes:
+        values: float8_e4m3fn, float8_e5m2 or bfloat16, of any strides.
+        scale: float32 or float8_e8m0fnu, one for each block, of any strides; None: 1.
+        block: (rows, k) that share a scale, 0 meaning the whole extent.
+        pow2: every scale is a power of two.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+    block: tuple[int, int] = (0, 0)
+    pow2: bool = False
+
+
+class _Side(ctypes.Structure):
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("row_step", ctypes.c_int64),
+        ("k_step", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("e8m0", ctypes.c_int32),
+        ("scale", ctypes.c_void_p),
+        ("block_rows", ctypes.c_int64),
+        ("block_k", ctypes.c_int64),
+        ("scale_row_step", ctypes.c_int64),
+        ("scale_k_step", ctypes.c_int64),
     )
-    if nonfinite < 0:
-        raise MemoryError(f"no memory for a row of {cols} elements")
-    for i, (block_rows, _) in enumerate(blocks):
-        if block_rows == 0:
-            largest[i] = largest[i].amax(0, keepdim=True)
-    return [found.view(x.dtype).to(torch.float32) for found in largest], nonfinite
 
 
-def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
-    """As ``numerics.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
-    n = amax.numel()
-    e8m0 = torch.empty(amax.shape, dtype=torch.uint8, device="cpu")
-    compiled().e8m0_of_amax(
-        address(amax, torch.float32, n), address(e8m0, torch.uint8, n), ctypes.c_int64(n), max_exponent
+class _Out(ctypes.Structure):
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("bfloat16", ctypes.c_int32),
+        ("add", ctypes.c_int32),
+        ("bias", ctypes.c_void_p),
     )
-    return e8m0
 
 
-def power_of_e8m0(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:
-    """float32 2^(e8m0 - 127) of uint8 exponents, or 2^(127 - e8m0); NaN of 0xFF."""
-    n = e8m0.numel()
-    power = torch.empty(e8m0.shape, dtype=torch.float32, device="cpu")
-    compiled().power_of_e8m0(
-        address(e8m0, torch.uint8, n), address(power, torch.float32, n), ctypes.c_int64(n), int(inverse)
+@cache
+def inner_loops() -> tuple[int, ...]:
+    """The inner loops of this processor, fastest first; none without its instructions or without a C compiler."""
+    if reason() is not None:
+        return ()
+    found = compiled().has_gemm()
+    return tuple(loop for loop in (AMX, AVX512) if found & loop)
+
+
+def inner_loop() -> int | None:
+    """The one that products take; None: there is none."""
+    found = inner_loops()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    if limit in _BELOW_AMX:
+        found = tuple(loop for loop in found if loop != AMX)
+    return found[0] if found else None
+
+
+def multiplies(a: Operand, b: Operand) -> bool:
+    """Whether ``multiply`` takes these: plain CPU tensors, large enough to pay for packing, and scales along k that are
+    powers of two, each for a multiple of 32."""
+    if a.values.numel() + b.values.numel() < MIN_PRODUCT:
+        return False
+    return all(map(_taken, (a, b))) and inner_loop() is not None
+
+
+def _taken(of: Operand) -> bool:
+    if of.values.dtype not in _FORMATS or not (_in_memory(of.values) and of.values.numel()):
+        return False
+    if of.scale is None or of.block[1] == 0:
+        return True
+    return of.pow2 and of.block[1] % _SQUARE == 0 and _in_memory(of.scale)
+
+
+def _in_memory(x: torch.Tensor) -> bool:
+    """Whether C can read x at its address: a plain CPU tensor whose numbers are in its memory."""
+    return (
+        x.is_cpu and type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.is_neg() or x._is_zerotensor())
     )
-    return power
+
+
+def multiply(
+    a: Operand,
+    b: Operand,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    into: torch.Tensor | None = None,
+    loop: int | None = None,
+) -> torch.Tensor | None:
+    """a [M, K] @ b [N, K]^T, scaled: sums * (scale_a * scale_b) + bias in float32, rounded once to dtype.
+
+    Args:
+        dtype: float32 or bfloat16.
+        bias: float32 [N], contiguous.
+        into: float32 [M, N], contiguous, to which the product is added (dtype float32, no bias); it is what is
+        returned. loop: AVX512 or AMX, one that the processor has; None: ``inner_loop``.
+
+    Returns:
+        [M, N], or None where scales are so small or large that numbers or sums could leave bfloat16's normal range. An
+        element depends on its row and column alone: the order of its sum is the same for any M, N and number of
+        threads. NaN and Inf go where IEEE has them; subnormal numbers of bfloat16 operands count as zero.
+    """
+    (m, k), n = a.values.shape, b.values.shape[0]
+    out = torch.empty(m, n, dtype=dtype, device="cpu") if into is None else into
+    if into is not None and not (m and n and k):
+        return into
+    if not (m and n and k):
+        return out.zero_() if bias is None else out.copy_(bias.expand(m, n))
+    to = _Out(
+        address(out, dtype, m * n),
+        int(dtype == torch.bfloat16),
+        int(into is not None),
+        None if bias is None else address(bias, torch.float32, n),
+    )
+    values_a, values_b = _dense(a.values), _dense(b.values)
+    done = compiled().gemm(
+        ctypes.byref(_side(a, values_a)),
+        ctypes.byref(_side(b, values_b)),
+        ctypes.byref(to),
+        ctypes.c_int64(m),
+        ctypes.c_int64(n),
+        ctypes.c_int64(k),
+        loop or inner_loop(),
+        thread_count(max(values_a.numel(), values_b.numel(), out.numel())),
+    )
+    if done < 0:
+        raise MemoryError(f"no memory to pack matrices of {m} x {k} and {n} x {k}")
+    return None if done else out
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy if neither its rows nor its columns are dense."""
+    return x if 1 in x.stride() else x.clone(memory_format=torch.contiguous_format)
+
+
+def _side(of: Operand, values: torch.Tensor) -> _Side:
+    """What C is told. A dimension of one element may have any stride."""
+    row_step, k_step = values.stride()
+    if values.shape[1] == 1:
+        k_step = 1
+    scale, (block_rows, block_k) = of.scale, of.block
+    steps = (0, 0) if scale is None or scale.ndim < 2 else scale.stride()
+    return _Side(
+        values.data_ptr(),
+        row_step,
+        k_step,
+        _FORMATS[values.dtype],
+        int(scale is not None and scale.dtype != torch.float32),
+        None if scale is None else scale.data_ptr(),
+        block_rows,
+        block_k,
+        *steps,
+    )
+
+
+def has_matmul() -> bool:
+    """Whether this processor has a GEMM for bfloat16 that pays: gemm.c, or MKL's with AMX where nothing compiles C."""
+    return has_own_matmul() or mkl.has_matmul()
+
+
+def has_own_matmul() -> bool:
+    """Whether this processor has the instructions for which gemm.c is written, and the kernels could be compiled."""
+    return inner_loop() is not None
+
+
+# -------------------------------------------------------------------------------------------------------- the library
 
 
 def address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void_p:

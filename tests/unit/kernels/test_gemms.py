@@ -60,22 +60,22 @@ def test_is_used_where_the_processor_has_it(monkeypatch):
     """A silent return to the slow way would pass every other test."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if platform.machine() == "x86_64" and cpuinfo.exists() else set()
-    assert products.has_own_matmul() == ("avx512_bf16" in flags)
+    assert loops.has_own_matmul() == ("avx512_bf16" in flags)
     assert mkl.has_matmul() == ("amx_bf16" in flags and mkl.function() is not None)
-    used = "own_matmul" if products.has_own_matmul() else "mkl_matmul"
+    used = "own_matmul" if loops.has_own_matmul() else "mkl_matmul"
     calls = []
     matmul = getattr(products, used)
     monkeypatch.setattr(products, used, lambda a, b: calls.append(a.shape) or matmul(a, b))
     a, b = matrix(128, 128, "rowwise", 1), matrix(64, 128, "rowwise", 2)
     matmul_high_precision(a, b, torch.float32)
-    assert calls == ([a.shape] if products.has_matmul() else [])
+    assert calls == ([a.shape] if loops.has_matmul() else [])
     matmul_high_precision(a[:1], b[:1], torch.float32)
-    assert len(calls) == int(products.has_matmul())  # small ones are not worth a packing
+    assert len(calls) == int(loops.has_matmul())  # small ones are not worth a packing
 
 
 def test_an_element_depends_on_its_row_and_column_alone():
     """Neither the other rows, nor threads, change a bit (a library's GEMM promises neither)."""
-    if not products.has_own_matmul():
+    if not loops.has_own_matmul():
         return
     a, b = matrix(301, 1100, "rowwise", 3), matrix(97, 1100, "columnwise", 4)
     whole = products.own_matmul(a, b)

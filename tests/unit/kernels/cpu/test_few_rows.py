@@ -8,14 +8,14 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.codes import cast, decode, decode_blocks
-from megatron_fp8.kernels.cpu import few_rows, products
+from megatron_fp8.kernels.cpu import few_rows, loops
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_128X128, ROW, TENSOR
 from megatron_fp8.tensor import QuantizedSide
 
 ONE = torch.ones(())
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
-NAMES = {products.AVX512: "avx512", products.AMX: "amx"}
+NAMES = {loops.AVX512: "avx512", loops.AMX: "amx"}
 
 
 @pytest.fixture(params=NAMES, ids=NAMES.values())
@@ -31,7 +31,7 @@ def matrix(rows: int, k: int, seed: int) -> torch.Tensor:
 
 def many_rows(loop: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """float32 sums of the product with many rows that has this order."""
-    found = products.multiply(products.Operand(a), products.Operand(b), torch.float32, loop=loop)
+    found = loops.multiply(loops.Operand(a), loops.Operand(b), torch.float32, loop=loop)
     assert found is not None
     return found
 
@@ -157,7 +157,5 @@ def test_gemm_goes_this_way_by_its_shape(kind, monkeypatch):
 def test_is_used_where_the_processor_has_it():
     """A silent return to the slow way would pass every other test."""
     flags = set(open("/proc/cpuinfo").read().split())  # noqa: SIM115
-    expected = [products.AVX512] if {"avx512_bf16", "avx512vbmi", "gfni"} <= flags else []
-    assert sorted(few_rows.inner_loops()) == expected + [products.AMX] * bool(
-        expected and "amx_bf16" in flags
-    )
+    expected = [loops.AVX512] if {"avx512_bf16", "avx512vbmi", "gfni"} <= flags else []
+    assert sorted(few_rows.inner_loops()) == expected + [loops.AMX] * bool(expected and "amx_bf16" in flags)

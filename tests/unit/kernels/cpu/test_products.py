@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_fp8.backends.emulated import values64
-from megatron_fp8.kernels.cpu import products
-from megatron_fp8.kernels.cpu.products import AMX, AVX512, Operand
+from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.kernels.cpu.loops import AMX, AVX512, Operand
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR
 from megatron_fp8.tensor import QuantizedSide
 
@@ -27,7 +27,7 @@ SHAPES = [(1, 1, 1), (2, 130, 33), (130, 3, 65), (17, 45, 130), (48, 64, 128), (
 
 @pytest.fixture(params=[AVX512, AMX], ids=["avx512", "amx"])
 def loop(request) -> int:
-    if request.param not in products.inner_loops():
+    if request.param not in loops.inner_loops():
         pytest.skip("not an instruction of this processor")
     return request.param
 
@@ -76,7 +76,7 @@ def test_against_float64(kind_a: str, kind_b: str, loop: int):
         a, exact_a = side(kind_a, m, k, torch.float8_e5m2, turned_a, m)
         b, exact_b = side(kind_b, n, k, torch.float8_e4m3fn, turned_b, n + 1)
         bias = torch.linspace(-1, 1, n) if turned_a else None
-        found = products.multiply(a, b, dtype, bias, loop=loop)
+        found = loops.multiply(a, b, dtype, bias, loop=loop)
         assert found is not None and found.dtype == dtype
         exact = exact_a @ exact_b.t() + (0 if bias is None else bias.double())
         size = exact_a.abs() @ exact_b.abs().t() + (0 if bias is None else bias.double().abs())
@@ -94,7 +94,7 @@ def test_every_code_is_decoded(loop: int):
         for shift in (0, -60, 60):
             scale = torch.full((256, 1), 2.0**shift)
             a = Operand(codes.view(dtype), scale, (1, 128), True)
-            found = products.multiply(a, Operand(ones), torch.float32, loop=loop)
+            found = loops.multiply(a, Operand(ones), torch.float32, loop=loop)
             expected = codes[:, :1].view(dtype).double() * 2.0**shift
             torch.testing.assert_close(found.double(), expected.expand(-1, 5), rtol=0, atol=0, equal_nan=True)
 
@@ -102,16 +102,16 @@ def test_every_code_is_decoded(loop: int):
 def test_an_element_depends_on_its_row_and_column_alone(loop: int):
     a, _ = side("1x32", 301, 1100, torch.float8_e5m2, True, 1)
     b, _ = side("128x128", 97, 1100, torch.float8_e4m3fn, False, 2)
-    whole = products.multiply(a, b, torch.float32, loop=loop)
+    whole = loops.multiply(a, b, torch.float32, loop=loop)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
-            assert torch.equal(products.multiply(a, b, torch.float32, loop=loop), whole)
+            assert torch.equal(loops.multiply(a, b, torch.float32, loop=loop), whole)
     finally:
         torch.set_num_threads(before)
     part = a._replace(values=a.values[128:161], scale=a.scale[128:161])
-    assert torch.equal(products.multiply(part, b, torch.float32, loop=loop), whole[128:161])
+    assert torch.equal(loops.multiply(part, b, torch.float32, loop=loop), whole[128:161])
 
 
 def test_scales_that_bfloat16_has_no_room_for_are_refused(loop: int):
@@ -120,15 +120,12 @@ def test_scales_that_bfloat16_has_no_room_for_are_refused(loop: int):
     for bad in (2.0**-101, 2.0**81, float("nan"), float("inf"), 0.0):
         scales = torch.ones(4, 2)
         scales[3, 1] = bad
+        assert loops.multiply(Operand(codes, scales, (1, 32), True), plain, torch.float32, loop=loop) is None
         assert (
-            products.multiply(Operand(codes, scales, (1, 32), True), plain, torch.float32, loop=loop) is None
-        )
-        assert (
-            products.multiply(plain, plain._replace(scale=torch.tensor(bad)), torch.float32, loop=loop)
-            is None
+            loops.multiply(plain, plain._replace(scale=torch.tensor(bad)), torch.float32, loop=loop) is None
         )
     small = Operand(codes, torch.full((4, 2), 2.0**-60), (1, 32), True)
-    assert products.multiply(small, small, torch.float32, loop=loop) is None
+    assert loops.multiply(small, small, torch.float32, loop=loop) is None
 
 
 def test_a_block_of_zeros_under_the_smallest_scale_of_mx_is_zeros(loop: int):
@@ -141,7 +138,7 @@ def test_a_block_of_zeros_under_the_smallest_scale_of_mx_is_zeros(loop: int):
     def product() -> torch.Tensor | None:
         scale = exponents.view(torch.float8_e8m0fnu)
         a = Operand(codes.view(torch.float8_e4m3fn), scale, (1, 32), True)
-        return products.multiply(a, ones, torch.float32, loop=loop)
+        return loops.multiply(a, ones, torch.float32, loop=loop)
 
     assert product().tolist() == [[64.0] * 3, [64.0] * 3, [32.0] * 3, [64.0] * 3]
     codes[2, 40] = 1
@@ -151,22 +148,22 @@ def test_a_block_of_zeros_under_the_smallest_scale_of_mx_is_zeros(loop: int):
 def test_what_is_not_taken():
     codes = torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
     good = Operand(codes, torch.ones(256, 8), (1, 32), True)
-    assert products.multiplies(good, good) == bool(products.inner_loops())
+    assert loops.multiplies(good, good) == bool(loops.inner_loops())
     for bad in (
         good._replace(pow2=False),
         good._replace(block=(1, 16), scale=torch.ones(256, 16)),
         good._replace(values=codes.to("meta")),
         good._replace(values=codes.to(torch.float32)),
     ):
-        assert not products.multiplies(good, bad) and not products.multiplies(bad, good)
-    assert not products.multiplies(*[Operand(codes[:4], torch.ones(4, 8), (1, 32), True)] * 2)
+        assert not loops.multiplies(good, bad) and not loops.multiplies(bad, good)
+    assert not loops.multiplies(*[Operand(codes[:4], torch.ones(4, 8), (1, 32), True)] * 2)
 
 
 def test_a_limit_on_torch_s_instructions_holds_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core_bf16")
-    assert products.inner_loop() == (AVX512 if AVX512 in products.inner_loops() else None)
+    assert loops.inner_loop() == (AVX512 if AVX512 in loops.inner_loops() else None)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
-    assert products.inner_loop() == (products.inner_loops() or (None,))[0]
+    assert loops.inner_loop() == (loops.inner_loops() or (None,))[0]
 
 
 def test_a_product_is_added_to_what_is_there(loop: int):
@@ -174,6 +171,6 @@ def test_a_product_is_added_to_what_is_there(loop: int):
     a, _ = side("1x32", 70, 200, torch.float8_e5m2, True, 1)
     b, _ = side("tensor", 45, 200, torch.float8_e4m3fn, True, 2)
     there = torch.randn(70, 45)
-    expected = there + products.multiply(a, b, torch.float32, loop=loop)
-    assert products.multiply(a, b, torch.float32, into=there, loop=loop) is there
+    expected = there + loops.multiply(a, b, torch.float32, loop=loop)
+    assert loops.multiply(a, b, torch.float32, into=there, loop=loop) is there
     assert torch.equal(there, expected)
