@@ -43,4 +43,6 @@ def kernels() -> set[str]:
                 jitted.add(node.name)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 called.add(node.func.id)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.reduce":  # what it combines by
+                called |= {argument.id for argument in node.args if isinstance(argument, ast.Name)}
     return jitted - called - {"_probe"}
