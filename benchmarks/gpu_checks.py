@@ -65,15 +65,14 @@ def codes(machine: Machine, name: str) -> str:
     """Codes, scales, amax and health on the device against the CPU's, both directions, odd sizes, NaN and Inf, and every
     BF16 number: amaxes are found by an instruction for two of them, which no CPU has."""
     chosen, count = supported(machine, name), 0
-    matrices = {
-        "every number": every_number(machine, True),
-        "every finite number": every_number(machine, False),
-    }
-    matrices |= {f"{what}, turned": x.t().contiguous() for what, x in matrices.items()}
+    matrices = {}
     for sizes in CODES[:3] if machine.dry else CODES:
         x = random(machine, *sizes, seed=3)
         x[0, 0], x[-1, -1] = torch.nan, -torch.inf
         matrices[str(sizes)] = x
+    for what, special in (("every number", True), ("every finite number", False)):
+        x = every_number(machine, special)
+        matrices |= {what: x, f"{what}, turned": x.t().contiguous()}
     for shape, x in matrices.items():
         for role in ("input", "weight", "grad_output"):
             found = machine.backend.quantize(x, chosen.rule(role), "both")
