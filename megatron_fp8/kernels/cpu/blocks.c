@@ -7,9 +7,8 @@
    Scales that span more than a tile (of a tensor, of whole rows or columns) are made before, of amaxes that took a pass of
    their own; then the tile is read for its codes only.
 
-   A bfloat16 number under a power of two is a sum of exponents and a rounding in its own 16 bits, at twice the speed of
-   float32's. A row of a tile with a code below the normal range, which few have, is left to float32, and so is a tile with
-   NaN or Inf. */
+   Amaxes and codes of bfloat16 numbers are made in their own 16 bits where scales are powers of two (sixteen.h); a tile
+   with NaN or Inf is left to float32. */
 
 #if defined(__AVX512BW__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")
@@ -19,9 +18,7 @@
 #include <math.h>
 
 #include "encode.h"
-
-#define WIDE 256 /* columns of a tile, at most */
-#define TALL 128 /* rows of a tile, at most */
+#include "sixteen.h"
 
 /* One way to cut the matrix, as it lies. Where scales are made here, rows divides TALL and cols divides WIDE. */
 typedef struct {
@@ -78,27 +75,15 @@ void scales_of_amaxes(const float *amax, int64_t n, const Rule *rule, float *sca
 
 /* ------------------------------------------------------------------------------------------- in 16 bits of bfloat16 */
 
-#define LANES 32 /* numbers of a vector */
-
-/* The code of a normal result: `offset` is what the exponent grows by, and what the formats' biases differ by, times 128;
-   `drop` mantissa bits are rounded off. Zero stays; what is below the normal range is told in *small. */
-INLINE uint8_t encode_16(uint16_t u, int16_t offset, int drop, uint16_t *small) {
-    uint16_t magnitude = u & 0x7FFF, code = (uint16_t)(magnitude + (uint16_t)offset);
-    *small |= (uint16_t)(((int16_t)code < 128) & (magnitude != 0));
-    code = (uint16_t)(code + (uint16_t)((code >> drop & 1) + (1 << (drop - 1)) - 1)) >> drop;
-    code = magnitude ? code : 0;
-    return (uint8_t)(code | (u >> 8 & 0x80));
-}
-
-/* What scales are in encode_16, and whether it takes them all: powers of two, not too large or small. Zeros, whose amax
-   is 0, can have any scale. */
+/* What scales are in encode_row, and whether it takes them all: powers of two, not too large or small. Zeros, whose
+   amax is 0, can have any scale. */
 static int32_t offsets_of(const float *restrict scale, const float *restrict amax, int64_t n, int32_t kind, int32_t bias,
                           int16_t *restrict offset) {
     int32_t out = kind == FP32;
     if (out) return 0;
     for (int64_t b = 0; b < n; b++) {
-        int32_t exponent = (int32_t)(bits_of(scale[b]) >> 23) - 127, zeros = amax ? amax[b] == 0 : 0;
-        out |= ((exponent < -100) | (exponent > 100)) & !zeros;
+        int32_t exponent = (int32_t)(bits_of(scale[b]) >> 23) - 127, some = bits_of(amax[b]) != 0;
+        out |= ((exponent < -100) | (exponent > 100)) & some;
         offset[b] = (int16_t)((exponent - 127 + bias) * 128);
     }
     return !out;
@@ -133,13 +118,6 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
             found[i] = m > found[i] ? m : found[i];                                                                  \
         }                                                                                                            \
     }                                                                                                                \
-    /* In 16 bits; `small` has a word for each lane, so that nothing is added up across a vector before the end. */  \
-    INLINE void NAME##_short(const FROM *restrict x, uint8_t *restrict to, int64_t n, const int16_t *offset,         \
-                             int64_t step, uint16_t *restrict small) {                                               \
-        for (; n >= LANES; n -= LANES, x += LANES, to += LANES, offset += LANES * step)                              \
-            for (int i = 0; i < LANES; i++) to[i] = encode_16((uint16_t)x[i], offset[i * step], DROP, small + i);    \
-        for (int i = 0; i < n; i++) to[i] = encode_16((uint16_t)x[i], offset[i * step], DROP, small + i);            \
-    }                                                                                                                \
     INLINE void NAME##_long(const FROM *restrict x, uint8_t *restrict to, int64_t n, const float *scale,             \
                             int64_t step) {                                                                          \
         for (int64_t i = 0; i < n; i++) to[i] = ENCODE(LOAD(x[i]) * scale[i * step]);                                \
@@ -147,16 +125,7 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
     /* One row of a tile; `offset`: NULL where 16 bits do not do. width: of a block, where that is a constant. */    \
     INLINE void NAME##_row(const FROM *x, uint8_t *to, int64_t cols, int64_t width, const float *scale,              \
                            const int16_t *offset) {                                                                  \
-        uint16_t small[LANES] = {0}, any = 0;                                                                        \
-        if (SHORT && offset) {                                                                                       \
-            if (width == 1) NAME##_short(x, to, cols, offset, 1, small);                                             \
-            else                                                                                                     \
-                for (int64_t b = 0, at = 0; at < cols; b++, at += width)                                             \
-                    if (cols - at >= width) NAME##_short(x + at, to + at, width, offset + b, 0, small);              \
-                    else NAME##_short(x + at, to + at, cols - at, offset + b, 0, small);                             \
-            for (int i = 0; i < LANES; i++) any |= small[i];                                                         \
-            if (!any) return;                                                                                        \
-        }                                                                                                            \
+        if (SHORT && offset && encode_row((const void *)x, to, cols, width, offset, DROP)) return;                   \
         if (width == 1) NAME##_long(x, to, cols, scale, 1);                                                          \
         else                                                                                                         \
             for (int64_t b = 0, at = 0; at < cols; b++, at += width)                                                 \
@@ -180,47 +149,55 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
                               BITS *largest) {                                                                       \
         int64_t across = (cols + cut->cols - 1) / cut->cols, down = (rows + cut->rows - 1) / cut->rows;              \
         BITS top = 0;                                                                                                \
-        memset(largest, 0, (size_t)(down * across) * sizeof(BITS));                                                  \
-        for (int64_t r = 0; r < rows; r++) {                                                                         \
-            const FROM *x = from + r * step;                                                                         \
-            BITS *to = largest + r / cut->rows * across;                                                             \
-            if (cut->cols == 1) NAME##_most_each(x, to, cols);                                                       \
-            else                                                                                                     \
-                for (int64_t b = 0; b < across; b++) {                                                               \
-                    int64_t n = least(cut->cols, cols - b * cut->cols);                                              \
-                    const FROM *at = x + b * cut->cols;                                                              \
-                    BITS m = n == 128 ? NAME##_most(at, 128) : n == 32 ? NAME##_most(at, 32) : NAME##_most(at, n);   \
-                    to[b] = m > to[b] ? m : to[b];                                                                   \
-                }                                                                                                    \
+        if (sizeof(BITS) == 4 ||                                                                                     \
+            !amaxes_16((const void *)from, step, rows, cols, cut->rows, cut->cols, (void *)largest)) {               \
+            memset(largest, 0, (size_t)(down * across) * sizeof(BITS));                                              \
+            for (int64_t r = 0; r < rows; r++) {                                                                     \
+                const FROM *x = from + r * step;                                                                     \
+                BITS *to = largest + r / cut->rows * across;                                                         \
+                if (cut->cols == 1) NAME##_most_each(x, to, cols);                                                   \
+                else                                                                                                 \
+                    for (int64_t b = 0; b < across; b++) {                                                           \
+                        int64_t n = least(cut->cols, cols - b * cut->cols);                                          \
+                        const FROM *at = x + b * cut->cols;                                                          \
+                        BITS m = n == 128 ? NAME##_most(at, 128) : n == 32 ? NAME##_most(at, 32) : NAME##_most(at, n);\
+                        to[b] = m > to[b] ? m : to[b];                                                               \
+                    }                                                                                                \
+            }                                                                                                        \
         }                                                                                                            \
         for (int64_t i = 0; i < down * across; i++) top = largest[i] > top ? largest[i] : top;                       \
         return top;                                                                                                  \
     }                                                                                                                \
+    /* Scales of all of a tile's blocks first, then its codes, row by row. */                                        \
     static void NAME##_codes(const FROM *x, int64_t step, int64_t rows, int64_t cols, const Cut *cut,                \
                              const BITS *largest, const Rule *rule, int64_t row, int64_t col, int32_t finite) {      \
         int64_t across = (cols + cut->cols - 1) / cut->cols, whole = (step + cut->cols - 1) / cut->cols;             \
-        float scale[WIDE], amax[WIDE];                                                                               \
-        int16_t offset[WIDE];                                                                                        \
-        int32_t all = 1;                                                                                             \
+        int64_t first = row / cut->rows, down = (row + rows - 1) / cut->rows - first + 1, n = down * across;         \
+        int64_t size = rule->kind == E8M0 ? 1 : sizeof(float), at = first * whole + col / cut->cols;                 \
+        float scale[TALL * WIDE], amax[TALL * WIDE], inverse[TALL * WIDE];                                           \
+        int16_t offset[TALL * WIDE + SPARE];                                                                         \
+        if (cut->scale)                                                                                              \
+            for (int64_t i = 0; i < down; i++)                                                                       \
+                memcpy(scale + i * across, cut->scale + at + i * whole, (size_t)across * sizeof(float));             \
+        else {                                                                                                       \
+            for (int64_t b = 0; b < n; b++) amax[b] = LOAD(NAME##_of(largest[b]));                                   \
+            make_scales(amax, n, rule, scale, inverse, 0);                                                           \
+            for (int64_t i = 0; i < down; i++)                                                                       \
+                memcpy((uint8_t *)cut->scale_inv + (at + i * whole) * size, (uint8_t *)inverse + i * across * size,  \
+                       (size_t)(across * size));                                                                     \
+        }                                                                                                            \
+        int32_t all = SHORT && finite && offsets_of(scale, cut->scale ? scale : amax, n, rule->kind, BIAS, offset);  \
         for (int64_t r = 0; r < rows; r++) {                                                                         \
-            if (r == 0 || (row + r) % cut->rows == 0) {                                                              \
-                int64_t at = (row + r) / cut->rows * whole + col / cut->cols;                                        \
-                if (cut->scale) memcpy(scale, cut->scale + at, (size_t)across * sizeof(float));                      \
-                else {                                                                                               \
-                    const BITS *m = largest + r / cut->rows * across;                                                \
-                    for (int64_t b = 0; b < across; b++) amax[b] = LOAD(NAME##_of(m[b]));                            \
-                    make_scales(amax, across, rule, scale, cut->scale_inv, at);                                      \
-                }                                                                                                    \
-                all = finite && offsets_of(scale, cut->scale ? NULL : amax, across, rule->kind, BIAS, offset);       \
-            }                                                                                                        \
+            int64_t block = ((row + r) / cut->rows - first) * across;                                                \
             const FROM *from = x + r * step;                                                                         \
             uint8_t *to = cut->codes + (row + r) * step + col;                                                       \
-            const int16_t *offsets = all ? offset : NULL;                                                            \
-            if (cut->cols == 1) NAME##_row(from, to, cols, 1, scale, offsets);                                       \
-            else if (cut->cols == 32) NAME##_row(from, to, cols, 32, scale, offsets);                                \
-            else if (cut->cols == 128) NAME##_row(from, to, cols, 128, scale, offsets);                              \
-            else if (cut->cols >= WIDE && cols == WIDE) NAME##_row(from, to, WIDE, WIDE, scale, offsets);            \
-            else NAME##_row(from, to, cols, cut->cols, scale, offsets);                                              \
+            const float *by = scale + block;                                                                         \
+            const int16_t *offsets = all ? offset + block : NULL;                                                    \
+            if (cut->cols == 1) NAME##_row(from, to, cols, 1, by, offsets);                                          \
+            else if (cut->cols == 32) NAME##_row(from, to, cols, 32, by, offsets);                                   \
+            else if (cut->cols == 128) NAME##_row(from, to, cols, 128, by, offsets);                                 \
+            else if (cut->cols >= WIDE && cols == WIDE) NAME##_row(from, to, WIDE, WIDE, by, offsets);               \
+            else NAME##_row(from, to, cols, cut->cols, by, offsets);                                                 \
         }                                                                                                            \
     }                                                                                                                \
     int64_t NAME(const FROM *x, int64_t rows, int64_t cols, BITS inf, const Cut *cuts, int32_t n_cuts,               \
@@ -230,7 +207,7 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
         _Pragma("omp parallel num_threads(threads) if (threads > 1) reduction(+ : nonfinite) reduction(max : most)") \
         {                                                                                                            \
             uint64_t before = use_ieee();                                                                            \
-            BITS largest[TALL * WIDE];                                                                               \
+            BITS largest[TALL * WIDE + SPARE];                                                                       \
             FROM clean[TALL * WIDE];                                                                                 \
             _Pragma("omp for")                                                                                       \
             for (int64_t tile = 0; tile < down * across; tile++) {                                                   \

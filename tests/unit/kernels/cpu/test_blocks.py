@@ -9,7 +9,8 @@ import torch
 
 from megatron_fp8.backends import emulated, specified
 from megatron_fp8.kernels.cpu import blocks, loops
-from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.numerics.cast import cast
+from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Rule
 
 RULES = [
@@ -109,3 +110,18 @@ def test_threads_do_not_matter():
     finally:
         torch.set_num_threads(before)
     assert same(*found)
+
+
+@pytest.mark.skipif(loops.reason() is not None, reason="no C compiler")
+@pytest.mark.parametrize("cut", [(1, 0), (0, 1), (1, 32)], ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_each_bfloat16_number_under_powers_of_two(fmt: FloatFormat, cut: tuple[int, int]):
+    """That does not saturate: normal codes, each width of subnormal ones, and zeros."""
+    every = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    rule = Rule(fmt, TENSOR, "pow2")
+    for exponent in (-100, -37, -3, 0, 1, 8, 9, 60, 100):
+        scale = torch.tensor(2.0**exponent)
+        x = every.where(every.abs().float() * scale <= fmt.max, 0).view(256, 256)
+        blocks_of = {(1, 0): 256, (0, 1): 256, (1, 32): 256 * 8}[cut]
+        (codes,) = blocks.cast(x, rule, [cut], [scale.expand(blocks_of).contiguous()], True)
+        assert same(codes, cast(x, scale, fmt)), exponent
