@@ -148,6 +148,10 @@ class Quantizer:
         slot.arena.counts.casts += 1
         return quantized
 
+    def way(self) -> tuple[Rule, torch.Tensor | None]:
+        """By which rule ``quantize`` would cast now, and under which scale (None: the matrix's own)."""
+        return self.rule, self._current_scale()
+
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
         running = self._in_arena().running

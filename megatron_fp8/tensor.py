@@ -11,6 +11,7 @@ configuration, and data depends on what computes with it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,27 @@ class QuantizedSide:
     def fmt(self) -> FloatFormat:
         """Format of the codes."""
         return format_of(self.codes.dtype)
+
+    @cached_property
+    def scale_range(self) -> tuple[float, float]:
+        """Smallest and largest scale_inv, found once: sides of a weight that changes are made anew.
+
+        A block of zeros under MX's smallest scale, 2^-127, does not count.
+        """
+        if self.scale_inv.numel() == 0:
+            return 1.0, 1.0
+        if self.scale_inv.dtype == torch.float32:
+            if self.granularity.is_tensor:
+                return (scale := float(self.scale_inv)), scale
+            smallest, largest = torch.aminmax(self.scale_inv)
+            return float(smallest), float(largest)
+        exponents = self.scale_inv.view(torch.uint8)
+        low, high = (int(v) for v in torch.aminmax(exponents))
+        if low == 0:
+            of_element = expand_scale(exponents == 0, self.granularity, self.codes.shape)
+            if not bool(((self.codes.view(torch.uint8) & 0x7F) != 0).logical_and_(of_element).any()):
+                low = int(torch.where(exponents == 0, 127, exponents).amin())
+        return 2.0 ** (low - 127), 2.0 ** (high - 127)
 
     def float_scale_inv(self) -> torch.Tensor:
         """scale_inv as float32, in its logical shape."""

@@ -32,7 +32,7 @@ from ..numerics.formats import E5M2
 from ..numerics.rule import Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
-from ..tensor import Float8Tensor, Operand, QuantizedSide, expand_scale
+from ..tensor import Float8Tensor, Operand, QuantizedSide
 from . import few_rows, specified
 from .base import RESULTS, AmaxReduction, Quantized, Region, unfit
 
@@ -196,6 +196,18 @@ def gemm(
     return _in_torch(a, b, out_dtype, bias, exact)
 
 
+def quantize_and_multiply(
+    x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, b: QuantizedSide, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """``gemm`` of x [M, K], quantised rowwise, and b, with few rows and in one call: [M, N] in x's dtype; None where C
+    does not take them. Nothing else of x is left: no codes, no amax, no count of NaN.
+
+    Args:
+        scale: as of ``quantize``.
+    """
+    return few_rows.quantize_and_multiply(x, rule, scale, b, bias, (_SMALLEST_SCALE, _LARGEST_SCALE))
+
+
 def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
     """Add ``gemm``'s float32 result to ``into`` as it is made, with the bits of ``into.add_``, and say so; False, with
     nothing done, where C does not take these.
@@ -283,29 +295,11 @@ def values64(side: QuantizedSide) -> torch.Tensor:
 def _foldable(a: QuantizedSide, b: QuantizedSide) -> bool:
     """Whether scaled operands, their products and sums stay clear of subnormals (which BF16 units flush) and
     overflow."""
-    (smallest_a, largest_a), (smallest_b, largest_b) = _scale_range(a), _scale_range(b)
+    (smallest_a, largest_a), (smallest_b, largest_b) = a.scale_range, b.scale_range
     return (
         min(smallest_a, smallest_b, smallest_a * smallest_b) >= _SMALLEST_SCALE
         and max(largest_a, largest_b, largest_a * largest_b) <= _LARGEST_SCALE
     )
-
-
-def _scale_range(side: QuantizedSide) -> tuple[float, float]:
-    """Smallest and largest scale_inv. A block of zeros under MX's smallest scale, 2^-127, does not count."""
-    if side.scale_inv.numel() == 0:
-        return 1.0, 1.0
-    if side.scale_inv.dtype == torch.float32:
-        if side.granularity.is_tensor:
-            return (scale := float(side.scale_inv)), scale
-        smallest, largest = torch.aminmax(side.scale_inv)
-        return float(smallest), float(largest)
-    exponents = side.scale_inv.view(torch.uint8)
-    low, high = (int(v) for v in torch.aminmax(exponents))
-    if low == 0:
-        of_element = expand_scale(exponents == 0, side.granularity, side.codes.shape)
-        if not bool(((side.codes.view(torch.uint8) & 0x7F) != 0).logical_and_(of_element).any()):
-            low = int(torch.where(exponents == 0, 127, exponents).amin())
-    return 2.0 ** (low - 127), 2.0 ** (high - 127)
 
 
 def _is_short(side: QuantizedSide) -> bool:

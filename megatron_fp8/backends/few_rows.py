@@ -3,6 +3,8 @@
 With many tokens both operands are decoded first: that is little work beside the product. With one token it is most of
 the work. So kernels/cpu/few_rows.c reads codes and sums at once.
 
+In inference nothing else asks for the input's codes, so that casting and multiplying are one call there.
+
 Which scales go where does not change a bit of the result: powers of two along the contraction go into the numbers that
 are multiplied, all other scales into the sum.
 """
@@ -12,8 +14,9 @@ from __future__ import annotations
 import torch
 
 from ..kernels.codes import decode
-from ..kernels.cpu import few_rows
-from ..numerics.rule import BLOCK_1X32, BLOCK_128X128
+from ..kernels.cpu import few_rows, few_tokens
+from ..kernels.cpu.loops import plain
+from ..numerics.rule import BLOCK_1X32, BLOCK_128X128, Rule
 from ..tensor import QuantizedSide
 
 
@@ -44,6 +47,37 @@ def multiply(
         dtype=out_dtype,
         finite=b.finite,
     )
+
+
+def quantize_and_multiply(
+    x: torch.Tensor,
+    rule: Rule,
+    scale: torch.Tensor | None,
+    b: QuantizedSide,
+    bias: torch.Tensor | None,
+    fold: tuple[float, float],
+) -> torch.Tensor | None:
+    """``multiply`` of x [M, K] as the rule quantises it, in one call; None where C does not take x, its rule or b.
+
+    Args:
+        fold: the smallest and largest that scales, and products of two, may be.
+    """
+    (m, k), (n, contracted) = x.shape, b.codes.shape
+    of_rows = b.granularity.cols == 0
+    if (
+        k != contracted
+        or not k
+        or not (few_rows.takes(m, b.codes, x.dtype) and few_tokens.takes(x, rule, scale))
+        or not (of_rows or (b.pow2 and b.finite and b.granularity in (BLOCK_1X32, BLOCK_128X128)))
+        or not plain(b.scale_inv)
+        or (bias is not None and bias.shape != (n,))
+        or rule.fmt.dtype == b.codes.dtype == torch.float8_e5m2
+    ):
+        return None
+    block = None if of_rows else (b.granularity.rows, b.granularity.cols)
+    weight = few_tokens.Weight(b.codes, b.scale_inv, block, b.finite, *b.scale_range)
+    bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+    return few_tokens.multiply(x, rule, scale, weight, bias, fold)
 
 
 def _values(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,12 +31,16 @@ class StaticQuantizer(Quantizer):
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType, scale: torch.Tensor):
         super().__init__(rule, slot, backend)
         self.scale = scale
+        self._cast = replace(rule, granularity=TENSOR, delayed=False)
+
+    def way(self) -> tuple[Rule, torch.Tensor | None]:
+        """One scale for the whole tensor, whatever the rule says."""
+        return self._cast, self.scale
 
     def quantize(self, x: torch.Tensor, direction: Direction, **_: Any) -> Quantized:
         """x [rows, cols] with the static scale, rowwise: the forward pass needs no other direction."""
         assert direction == "rowwise", "static scales are for inference, which has no backward"
-        rule = replace(self.rule, granularity=TENSOR, delayed=False)
-        done: Quantized = self.backend.quantize(x, rule, direction, scale=self.scale)
+        done: Quantized = self.backend.quantize(x, self._cast, direction, scale=self.scale)
         self.slot.arena.counts.casts += 1
         side = done.tensor.rowwise
         assert side is not None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..numerics.rule import Granularity
@@ -24,7 +25,7 @@ from ..plan.switch import in_recompute, without_autocast
 from ..state.observer import SeenLinear
 from ..tensor import Operand, QuantizedSide
 from .derivative import guard
-from .passes import Call, backward, forward
+from .passes import Call, backward, evaluate, forward
 from .site import GemmSite
 from .tensor_parallel import TensorParallel
 
@@ -125,7 +126,12 @@ def _eager_linear(
     fresh_weight: bool,
 ) -> torch.Tensor:
     call = Call(site, tp, training, training and not in_recompute(), fresh_weight, save_original_input)
-    return _LinearFunction.apply(x, weight, bias, call, torch.is_grad_enabled())
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return _LinearFunction.apply(x, weight, bias, call, torch.is_grad_enabled())
+    y = evaluate(x, weight, bias, call)  # autograd's function takes as long as all of this for one token
+    if not site.state.keeps_weights:
+        site.weights.forget()
+    return y
 
 
 def observe_high_precision(

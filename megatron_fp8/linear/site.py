@@ -189,6 +189,25 @@ class GemmSite:
             observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
         return y
 
+    def multiply_at_once(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """fprop of x [M, K], cast and multiplied in one call, with the bits of doing both; None where that cannot be.
+
+        It is for inference: a weight that lives as FP8, few tokens on a CPU, nothing recorded and nobody watching.
+        """
+        quantizer = self.casts["input"].rowwise
+        if quantizer is None or self.backend is not emulated or not isinstance(weight, Fp8Parameter):
+            return None
+        side = weight.quantized.rowwise
+        if side is None or self.plan.gemms["fprop"] != "fp8" or self.state.observer is not None:
+            return None
+        y = emulated.quantize_and_multiply(x, *quantizer.way(), side, bias)
+        if y is not None:
+            quantizer.slot.arena.counts.casts += 1
+            self.state.counts.fp8_gemms += 1
+        return y
+
     def wgrad_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """What wgrad's product is asked for, where its float32 sums are handed on in the wanted dtype: that itself of a
         scaled product, which rounds once; float32 of 16-bit GEMMs, whose partial sums torch may round."""

@@ -17,24 +17,9 @@
 #include <float.h>
 #include <math.h>
 
+#include "blocks.h"
 #include "encode.h"
 #include "sixteen.h"
-
-/* One way to cut the matrix, as it lies. Where scales are made here, rows divides TALL and cols divides WIDE. */
-typedef struct {
-    int64_t rows, cols;
-    uint8_t *codes;     /* of the matrix */
-    void *scale_inv;    /* to be made, float32 or E8M0, [row blocks, column blocks] */
-    const float *scale; /* that were made before, as scale_inv lies; NULL: none */
-} Cut;
-
-/* How scales are made of amaxes. */
-typedef struct {
-    float largest, epsilon; /* what an amax is scaled to, and at least taken for */
-    int32_t kind, max_exponent;
-} Rule;
-
-enum { FP32, POW2, E8M0 };
 
 static void scales_e8m0(const float *restrict amax, int64_t n, int32_t max_exponent, float *restrict scale,
                         uint8_t *restrict inverse) {

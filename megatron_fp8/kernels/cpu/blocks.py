@@ -15,7 +15,7 @@ from ...numerics.rule import Rule
 from . import loops
 
 _TALL, _WIDE = 128, 256  # a tile's, in blocks.c
-_KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
+KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
 
 
 class Coded(NamedTuple):
@@ -141,4 +141,4 @@ def scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
 def _rule(rule: Rule) -> _Rule:
     """The product is exact: the formats' largest numbers have four bits at most."""
     largest = rule.fmt.max * 2.0**-rule.margin
-    return _Rule(largest, rule.epsilon, _KINDS[rule.scale], rule.fmt.max_exponent)
+    return _Rule(largest, rule.epsilon, KINDS[rule.scale], rule.fmt.max_exponent)

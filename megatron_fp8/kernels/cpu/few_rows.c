@@ -18,32 +18,15 @@
 
 #include <stdint.h>
 
+#include "few_rows.h"
 #include "pack.h"
 
-#define MOST 16   /* rows of a */
 #define PANEL 32  /* rows of b that are multiplied together */
 #define STEPS 16  /* steps of 32 columns whose exponents are read at a time */
 
 /* Matrices that make the bytes of a number from the bits of its code (see decode_scaled). */
 #define LOW_BITS 0x0000000001020408
 #define HIGH_BITS 0x1020404040404080
-
-typedef struct {
-    const uint16_t *a;        /* bfloat16 [m, k] */
-    const uint8_t *b;         /* codes [n, k] */
-    const uint8_t *exponents; /* scales 2^(byte - 127) of b's blocks [block rows, block cols]; NULL: none */
-    const float *scale_a;     /* of each row of a, or of all */
-    const float *scale_b;     /* of each row of b, or of all */
-    const float *bias;        /* [n]; NULL: none */
-    void *to;                 /* [m, n]: bfloat16 or float32 */
-    int64_t m, n, k;
-    int64_t block_rows, block_cols; /* block_cols: a multiple of 32 */
-    int32_t each_a, each_b;         /* whether each row has a scale of its own */
-    int32_t e5m2, finite, to_bfloat16;
-} Product;
-
-#define DOT 1   /* gemm.c's WITH_AVX512 */
-#define TILES 2 /* and WITH_AMX */
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__GFNI__)
 

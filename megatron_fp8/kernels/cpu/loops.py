@@ -30,7 +30,8 @@ import torch
 from . import library, mkl
 
 SOURCES = [
-    Path(__file__).with_name(name) for name in ("loops.c", "blocks.c", "gemm.c", "few_rows.c", "figures.c")
+    Path(__file__).with_name(f"{name}.c")
+    for name in ("loops", "blocks", "gemm", "few_rows", "few_tokens", "figures")
 ]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (

@@ -1,0 +1,98 @@
+"""A linear with few tokens in one call (few_tokens.c): x to codes, to bfloat16, times a weight's codes.
+
+Each step is a call of its own elsewhere (blocks.py, loops.py, few_rows.py), with tensors for what it gives. For one token
+those take longer than the steps. The bits are theirs.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from ...numerics.formats import E5M2
+from ...numerics.rule import Rule
+from . import blocks, products
+from .loops import address, compiled, plain, thread_count
+
+_LINEAR = struct.Struct("7P5q5i4x3P4dq2f6i")
+"""few_tokens.c's Linear. Packed, since ctypes takes ten times as long to set as many fields."""
+
+
+class Weight(NamedTuple):
+    """What is multiplied by: contiguous codes [N, K], and their float32 or E8M0 scales.
+
+    Attributes:
+        block: rows and columns that share a power of two; None: scales of rows, or of the whole.
+        finite: it is known that no code is NaN or Inf.
+        smallest, largest: of the scales.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+    block: tuple[int, int] | None
+    finite: bool
+    smallest: float
+    largest: float
+
+
+def takes(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None) -> bool:
+    """Whether x [M, K] is for ``multiply``, so quantised; few_rows.takes says it of the product."""
+    block = rule.granularity.rows, rule.granularity.cols
+    whole = block[1] == 0 and rule.scale != "e8m0"
+    in_blocks = block[0] == 1 and rule.scale != "fp32" and scale is None and blocks.divides(block)
+    return (
+        x.dtype in (torch.bfloat16, torch.float32)
+        and plain(x)
+        and not rule.stochastic
+        and (whole or in_blocks)
+        and (scale is None or (rule.granularity.is_tensor and plain(scale)))
+    )
+
+
+def multiply(
+    x: torch.Tensor,
+    rule: Rule,
+    scale: torch.Tensor | None,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    fold: tuple[float, float],
+) -> torch.Tensor | None:
+    """x [M, K] quantised rowwise by the rule, times the weight's transpose, + bias: [M, N] in x's dtype.
+
+    Args:
+        x: 1 to few_rows.MOST rows; ``takes`` it.
+        scale: float32 [], under which x is cast; None: its own.
+        bias: float32 [N], contiguous, or None.
+        fold: the smallest and largest that scales, and products of two, may be.
+
+    Returns:
+        None where a scale is beyond that.
+    """
+    (m, k), codes = x.shape, weight.codes
+    n, in_blocks = codes.shape[0], weight.block is not None
+    high, wide = weight.block or (1 if weight.scale_inv.ndim else n, k)
+    e8m0 = in_blocks and weight.scale_inv.dtype != torch.float32
+    kind = torch.float8_e8m0fnu if e8m0 else torch.float32
+    scale_inv = address(weight.scale_inv, kind, -(-n // high) * -(-k // wide)).value or 0
+    brain = x.dtype == torch.bfloat16
+    to = torch.empty(m, n, dtype=x.dtype, device="cpu")
+    linear = _LINEAR.pack(
+        *(0, codes.data_ptr(), 0, 0, 0 if in_blocks else scale_inv),
+        *(0 if bias is None else address(bias, torch.float32, n).value, to.data_ptr(), m, n, k),
+        *(high, wide),
+        *(0, not in_blocks and weight.scale_inv.numel() > 1, codes.dtype == E5M2.dtype, weight.finite, brain),
+        *(
+            x.data_ptr(),
+            0 if scale is None else address(scale, torch.float32, 1).value,
+            scale_inv if in_blocks else 0,
+        ),
+        *(weight.smallest, weight.largest, *fold, rule.granularity.cols),
+        *(rule.fmt.max * 2.0**-rule.margin, rule.epsilon, blocks.KINDS[rule.scale], rule.fmt.max_exponent),
+        *(brain, rule.fmt is E5M2, rule.granularity.rows == 1, e8m0),
+    )
+    failed = compiled().few_tokens(linear, products.inner_loop(), thread_count(n * k))
+    if failed < 0:
+        raise MemoryError(f"no memory for {m} x {k} numbers")
+    return None if failed else to
