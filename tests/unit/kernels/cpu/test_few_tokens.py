@@ -110,7 +110,7 @@ def test_what_it_leaves_to_the_steps():
 def test_addresses_are_of_tensors_that_are_as_large_as_is_said():
     side = weight(RULES["row"][1])
     short = few_tokens.Weight(side.codes, side.scale_inv[1:], None, True, 1.0, 1.0)
-    with pytest.raises(AssertionError, match="160 contiguous elements of torch.float32"):
+    with pytest.raises(AssertionError, match="160 contiguous elements"):
         few_tokens.multiply(
             tokens(1, torch.bfloat16, "plain"), RULES["row"][0], None, short, None, (0.0, 9.0)
         )
