@@ -13,8 +13,8 @@ import torch
 
 from ...numerics.formats import E5M2
 from ...numerics.rule import Rule
-from . import blocks, products
-from .loops import address, compiled, plain, thread_count
+from . import blocks
+from .loops import address, compiled, inner_loop, plain, thread_count
 
 _LINEAR = struct.Struct("7P5q5i4x3P4dq2f6i")
 """few_tokens.c's Linear. Packed, since ctypes takes ten times as long to set as many fields."""
@@ -92,7 +92,7 @@ def multiply(
         *(rule.fmt.max * 2.0**-rule.margin, rule.epsilon, blocks.KINDS[rule.scale], rule.fmt.max_exponent),
         *(brain, rule.fmt is E5M2, rule.granularity.rows == 1, e8m0),
     )
-    failed = compiled().few_tokens(linear, products.inner_loop(), thread_count(n * k))
+    failed = compiled().few_tokens(linear, inner_loop(), thread_count(n * k))
     if failed < 0:
         raise MemoryError(f"no memory for {m} x {k} numbers")
     return None if failed else to
