@@ -116,7 +116,9 @@ def _in_two_passes(
             if cut[0] == 0:  # whole columns, of which a shard of rows holds a part
                 reduce_amax(found)
     scales = [blocks.scales(found, rule) for found in amaxes]
-    codes = blocks.cast(x, rule, cuts, [scale for scale, _ in scales], not special)
+    # An Inf that another rank holds makes a scale of 1, under which finite numbers of this one may saturate.
+    bounded = not special and (reduce_amax is None or not any(bool(found.isinf().any()) for found in amaxes))
+    codes = blocks.cast(x, rule, cuts, [scale for scale, _ in scales], bounded)
     made = [(each, inverse) for each, (_, inverse) in zip(codes, scales, strict=True)]
     return _quantized(x, rule, direction, made, amax, special)
 

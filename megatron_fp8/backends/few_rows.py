@@ -32,17 +32,16 @@ def multiply(
 ) -> torch.Tensor:
     """``gemm`` of sides that it takes, whose scales bfloat16 holds: a [M, K], b [N, K] and bias [N] to [M, N]."""
     values, scale_a = _values(a)
-    exponents, block, scale_b = None, (1, 32), b.scale_inv
+    exponents, block = None, (1, 32)
     if b.granularity.cols:
         exponents, block = _exponents(b), (b.granularity.rows, b.granularity.cols)
-        scale_b = _one()
     return few_rows.matmul(
         values,
         b.codes,
         exponents=exponents,
         block=block,
         scale_a=scale_a,
-        scale_b=scale_b,
+        scale_b=_one() if b.granularity.cols else b.float_scale_inv().contiguous(),
         bias=None if bias is None else bias.to(torch.float32).contiguous(),
         dtype=out_dtype,
         finite=b.finite,
@@ -84,7 +83,9 @@ def _values(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor]:
     """(bfloat16 [rows, K], float32 scales to multiply the result by)."""
     if side.granularity.cols:
         return side.dequantize(torch.bfloat16).contiguous(), _one()
-    return decode(side.codes, torch.bfloat16, finite=side.finite).contiguous(), side.scale_inv.contiguous()
+    return decode(
+        side.codes, torch.bfloat16, finite=side.finite
+    ).contiguous(), side.float_scale_inv().contiguous()
 
 
 def _exponents(side: QuantizedSide) -> torch.Tensor:

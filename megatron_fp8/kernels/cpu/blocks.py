@@ -88,9 +88,9 @@ def cast(
     Args:
         x, rule: as in ``quantize``.
         cuts: rows and columns of a block, 0 meaning the whole extent.
-        scales: of each cut, float32, one for each block, row-major; of the rule's kind, and made of x's amaxes or larger
-            ones, so that nothing but Inf saturates.
-        finite: whether x is known to have no NaN and no Inf.
+        scales: of each cut, float32, one for each block, row-major; of the rule's kind.
+        finite: whether x is known to have no NaN and no Inf, and scales are made of its amaxes or of larger finite ones:
+            then nothing saturates.
     """
     rows, cols = x.shape
     made, told = [], []

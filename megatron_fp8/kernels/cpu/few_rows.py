@@ -41,6 +41,7 @@ def takes(rows: int, codes: torch.Tensor, dtype: torch.dtype) -> bool:
     """
     return (
         0 < rows <= MOST
+        and codes.numel() > 0
         and codes.numel() + rows * codes.shape[1] >= MIN_PRODUCT
         and dtype in _TO_BFLOAT16
         and plain(codes)

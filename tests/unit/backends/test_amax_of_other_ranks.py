@@ -1,0 +1,41 @@
+"""An Inf on one rank of a sharded matrix: every rank's scale is 1, and finite numbers of the others saturate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_fp8.backends import emulated, specified
+from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
+from megatron_fp8.numerics.rule import ROW, TENSOR, Direction, Granularity, Rule, ScaleKind
+
+
+@pytest.mark.parametrize("backend", [emulated, specified])
+@pytest.mark.parametrize("rows", [4, 256])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize("scale", ["fp32", "pow2"])
+@pytest.mark.parametrize(
+    ("granularity", "direction"), [(TENSOR, "rowwise"), (ROW, "columnwise"), (ROW, "both")]
+)
+def test_an_inf_elsewhere_saturates_what_is_finite_here(
+    granularity: Granularity,
+    direction: Direction,
+    scale: ScaleKind,
+    fmt: FloatFormat,
+    rows: int,
+    backend: object,
+) -> None:
+    """Nothing wraps: specification, section Cast."""
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).mul(fmt.max).to(torch.bfloat16)
+    made = backend.quantize(  # type: ignore[attr-defined]
+        x,
+        Rule(fmt, granularity, scale),
+        direction,
+        reduce_amax=lambda amax: amax.fill_(math.inf),
+    )
+    tensor = made.tensor
+    codes = tensor.rowwise.codes if direction == "rowwise" else tensor.columnwise.codes.t()
+    expected = x.to(torch.float32).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+    assert torch.equal(codes.contiguous().view(torch.uint8), expected.view(torch.uint8))
