@@ -69,7 +69,7 @@ def quantize(
         block_scale, scale_inv = (
             block_scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
         )
-        # A scale made from x's own amax lets nothing saturate but an Inf. That of other ranks may be Inf: then scale is 1.
+        # A scale made from x's own amax lets nothing saturate but an Inf. Of other ranks' it may be 1: theirs may be Inf.
         bounded = scale is None and nonfinite is None and reduce_amax is None
         return cast_blocks(x, block_scale, cut, rule, bounded, region), scale_inv
 
