@@ -28,7 +28,7 @@ GRANULARITIES = {
 }
 """How many values share a scale -> the recipe that does it."""
 
-_OF_A_LINEAR = ("overrides", "size_filter", "size_filter_tokens", "backend")
+_OF_A_LINEAR = ("overrides", "size_filter", "size_filter_tokens", "keep_columnwise", "backend")
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,6 +53,8 @@ class Fp8Config:
         min_features: linears with fewer in or out features stay as they are; tensor cores multiply 16 at a time.
         size_filter: a table of ``megatron-fp8 bench --tune``: GEMMs stay in high precision where FP8 does not pay.
         size_filter_tokens: tokens of a microbatch, where the table has several counts.
+        keep_columnwise: the weights' codes for dgrad stay until backward, where they are others than the forward's;
+            False: each backward makes them again, the same bits, for a byte a value less in between.
         backend: 'auto', 'native', 'emulated', ...
         fallback: 'error', or 'warn' to leave linears in high precision that cannot run as asked; printed and reported.
 
@@ -74,6 +76,7 @@ class Fp8Config:
     min_features: int = 16
     size_filter: str | None = None
     size_filter_tokens: int | None = None
+    keep_columnwise: bool = True
     backend: str = "auto"
     fallback: Literal["error", "warn"] = "error"
 
@@ -97,7 +100,7 @@ class Fp8Config:
             or self.min_features < 1
         ):
             raise ValueError(f"min_features={self.min_features!r}: a whole number >= 1 is needed")
-        for name in ("quantize_weights", "quantize_activations", "quantize_gradients"):
+        for name in ("quantize_weights", "quantize_activations", "quantize_gradients", "keep_columnwise"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: use True or False")
         if len(self.unquantized) > 1:

@@ -85,7 +85,7 @@ def convert_to_fp8(
         modules.append(module)
         if row.converted and not isinstance(module, Fp8Layer):
             chosen.append((name, module))
-    report = Fp8Report(_with_sizes(rows, modules))
+    report = Fp8Report(_with_sizes(rows, modules), settings.keep_columnwise)
     if not report.converted:
         raise ValueError(_nothing_to_convert(model, report, settings))
     planned = [row.name for row in rows if row.planned]

@@ -141,6 +141,7 @@ class Fp8Group:
                 device,
                 iteration=self.iteration,
                 phases=self._phases,
+                keeps_columnwise=self.config.keep_columnwise,
                 keeps_weights=False,  # loops, adapters and moving averages write through .data, and tell nobody
             )
         return self.states[device]

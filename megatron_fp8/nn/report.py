@@ -45,9 +45,14 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Fp8Report:
-    """Every module that holds parameters of its own; ``str()`` is a table, with alike layers on one line."""
+    """Every module that holds parameters of its own; ``str()`` is a table, with alike layers on one line.
+
+    Attributes:
+        keep_columnwise: the config's.
+    """
 
     rows: tuple[Row, ...]
+    keep_columnwise: bool = True
 
     def __repr__(self) -> str:
         running = len(self.converted) - len(self.not_in_use)
@@ -84,18 +89,19 @@ class Fp8Report:
     def with_rows(self, rows: Iterable[Row]) -> Fp8Report:
         """The report with these rows in the place of those of the same names."""
         new = {row.name: row for row in rows}
-        return Fp8Report(tuple(new.get(row.name, row) for row in self.rows))
+        return replace(self, rows=tuple(new.get(row.name, row) for row in self.rows))
 
     def without(self, names: Iterable[str], runs: str, reason: str) -> Fp8Report:
         """The report with these converted modules marked as not running in FP8."""
         found = set(names)
-        return Fp8Report(
-            tuple(
+        return replace(
+            self,
+            rows=tuple(
                 replace(row, runs=runs, reason=reason, in_use=False)
                 if row.converted and row.name in found
                 else row
                 for row in self.rows
-            )
+            ),
         )
 
     def as_dict(self) -> list[dict[str, Any]]:
@@ -111,7 +117,8 @@ class Fp8Report:
         lines = [(_name(names), *key[1:]) for key, names in grouped.items()]
         widths = [max(len(line[i]) for line in [COLUMNS, *lines]) for i in range(len(COLUMNS) - 1)]
         table = [_line(cells, widths) for cells in [COLUMNS, *lines]]
-        return "\n".join([*table, self._summary()])
+        made_again = "keep_columnwise=False: each backward makes dgrad's own codes of a weight again"
+        return "\n".join([*table, self._summary(), *([] if self.keep_columnwise else [made_again])])
 
     def _summary(self) -> str:
         running = sum(row.converted and row.in_use for row in self.rows)
