@@ -109,8 +109,10 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
     }                                                                                                                \
     /* One row of a tile; `offset`: NULL where 16 bits do not do. width: of a block, where that is a constant. */    \
     INLINE void NAME##_row(const FROM *x, uint8_t *to, int64_t cols, int64_t width, const float *scale,              \
-                           const int16_t *offset) {                                                                  \
+                           const int16_t *offset, int32_t finite) {                                                  \
+        const int16_t biases = (BIAS - 127) * 128;                                                                   \
         if (SHORT && offset && encode_row((const void *)x, to, cols, width, offset, DROP)) return;                   \
+        if (SHORT && finite && encode_row_scaled((const void *)x, to, cols, width, scale, biases, DROP)) return;     \
         if (width == 1) NAME##_long(x, to, cols, scale, 1);                                                          \
         else                                                                                                         \
             for (int64_t b = 0, at = 0; at < cols; b++, at += width)                                                 \
@@ -159,7 +161,7 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
         int64_t across = (cols + cut->cols - 1) / cut->cols, whole = (step + cut->cols - 1) / cut->cols;             \
         int64_t first = row / cut->rows, down = (row + rows - 1) / cut->rows - first + 1, n = down * across;         \
         int64_t size = rule->kind == E8M0 ? 1 : sizeof(float), at = first * whole + col / cut->cols;                 \
-        float scale[TALL * WIDE], amax[TALL * WIDE], inverse[TALL * WIDE];                                           \
+        float scale[TALL * WIDE + SPARE], amax[TALL * WIDE], inverse[TALL * WIDE];                                   \
         int16_t offset[TALL * WIDE + SPARE];                                                                         \
         if (cut->scale)                                                                                              \
             for (int64_t i = 0; i < down; i++)                                                                       \
@@ -178,11 +180,11 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
             uint8_t *to = cut->codes + (row + r) * step + col;                                                       \
             const float *by = scale + block;                                                                         \
             const int16_t *offsets = all ? offset + block : NULL;                                                    \
-            if (cut->cols == 1) NAME##_row(from, to, cols, 1, by, offsets);                                          \
-            else if (cut->cols == 32) NAME##_row(from, to, cols, 32, by, offsets);                                   \
-            else if (cut->cols == 128) NAME##_row(from, to, cols, 128, by, offsets);                                 \
-            else if (cut->cols >= WIDE && cols == WIDE) NAME##_row(from, to, WIDE, WIDE, by, offsets);               \
-            else NAME##_row(from, to, cols, cut->cols, by, offsets);                                                 \
+            if (cut->cols == 1) NAME##_row(from, to, cols, 1, by, offsets, finite);                                  \
+            else if (cut->cols == 32) NAME##_row(from, to, cols, 32, by, offsets, finite);                           \
+            else if (cut->cols == 128) NAME##_row(from, to, cols, 128, by, offsets, finite);                         \
+            else if (cut->cols >= WIDE && cols == WIDE) NAME##_row(from, to, WIDE, WIDE, by, offsets, finite);       \
+            else NAME##_row(from, to, cols, cut->cols, by, offsets, finite);                                         \
         }                                                                                                            \
     }                                                                                                                \
     int64_t NAME(const FROM *x, int64_t rows, int64_t cols, BITS inf, const Cut *cuts, int32_t n_cuts,               \

@@ -115,13 +115,14 @@ def test_threads_do_not_matter():
 @pytest.mark.skipif(loops.reason() is not None, reason="no C compiler")
 @pytest.mark.parametrize("cut", [(1, 0), (0, 1), (1, 32)], ids=str)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_each_bfloat16_number_under_powers_of_two(fmt: FloatFormat, cut: tuple[int, int]):
+def test_each_bfloat16_number_under_scales(fmt: FloatFormat, cut: tuple[int, int]):
     """That does not saturate: normal codes, each width of subnormal ones, and zeros."""
     every = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-    rule = Rule(fmt, TENSOR, "pow2")
-    for exponent in (-100, -37, -3, 0, 1, 8, 9, 60, 100):
-        scale = torch.tensor(2.0**exponent)
+    powers = [2.0**exponent for exponent in (-100, -37, -3, 0, 1, 8, 9, 60, 100)]
+    for value in (*powers, 1.1, 0.3, 7.7e-9, 3e33):
+        rule = Rule(fmt, TENSOR, "pow2" if value in powers else "fp32")
+        scale = torch.tensor(value)
         x = every.where(every.abs().float() * scale <= fmt.max, 0).view(256, 256)
         blocks_of = {(1, 0): 256, (0, 1): 256, (1, 32): 256 * 8}[cut]
         (codes,) = blocks.cast(x, rule, [cut], [scale.expand(blocks_of).contiguous()], True)
-        assert same(codes, cast(x, scale, fmt)), exponent
+        assert same(codes, cast(x, scale, fmt)), value
