@@ -2,6 +2,7 @@
 
 python tests/support/app.py watch COUNTS.json train ...     count calls into Megatron-Core
 python tests/support/app.py poison 2 train ...              the second step's loss is infinite
+python tests/support/app.py tokens FILE.json generate ...   linears asked for their short way: [rows, done]
 python tests/support/app.py waits FILE.json train ...       where the host of a GPU would wait in iteration 3
 python tests/support/app.py ranks OPTIONS.json train ...    further options by rank: {"1": ["--optimizer.lr=1"]}
 python tests/support/app.py spoil 2 train ...              a weight of the last rank is NaN after the second iteration
@@ -70,6 +71,23 @@ def poison(number, arguments):
 
     step.batches = batches
     return main(arguments)
+
+
+def tokens(path, arguments):
+    """Note how many tokens each call of the linear's short way had, and whether it took them."""
+    from megatron_fp8.backends import emulated
+
+    asked, once = [], emulated.quantize_and_multiply
+
+    def noted(x, *given):
+        y = once(x, *given)
+        asked.append([len(x), y is not None])
+        return y
+
+    with mock.patch.object(emulated, "quantize_and_multiply", noted):
+        code = main(arguments)
+    Path(path).write_text(json.dumps(asked))
+    return code
 
 
 def waited(path, arguments):
@@ -180,6 +198,7 @@ if __name__ == "__main__":
             "outgrow": lambda n, a: after_iteration(int(n), outgrow, a),
             "poison": lambda n, a: poison(int(n), a),
             "ranks": by_rank,
+            "tokens": tokens,
             "waits": waited,
             "spoil": lambda n, a: after_iteration(int(n), spoil, a),
             "truncate": lambda n, a: after_iteration(int(n), truncate, a),
