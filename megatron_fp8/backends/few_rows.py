@@ -62,7 +62,7 @@ def quantize_and_multiply(
         fold: the smallest and largest that scales, and products of two, may be.
     """
     (m, k), (n, contracted) = x.shape, b.codes.shape
-    of_rows = b.granularity.cols == 0
+    of_rows = b.granularity.cols == 0 and b.scale_inv.dtype == torch.float32
     if (
         k != contracted
         or not k
