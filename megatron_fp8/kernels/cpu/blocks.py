@@ -15,7 +15,7 @@ from ...numerics.rule import Rule
 from . import loops
 
 _TALL, _WIDE = 128, 256  # a tile's, in blocks.c
-KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
+_KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
 
 
 class Coded(NamedTuple):
@@ -35,7 +35,9 @@ class _Cut(ctypes.Structure):
     )
 
 
-class _Rule(ctypes.Structure):
+class ScaleRule(ctypes.Structure):
+    """blocks.c's Rule: how scales are made of amaxes."""
+
     _fields_ = (
         ("largest", ctypes.c_float),
         ("epsilon", ctypes.c_float),
@@ -116,7 +118,7 @@ def _run(x: torch.Tensor, rule: Rule, cuts: list[_Cut], finite: bool, amax: torc
         integer(loops.FLOATS[x.dtype][1]),
         (_Cut * len(cuts))(*cuts),
         len(cuts),
-        ctypes.byref(_rule(rule)),
+        ctypes.byref(scale_rule(rule)),
         int(finite),
         loops.address(amax, torch.float32, 1),
         loops.thread_count(x.numel()),
@@ -131,14 +133,14 @@ def scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
     loops.compiled().scales_of_amaxes(
         loops.address(amax, torch.float32, n),
         ctypes.c_int64(n),
-        ctypes.byref(_rule(rule)),
+        ctypes.byref(scale_rule(rule)),
         loops.address(scale, torch.float32, n),
         loops.address(inverse, torch.float32, n),
     )
     return scale, inverse
 
 
-def _rule(rule: Rule) -> _Rule:
-    """The product is exact: the formats' largest numbers have four bits at most."""
+def scale_rule(rule: Rule) -> ScaleRule:
+    """As C takes it. The product is exact: the formats' largest numbers have four bits at most."""
     largest = rule.fmt.max * 2.0**-rule.margin
-    return _Rule(largest, rule.epsilon, KINDS[rule.scale], rule.fmt.max_exponent)
+    return ScaleRule(largest, rule.epsilon, _KINDS[rule.scale], rule.fmt.max_exponent)

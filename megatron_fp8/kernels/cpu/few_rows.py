@@ -19,7 +19,9 @@ MOST = 16
 _TO_BFLOAT16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
+    """few_rows.c's."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("a", "b", "exponents", "scale_a", "scale_b", "bias", "to")),
         *((name, ctypes.c_int64) for name in ("m", "n", "k", "block_rows", "block_cols")),
@@ -80,7 +82,7 @@ def matmul(
     assert 0 < m <= MOST and codes.shape[1] == k and not block[1] % 32, (a.shape, codes.shape, block)
     to = torch.empty(m, n, dtype=dtype, device="cpu")
     blocks = -(-n // block[0]) * -(-k // block[1])
-    product = _Product(
+    product = Product(
         address(a, torch.bfloat16, m * k),
         address(codes, codes.dtype, n * k),
         None if exponents is None else address(exponents, torch.uint8, blocks),

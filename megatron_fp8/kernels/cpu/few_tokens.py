@@ -6,18 +6,26 @@ those take longer than the steps. The bits are theirs.
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from typing import NamedTuple
 
 import torch
 
 from ...numerics.formats import E5M2
 from ...numerics.rule import Rule
-from . import blocks
+from . import blocks, few_rows
 from .loops import address, compiled, inner_loop, plain, thread_count
 
-_LINEAR = struct.Struct("7P5q5i4x3P4dq2f6i")
-"""few_tokens.c's Linear. Packed, since ctypes takes ten times as long to set as many fields."""
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("product", few_rows.Product),
+        *((name, ctypes.c_void_p) for name in ("x", "given", "blocks_b")),
+        *((name, ctypes.c_double) for name in ("smallest_b", "largest_b", "smallest", "largest")),
+        ("block", ctypes.c_int64),
+        ("rule", blocks.ScaleRule),
+        *((name, ctypes.c_int32) for name in ("bfloat16", "e5m2", "each", "e8m0_b")),
+    )
 
 
 class Weight(NamedTuple):
@@ -75,24 +83,23 @@ def multiply(
     high, wide = weight.block or (1 if weight.scale_inv.ndim else n, k)
     e8m0 = in_blocks and weight.scale_inv.dtype != torch.float32
     kind = torch.float8_e8m0fnu if e8m0 else torch.float32
-    scale_inv = address(weight.scale_inv, kind, -(-n // high) * -(-k // wide)).value or 0
-    brain = x.dtype == torch.bfloat16
+    scale_inv = address(weight.scale_inv, kind, -(-n // high) * -(-k // wide))
+    short = x.dtype == torch.bfloat16
     to = torch.empty(m, n, dtype=x.dtype, device="cpu")
-    linear = _LINEAR.pack(
-        *(0, codes.data_ptr(), 0, 0, 0 if in_blocks else scale_inv),
-        *(0 if bias is None else address(bias, torch.float32, n).value, to.data_ptr(), m, n, k),
-        *(high, wide),
-        *(0, not in_blocks and weight.scale_inv.numel() > 1, codes.dtype == E5M2.dtype, weight.finite, brain),
-        *(
-            x.data_ptr(),
-            0 if scale is None else address(scale, torch.float32, 1).value,
-            scale_inv if in_blocks else 0,
-        ),
-        *(weight.smallest, weight.largest, *fold, rule.granularity.cols),
-        *(rule.fmt.max * 2.0**-rule.margin, rule.epsilon, blocks.KINDS[rule.scale], rule.fmt.max_exponent),
-        *(brain, rule.fmt is E5M2, rule.granularity.rows == 1, e8m0),
+    product = few_rows.Product(
+        *(None, codes.data_ptr(), None, None, None if in_blocks else scale_inv),
+        None if bias is None else address(bias, torch.float32, n),
+        *(to.data_ptr(), m, n, k, high, wide),
+        *(0, not in_blocks and weight.scale_inv.numel() > 1, codes.dtype == E5M2.dtype, weight.finite, short),
     )
-    failed = compiled().few_tokens(linear, inner_loop(), thread_count(n * k))
+    linear = _Linear(
+        product,
+        *(x.data_ptr(), None if scale is None else address(scale, torch.float32, 1)),
+        scale_inv if in_blocks else None,
+        *(weight.smallest, weight.largest, *fold, rule.granularity.cols, blocks.scale_rule(rule)),
+        *(short, rule.fmt is E5M2, rule.granularity.rows == 1, e8m0),
+    )
+    failed = compiled().few_tokens(ctypes.byref(linear), inner_loop(), thread_count(n * k))
     if failed < 0:
         raise MemoryError(f"no memory for {m} x {k} numbers")
     return None if failed else to
