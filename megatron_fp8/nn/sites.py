@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from ..plan.size_table import Gemm, load_table
 from ..plan.switch import Forwards
 from ..plan.timing import device_label
 from ..recipe import Recipe, recipe_name
+from ..state.arena import Slot
+from ..state.saved import load_slots, saved_slots
 from .config import Fp8Config
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ class LinearSites:
         self.ready_on: torch.device | None = None
         self.forwards = Forwards(by_recipe=True)
         self._shape, self._prepared = shape, prepared
-        self._left: GemmSite | None = None  # where the linear ran before it was moved, until it runs again
+        self._left: dict[str, GemmSite] = {}  # label -> where it ran before it was moved, until it runs again
+        self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # label -> histories, until its site is made
         self._group, self._linear = weakref.ref(group), weakref.ref(linear)
 
     @property
@@ -93,7 +96,7 @@ class LinearSites:
     def get_ready(self, device: torch.device, recipe: Recipe | None) -> None:
         """Make what a call on this device needs: the own sites of all the group's linears there, so that ranks have the
         same slots in the same order whichever linears they call; and this linear's site by fp8_autocast's recipe."""
-        if (device, "") not in self.made or self._left is not None:
+        if (device, "") not in self.made or "" in self._left:
             self.group.make_sites(device)
         own = self.on(device)
         if recipe is not None and own.is_fp8:
@@ -108,10 +111,12 @@ class LinearSites:
                 if key not in self.made:
                     self.made[key] = self._make(device, recipe)
         site = self.made[key]
+        if device.type != "meta":
+            if (left := self._left.pop(key[1], None)) is not None:
+                take_over(left, site)
+            if (loaded := self._loaded.pop(key[1], None)) is not None:
+                _load(site, loaded)
         if recipe is None:
-            if self._left is not None and device.type != "meta":
-                take_over(self._left, site)
-                self._left = None
             self.ready_on = device
         return site
 
@@ -140,6 +145,23 @@ class LinearSites:
             if not label:
                 change(site)
 
+    # ------------------------------------------------------------------------------- histories of fp8_autocast's recipes
+
+    def histories(self, device: torch.device) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Label -> what delayed scaling keeps by a recipe of fp8_autocast's, as ``saved_slots`` by role."""
+        here = {label: site for (where, label), site in self.made.items() if where == device}
+        sites = {label: site for label, site in {**here, **self._left}.items() if label and site.has_histories}
+        return {label: saved_slots(delayed_slots(site)) for label, site in sites.items()} | self._loaded
+
+    def load_histories(self, device: torch.device, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Put back what ``histories`` gave, and make all others cold. A recipe has no site before it is called: until
+        then its histories wait here."""
+        self._left = {label: site for label, site in self._left.items() if not label}
+        self._loaded = dict(saved)
+        for (where, label), site in self.made.items():
+            if where == device and label and site.has_histories:
+                _load(site, self._loaded.pop(label, {}))
+
     # ---------------------------------------------------------------------------------------------- moves and copies
 
     def leave(self, device: torch.device) -> None:
@@ -147,8 +169,9 @@ class LinearSites:
         for (where, _), site in self.made.items():
             if where == device:
                 site.weights.forget()
-        ran = None if device.type == "meta" else self.made.get((device, ""))
-        self._left, self.ready_on = ran or self._left, None
+        if device.type != "meta":
+            self._left |= {label: site for (where, label), site in self.made.items() if where == device}
+        self.ready_on = None
 
     def forget(self, device: torch.device) -> None:
         """The sites on a device are of a state that is gone."""
@@ -168,7 +191,8 @@ class LinearSites:
         assert linear is not None, "a linear is alive while it is copied"
         copied = self.of_copy(memo[id(linear)], copy.deepcopy(self.group, memo), memo)
         device = linear.weight.device
-        ran = self.made.get((device, "")) or self._left
+        copied._loaded = copy.deepcopy(self.histories(device), memo)
+        ran = self.made.get((device, "")) or self._left.get("")
         if ran is not None and ran.has_histories and device.type != "meta":
             take_over(ran, copied.on(device))
         return copied
@@ -216,6 +240,27 @@ def take_over(old: GemmSite, new: GemmSite) -> None:
             arena.load_slot(taker.slot, giver.arena.saved_slot(giver))
         amax, nonfinite = giver.arena.rows[:, giver.index].to(arena.device)
         taker.record(amax, nonfinite)
+
+
+def delayed_slots(site: GemmSite) -> dict[str, Slot]:
+    """Role -> slot, of the operands whose scale is delayed."""
+    return {
+        role: quantizer.slot
+        for role, quantizer in site.quantizers.items()
+        if quantizer is not None and quantizer.slot.delayed is not None
+    }
+
+
+def _load(site: GemmSite, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put histories into a site; an operand that has none starts cold."""
+    slots = delayed_slots(site)
+    cold = {
+        "scale": torch.ones(1, device="cpu", dtype=torch.float32),
+        "amax_history": torch.zeros(1, device="cpu", dtype=torch.float32),
+        "warm": torch.zeros(1, device="cpu", dtype=torch.uint8),
+    }
+    unknown = {f"{role}.{part}": value for role in slots for part, value in cold.items()}
+    load_slots(slots, unknown | dict(saved))
 
 
 def rank() -> int:

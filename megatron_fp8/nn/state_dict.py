@@ -8,15 +8,15 @@ Rejected: buffers of the modules. Every BF16 checkpoint would then lack keys, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from ..linear.site import GemmSite
 from ..state.arena import Slot
-from ..state.saved import check_saved, load_slots, saved_slots
+from ..state.saved import SAVED_PARTS, check_saved, load_slots, saved_slots
 from .find import fp8_linears, groups_of
 from .linear import Fp8Layer
+from .sites import delayed_slots
 
 
 def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -26,14 +26,17 @@ def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         Tensors on the CPU, to be saved with torch.save or safetensors, between two iterations (after ``fp8_step``). For
         each FP8 linear ``NAME.iteration`` (int64 []); with delayed scaling also, for each of its operands,
         ``NAME.ROLE.scale`` (float32 [1]), ``NAME.ROLE.amax_history`` (float32 [length]) and ``NAME.ROLE.warm`` (uint8
-        [1]). The same on all data-parallel ranks. Histories of recipes that ``fp8_autocast`` put in place are not kept.
+        [1]). The same on all data-parallel ranks. Delayed scaling that ``fp8_autocast`` put in place is kept as
+        ``NAME@RECIPE.ROLE...``, RECIPE being its repr.
 
     Raises ValueError: the model has no FP8 linear.
     """
     saved = {}
     for name, linear in _linears(model):
         saved[f"{name}.iteration"] = torch.tensor(linear.fp8_group.iteration, dtype=torch.int64, device="cpu")
-        saved.update(saved_slots(_delayed_slots(name, linear.fp8_site)))
+        saved.update(saved_slots(_own_slots(name, linear)))
+        for label, histories in linear.fp8_sites.histories(linear.weight.device).items():
+            saved.update({f"{name}@{label}.{key}": tensor for key, tensor in histories.items()})
     return saved
 
 
@@ -41,17 +44,42 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
     """Put back what ``fp8_state_dict`` gave: training goes on with the bits it would have had.
 
     The order does not matter: before or after the weights are loaded. Of a history of another length the latest entries
-    that fit are taken.
+    that fit are taken. A recipe of ``fp8_autocast``'s takes its own when it is first called; one that the saved state
+    lacks starts cold.
 
     Raises:
         ValueError: the model has no FP8 linear, or its FP8 linears or recipes are not those that were saved.
     """
-    check_saved(
-        fp8_state_dict(model), saved, "Convert the model as the saved one was"
-    )  # before anything changes
-    for name, linear in _linears(model):
+    linears = dict(_linears(model))
+    expected = {f"{name}.iteration" for name in linears}
+    for name, linear in linears.items():
+        expected |= {f"{slot}.{part}" for slot in _own_slots(name, linear) for part in SAVED_PARTS}
+    by_recipe = _by_recipe(linears, saved.keys() - expected)
+    for name, labels in by_recipe.items():
+        for label, keys in labels.items():
+            slots = {key.rpartition(".")[0] for key in keys}
+            expected |= {f"{name}@{label}.{slot}.{part}" for slot in slots for part in SAVED_PARTS}
+    check_saved(expected, saved, "Convert the model as the saved one was")  # before anything changes
+    for name, linear in linears.items():
         linear.fp8_group.resume(int(saved[f"{name}.iteration"]))
-        load_slots(_delayed_slots(name, linear.fp8_site), saved)
+        load_slots(_own_slots(name, linear), saved)
+        histories = {
+            label: {key: saved[f"{name}@{label}.{key}"] for key in keys}
+            for label, keys in by_recipe[name].items()
+        }
+        linear.fp8_sites.load_histories(linear.weight.device, histories)
+
+
+def _by_recipe(linears: Iterable[str], keys: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+    """Linear -> recipe's label -> ROLE.PART, of the saved keys that are so named."""
+    found: dict[str, dict[str, list[str]]] = {name: {} for name in linears}
+    for key in keys:
+        head, ends, rest = key.rpartition(").")  # a label is a repr, and ends so
+        owners = [name for name in found if head.startswith(f"{name}@")]
+        if ends and owners:
+            name = max(owners, key=len)
+            found[name].setdefault(f"{head.removeprefix(f'{name}@')})", []).append(rest)
+    return found
 
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
@@ -61,9 +89,5 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
     yield from fp8_linears(model).items()
 
 
-def _delayed_slots(name: str, site: GemmSite) -> dict[str, Slot]:
-    return {
-        f"{name}.{role}": quantizer.slot
-        for role, quantizer in site.quantizers.items()
-        if quantizer is not None and quantizer.slot.delayed is not None
-    }
+def _own_slots(name: str, linear: Fp8Layer) -> dict[str, Slot]:
+    return {f"{name}.{role}": slot for role, slot in delayed_slots(linear.fp8_site).items()}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
 from .arena import Slot
+
+SAVED_PARTS = ("scale", "amax_history", "warm")
+"""What is saved of a slot."""
 
 
 def saved_slots(slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
@@ -21,13 +24,12 @@ def saved_slots(slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
 def load_slots(slots: Mapping[str, Slot], saved: Mapping[str, torch.Tensor]) -> None:
     """Put back what ``saved_slots`` gave; of a history of another length the latest entries that fit."""
     for name, slot in slots.items():
-        parts = slot.arena.saved_slot(slot)
-        slot.arena.load_slot(slot, {part: saved[f"{name}.{part}"] for part in parts})
+        slot.arena.load_slot(slot, {part: saved[f"{name}.{part}"] for part in SAVED_PARTS})
 
 
-def check_saved(expected: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], remedy: str) -> None:
-    """ValueError unless the saved state has the entries that are expected, in possible shapes."""
-    missing, unknown = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+def check_saved(expected: Collection[str], saved: Mapping[str, torch.Tensor], remedy: str) -> None:
+    """ValueError unless the saved state has the entries of these names, and no others, in possible shapes."""
+    missing, unknown = sorted(set(expected) - saved.keys()), sorted(saved.keys() - set(expected))
     if missing or unknown:
         raise ValueError(
             f"the saved FP8 state is of another model or recipe: {len(missing)} entries are missing"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.nn import convert_to_fp8, fp8_state_dict, load_fp8_state_dict
+from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from megatron_fp8.recipe import DelayedScaling
 from tests.support.tower import DELAYED, Tower, assert_same_state, sgd, train
 
@@ -60,3 +60,37 @@ def test_a_damaged_state_changes_nothing():
             load_fp8_state_dict(fresh, {**fp8_state_dict(model), key: wrong})
         for name, tensor in fp8_state_dict(fresh).items():
             assert_same_bytes(tensor, before[name], name)
+
+
+def test_delayed_scaling_of_an_fp8_autocast_is_saved_copied_and_resumed():
+    def go_on(model, steps):
+        with fp8_autocast(recipe=DELAYED):
+            return train(model, sgd(model), steps)
+
+    straight = convert_to_fp8(Tower())
+    go_on(straight, range(3))
+    weights, saved = copy.deepcopy(straight.state_dict()), fp8_state_dict(straight)
+    assert f"up@{DELAYED!r}.input.scale" in saved and len(saved) == 20
+    copied = copy.deepcopy(straight)
+    assert_same_state(copied, straight)
+    losses = go_on(straight, range(3, 6))
+    assert go_on(copied, range(3, 6)) == losses
+    fresh, used = convert_to_fp8(Tower()), convert_to_fp8(Tower())
+    go_on(used, range(9, 12))  # its sites are there
+    for model in (fresh, used):
+        load_fp8_state_dict(model, saved)
+        model.load_state_dict(weights)
+        for name, tensor in fp8_state_dict(model).items():  # also before the recipe was called
+            assert_same_bytes(tensor, saved[name], name)
+        assert go_on(model, range(3, 6)) == losses
+        assert_same_state(model, straight)
+    # What the saved state lacks starts cold; what it names wrongly or in part is refused.
+    cold = convert_to_fp8(Tower())
+    load_fp8_state_dict(used, fp8_state_dict(cold))
+    used.load_state_dict(cold.state_dict())
+    assert go_on(used, range(3)) == go_on(cold, range(3))
+    part = {name: tensor for name, tensor in saved.items() if not name.endswith("input.warm")}
+    with pytest.raises(ValueError, match="2 entries are missing"):
+        load_fp8_state_dict(fresh, part)
+    with pytest.raises(ValueError, match="1 are unknown"):
+        load_fp8_state_dict(fresh, {**saved, f"side@{DELAYED!r}.input.scale": torch.ones(1)})
