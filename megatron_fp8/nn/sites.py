@@ -150,7 +150,9 @@ class LinearSites:
     def histories(self, device: torch.device) -> dict[str, Mapping[str, torch.Tensor]]:
         """Label -> what delayed scaling keeps by a recipe of fp8_autocast's, as ``saved_slots`` by role."""
         here = {label: site for (where, label), site in self.made.items() if where == device}
-        sites = {label: site for label, site in {**here, **self._left}.items() if label and site.has_histories}
+        sites = {
+            label: site for label, site in {**here, **self._left}.items() if label and site.has_histories
+        }
         return {label: saved_slots(delayed_slots(site)) for label, site in sites.items()} | self._loaded
 
     def load_histories(self, device: torch.device, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
