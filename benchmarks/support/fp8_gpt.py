@@ -115,11 +115,17 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
     from megatron_fp8.linear.site import GemmSite
     from megatron_fp8.quantizer import Quantizer
 
-    multiply, record = GemmSite.multiply, Quantizer.record
+    multiply, accumulate, record = GemmSite.multiply, GemmSite.accumulate, Quantizer.record
 
     def counting_multiply(self: Any, gemm: str, *args: Any, **kwargs: Any) -> Any:
         seen.gemms[self.plan.name, gemm, self.plan.gemms[gemm]] += 1
         return multiply(self, gemm, *args, **kwargs)
+
+    def counting_accumulate(self: Any, gemm: str, *args: Any, **kwargs: Any) -> None:
+        before = seen.gemms.total()
+        accumulate(self, gemm, *args, **kwargs)
+        if seen.gemms.total() == before:  # it was added inside the product
+            seen.gemms[self.plan.name, gemm, self.plan.gemms[gemm]] += 1
 
     def counting_record(self: Any, *args: Any) -> None:
         seen.records += 1
@@ -127,6 +133,7 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
 
     with (
         mock.patch.object(GemmSite, "multiply", counting_multiply),
+        mock.patch.object(GemmSite, "accumulate", counting_accumulate),
         mock.patch.object(Quantizer, "record", counting_record),
     ):
         yield

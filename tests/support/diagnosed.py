@@ -9,6 +9,7 @@ import torch
 from benchmarks.support.fp8_gpt import fp8_config
 from benchmarks.support.gpt import _sample, bf16_spec, build_chunks
 from benchmarks.support.ranks import Layout, model_parallel
+from tests.support.planted import make_wrong
 
 SEQUENCE, VOCAB = 64, 128
 SMALL: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
@@ -52,7 +53,7 @@ def diagnosed(
         run.train.micro_batch_size, run.train.global_batch_size, run.train.seq_length = 1, 2, SEQUENCE
         subject = RunSubject(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
         if wrong is not None and wrong[0] in subject.sites:
-            _make_wrong(subject.sites[wrong[0]], *wrong[1:])
+            make_wrong(subject.sites[wrong[0]], *wrong[1:])
         rows = [arena.rows.clone() for arena in state_of(config).arenas]
         with subject.unrecorded():
             found = diagnose_subject(subject, 0.9, budget, None, Limits(), lambda _: None)
@@ -66,13 +67,3 @@ def _spec(config: Any) -> Any:
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     return get_gpt_layer_fp8_spec(config) if config.fp8 else bf16_spec(config)
-
-
-def _make_wrong(site: Any, gemm: str, factor: float) -> None:
-    right = site.multiply
-
-    def wrong(which: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-        y = right(which, *args, **kwargs)
-        return y * factor if which == gemm else y
-
-    site.multiply = wrong

@@ -83,17 +83,25 @@ def sites(model: Any) -> list[str]:
 def wrong_scale(model: Any, name: str, gemm: str, factor: float) -> Iterator[None]:
     """Inside, one GEMM of one site gives a multiple of what it should."""
     site = model.get_submodule(name).fp8_site
+    make_wrong(site, gemm, factor)
+    try:
+        yield
+    finally:
+        del site.multiply, site.accumulate
+
+
+def make_wrong(site: Any, gemm: str, factor: float) -> None:
+    """From now on a GEMM of a site gives a multiple of what it should, also where it is added to a gradient."""
     right: Callable[..., torch.Tensor] = site.multiply
 
     def wrong(which: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         y = right(which, *args, **kwargs)
         return y * factor if which == gemm else y
 
-    site.multiply = wrong
-    try:
-        yield
-    finally:
-        del site.multiply
+    def added(which: str, a: Any, b: Any, into: torch.Tensor, **kwargs: Any) -> None:
+        into.add_(wrong(which, a, b, torch.float32, **kwargs))
+
+    site.multiply, site.accumulate = wrong, added
 
 
 def stick_scale(model: Any, name: str, role: str, factor: float) -> None:
