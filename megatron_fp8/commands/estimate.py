@@ -76,7 +76,8 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.payoff import grouped, of_sites
     from ..estimate.settings import read
     from ..estimate.sites import Plans
-    from ..estimate.text import shown
+    from ..estimate.text import shown, unsure
+    from ..study.doctor.elsewhere import asked_of
 
     reserve = RESERVE if options.reserve is None else options.reserve
     if not 0 <= reserve < 1:
@@ -97,6 +98,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
     settings = read([*given, *_joined(run_options)], options.gpus)
     chosen = options.device is not None
     on = device(options.device if chosen else _ASSUMED, settings.model)
+    there = asked_of(settings.model, on)
     found = estimate(settings, on, chosen=chosen)
     sites = list(of_sites(settings, Plans(settings.model), on, gpu=chosen))
     fits = fit(found, on, reserve) if chosen else None
@@ -107,9 +109,13 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
             record["bf16"] = {"step_seconds": bf16.time.seconds, "total": bf16.fullest.total}
         if fits is not None:
             record["fit"] = {"fits": fits.fits, **vars(fits)}
+        record["native"] = None if there is None else {"runs": there.native, "reason": there.reason}
+        if there is not None:
+            record["notes"] += [*there.notes, *filter(None, [unsure(on, there.native, there.reason)])]
         print(json.dumps(record))
         return
-    print(shown(found, bf16, fits, grouped(iter(sites))))
+    doubt = None if there is None else unsure(on, there.native, there.reason)
+    print(shown(found, bf16, fits, grouped(iter(sites)), doubt, () if there is None else there.notes))
 
 
 def _joined(arguments: list[str]) -> list[str]:

@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from .model import Model
-from .peaks import Device, made, table
+from .peaks import KEYS, Device, made, near_miss, table, with_base
 from .sites import reads, recipe_of
 
+_ADDED = ("memory_gb", "link_gbs", "network_gbs", "node", "generation")
 _SIZE = 2  # bytes of a value in BF16
 
 
@@ -57,6 +58,7 @@ def _from_rows(
         raise ValueError(
             f"--device={name} has no rows of single GEMMs: run `megatron-fp8 bench --only quantise,gemm --out FILE`."
         )
+    near_miss(content, KEYS, f"--device={name}")
     base = _base(name, content, alone=bool(casts) and "memory_gb" in content)
     rates: dict[str, Any] = {}
     if casts:
@@ -79,14 +81,15 @@ def _from_rows(
             "node": 1,
             **{
                 key: content[key]
-                for key in ("memory_gb", "link_gbs", "network_gbs", "node")
+                for key in _ADDED
                 if key in content
             },
         }
         found = made(name, figures, f"--device={name}", links=False)
     else:
-        found = made(base, table()[base], f"--device={name}")
-        source += f", the rest from {found.source}"
+        added = {key: content[key] for key in _ADDED if key in content and key != "memory_gb"}
+        found = made(base, with_base(name, {"base": base, **added}, f"--device={name}"), f"--device={name}")
+        source += f", the rest from {table()[base]['source']}"
     known = {key: text for key, text in found.figures.items() if key not in ("tflops", "bandwidth_gbs")}
     rates.setdefault("casts", rates.get("bandwidth", found.bandwidth))
     return replace(found, name=name, source=source, measured=True, figures=known, **rates)
@@ -95,8 +98,9 @@ def _from_rows(
 def _base(name: str, content: Mapping[str, Any], *, alone: bool) -> str | None:
     """The device of which the rest is taken: as the file says, or as its device is called."""
     known = table()
-    if content.get("base") in known:
-        return str(content["base"])
+    if "base" in content:
+        with_base(name, {"base": content["base"]}, f"--device={name}")
+        return str(content["base"]).lower()
     called = str(content.get("device", "")).lower().replace(" ", "-")
     found = [key for key in known if all(part in called for part in key.split("-"))]
     if found:

@@ -9,7 +9,7 @@ from ..files.disk import read_ordinary
 from ..files.strict_yaml import load_yaml
 from .benched import from_bench
 from .model import Model
-from .peaks import Device, made, table
+from .peaks import Device, made, table, with_base
 
 _LARGEST = 1 << 24
 
@@ -42,4 +42,5 @@ def device(name: str, model: Model | None = None) -> Device:
         raise ValueError(f"--device={name} holds no figures: see docs/estimates.md.")
     if "rows" in content:
         return from_bench(name, content, model)
-    return made(name, content, f"--device={name}")
+    where = f"--device={name}"
+    return made(name, with_base(name, content, where) if "base" in content else content, where)

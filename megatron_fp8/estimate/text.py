@@ -9,13 +9,27 @@ from . import off
 from .estimate import Estimate
 from .fit import Fit
 from .payoff import Alike
+from .peaks import Device
 from .wire import Traffic
 
 WIDTH = 80
 
 
-def shown(found: Estimate, bf16: Estimate | None, fits: Fit | None, sites: Sequence[Alike]) -> str:
-    """Everything, one part after the other; ``bf16``: of the same run without FP8, None where it has none."""
+def shown(
+    found: Estimate,
+    bf16: Estimate | None,
+    fits: Fit | None,
+    sites: Sequence[Alike],
+    doubt: str | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """Everything, one part after the other.
+
+    Args:
+        bf16: of the same run without FP8, None where it has none.
+        doubt: of ``unsure``; said in place of whether FP8 pays.
+        notes: beside those of the settings.
+    """
     parts = [
         _head(found),
         _parameters(found),
@@ -25,10 +39,10 @@ def shown(found: Estimate, bf16: Estimate | None, fits: Fit | None, sites: Seque
         _sites(found, sites),
     ]
     if bf16 is not None:
-        parts.append(pays(found, bf16))
+        parts.append(pays(found, bf16) if doubt is None else _doubtful(found, bf16, doubt))
     if fits is not None:
         parts.append(_fit(found, fits))
-    parts += [_wrapped(f"note: {note}") for note in found.settings.notes]
+    parts += [_wrapped(f"note: {note}") for note in (*found.settings.notes, *notes)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -191,6 +205,19 @@ def pays(found: Estimate, bf16: Estimate) -> str:
         f"{verdict}, by the roofline: a step takes {ratio:.2f} x BF16's {seconds(bf16.time.seconds)}; the fullest rank"
         f" holds {size(memory)}, in BF16 {size(before)}"
     )
+
+
+def unsure(device: Device, native: bool | None, reason: str | None) -> str | None:
+    """What is to be said in place of whether FP8 pays, where it would not run natively or nobody knows; else None."""
+    if native:
+        return None
+    verdict = "would not run natively" if native is False else "may not run natively"
+    return f"FP8 {verdict} on {device.name} ({reason}); these times are of hardware that had it"
+
+
+def _doubtful(found: Estimate, bf16: Estimate, doubt: str) -> str:
+    held = f"the fullest rank holds {size(found.fullest.total)}, in BF16 {size(bf16.fullest.total)}"
+    return _wrapped(f"{doubt}. BF16 takes {seconds(bf16.time.seconds)} a step; {held}")
 
 
 def _short(name: str) -> str:

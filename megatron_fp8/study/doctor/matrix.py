@@ -78,9 +78,9 @@ def matrix(here: Generation | None, trials: Iterable[Trial]) -> list[Cell]:
     return cells
 
 
-def documented(backend: str, recipe: str, generation: Generation) -> Cell:
-    """One cell without trying anything."""
-    made: Recipe = RECIPES[recipe]()
+def documented(backend: str, recipe: str, generation: Generation, made: Recipe | None = None) -> Cell:
+    """One cell without trying anything; ``made``: the recipe with a run's options, None: with none."""
+    made = RECIPES[recipe]() if made is None else made
     known = Cell(backend, recipe, generation.key, True, "documentation")
     if backend == emulated.name:
         return _emulated(known, made, generation)

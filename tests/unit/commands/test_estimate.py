@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,41 @@ def test_the_roofline_says_what_is_assumed_and_how_far_it_was_off(capsys: pytest
     off = json.loads(capsys.readouterr().out)["how_far_off"]
     assert off["date"] and off["machine"] and min(off["ratio"].values()) > 1, "a roofline is a lower bound"
     assert " ".join(sentence().split()) in said
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (["h100", "--set", "model.fp8_format=mxfp8"], "begin with compute capability 10.0"),
+        (["h100", "--set", "model.fp8_overrides.*.linear_fc1=mxfp8"], "begin with compute capability 10.0"),
+        (["h100", "--set", "model.fp8_backend=emulated"], "fp8_backend=emulated"),
+        (["mi300x"], "FNUZ"),
+    ],
+)
+def test_fp8_that_the_doctor_refuses_there_is_not_said_to_pay(
+    options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["estimate", "--config", LLAMA, "--gpus", "64", "--device", *options]
+    assert main(run) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "FP8 would not run natively" in said and reason in said and "FP8 pays" not in said
+    assert main([*run, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["native"]["runs"] is False and any(reason in note for note in found["notes"])
+
+
+def test_a_file_without_a_generation_is_not_known_to_run_fp8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = "tflops: {bf16: 7, fp8: 12}, memory_gb: 80, bandwidth_gbs: 30, link_gbs: 3, network_gbs: 4, node: 8"
+    path = tmp_path / "ours.yaml"
+    run = ["estimate", "--config", TINY, "--device", str(path)]
+    path.write_text(f"{{{figures}}}")
+    assert main(run) == 0 and "FP8 may not run natively" in capsys.readouterr().out
+    path.write_text(f"{{{figures}, generation: sm89}}")
+    assert main(run) == 0 and "by the roofline" in capsys.readouterr().out
+    path.write_text(f"{{{figures}, generation: sm9}}")
+    assert main(run) == 2 and "Did you mean sm90?" in capsys.readouterr().err
 
 
 def test_without_a_device_bytes_are_a_cpu_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,8 @@ def test_ranks_need_a_link(tmp_path: Path) -> None:
         ({"rows": [{**one, "contender": "rowwise"} for one in CPU["rows"]]}, "--recipe tensorwise"),
         ({"rows": [{"section": "gemm"}], "base": "h100"}, "is no result of bench"),
         ({"rows": 3}, "is no result of bench"),
+        ({"link_gb": 2}, "link_gb is not a known key. Did you mean link_gbs?"),
+        ({"base": "h10"}, "Did you mean h100?"),
         ({"memory_gb": -1}, "memory_gb must be a number above 0"),
     ],
 )

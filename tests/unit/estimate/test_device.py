@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_devices_by_name_say_where_their_figures_are_from() -> None:
 @pytest.mark.parametrize("name", names())
 def test_each_figure_says_how_it_is_known(name: str) -> None:
     entry = table()[name]
-    figures = entry.keys() - {"source", "figures"}
+    figures = entry.keys() - {"source", "generation", "figures"}
     assert entry["figures"].keys() == figures
     for how in entry["figures"].values():
         assert how.partition(": ")[0] in ("read", "quoted", "assumed") and how.partition(": ")[2]
@@ -47,3 +48,38 @@ def test_a_file_of_figures(tmp_path: Path) -> None:
 def test_what_is_neither_is_refused() -> None:
     with pytest.raises(ValueError, match="neither one of h100, h100-pcie, h200, b200, mi300x nor a file"):
         device("h1000")
+
+
+OURS = {
+    "tflops": {"bf16": 700, "fp8": 1200}, "memory_gb": 80, "bandwidth_gbs": 3000, "link_gbs": 350, "network_gbs": 40,
+    "node": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"bandwith_gbs": 3000}, "bandwith_gbs is not a known key. Did you mean bandwidth_gbs?"),
+        ({"memory": 80}, "memory is not a known key. Did you mean memory_gb?"),
+        ({"tflops": {"bf16": 700, "fp8": 1200, "fp4": 1}}, "tflops: fp4 is not a known key"),
+        ({"memory_gb": 8e10}, "memory_gb=8e[+]10 must be from 0.001 to 100000, in 10.9 bytes"),
+        ({"node": 2.5}, "node=2.5 must be .* a whole number"),
+        ({"tflops": {"bf16": 700}}, "tflops.fp8 must be a number above 0, and is None"),
+        ({"memory_gb": "1e3"}, "and is '1e3'. YAML reads 1e3 as text: .*1.0e[+]3"),
+        ({"base": "h10"}, "base='h10' must be one of h100.* Did you mean h100?"),
+    ],
+)
+def test_a_slip_in_a_file_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(json.dumps({**OURS, **change}).replace("80000000000.0", "8.0e+10"))
+    with pytest.raises(ValueError, match=words):
+        device(str(path))
+
+
+def test_a_file_may_say_what_differs_from_a_device_known_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("{base: H100, network_gbs: 12, tflops: {fp8: 1200}}")
+    found, h100 = device(str(path)), device("h100")
+    assert (found.network, found.fp8, found.bf16, found.link) == (12e9, 1.2e15, h100.bf16, h100.link)
+    assert found.generation == "sm90" and "the rest from NVIDIA H100" in found.source
+    assert "network_gbs" not in found.figures and "link_gbs" in found.figures

@@ -1,0 +1,82 @@
+"""Whether a run's FP8 would be native on a device that is not here: the matrix, asked for one config.
+
+`estimate` takes FP8's peak from a data sheet, which has it whether or not this package runs the recipe there. So it asks
+the same cells that `doctor` prints.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...backends import emulated, transformer_engine
+from ...backends.native import backend as native
+from ...estimate.model import Model
+from ...estimate.peaks import Device
+from ...estimate.sites import recipe_of
+from ...recipe import RECIPES
+from .generations import GENERATIONS, Generation
+from .matrix import documented
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What the matrix says of a run's FP8 on a device.
+
+    Attributes:
+        native: False: a recipe of the run would not run natively; None: nobody can say.
+        reason: why it is not True.
+        notes: what runs in place of the usual where it is.
+    """
+
+    native: bool | None
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def asked_of(model: Model, device: Device) -> Elsewhere | None:
+    """The verdict; None where there is nothing to ask: a run in BF16, or rates of FP8 that were measured, as it ran there.
+
+    Raises:
+        ValueError: the device's file names a generation that the matrix has no column for.
+    """
+    generation = _generation(device)
+    if not model.fp8 or device.measured:
+        return None
+    if model.fp8_backend == emulated.name:
+        return Elsewhere(False, "fp8_backend=emulated multiplies the values of codes in BF16 or float32")
+    if generation is None:
+        return Elsewhere(None, "its file has no line `generation`, a column of doctor's matrix such as sm90")
+    asked = model.fp8_backend
+    backend = transformer_engine.name if asked == transformer_engine.name else native.name
+    recipes, notes = recipe_of(model), []
+    for name in dict.fromkeys([str(model.fp8_recipe), *_named(model.fp8_overrides)]):
+        cell = documented(backend, name, generation, recipes(name))
+        if not cell.supported:
+            where = f"{backend} {name} on {generation.name}"
+            return Elsewhere(cell.supported, f"{where}: {cell.reason or cell.note}")
+        if cell.note:
+            notes.append(f"{name} on {generation.name}: {cell.note}; times are of the peak all the same")
+    return Elsewhere(True, notes=tuple(notes))
+
+
+def _generation(device: Device) -> Generation | None:
+    known = {generation.key: generation for generation in GENERATIONS}
+    if device.generation is None or device.generation in known:
+        return known.get(device.generation or "")
+    near = difflib.get_close_matches(device.generation, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ValueError(
+        f"--device={device.name}: generation={device.generation!r} must be one of {', '.join(known)}.{hint}"
+    )
+
+
+def _named(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Recipes that overrides name, those of single GEMMs and operands included."""
+    for value in overrides.values():
+        if isinstance(value, Mapping):
+            yield from _named(value)
+        elif isinstance(value, str) and value in RECIPES:
+            yield value
