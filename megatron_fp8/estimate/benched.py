@@ -79,11 +79,7 @@ def _from_rows(
             "tflops": {key: rates[key] / 1e12 for key in ("bf16", "fp8")},
             "bandwidth_gbs": rates["bandwidth"] / 1e9,
             "node": 1,
-            **{
-                key: content[key]
-                for key in _ADDED
-                if key in content
-            },
+            **{key: content[key] for key in _ADDED if key in content},
         }
         found = made(name, figures, f"--device={name}", links=False)
     else:

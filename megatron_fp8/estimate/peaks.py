@@ -137,7 +137,9 @@ def with_base(name: str, content: Mapping[str, Any], where: str) -> dict[str, An
     base = content["base"]
     known = table()
     if not isinstance(base, str) or base.lower() not in known:
-        raise ValueError(f"{where}: base={base!r} must be one of {', '.join(known)}.{_near(str(base), known)}")
+        raise ValueError(
+            f"{where}: base={base!r} must be one of {', '.join(known)}.{_near(str(base), known)}"
+        )
     whole = known[base.lower()]
     own = {key: value for key, value in content.items() if key != "base"}
     if isinstance(rates := own.get("tflops"), dict):

@@ -37,7 +37,7 @@ class Elsewhere:
 
 
 def asked_of(model: Model, device: Device) -> Elsewhere | None:
-    """The verdict; None where there is nothing to ask: a run in BF16, or rates of FP8 that were measured, as it ran there.
+    """The verdict; None where there is nothing to ask: a run in BF16, or FP8 rates that were measured, as it ran.
 
     Raises:
         ValueError: the device's file names a generation that the matrix has no column for.

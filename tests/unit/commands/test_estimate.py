@@ -78,7 +78,9 @@ def test_fp8_that_the_doctor_refuses_there_is_not_said_to_pay(
 def test_a_file_without_a_generation_is_not_known_to_run_fp8(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = "tflops: {bf16: 7, fp8: 12}, memory_gb: 80, bandwidth_gbs: 30, link_gbs: 3, network_gbs: 4, node: 8"
+    figures = (
+        "tflops: {bf16: 7, fp8: 12}, memory_gb: 80, bandwidth_gbs: 30, link_gbs: 3, network_gbs: 4, node: 8"
+    )
     path = tmp_path / "ours.yaml"
     run = ["estimate", "--config", TINY, "--device", str(path)]
     path.write_text(f"{{{figures}}}")
