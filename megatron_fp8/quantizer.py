@@ -11,6 +11,7 @@ import torch
 from .backends import specified
 from .backends.base import AmaxReduction, Quantized, Region, Running, check_matrix
 from .backends.native import backend as native
+from .backends.native.bound import BoundCasts
 from .kernels.codes import block_amaxes, in_memory
 from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
@@ -77,6 +78,7 @@ class Quantizer:
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
         self.rule, self.slot, self.backend = rule, slot, backend
         self._place: _Place | None = None
+        self._bound = BoundCasts(rule)
 
     def __call__(
         self,
@@ -111,14 +113,19 @@ class Quantizer:
         reduce_amax: AmaxReduction | None,
         for_product: bool,
     ) -> Float8Tensor:
-        self.slot.arena.counts.casts += 1
+        slot, place = self.slot, self._in_arena()
+        slot.arena.counts.casts += 1
+        scale = place.scale if self.rule.delayed and slot.warm else None
+        running = place.running if record else None
+        if reduce_amax is None:
+            return self._bound(x, direction, scale=scale, running=running, for_product=for_product)
         return native.quantize(
             x,
             self.rule,
             direction,
-            scale=self._current_scale(),
+            scale=scale,
             reduce_amax=reduce_amax,
-            running=self._in_arena().running if record else None,
+            running=running,
             for_product=for_product,
         ).tensor
 
@@ -172,6 +179,7 @@ class Quantizer:
         arena, place = self.slot.arena, self._place
         if place is None or place.rows is not arena.rows or place.scales is not arena.scale:
             self._place = place = _Place.of(self.slot)
+            self._bound.forget()
         return place
 
     def _current_scale(self) -> torch.Tensor | None:

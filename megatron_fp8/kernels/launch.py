@@ -12,8 +12,8 @@ The first launch of its kind is Triton's, which compiles; later ones start what 
 tensors. Hooks of the launcher (profilers) are called as ever. Kernels that are interpreted, or have hooks of their own
 that come before a launch, go Triton's way each time.
 
-Rejected: launches bound to shapes, with all but pointers fixed. A table of them grows with each number of tokens that an
-expert gets. Rejected: kernels written in C and loaded by ourselves: Triton's launcher is C already.
+What is launched again with arguments of the same shapes can be kept whole (``prepared``), with all but pointers fixed:
+bound.py does, for casts. Rejected: kernels written in C and loaded by ourselves: Triton's launcher is C already.
 """
 
 from __future__ import annotations
@@ -33,10 +33,37 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
         with torch.cuda.device_of(_first_tensor(arguments)):
             kernel[grid](**_as_bytes(arguments))
         return
+    _known_of(kernel).launch(grid, arguments)
+
+
+class Prepared(NamedTuple):
+    """A launch that was made: how its like is started, on which device, and its arguments in the signature's order."""
+
+    start: Callable[..., None]
+    device: int
+    values: tuple[Any, ...]
+
+
+def prepared(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Prepared | None:
+    """``launch``, and what it takes to do it again: ``start(*values, stream=)``, with pointers in place of tensors.
+
+    Tensors elsewhere have to be such as would be compiled for alike. None: such launches go Triton's way each time.
+    """
+    if not isinstance(kernel, triton.JITFunction) or kernel.pre_run_hooks:
+        launch(kernel, grid, **arguments)
+        return None
+    compiled = _known_of(kernel).launch(grid, arguments)
+    if compiled is None:
+        return None
+    values = tuple(arguments[name] for name in kernel.arg_names)
+    return Prepared(compiled[(*grid, 1, 1)], _first_tensor(arguments).get_device(), values)
+
+
+def _known_of(kernel: Any) -> _Known:
     known = _known.get(id(kernel))
     if known is None:
         known = _known[id(kernel)] = _Known(kernel)
-    known.launch(grid, arguments)
+    return known
 
 
 class _Known:
@@ -51,8 +78,9 @@ class _Known:
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._orders: dict[tuple[str, ...], _Order] = {}
 
-    def launch(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-        """Start what is compiled for such arguments; the first time let Triton compile and start it."""
+    def launch(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> Any:
+        """Start what is compiled for such arguments; the first time let Triton compile and start it. Returns that, None
+        where it was only looked at."""
         names = tuple(arguments)
         if (order := self._orders.get(names)) is None:
             order = self._orders[names] = _Order.of(self._kernel, names)
@@ -75,13 +103,14 @@ class _Known:
                 compiled = self._kernel[grid](**_as_bytes(arguments))
             if compiled is not None:  # else it was only looked at
                 self._compiled[tuple(key)] = compiled
-            return
+            return compiled
         active, start = driver.active, compiled[(*grid, 1, 1)]
         if active.get_current_device() != device >= 0:
             with torch.cuda.device(device):
                 start(*order.signature(values), stream=active.get_current_stream(device))
-            return
-        start(*order.signature(values), stream=active.get_current_stream(device))
+        else:
+            start(*order.signature(values), stream=active.get_current_stream(device))
+        return compiled
 
 
 class _Order(NamedTuple):

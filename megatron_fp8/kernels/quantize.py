@@ -23,11 +23,11 @@ there for whoever wants to try.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ..numerics.formats import FloatFormat
 from ..numerics.rule import Direction, ScaleKind
@@ -45,6 +45,9 @@ from .passes import (
 from .sources import Plain, TileSource
 from .swiglu_quantize import Swiglu, SwigluGradient
 from .tiles import Tile, codes_like, grid_of, is_e4m3
+
+Launcher = Callable[..., Any]
+"""``launch``, or a tape's, which notes it (bound.py)."""
 
 TENSOR_TILE = Tile(128, 64, 4)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)
@@ -95,6 +98,7 @@ def measure(
     cols: bool = False,
     record: Record | None = None,
     tile: Tile | None = None,
+    by: Launcher = launch,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """amaxes of a matrix in one read: per row (float32 [rows]), per column ([cols]), and of all, into ``record``."""
     source = _source(x)
@@ -120,9 +124,9 @@ def measure(
     if source.rows and source.cols:
         if isinstance(source, SwigluGradient):
             half = source.cols // 2
-            launch(find_gradient_amaxes, grid_of(source.rows, half, tile), **source.halves(), **wanted)
+            by(find_gradient_amaxes, grid_of(source.rows, half, tile), **source.halves(), **wanted)
         else:
-            launch(find_amaxes, source.grid(tile), **source.arguments(), **wanted)
+            by(find_amaxes, source.grid(tile), **source.arguments(), **wanted)
     return row_amax, col_amax
 
 
@@ -138,6 +142,7 @@ def quantize_tensor(
     epsilon: float = 0.0,
     record: Record | None = None,
     tile: Tile | None = None,
+    by: Launcher = launch,
 ) -> Sides:
     """One scale for the matrix, given (delayed) or made from ``amax`` (tensorwise: what ``measure`` recorded).
 
@@ -154,7 +159,7 @@ def quantize_tensor(
     out = _Outputs(source, fmt, direction)
     scale_inv = torch.empty((), device=source.device, dtype=torch.float32)
     # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
-    launch(
+    by(
         cast_tensor,
         source.grid(tile),
         **source.arguments(),
@@ -181,6 +186,7 @@ def quantize_rows(
     margin: int = 0,
     epsilon: float = 0.0,
     tile: Tile | None = None,
+    by: Launcher = launch,
 ) -> Sides:
     """One scale for each row of each direction, from amaxes that ``measure`` gave (and somebody may have reduced).
 
@@ -198,7 +204,7 @@ def quantize_rows(
     row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device, dtype=torch.float32)
     col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device, dtype=torch.float32)
     # An empty matrix still has the scales of its rows or columns to be written.
-    launch(
+    by(
         cast_rows,
         source.grid(tile),
         **source.arguments(),
@@ -229,6 +235,7 @@ def quantize_blocks(
     tiled: bool = False,
     record: Record | None = None,
     tile: Tile | None = None,
+    by: Launcher = launch,
 ) -> Sides:
     """One scale for each block along the contraction of each direction, or for each square block. Partial blocks count.
 
@@ -265,7 +272,7 @@ def quantize_blocks(
         grid = grid_of(round_up(source.rows, 128), source.cols, tile) if tiled else source.grid(tile)
         row_major, row_minor = _strides(row_scale, source.cols)
         col_major, col_minor = _strides(col_scale, source.rows)
-        launch(
+        by(
             quantize_tiles,
             grid,
             **source.arguments(),
@@ -317,7 +324,7 @@ def _block_tile(source: TileSource, block: int, square: bool) -> Tile:
 
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple that is size or more."""
-    return triton.cdiv(size, multiple) * multiple
+    return -(-size // multiple) * multiple
 
 
 def _strides(scale: torch.Tensor | None, cols: int) -> tuple[int, int]:
@@ -331,16 +338,14 @@ def _block_scales(
     rows: int, cols: int, block: int, square: bool, kind: ScaleKind, tiled: bool, device: torch.device
 ) -> torch.Tensor:
     """Uninitialised scales of a side with codes [rows, cols], in the layout that quantize_blocks promises."""
-    across = triton.cdiv(cols, block)
+    across = -(-cols // block)
     if tiled:
         return torch.empty(tiled_size(rows, cols), dtype=torch.uint8, device=device)
     if kind == "e8m0":
-        return torch.empty(
-            triton.cdiv(rows, block) if square else rows, across, dtype=torch.uint8, device=device
-        )
+        return torch.empty(-(-rows // block) if square else rows, across, dtype=torch.uint8, device=device)
     if square:
         wide = round_up(across, 4)  # the kernel writes the padding too
-        return torch.empty(triton.cdiv(rows, block), wide, device=device, dtype=torch.float32)[:, :across]
+        return torch.empty(-(-rows // block), wide, device=device, dtype=torch.float32)[:, :across]
     return torch.empty(across, rows, device=device, dtype=torch.float32).t()
 
 

@@ -14,6 +14,7 @@ NaN codes give NaN in their row or column. Empty operands give zeros (and the bi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -187,12 +188,14 @@ def quantize(
     region: Region | None = None,
     running: Running | None = None,
     for_product: bool = False,
+    by: Callable[..., Any] | None = None,
 ) -> Quantized:
     """Quantise a matrix in one or both directions; arguments and errors are specified.quantize's, and so are all bits.
 
     Args:
         running: where kernels (of rules that have one) record amax and non-finite count; returned in their place.
         for_product: the sides go to ``gemm`` as they are: MX scales lie in tiles (QuantizedSide.tiled).
+        by: launches the kernels; None: kernels.launch.
 
     x is read once for both directions where the rule allows (delayed, blocks), else twice. A DeferredTensor is computed
     as it is read and stays deferred: to compute it twice moves fewer bytes than to write it and read it. The columnwise
@@ -205,6 +208,7 @@ def quantize(
         return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
 
+    by = by or kernels.launch
     tensorwise = (
         scale is None and rule.granularity.is_tensor
     )  # the one scale that is made from a recorded amax
@@ -219,24 +223,24 @@ def quantize(
     granularity, pow2 = rule.granularity, rule.scale != "fp32"
     margin, epsilon = rule.margin, rule.epsilon
     if scale is not None:
-        sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record)
+        sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record, by=by)
     elif tensorwise:
-        kernels.measure(matrix, record=record)
+        kernels.measure(matrix, record=record, by=by)
         shared = record.amax
         if reduce_amax is not None:
             shared = shared if running is not None else shared.clone()  # what is returned is this rank's
             reduce_amax(shared)
         sides = kernels.quantize_tensor(
-            matrix, rule.fmt, direction, amax=shared, pow2=pow2, margin=margin, epsilon=epsilon
+            matrix, rule.fmt, direction, amax=shared, pow2=pow2, margin=margin, epsilon=epsilon, by=by
         )
     elif granularity == ROW:
         row_amax, col_amax = kernels.measure(
-            matrix, rows=direction != "columnwise", cols=direction != "rowwise", record=record
+            matrix, rows=direction != "columnwise", cols=direction != "rowwise", record=record, by=by
         )
         if col_amax is not None and reduce_amax is not None:
             reduce_amax(col_amax)
         sides = kernels.quantize_rows(
-            matrix, rule.fmt, row_amax, col_amax, pow2=pow2, margin=margin, epsilon=epsilon
+            matrix, rule.fmt, row_amax, col_amax, pow2=pow2, margin=margin, epsilon=epsilon, by=by
         )
     else:
         sides = kernels.quantize_blocks(
@@ -250,6 +254,7 @@ def quantize(
             record=record,
             margin=margin,
             epsilon=epsilon,
+            by=by,
         )
     tiled = for_product and rule.scale == "e8m0"
     row, column = sides
