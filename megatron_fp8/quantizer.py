@@ -78,7 +78,8 @@ class Quantizer:
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
         self.rule, self.slot, self.backend = rule, slot, backend
         self._place: _Place | None = None
-        self._bound = BoundCasts(rule)
+        self._bound: BoundCasts | None = None
+        self._has_kernels = native.kernel_reason(rule) is None
 
     def __call__(
         self,
@@ -118,7 +119,9 @@ class Quantizer:
         scale = place.scale if self.rule.delayed and slot.warm else None
         running = place.running if record else None
         if reduce_amax is None:
-            return self._bound(x, direction, scale=scale, running=running, for_product=for_product)
+            if (bound := self._bound) is None:
+                self._bound = bound = BoundCasts(self.rule)
+            return bound(x, direction, scale=scale, running=running, for_product=for_product)
         return native.quantize(
             x,
             self.rule,
@@ -179,7 +182,7 @@ class Quantizer:
         arena, place = self.slot.arena, self._place
         if place is None or place.rows is not arena.rows or place.scales is not arena.scale:
             self._place = place = _Place.of(self.slot)
-            self._bound.forget()
+            self._bound = None
         return place
 
     def _current_scale(self) -> torch.Tensor | None:
@@ -195,7 +198,7 @@ class Quantizer:
     @property
     def computes(self) -> bool:
         """Whether its kernels take a matrix that they have to compute as they read (kernels/deferred.py)."""
-        return self.backend is native and native.kernel_reason(self.rule) is None
+        return self.backend is native and self._has_kernels
 
     def delayed_scale(self) -> torch.Tensor | None:
         """float32 [], a copy of the history's; None where the matrix at hand gives it (not delayed, or still cold)."""

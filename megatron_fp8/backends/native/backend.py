@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
 from ...kernels.deferred import source_of, written
 from ...numerics.formats import E4M3, E5M2, ROLES
-from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Granularity, Rule
+from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Rule
 from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
 from ..base import RESULTS, AmaxReduction, Quantized, Region, Running, unfit
+from .direct import direct
 from .layout import (
     Mode,
     Operand,
@@ -287,6 +287,9 @@ def gemm(
         ValueError: contractions differ, both operands are E5M2, nothing here multiplies such operands, or another shape
             of bias or dtype of the result.
     """
+    refusal = refusals(a.codes.device, multiply)
+    if (product := direct(a, b, out_dtype, bias, fast_accumulation, refusal)) is not None:
+        return product(a, b, bias)
     contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
@@ -294,48 +297,22 @@ def gemm(
     if 0 in (m, n, k):
         result = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)
         return (result if bias is None else result.add_(bias)).to(out_dtype)
-    product, whole = _planned(
-        (*a.codes.shape, a.codes.dtype, a.granularity, a.scale_inv.dtype, a.pow2),
-        (*b.codes.shape, b.codes.dtype, b.granularity, b.scale_inv.dtype, b.pow2),
+    made = plan(
+        Operand.of(a),
+        Operand.of(b),
         out_dtype,
         None if bias is None else bias.dtype,
         fast_accumulation,
-        refusals(a.codes.device, multiply),
+        refusal,
     )
-    acc = multiply(product, a, b, None if product.post_bias else bias)
-    if whole:
-        return acc
+    acc = multiply(made, a, b, None if made.post_bias else bias)
     acc = acc[:m, :n]
-    if product.post_scale:
+    if made.post_scale:
         acc = acc * (row_scales(a) * row_scales(b).t())
-    if product.post_bias:
+    if made.post_bias:
         assert bias is not None
         acc = acc + bias
     return acc.to(out_dtype).contiguous()
-
-
-_Facts = tuple[int, int, torch.dtype, Granularity, torch.dtype, bool]
-"""Of a side: rows and columns of its codes, their dtype, its granularity, its scales' dtype, whether powers of two."""
-
-
-@lru_cache(maxsize=4096)
-def _planned(
-    first: _Facts,
-    second: _Facts,
-    out: torch.dtype,
-    bias: torch.dtype | None,
-    fast: bool,
-    refusal: Refusal,
-) -> tuple[ProductPlan, bool]:
-    """``plan`` by what can be read off two sides at once, since to describe them takes longer than to call the product;
-    and whether its result is what was asked for, with nothing left to cut, scale, add or round."""
-    a, b = (
-        Operand(rows, k, dtype, granularity, scale == torch.float8_e8m0fnu, pow2)
-        for rows, k, dtype, granularity, scale, pow2 in (first, second)
-    )
-    made = plan(a, b, out, bias, fast, refusal)
-    left = made.post_scale or made.post_bias or made.request.out != out or made.request.triton
-    return made, not left and (made.a.shape[0], made.b.shape[1]) == (made.m, made.n)
 
 
 def multiply(

@@ -37,10 +37,6 @@ class BoundCasts:
         self._rule = rule
         self._bound: dict[tuple[Any, ...], _Bound | None] = {}
 
-    def forget(self) -> None:
-        """The slot's numbers lie elsewhere now."""
-        self._bound.clear()
-
     def __call__(
         self,
         x: torch.Tensor,
@@ -50,8 +46,8 @@ class BoundCasts:
         running: Running | None,
         for_product: bool,
     ) -> Float8Tensor:
-        """x quantised; arguments as backend.quantize's. ``scale`` and ``running`` are where they were, or ``forget``
-        was called."""
+        """x quantised; arguments as backend.quantize's. ``scale`` and ``running`` lie where they lay in
+        earlier calls: once the arena has moved, others are made."""
         arguments: dict[str, Any] = {"scale": scale, "running": running, "for_product": for_product}
         # Of others the values are computed as they are read, or are not what lies in memory.
         if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
@@ -75,7 +71,7 @@ class BoundCasts:
         stays = [scale] if running is None else [scale, running.amax, running.bits, running.nonfinite]
         tape = Tape(x, tuple(tensor for tensor in stays if tensor is not None))
         done = quantize(x, self._rule, direction, **arguments, by=tape.launch).tensor
-        cast = tape.bound(*((side and (side.codes, side.scale_inv)) for side in done.sides))
+        cast = tape.bound(*(None if side is None else (side.codes, side.scale_inv) for side in done.sides))
         if cast is not None:
             side = next(side for side in done.sides if side is not None)
             self._bound[key] = _Bound(cast, (side.granularity, side.pow2, side.finite, side.tiled))

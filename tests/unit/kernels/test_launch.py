@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,50 +13,18 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from megatron_fp8.kernels import launch as launching  # noqa: E402
 from megatron_fp8.kernels.launch import launch  # noqa: E402
+from tests.support.triton_stand_in import StandIn, in_place_of_triton  # noqa: E402
 
 
 def _add(x, y, rows, factor, out, ROWS: tl.constexpr):
     """A kernel that is never compiled."""
 
 
-class Compiled:
-    """What Triton compiled: notes what it is started with."""
-
-    def __init__(self, started: Callable[[], None]) -> None:
-        self.starts: list[tuple[Any, ...]] = []
-        self.started = started
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def start(*arguments: Any, stream: int) -> None:
-            self.starts.append((grid, stream, *arguments))
-            self.started()
-
-        return start
-
-
-class Triton:
-    """Stands in for its driver and its JITFunction.run. ``last``: the number of what was compiled or started last."""
-
-    def __init__(self) -> None:
-        self.made: list[Compiled] = []
-        self.last = -1
-        self.active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
-
-    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **arguments: Any) -> Compiled:
-        assert not args and not warmup
-        self.last = number = len(self.made)
-        self.made.append(Compiled(lambda: setattr(self, "last", number)))
-        return self.made[-1]
-
-
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Triton]:
-    stand_in = Triton()
-    monkeypatch.setattr(triton.JITFunction, "run", lambda kernel, *a, **k: stand_in.run(kernel, *a, **k))
-    monkeypatch.setattr(launching, "driver", stand_in)
-    yield stand_in
+def there() -> Iterator[StandIn]:
+    with in_place_of_triton() as stand_in:
+        yield stand_in
 
 
 def arguments(**changed: Any) -> dict[str, Any]:
@@ -66,7 +33,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
     return given | changed
 
 
-def test_the_second_launch_is_what_the_first_compiled(there: Triton) -> None:
+def test_the_second_launch_is_what_the_first_compiled(there: StandIn) -> None:
     """With pointers, in the order of the signature, without the options; other sizes of its kind are its too."""
     kernel = triton.JITFunction(_add)
     launch(kernel, (3,), **arguments())
@@ -92,7 +59,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_kind_is_compiled_anew(other: str, there: Triton) -> None:
+def test_another_kind_is_compiled_anew(other: str, there: StandIn) -> None:
     kernel = triton.JITFunction(_add)
     for _ in range(2):
         launch(kernel, (1,), **arguments())
@@ -100,13 +67,13 @@ def test_another_kind_is_compiled_anew(other: str, there: Triton) -> None:
     assert len(there.made) == 2 and [len(compiled.starts) for compiled in there.made] == [1, 1]
 
 
-def test_kernels_do_not_share_what_was_compiled(there: Triton) -> None:
+def test_kernels_do_not_share_what_was_compiled(there: StandIn) -> None:
     for _ in range(2):
         launch(triton.JITFunction(_add), (1,), **arguments())
     assert [len(compiled.starts) for compiled in there.made] == [0, 0]
 
 
-def test_what_is_known_alike_triton_compiles_alike(there: Triton) -> None:
+def test_what_is_known_alike_triton_compiles_alike(there: StandIn) -> None:
     """Its own specialisation, asked of each number and each place."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
@@ -145,7 +112,7 @@ def test_what_is_known_alike_triton_compiles_alike(there: Triton) -> None:
                 assert told[0] == told[1], f"{name} {a} and {b} are compiled differently"
 
 
-def test_codes_are_bytes_to_kernels(there: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_bytes_to_kernels(there: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     run = there.run
     monkeypatch.setattr(
@@ -157,7 +124,7 @@ def test_codes_are_bytes_to_kernels(there: Triton, monkeypatch: pytest.MonkeyPat
     assert [x.dtype for x in given] == [torch.uint8] * 2 and given[0].data_ptr() == codes.data_ptr()
 
 
-def test_hooks_before_a_launch_are_called_each_time(there: Triton) -> None:
+def test_hooks_before_a_launch_are_called_each_time(there: StandIn) -> None:
     kernel = triton.JITFunction(_add)
     kernel.add_pre_run_hook(lambda *_, **__: None)
     for _ in range(3):
@@ -165,7 +132,7 @@ def test_hooks_before_a_launch_are_called_each_time(there: Triton) -> None:
     assert len(there.made) == 3
 
 
-def test_on_the_device_of_its_tensors(there: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_device_of_its_tensors(there: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[int] = []
 
     @contextmanager

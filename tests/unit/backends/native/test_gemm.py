@@ -11,10 +11,12 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
+from megatron_fp8.backends.native.direct import direct
 from megatron_fp8.backends.native.layout import Mode, Operand, Request, place_codes, plan, swizzle, tiles_of
 from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
+from megatron_fp8.tensor import QuantizedSide
 from tests.support.products import operands
 from tests.support.scaled_mm import fake_torch, unswizzle
 from tests.support.sites import RECIPES, randn
@@ -305,3 +307,44 @@ def test_what_triton_cannot_launch_is_refused_in_words():
     refusals.cache_clear()
     assert "shared memory, Required: 131072" in (refusals(torch.device("cpu"), run)(block) or "")
     refusals.cache_clear()
+
+
+def as_cast(side: QuantizedSide) -> QuantizedSide:
+    """As the linear's casts lay it: codes in order, scales of 1x128 blocks turned, MX's in tiles, 128x128 contiguous."""
+    side = replace(side, codes=side.codes.contiguous())
+    if side.granularity == Granularity(1, 128):
+        return replace(side, scale_inv=side.scale_inv.t().contiguous().t())
+    if side.granularity == Granularity(1, 0):
+        return replace(side, scale_inv=side.scale_inv.flatten().clone().view(-1, 1))
+    if side.granularity == Granularity(1, 32):
+        return replace(side, scale_inv=swizzle(side.scale_inv), tiled=True)
+    return side
+
+
+@pytest.mark.parametrize("which", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_lies_right_is_multiplied_directly(name: str, which: str) -> None:
+    """With the bytes of what has to be placed first, and with a bias of the result's dtype."""
+    with fake_torch() as fake:
+        a, b = (as_cast(side) for side in operands(which, RECIPES[name], 256, 512, 256))
+        bias = torch.randn(len(b.codes), dtype=torch.bfloat16)
+        refusal = refusals(torch.device("cpu"), native.multiply)
+        for added in (None, bias):
+            product = direct(a, b, torch.bfloat16, added, True, refusal)
+            assert product is not None
+            made = plan(
+                Operand.of(a),
+                Operand.of(b),
+                torch.bfloat16,
+                None if added is None else added.dtype,
+                True,
+                refusal,
+            )
+            assert_same_bytes(product(a, b, added), native.multiply(made, a, b, added))
+            assert fake.last["fast"] == made.fast
+        turned = replace(a, codes=a.codes.t().contiguous().t())
+        assert direct(turned, b, torch.bfloat16, None, True, refusal) is None
+        assert direct(a, b, torch.bfloat16, bias.float(), True, refusal) is None
+        assert direct(a, b, torch.bfloat16, bias[1:], True, refusal) is None
+        narrow = [as_cast(side) for side in operands(which, RECIPES[name], 125, 500, 250)]
+        assert direct(*narrow, torch.bfloat16, None, True, refusal) is None

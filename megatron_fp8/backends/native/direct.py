@@ -1,0 +1,136 @@
+"""Products of sides that lie as torch's product wants them: found once for sides that lie alike, then called.
+
+So lie all that a linear's casts make in sizes that need no padding. What it takes to see that, and to describe both sides
+to ``plan``, is more than the product takes the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from ...numerics.formats import E5M2
+from ...numerics.rule import BLOCK_128X128
+from ...tensor import QuantizedSide
+from ..base import RESULTS
+from .layout import Argument, Mode, Operand, ProductPlan, Refusal, place_scale, plan
+
+Facts = tuple[Any, ...]
+Place = Callable[[QuantizedSide], torch.Tensor]
+Product = Callable[[QuantizedSide, QuantizedSide, torch.Tensor | None], torch.Tensor]
+
+
+def direct(
+    a: QuantizedSide,
+    b: QuantizedSide,
+    out: torch.dtype,
+    bias: torch.Tensor | None,
+    fast: bool,
+    refusal: Refusal,
+) -> Product | None:
+    """What gives a @ b^T + bias, of these and of all that lie so; None where something is to be placed, padded, done
+    to the result, or refused. Arguments as backend.gemm's."""
+    return _direct(
+        _facts(a), _facts(b), out, None if bias is None else (bias.shape, bias.dtype), fast, refusal
+    )
+
+
+def _facts(side: QuantizedSide) -> Facts:
+    codes, scale = side.codes, side.scale_inv
+    lies = (codes.shape, codes.stride(), codes.dtype, scale.shape, scale.stride(), scale.dtype)
+    return (*lies, side.pow2, side.tiled, side.granularity)
+
+
+@lru_cache(maxsize=4096)
+def _direct(
+    first: Facts, second: Facts, out: torch.dtype, bias: Facts | None, fast: bool, refusal: Refusal
+) -> Product | None:
+    a, b = _Side(first), _Side(second)
+    (m, k), n = a.codes, b.codes[0]
+    fits = k == b.codes[1] and out in RESULTS and (bias is None or bias[0] == (n,))
+    if (
+        not fits
+        or 0 in (m, n, k)
+        or not (a.ready and b.ready)
+        or a.operand.dtype == b.operand.dtype == E5M2.dtype
+    ):
+        return None
+    made = plan(a.operand, b.operand, out, None if bias is None else bias[1], fast, refusal)
+    left = made.post_scale or made.post_bias or made.request.out != out or made.request.triton
+    if left or (made.a.shape, made.b.shape) != ((m, k), (k, n)):
+        return None
+    scale_a, scale_b = a.placed(made, made.scale_a, first=True), b.placed(made, made.scale_b, first=False)
+    if scale_a is None or scale_b is None:
+        return None
+    return _call(made, scale_a, scale_b)
+
+
+def _call(made: ProductPlan, scale_a: Place, scale_b: Place) -> Product:
+    recipes, out, fast = made.request.mode.recipes, made.request.out, made.fast
+
+    def product(a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch._scaled_mm(
+            a.codes, b.codes.t(), scale_a(a), scale_b(b), bias=bias, out_dtype=out, use_fast_accum=fast
+        )
+
+    if recipes is None or made.request.by == "torch v1":
+        return product
+    if not hasattr(torch, "_scaled_mm_v2"):
+        raise RuntimeError("this torch has no _scaled_mm_v2, which block scales need: 2.10 and newer have")
+    kind_a, kind_b = [recipes[0]], [recipes[1]]
+
+    def product_v2(a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None) -> torch.Tensor:
+        codes_b = b.codes.t()
+        return torch._scaled_mm_v2(
+            a.codes, codes_b, [scale_a(a)], kind_a, [], [scale_b(b)], kind_b, [], bias, out, [], fast
+        )
+
+    return product_v2
+
+
+class _Side:
+    """One of the two, by its facts."""
+
+    def __init__(self, facts: Facts):
+        self.codes, stride, dtype, self.scale, self.scale_stride, kind, pow2, self.tiled, granularity = facts
+        self.ready = stride == (self.codes[1], 1)
+        self.operand = Operand(
+            self.codes[0], self.codes[1], dtype, granularity, kind == torch.float8_e8m0fnu, pow2
+        )
+
+    def placed(self, made: ProductPlan, argument: Argument, *, first: bool) -> Place | None:
+        """What makes the argument of a side's scales; None: they have to be copied."""
+        mode, cut = made.request.mode, self.operand.granularity
+        if mode is Mode.MX:
+            return _as_it_is if self.tiled else None
+        if mode is Mode.TENSOR or (
+            mode is Mode.ROW and (self.scale, self.scale_stride) == ((self.codes[0], 1), (1, 1))
+        ):
+            return partial(_viewed, shape=argument.shape)
+        if not first and mode is Mode.BLOCK and cut == BLOCK_128X128:
+            return partial(_block_scales, made)
+        wanted = argument.shape, argument.stride
+        if cut.rows != 1:
+            return None
+        if (self.scale, self.scale_stride) == wanted:
+            return _as_it_is
+        return _turned if (self.scale[::-1], self.scale_stride[::-1]) == wanted else None
+
+
+def _as_it_is(side: QuantizedSide) -> torch.Tensor:
+    return side.scale_inv
+
+
+def _turned(side: QuantizedSide) -> torch.Tensor:
+    return side.scale_inv.t()
+
+
+def _viewed(side: QuantizedSide, shape: tuple[int, ...]) -> torch.Tensor:
+    return side.scale_inv.view(shape)
+
+
+def _block_scales(made: ProductPlan, side: QuantizedSide) -> torch.Tensor:
+    return place_scale(made, side, first=False)
