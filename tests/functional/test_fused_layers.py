@@ -31,6 +31,8 @@ def trained(ranks: RankPool, layout: Layout, *cases: tuple[Any, ...]) -> list[li
 
 
 def named(kernel: str, source: str) -> str:
+    if (kernel, source) == ("find_amaxes", "swiglu_grad"):
+        return "find_gradient_amaxes"  # of both halves in one pass
     return kernel if source == "plain" else f"{kernel} of {source}"
 
 

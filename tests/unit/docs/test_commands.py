@@ -25,6 +25,7 @@ NOT_HERE = {
     r"torchrun ": "takes several processes: tests/functional trains on two ranks with these options",
     r"megatron-fp8 compare ": "trains several runs: tests/functional/test_compare.py",
     r"megatron-fp8 bench": "takes minutes: tests/unit/commands/test_bench.py runs it with small shapes",
+    r"megatron-fp8 estimate .*bench.json": "needs what a bench wrote: tests/unit/estimate and benchmarks/roofline.py",
     r"megatron-fp8 (import|export|train) .*runs/llama": "needs a downloaded model: tests/functional/test_hf_fp8.py",
     r"bash examples/reshard.sh": "trains three times: tests/functional/test_checkpoint_example.py",
     r"megatron-fp8 train --config my.yaml": "needs a GPU's table of sizes: tests/functional/test_size_filter.py",
