@@ -43,6 +43,7 @@ def _parser() -> CommandParser:
 
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> int:
+    from ..estimate.settings import joined
     from ..study.doctor.examination import examine
     from ..study.doctor.text import shown
 
@@ -51,7 +52,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> int:
             f"{run_options[0]!r} is an option of a run: give the run's --config too, or leave it out."
         )
     given = [f"--config={options.config}"] if options.config is not None else []
-    found = examine([*given, *run_options])
+    found = examine([*given, *joined(run_options)])
     print(json.dumps(found.as_dict()) if options.json else shown(found))
     if found.wrong:
         print(

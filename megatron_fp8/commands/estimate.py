@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.estimate import estimate, in_bf16
     from ..estimate.fit import RESERVE, fit
     from ..estimate.payoff import grouped, of_sites
-    from ..estimate.settings import read
+    from ..estimate.settings import joined, read
     from ..estimate.sites import Plans
     from ..estimate.text import shown, unsure
     from ..study.doctor.elsewhere import asked_of
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         if not one.partition("=")[0].strip():
             raise ValueError(f"--set {one!r} names no key: write --set KEY=VALUE.")
         given.append(f"--{one}")
-    settings = read([*given, *_joined(run_options)], options.gpus)
+    settings = read([*given, *joined(run_options)], options.gpus)
     chosen = options.device is not None
     on = device(options.device if chosen else _ASSUMED, settings.model)
     there = asked_of(settings.model, on)
@@ -116,14 +116,3 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         return
     doubt = None if there is None else unsure(on, there.native, there.reason)
     print(shown(found, bf16, fits, grouped(iter(sites)), doubt, () if there is None else there.notes))
-
-
-def _joined(arguments: list[str]) -> list[str]:
-    """`--name value` as `--name=value`."""
-    found: list[str] = []
-    for argument in arguments:
-        if argument.startswith("--") or not found or "=" in found[-1]:
-            found.append(argument)
-        else:
-            found[-1] = f"{found[-1]}={argument}"
-    return found

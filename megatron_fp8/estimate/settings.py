@@ -178,6 +178,24 @@ def read(options: list[str], gpus: int | None = None) -> Settings:
     return settle(given_keys(options), gpus)
 
 
+def joined(arguments: list[str]) -> list[str]:
+    """A command line's options, each `--name=value`: `--name value`, `--data FILE...` and bare flags."""
+    found: list[str] = []
+    taking_files = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            taking_files = argument == "--data"
+            if not taking_files:
+                found.append(f"{argument}=true" if argument in ("--dry_run", "--dry-run") else argument)
+        elif taking_files:
+            found.append(f"--data={argument}")
+        elif not found or "=" in found[-1]:
+            found.append(argument)
+        else:
+            found[-1] = f"{found[-1]}={argument}"
+    return found
+
+
 def given_keys(options: list[str]) -> dict[str, Any]:
     """Values by dotted key of `--config=FILE` and dotted options; ValueError for a file that cannot be read, or for a key
     that is unknown. Values are not looked at."""
@@ -194,6 +212,10 @@ def given_keys(options: list[str]) -> dict[str, Any]:
             for key in content:
                 _check_key(key, f"{value}: ")
             given.update(content)
+        elif name in ("data", "data.paths+"):
+            given["data.paths"] = [*(given.get("data.paths") or []), value]
+        elif name == "data.paths" and not value.startswith("["):
+            given[name] = value.split(",")
         else:
             _check_key(name, "--")
             given[name] = _value(name, value)
@@ -298,7 +320,7 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         if not section.get(name):
             raise ValueError(
                 f"model.{name}={shown(section.get(name))} must be at least 1: give it, or a config file such as --config"
-                " examples/configs/tiny_gpt_cpu.yaml."
+                " tiny_gpt_cpu."
             )
     for name, only in _UNKNOWN_SHAPES.items():
         if section.get(name, only) != only:

@@ -103,21 +103,33 @@ def _memory(found: Estimate) -> str:
         ("gradients", full.state.gradients),
         ("masters", full.state.masters),
         ("moments", full.state.moments),
-        (f"activations, {sum(full.in_flight.values())} in flight", full.activations),
+        (f"activations, {_in_flight(found)} in flight", full.activations),
         ("working memory, about", full.working),
         ("total", full.total),
     ]
     title = "bytes on the fullest rank"
     if len(found.stages) > 1:
         title += f" (pipeline stage {full.stage})"
+    parts = found.settings.model.virtual_pipeline_model_parallel_size or 1
+    whose = f"one microbatch in the stage's {parts} chunks" if parts > 1 else "one microbatch"
     kinds = ", ".join(f"{kind} {size(count)}" for kind, count in full.by_kind.most_common() if count)
     return "\n".join(
         [
             title,
             *_columns([(f"  {name}", size(count)) for name, count in rows if count]),
-            _wrapped(f"saved by one microbatch: {kinds}", "  "),
+            _wrapped(f"saved by {whose}: {kinds}", "  "),
         ]
     )
+
+
+def _in_flight(found: Estimate) -> str:
+    """What there is that many of: microbatches, or with virtual stages chunks of layers, each of one microbatch."""
+    full, model = found.fullest, found.settings.model
+    count = sum(full.in_flight.values())
+    if (model.virtual_pipeline_model_parallel_size or 1) == 1:
+        return f"{count} microbatch{'es' if count != 1 else ''}"
+    sizes = sorted({len(chunk.layers) for chunk in model.chunks() if chunk.stage == full.stage})
+    return f"{count} chunks of {' to '.join(str(n) for n in dict.fromkeys((sizes[0], sizes[-1])))} layers"
 
 
 def _wire(found: Estimate) -> str:
@@ -203,7 +215,7 @@ def pays(found: Estimate, bf16: Estimate) -> str:
     )
     return _wrapped(
         f"{verdict}, by the roofline: a step takes {ratio:.2f} x BF16's {seconds(bf16.time.seconds)}; the fullest rank"
-        f" holds {size(memory)}, in BF16 {size(before)}"
+        f" holds {size(memory)}, in BF16 {size(before)}. The times are bounds, not measurements"
     )
 
 

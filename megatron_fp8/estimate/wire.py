@@ -1,7 +1,8 @@
 """What a rank exchanges with others in an iteration, by collective: counted, not timed.
 
 ``bytes`` are those of the whole tensor that a collective is about: what an all-gather gives, what a reduce-scatter takes,
-what an all-reduce sums, what is sent to the next stage. tests/functional/test_estimate.py counts the same in trainings.
+what an all-reduce sums, what is sent to the next or previous stage.
+tests/functional/test_estimate.py counts the same in trainings.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends, by rings and, to the next stage, directly."""
+        """Bytes that a rank sends, by rings and, to the next or previous stage, directly."""
         if self.call == "send":
             return self.bytes
         return self.bytes * (self.ranks - 1) // self.ranks * (2 if self.call == "all-reduce" else 1)
@@ -81,12 +82,12 @@ def _all(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterator[Traf
     if model.pipeline_model_parallel_size > 1:
         size = model.activation_bytes * settings.tokens // model.token_share * model.hidden_size
         for chunk in chunks:
-            for ends, what in ((chunk.last, "activations"), (chunk.first, "their gradients")):
+            for ends, what in (
+                (chunk.last, "activations to the next stage"),
+                (chunk.first, "their gradients to the previous stage"),
+            ):
                 if not ends:
-                    yield (
-                        Traffic(f"{what} to the next stage", "send", "pipeline", 2, size)
-                        * settings.microbatches
-                    )
+                    yield (Traffic(what, "send", "pipeline", 2, size) * settings.microbatches)
 
 
 # ----------------------------------------------------------------------------------------------------- once an iteration

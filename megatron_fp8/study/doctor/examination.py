@@ -6,7 +6,8 @@
      "conflicts": [{"what", "reason", "cure", "source"}],
      "trials":    [{"backend", "recipe", "result", "error", "reason", "cure"}],
      "matrix":    [{"backend", "recipe", "device", "supported", "known", "reason", "cure", "note", "source"}],
-     "needs":     null | {"options": [...], "missing": [{"what", "reason", "cure"}]}}
+     "needs":     null | {"options": [...], "missing": [{"what", "reason", "cure"}],
+                          "not_looked_at": [...]}}
 
 A later release adds keys and leaves these as they are; ``schema`` counts up where one changes its meaning.
 """
@@ -22,7 +23,7 @@ from ...plan.timing import unused_gpu
 from ...train.report import device_name
 from .generations import Generation, here
 from .matrix import Cell, matrix
-from .needs import Need, missing
+from .needs import NOT_LOOKED_AT, Need, missing
 from .trials import Trial, trials
 from .versions import Conflict, Part, conflicts, facts, parts
 
@@ -80,7 +81,11 @@ class Examination:
             "matrix": [asdict(cell) for cell in self.matrix],
             "needs": None
             if self.needs is None
-            else {"options": self.options, "missing": [asdict(need) for need in self.needs]},
+            else {
+                "options": self.options,
+                "missing": [asdict(need) for need in self.needs],
+                "not_looked_at": list(NOT_LOOKED_AT),
+            },
         }
 
 

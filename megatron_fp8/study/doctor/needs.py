@@ -25,6 +25,9 @@ from .versions import megatron
 
 _ANY_BACKEND = "fp8_backend=auto (the emulated backend runs on every device)"
 
+NOT_LOOKED_AT = ("ranks", "memory", "speed")
+"""What no need is said of: whether there are as many GPUs as the layout wants, whether it fits, how long it takes."""
+
 TE_FUNCTIONS = (
     "apply_rope_fusion", "fused_single_qkv_rope", "cpu_offloading", "fine_grained_activation_offloading",
     "moe_router_fusion", "moe_permute_fusion", "use_te_rng_tracker",

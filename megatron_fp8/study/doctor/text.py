@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from .examination import Examination
 from .generations import GENERATIONS
 from .matrix import OURS, RECIPE_NAMES, Cell
+from .needs import NOT_LOOKED_AT
 from .trials import Trial
 
 WIDTH = 80
@@ -17,6 +18,11 @@ _LEGEND = (
     "yes, no: from documentation. yes*, no*: tried here. yes?: it would be run, and nobody has tried. ?: not known."
     " bf16 and amx are CPUs with AVX512-BF16 and with AMX. A custom recipe has no row: where it runs depends on"
     " the rules that its function returns."
+)
+
+_UNSEEN = (
+    f"Not looked at: {', '.join(NOT_LOOKED_AT)} (whether this machine has as many devices as the layout wants, whether"
+    " it fits, how long it takes): `megatron-fp8 estimate` says what the run needs"
 )
 
 
@@ -154,6 +160,8 @@ def _footnotes(cells: Iterable[Cell]) -> Iterator[str]:
 def _needs(found: Examination) -> list[str]:
     asked = " ".join(found.options)
     if not found.needs:
-        return [_wrapped(f"{asked}: all that it needs is here", "", "  ")]
+        seen = "versions, backends, packages, files and folders that it names are here"
+        return [_wrapped(f"{asked}: {seen}. {_UNSEEN}", "", "  ")]
     lines = [_wrapped(f"{asked} needs what is not here:", "", "  ")]
-    return [*lines, *(_wrapped(f"{n.what}: {n.reason} -> {n.cure}", "  ", "    ") for n in found.needs)]
+    lines += [_wrapped(f"{n.what}: {n.reason} -> {n.cure}", "  ", "    ") for n in found.needs]
+    return [*lines, _wrapped(_UNSEEN, "  ", "    ")]

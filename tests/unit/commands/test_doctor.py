@@ -64,7 +64,11 @@ def test_json_of_schema_1(capsys: pytest.CaptureFixture[str]):
     for part, keys in SCHEMA.items():
         for item in found[part]:
             assert set(item) == keys
-    assert found["needs"] == {"options": ["--config=tiny_gpt_cpu"], "missing": []}
+    assert found["needs"] == {
+        "options": ["--config=tiny_gpt_cpu"],
+        "missing": [],
+        "not_looked_at": ["ranks", "memory", "speed"],
+    }
     assert {cell["known"] for cell in found["matrix"]} == {"tried here", "documentation", "not known"}
     good = [trial["recipe"] for trial in found["trials"] if trial["result"] == "good"]
     assert good == ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"], "emulated runs all of them"
@@ -72,6 +76,18 @@ def test_json_of_schema_1(capsys: pytest.CaptureFixture[str]):
     documented = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
     for names in SCHEMA.values():
         assert all(f"`{name}`" in documented for name in names)
+
+
+def test_what_was_not_looked_at_is_said_and_data_may_follow(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(examination, "trials", lambda: iter(()))
+    monkeypatch.setattr(needs, "megatron", lambda: "0.16.1")
+    code, out, _ = run(capsys, "--config=llama3_70b", "--data", __file__)
+    said = " ".join(out.split())
+    assert code == 0 and "Not looked at: ranks, memory, speed" in said and "all that it needs" not in said
+    code, out, _ = run(capsys, "--config=llama3_70b", "--data", __file__, "none.txt")
+    assert code == 1 and "data.paths=none.txt: there is no such file" in " ".join(out.split())
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

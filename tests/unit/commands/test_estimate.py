@@ -91,6 +91,27 @@ def test_a_file_without_a_generation_is_not_known_to_run_fp8(
     assert main(run) == 2 and "Did you mean sm90?" in capsys.readouterr().err
 
 
+def test_the_parts_of_the_time_make_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--config", TINY, "--data", "none.txt", "other.txt", "--dry_run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    time = found["time"]
+    one = sum(time[part] for part in ("gemms", "attention", "elementwise", "output", "exchange"))
+    whole = time["microbatches"] * one + time["reduced"] + time["optimizer"]
+    assert found["step_seconds"] == pytest.approx(whole)
+    page = estimates.PAGE.read_text(encoding="utf-8")
+    for names in (found, found["bytes"], found["time"], found["parameters"]):
+        assert all(f"`{name}`" in page for name in names)
+
+
+def test_chunks_in_flight_are_called_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--config", "llama3_70b"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "chunks of 4 layers in flight" in said and "saved by one microbatch in the stage's 5 chunks" in said
+    )
+    assert "gradients to the previous stage" in said and "gradients to the next" not in said
+
+
 def test_without_a_device_bytes_are_a_cpu_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--config=tiny_gpt_cpu", "--json"]) == 0  # a shipped one, by name
     found = json.loads(capsys.readouterr().out)
@@ -131,7 +152,10 @@ def test_a_run_that_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixtur
     "arguments, words",
     [
         (["--config", "nowhere.yaml"], "there is no such file"),
-        ([], "model.num_layers=None must be at least 1"),
+        (
+            [],
+            "model.num_layers=None must be at least 1: give it, or a config file such as --config tiny_gpt_cpu.",
+        ),
         (["--config", TINY, "--device", "h1"], "neither one of"),
         (["--config", TINY, "--set", "model.fp8"], "has no value"),
         (["--config", TINY, "--reserve", "1"], "below 1"),
