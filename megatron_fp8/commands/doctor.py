@@ -20,7 +20,7 @@ matrix: which recipe runs on which backend and device, why not, and what to do.
   megatron-fp8 doctor --json                    docs/doctor.md has the schema
 
 Options of the run may follow --config as in `train`. Megatron-Core is not
-imported; `megatron-fp8 train --dry_run` checks the whole config.
+imported; `megatron-fp8 train --dry-run` checks the whole config.
 
 Exit codes: 0 done; 1 a product is wrong, or the config needs what is not here;
 2 bad input.

@@ -4,7 +4,7 @@
 
 Files and dotted options are as `megatron-fp8 train` takes them; a later option wins, and options win over files. Names
 of keys are checked against the tables of train/config, values of what is read here by their rules. The whole config is
-checked by `train --dry_run`.
+checked by `train --dry-run`.
 
 Rejected: train's own parser. Its model section is made of Megatron-Core's dataclass, whose import takes longer than all
 of an estimate, and is not there on a laptop. A test compares what both read.

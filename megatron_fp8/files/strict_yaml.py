@@ -28,5 +28,13 @@ def load_yaml(content: bytes) -> Any:
     """What the file says. ValueError, in one line: it is no YAML, or a key stands twice."""
     try:
         return yaml.load(content.decode("utf-8"), _Loader)
+    except yaml.parser.ParserError as error:
+        mark = error.problem_mark
+        if mark is None or not str(error.problem).startswith("expected <block end>"):
+            raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(
+            f"line {mark.line + 1} does not begin where the other keys of its section do: is it indented too little or"
+            " too far?"
+        ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date, a number, a character
         raise ValueError(" ".join(str(error).split())) from error

@@ -11,7 +11,7 @@ from ..files.disk import read_ordinary
 from ..files.lines import Line
 from ..files.manifest import LARGEST
 from ..telemetry.advice import advise
-from ..train.run_record import FILES, RunRecord
+from ..train.run_record import FILES, RunRecord, refuse_comparison
 from .advice import ShownAdvice, read_advice, understood
 from .curves import QUANTITIES, VALIDATION, Curve, read_curves
 from .events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
@@ -69,6 +69,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     """The run of a folder. Raises ValueError as ``read_runs`` does."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}: give the folder of a run.")
+    refuse_comparison(folder)
     if not any((folder / file).exists() for file in FILES):
         raise ValueError(
             f"{str(folder)!r} is not a run's folder: it has neither of {', '.join(FILES)}. Give the folder that train"

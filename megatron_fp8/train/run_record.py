@@ -120,7 +120,18 @@ def record_of(path: Path) -> RunRecord:
     folder = path.parent if path.name in FILES and not path.is_dir() else path
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}: give the folder of a run.")
+    refuse_comparison(folder)
     return RunRecord(folder)
+
+
+def refuse_comparison(folder: Path) -> None:
+    """ValueError if this is what `megatron-fp8 compare` wrote, which holds runs and is none."""
+    if not any((folder / name).exists() for name in FILES):
+        runs = sorted(path for path in (folder / "runs").glob("*") if path.is_dir())
+        if runs:
+            raise ValueError(
+                f"{str(folder)!r} is a comparison's folder, and no run's: give one of its runs, such as {str(runs[0])!r}"
+            )
 
 
 def _field(report: Mapping[str, Any], name: str, path: Path) -> Any:

@@ -40,7 +40,13 @@ WRONG = [
     ("3", "return 2.0 ** torch.frexp(block.abs().max() / 448)[1].item()", "half of it would do"),
     ("4", "return dy.t() @ x", "nothing was quantised"),
     ("3", "return 0.0", "it is no power of two"),
-    ("4", "return torch.full((32, 64), float('nan'))", "the blocks lie along the wrong dimension"),
+    ("4", "return torch.full((32, 64), float('nan'))", "this is another product"),
+    (
+        "4",
+        "a, b = x.clone().requires_grad_(), torch.zeros(64, 32, requires_grad=True);"
+        " fp8_matmul(a, b, chosen).backward(dy); return 2 * b.grad.t()",
+        "differs from the right one by 1 times",
+    ),
     ("4", "return x.t() @ dy", "dw is (32, 64), you have (64, 32)"),
     (
         "4",
@@ -69,13 +75,17 @@ WRONG = [
     ("7", "return {'fc2': 'bf16'}", "look at the longest bar"),
     ("7", "return {'fc*': 'bf16'}", "fails with ValueError"),
     ("7", "return {'fc1': 'bf16'}", "one operand is enough"),
-    ("8", "return torch.full((128, 64), float('nan'))", "codes are multiplied by weight_scale"),
+    ("8", "return torch.full((128, 64), float('nan'))", "these are other weights"),
     ("8", "return tensors[name + '.weight']", "a float32 (128, 64) is needed"),
-    ("8", "return tensors[name + '.weight'].float()", "codes are multiplied by weight_scale"),
+    (
+        "8",
+        "return tensors[name + '.weight'].float()",
+        "these are the codes: they are multiplied by weight_scale",
+    ),
     (
         "8",
         "return tensors[name + '.weight'].float() / tensors[name + '.weight_scale']",
-        "multiplied by weight_scale",
+        "these are other weights",
     ),
 ]
 

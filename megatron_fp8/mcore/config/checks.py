@@ -226,12 +226,15 @@ def _warn_without_effect(config: TransformerConfig) -> None:
 
 
 _OF_SOME_RECIPES = {
+    "fp8_margin": "margin",
     "fp8_interval": "interval",
     "fp8_amax_history_len": "amax_history_len",
     "fp8_amax_compute_algo": "amax_compute_algo",
     "fp8_amax_epsilon": "amax_epsilon",
     "fp8_stochastic_rounding": "stochastic_rounding",
+    "tp_only_amax_red": "amax_history_len",  # whose amaxes are shared, and only histories are made of those
 }
+"""Setting -> the field of a recipe that reads it."""
 
 
 def _warn(message: str) -> None:

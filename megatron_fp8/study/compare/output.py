@@ -11,6 +11,8 @@ from .plan import BASELINE
 
 _SMOOTH = 15  # iterations of a training loss that are averaged for the eye, or a tenth of a shorter run
 
+_NOISY = 1.1  # fastest seed over slowest
+
 
 def as_table(content: dict[str, Any]) -> str:
     """Two Markdown tables with a line a recipe, of losses and of what they cost: one would not fit a terminal."""
@@ -32,7 +34,7 @@ def as_table(content: dict[str, Any]) -> str:
         costs.append(
             (
                 row["recipe"],
-                f"{row['tokens_per_s']:,.0f}",
+                f"{row['tokens_per_s']:,.0f}{' (noisy)' if is_noisy(content, row['recipe']) else ''}",
                 f"{row['speed_ratio']:.2f}",
                 "" if row["saved_bytes"] is None else f"{row['saved_bytes'] / 2**20:,.1f}",
                 f"{row['peak_bytes'] / 2**20:,.0f}",
@@ -41,6 +43,12 @@ def as_table(content: dict[str, Any]) -> str:
             )
         )
     return "\n\n".join(table(rows[0], rows[1:]) for rows in (losses, costs))
+
+
+def is_noisy(content: dict[str, Any], recipe: str) -> bool:
+    """Whether a recipe's speeds differ between seeds by more than a tenth, so that their median holds few digits."""
+    speeds = [run["tokens_per_s"] for run in content["runs"] if run["recipe"] == recipe]
+    return bool(speeds) and max(speeds) > _NOISY * min(speeds)
 
 
 def as_markdown(content: dict[str, Any]) -> str:
@@ -66,11 +74,15 @@ def as_markdown(content: dict[str, Any]) -> str:
 {content["verdict"]}
 
 Loss: {kind}, nats a token, the mean over seeds.{learned} "From bf16" is the mean of the differences seed by seed, "±"
-their standard deviation; in the row of {BASELINE} it is that of its own losses over the seeds. Tokens/s: the median of
-iterations. Saved: what a micro-batch keeps for its backward on the first rank. Peak: the largest memory of that rank.
+their standard deviation; in the row of {BASELINE} it is that of its own losses over the seeds. Tokens/s: the median of a
+run's iterations but the first, then of the seeds; noisy where the fastest seed is more than 10 % above the slowest.
+Saved: what a micro-batch keeps for its backward on the first rank. Peak: the largest memory of that rank.
 GEMMs: of linear layers, in one iteration on that rank.
 
-![loss by iteration](compare.png)
+![training loss by iteration](compare.png)
+
+Both panels show training losses; a line is the mean over seeds, its shade goes from the smallest seed to the largest. The
+grey band on the right is of the {kind} losses at the end.
 """
 
 
@@ -106,7 +118,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     if len(bf16) > 1:
         half = band_percent(content)
         shade = {"color": RECIPES[BASELINE], "alpha": 0.15, "lw": 0}
-        label = f"how far {BASELINE}'s seeds lie apart at the end: {half:.2g} %"
+        label = f"how far {content['loss']} losses of {BASELINE}'s seeds lie apart at the end: {half:.2g} %"
         right.axhspan(-half, half, label=label, **shade)
         if limit := reach(half, largest):
             right.set_ylim(-limit, limit)
@@ -115,9 +127,11 @@ def draw(content: dict[str, Any], path: Path) -> None:
         left.axhline(content["bigram_entropy"], color="#999999", ls=":", label="bigram entropy")
     smoothed = f", mean of {window}" if window > 1 else ""
     left.set(xlabel="iteration", ylabel=f"training loss (nats a token{smoothed})")
-    right.set(xlabel="iteration", ylabel=f"difference from {BASELINE} of the same seed (%)")
+    right.set(xlabel="iteration", ylabel=f"training loss, from {BASELINE} of the same seed (%)")
     for axes in (left, right):
-        axes.legend(fontsize=8)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        title = "shade: smallest to largest seed" if len(bf16) > 1 else None
+        axes.legend(fontsize=8, title=title, title_fontsize=8)
     try:
         figure.savefig(path, dpi=110)
     finally:

@@ -84,7 +84,9 @@ class WantedRun:
         if not path.exists():
             return
         theirs, ours = _settings(load_yaml(path.read_bytes())), _settings(self._plain)
-        for key in sorted(ours.keys() | theirs.keys()):
+        given = {option.partition("=")[0].removeprefix("--").replace("-", "_") for option in self.arguments}
+        # What others follow from is named first: an option of the user's.
+        for key in sorted(ours.keys() | theirs.keys(), key=lambda key: (key not in given, key)):
             if theirs.get(key) != ours.get(key):
                 raise ValueError(
                     f"{self.folder} holds a run with {key}={theirs.get(key)!r}, and this comparison has"

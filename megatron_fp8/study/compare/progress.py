@@ -8,12 +8,12 @@ from typing import Any
 
 
 class Progress:
-    """How far all runs are, in iterations: a bar on a terminal, else a line for each tenth of a run."""
+    """How far all runs are, in iterations: a bar on a terminal, else lines: the first iteration, each tenth, the last."""
 
     def __init__(self, iterations: int) -> None:
         self._left, self._done, self._trained = iterations, 0, 0
         self._start = self._began = time.monotonic()
-        self._name, self._of, self._tenth = "", 0, 0
+        self._name, self._of, self._tenth, self._at = "", 0, 0, 0
         self._bar: Any = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -48,7 +48,7 @@ class Progress:
             there: those that its folder has already.
         """
         self._name, self._of, self._began = name, iterations, time.monotonic()
-        self._tenth = 10 * there // iterations
+        self._tenth, self._at = 10 * there // iterations, there
         if self._bar is not None:
             self._bar.update(self._task, description=f"{name} ({which})")
         else:
@@ -59,9 +59,14 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done + iterations)
             return
+        took = _minutes(time.monotonic() - self._began)
+        if self._at == 0 and iterations and self._of > 1:
+            self.say(f"{self._name}: it started, {took}")
+        elif self._at < iterations == self._of:
+            self.say(f"{self._name}: all iterations, {took}; the last validation and saving follow")
+        self._at = iterations
         before, self._tenth = self._tenth, 10 * iterations // self._of
         if before < self._tenth < 10:
-            took = _minutes(time.monotonic() - self._began)
             self.say(f"{self._name}: {iterations} of {self._of} iterations, {took}")
 
     def end(self, trained: int) -> None:

@@ -1,6 +1,6 @@
 """What a run's config needs, and which of it is not on this machine. Megatron-Core is not imported for it.
 
-The config's keys are read as `estimate` reads them; the whole config is checked by `megatron-fp8 train --dry_run`, which
+The config's keys are read as `estimate` reads them; the whole config is checked by `megatron-fp8 train --dry-run`, which
 needs what is asked for here.
 """
 

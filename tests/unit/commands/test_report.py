@@ -27,6 +27,8 @@ def test_a_page_of_several_runs(tmp_path, capsys):
         (["--html", "x.html"], "no run was given"),
         (["RUN", "RUN", "--html", "x.html"], "was given twice"),
         (["FOLDER", "--html", "x.html"], "is not a run's folder"),
+        (["COMPARISON"], "is a comparison's folder, and no run's: give one of its runs, such as"),
+        (["COMPARISON", "--html", "x.html"], "is a comparison's folder"),
         (["BROKEN", "--html", "x.html"], "line 3 of"),
         (["RUN", "--page", "x.html"], "--page"),
         (["RUN", "--html", "FOLDER"], "is a folder"),
@@ -34,6 +36,8 @@ def test_a_page_of_several_runs(tmp_path, capsys):
 )
 def test_bad_input_is_one_line(tmp_path, capsys, arguments, said):
     places = {"RUN": write_run(tmp_path / "run", every=0), "FOLDER": tmp_path}
+    places["COMPARISON"] = tmp_path / "cmp"
+    (tmp_path / "cmp" / "runs" / "bf16-seed-1").mkdir(parents=True)
     places["BROKEN"] = write_run(tmp_path / "broken", every=0)
     with (places["BROKEN"] / "metrics.jsonl").open("r+") as stream:
         text = stream.readlines()

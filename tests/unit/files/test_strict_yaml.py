@@ -19,6 +19,7 @@ def test_what_it_reads():
         (b"a: 1\na: 2", "stands twice, again in line 2"),
         (b"[a]: 1", "must be a name"),
         (b"a: [", "expected"),
+        (b"a:\n  b: 1\n c: 2", "^line 3 does not begin where the other keys"),
         (b"\xff", "decode"),
         (b"[" * 40_000, "recursion"),
     ],

@@ -338,6 +338,16 @@ def test_without_a_function_fp8_still_ends_its_iteration(calls):
         ({"fp8": None, "fp8_format": "mxfp8"}, "fp8_recipe='mxfp8'"),
         ({"fp8_recipe": "nonsense"}, "fp8_recipe='nonsense'"),
         ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_interval": 4}, "fp8_interval=4"),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8", "fp8_margin": 2}, "fp8_margin=2 has no effect"),
+        ({"fp8": "hybrid", "fp8_recipe": "rowwise", "fp8_margin": 2}, "fp8_margin=2 has no effect"),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_amax_compute_algo": "max"},
+            "fp8_amax_compute_algo='max'",
+        ),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "tensorwise", "tp_only_amax_red": True},
+            "tp_only_amax_red=True has no",
+        ),
         ({"fp8": "hybrid", "fp8_format": "mxfp8", "fp8_amax_epsilon": 1e-6}, "fp8_amax_epsilon"),
         (
             {"fp8": "hybrid", "fp8_format": "custom", **FACTORY, "fp8_stochastic_rounding": True},

@@ -88,5 +88,9 @@ def test_progress_says_each_tenth_and_what_was_trained(capsys):
     progress.end(trained=15)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "training mxfp8, seed 1 (1 of 2)"
-    assert [line.split()[3] for line in said[1:-1]] == ["6", "8", "10", "12", "14", "16", "18"]
+    assert [line.split()[3] for line in said[1:-1]] == ["6", "8", "10", "12", "14", "16", "18", "all"]
     assert said[-1].startswith("mxfp8, seed 1: 15 iterations in 0 s (5 were there), about")
+    progress.begin("mxfp8, seed 2", "2 of 2", 20, there=0)
+    progress.at(0)
+    progress.at(1)
+    assert "it started" in capsys.readouterr().err

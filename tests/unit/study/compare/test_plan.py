@@ -111,7 +111,10 @@ def test_a_finished_run_that_agrees_is_taken(tmp_path):
 
 def test_a_run_of_other_settings_is_one_clear_line(tmp_path):
     run = planned(tmp_path, overrides=["--train.train_iters=30"]).runs[1]
+    shorter = planned(tmp_path, overrides=["--train.train_iters=20"]).runs[1]
     written(run, clip_grad=0.5)
+    with pytest.raises(ValueError, match=r"holds a run with train.train_iters=30"):
+        shorter.check_existing()  # the user's key, before those that differ too
     with pytest.raises(
         ValueError, match=r"holds a run with optimizer.clip_grad=0.5, and this comparison has 1.0"
     ):

@@ -101,15 +101,21 @@ def test_the_table_and_the_picture(tmp_path):
     runs = [*BF16, *(outcome("mxfp8", run.seed, run.loss + 0.02, tokens_per_s=150.0) for run in BF16)]
     content = {
         "band": asdict(band_of(runs)), "recipes": [asdict(row) for row in rows_of(runs)],
-        "runs": [asdict(run) for run in runs], "bigram_entropy": 2.4,
+        "runs": [asdict(run) for run in runs], "bigram_entropy": 2.4, "loss": "validation",
     }  # fmt: skip
     losses, cost = (part.splitlines() for part in as_table(content).split("\n\n"))
     assert len(losses) == len(cost) == 4 and "+0.0200 (+0.98%)" in losses[3]
     assert " 1.50 " in cost[3] and " 1.0 " in cost[3]
     large = [outcome(name, 1, 10.0, tokens_per_s=1e7, saved_bytes=2**38, peak_bytes=2**38, fp8_gemms=10**4)
              for name in ("bf16", "tensorwise")]  # fmt: skip
-    large = {"band": asdict(band_of(large)), "recipes": [asdict(row) for row in rows_of(large)]}
+    large = {
+        "band": asdict(band_of(large)), "recipes": [asdict(row) for row in rows_of(large)],
+        "runs": [asdict(run) for run in large],
+    }  # fmt: skip
     assert max(map(len, as_table(large).splitlines())) <= 80
+    assert "noisy" not in cost[3]
+    noisy = {**content, "runs": [*content["runs"], asdict(outcome("mxfp8", 9, 2.0, tokens_per_s=166.0))]}
+    assert " 150 (noisy) " in as_table(noisy).splitlines()[-1]
     draw(content, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert band_percent(content) == pytest.approx(100 * 0.1 / content["band"]["mean"]), "the verdict's spread"
