@@ -63,7 +63,12 @@ def _forget_megatron_groups(_: bool) -> None:
 
 
 def _signals() -> dict[signal.Signals, Any]:
-    return {number: signal.getsignal(number) for number in WATCHED_SIGNALS}
+    found = {number: signal.getsignal(number) for number in WATCHED_SIGNALS}
+    if (
+        found[signal.SIGINT] is signal.SIG_IGN
+    ):  # the suite was started in the background; asyncio, for one, sets it
+        found[signal.SIGINT] = signal.default_int_handler
+    return found
 
 
 def _set_signals(handlers: dict[signal.Signals, Any]) -> None:
