@@ -51,6 +51,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
         _check_size_filter(config)
         _check_guard(config)
         _check_pow2(config)
+        _check_margin(config)
         check_te_settings(config)
     elif config.fp8_param:
         raise ValueError(
@@ -190,6 +191,14 @@ def _check_pow2(config: TransformerConfig) -> None:
         )
 
 
+def _check_margin(config: TransformerConfig) -> None:
+    """Scales of rows and blocks keep no headroom: said here, and not when the model is built."""
+    for name in (
+        {config.fp8_recipe, *config.fp8_overrides.values()} & set(RECIPES) if config.fp8_margin else ()
+    ):
+        get_fp8_recipe(config, name)
+
+
 def _warn_without_effect(config: TransformerConfig) -> None:
     """Say what was set and does nothing, because another setting switches it off."""
     default = {f.name: f.default for f in fields(config)}
@@ -226,7 +235,6 @@ def _warn_without_effect(config: TransformerConfig) -> None:
 
 
 _OF_SOME_RECIPES = {
-    "fp8_margin": "margin",
     "fp8_interval": "interval",
     "fp8_amax_history_len": "amax_history_len",
     "fp8_amax_compute_algo": "amax_compute_algo",

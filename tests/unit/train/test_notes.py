@@ -64,7 +64,7 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
 def test_a_damaged_record_is_one_line_that_names_its_file(tmp_path, capsys, monkeypatch, name, content):
     (tmp_path / "report.json").write_text("{}")
     (tmp_path / name).write_text(content)
-    monkeypatch.setattr(show, "format_report", lambda report: "")
+    monkeypatch.setattr("megatron_fp8.train.report.format_report", lambda report: "")
     if name != "report.json":
         monkeypatch.setattr(RunRecord, "report", lambda record: {})
     assert show.main([str(tmp_path)]) == 2
