@@ -16,6 +16,10 @@ from ...files.disk import read_ordinary
 from ...files.manifest import LARGEST
 from ...plan.timing import table
 
+VERDICTS = ("faster", "slower", "within noise", "too noisy to tell")
+TOO_NOISY = 1.0
+"""Above this noise a cell twice as slow would pass for the same: nothing was measured."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -34,6 +38,8 @@ class Change:
     @property
     def verdict(self) -> str:
         """In words. Twice as fast is as far from before as half as fast."""
+        if self.noise >= TOO_NOISY:
+            return "too noisy to tell"
         if max(self.now / self.before, self.before / self.now) - 1 <= self.noise:
             return "within noise"
         return "faster" if self.change < 0 else "slower"
@@ -90,8 +96,8 @@ def as_table(found: Sequence[Change]) -> str:
         (c.cell, f"{c.before:.2f}", f"{c.now:.2f}", f"{c.change:+.0%}", f"{c.noise:.0%}", c.verdict)
         for c in found
     ]
-    counts = {word: sum(c.verdict == word for c in found) for word in ("faster", "slower", "within noise")}
-    said = ", ".join(f"{count} {word}" for word, count in counts.items())
+    counts = {word: sum(c.verdict == word for c in found) for word in VERDICTS}
+    said = ", ".join(f"{count} {word}" for word, count in counts.items() if count or word != VERDICTS[-1])
     header = ("cell", "x BF16 then", "now", "change", "noise", "verdict")
     return f"{table(header, rows)}\nOf {len(found)} cells: {said}."
 

@@ -19,6 +19,8 @@ ROW = {"section": "gemm", "k": 4, "n": 8, "tokens": 2, "contender": "mxfp8", "ra
         (1.0, 1.1, 0.2, "within noise"),
         (1.0, 0.9, 0.2, "within noise"),
         (0.5, 0.5, 0.0, "within noise"),
+        (1.0, 4.0, 145.68, "too noisy to tell"),
+        (1.0, 1.9, 0.99, "within noise"),
     ],
 )
 def test_a_change_is_one_beyond_both_spreads(before, now, noise, verdict):
