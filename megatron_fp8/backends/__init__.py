@@ -1,4 +1,5 @@
-"""Backends: where codes are made and multiplied. A backend is a module with name, supports, notes, quantize and gemm.
+"""Backends: where codes are made and multiplied. A backend is a module with name, supports, notes, quantize, gemm
+and grouped_gemm, which is gemm of many pairs in one call.
 
 ``supports(device, recipe)`` returns the reason why the backend cannot run there, or not that recipe, or None;
 ``notes(device, recipe)`` says what of the recipe it does in another way than its own. An explicit request that cannot be

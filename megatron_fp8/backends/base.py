@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,3 +85,27 @@ def unfit(
             f"gemm: a bias of shape {tuple(bias.shape)}, where ({b.codes.shape[0]},) is needed: one for each row of b"
         )
     return ValueError("gemm: E5M2 x E5M2 is refused, no FP8 hardware multiplies it; make one operand E4M3")
+
+
+def gemm_in_turn(
+    gemm: Callable[..., torch.Tensor],
+    a: Sequence[QuantizedSide],
+    b: Sequence[QuantizedSide],
+    outs: Sequence[torch.Tensor],
+    *,
+    add: bool = False,
+    fast_accumulation: bool = False,
+) -> None:
+    """outs[i] [M, N] = gemm of a[i] [M, K] and b[i] [N, K], one after the other: what any backend's ``grouped_gemm`` is.
+
+    Args:
+        gemm: a backend's.
+        outs: each of a dtype that gemm gives. M and K may be 0: of no K the product is 0.
+        add: to outs as they are, float32, instead; of no K nothing changes.
+        fast_accumulation: as gemm's.
+    """
+    for left, right, out in zip(a, b, outs, strict=True):
+        if out.numel() == 0 or (add and left.codes.shape[1] == 0):
+            continue
+        product = gemm(left, right, out_dtype=out.dtype, fast_accumulation=fast_accumulation)
+        out.add_(product) if add else out.copy_(product)

@@ -21,11 +21,13 @@ specified.py and torch. Codes and scales are the same bits; products differ by t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..kernels import gemms
 from ..kernels.codes import decode
-from ..kernels.cpu import block_amax, blocks, loops, products
+from ..kernels.cpu import block_amax, blocks, grouped, loops, products
 from ..kernels.cpu.few_rows import MOST as FEW_ROWS
 from ..kernels.gemms import finish, keeps_float32, matmul_fp32
 from ..numerics.formats import E5M2
@@ -34,7 +36,7 @@ from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
 from ..tensor import Float8Tensor, Operand, QuantizedSide
 from . import few_rows, specified
-from .base import RESULTS, AmaxReduction, Quantized, Region, unfit
+from .base import RESULTS, AmaxReduction, Quantized, Region, gemm_in_turn, unfit
 
 name = "emulated"
 
@@ -175,11 +177,8 @@ def gemm(
         ValueError: contractions differ, both operands are E5M2 (no hardware multiplies those), or another shape of bias
             or dtype of the result.
     """
-    contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
-    if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
-        raise unfit(a, b, out_dtype, bias)
-    few = a.codes.shape[0] <= FEW_ROWS
-    if few and not exact and few_rows.takes(a, b, out_dtype) and _is_short(a) and _foldable(a, b):
+    _check(a, b, out_dtype, bias)
+    if not exact and _has_few_rows(a, b, out_dtype) and _foldable(a, b):
         return few_rows.multiply(a, b, bias, out_dtype)
     if (
         not exact
@@ -196,6 +195,18 @@ def gemm(
         bias = None if bias is None else bias.to(torch.float32).contiguous()
         return loops.finish(sums, a.scale_inv, b.scale_inv, bias, out_dtype)
     return _in_torch(a, b, out_dtype, bias, exact)
+
+
+def _check(
+    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> None:
+    contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
+    if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
+        raise unfit(a, b, out_dtype, bias)
+
+
+def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
+    return a.codes.shape[0] <= FEW_ROWS and few_rows.takes(a, b, out_dtype) and _is_short(a)
 
 
 def quantize_and_multiply(
@@ -225,6 +236,37 @@ def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
     return _decoded_on_the_way(a, b, torch.float32, None, into) is not None
 
 
+def grouped_gemm(
+    a: Sequence[QuantizedSide],
+    b: Sequence[QuantizedSide],
+    outs: Sequence[torch.Tensor],
+    *,
+    add: bool = False,
+    fast_accumulation: bool = False,
+) -> None:
+    """outs[i] = ``gemm`` of a[i] and b[i], with its bits; in one call where C decodes codes on the way.
+
+    Args: as of base.gemm_in_turn.
+    """
+    inside, products = [], []
+    for i, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
+        _check(left, right, out.dtype)
+        operands = _as_c_reads(left), _as_c_reads(right)
+        plain = out.numel() and loops.plain(out) and out.dtype in _IN_C
+        if plain and loops.multiplies(*operands) and not _has_few_rows(left, right, out.dtype):
+            inside.append(i)
+            products.append(grouped.Product(*operands, out, add))
+    done = {i for i, made in zip(inside, grouped.multiply_each(products), strict=True) if made}
+    rest = [i for i in range(len(outs)) if i not in done]
+    gemm_in_turn(gemm, [a[i] for i in rest], [b[i] for i in rest], [outs[i] for i in rest], add=add)
+
+
+def _as_c_reads(side: QuantizedSide) -> loops.Operand:
+    return loops.Operand(
+        side.codes, side.scale_inv, (side.granularity.rows, side.granularity.cols), side.pow2
+    )
+
+
 def _decoded_on_the_way(
     a: QuantizedSide,
     b: QuantizedSide,
@@ -233,17 +275,13 @@ def _decoded_on_the_way(
     into: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``gemm`` where C decodes codes as it packs them (kernels/cpu/loops.py); None where it does not take them."""
-    left, right = (loops.Operand(s.codes, s.scale_inv, _block(s), s.pow2) for s in (a, b))
+    left, right = _as_c_reads(a), _as_c_reads(b)
     if not loops.multiplies(left, right):
         return None
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
     done = loops.multiply(left, right, dtype, bias, into=into)
     return done if done is None else done.to(out_dtype)
-
-
-def _block(side: QuantizedSide) -> tuple[int, int]:
-    return side.granularity.rows, side.granularity.cols
 
 
 _IN_C = (torch.bfloat16, torch.float32)

@@ -73,7 +73,7 @@ def fp8_linear(
     assert bias is None or tp.kind != "row", (
         "each rank would add a row-parallel bias, and their sum would count it again"
     )
-    _refuse_tracers(site)
+    refuse_tracers(site)
     eager = (x, weight, bias, site, tp, training, save_original_input, fresh_weight)
     if torch.compiler.is_compiling():
         from .compiled import break_graph, traced_linear  # loads torch's compiler
@@ -92,7 +92,7 @@ def fp8_linear(
     return _eager_linear(*eager)
 
 
-def _refuse_tracers(site: GemmSite) -> None:
+def refuse_tracers(site: GemmSite) -> None:
     """RuntimeError where a program is made of the call, to run without the model, or where torch.func transforms it."""
     # Not is_exporting(): up to torch 2.12 Dynamo takes it to be true in everything that it traces.
     if torch.compiler._is_exporting_flag:
@@ -164,6 +164,13 @@ def watch_high_precision(
         observer.high_precision(SeenLinear(site.plan.name, x, weight, y, not in_recompute(), shard))
 
 
+def refuse_tangents(ctx: Any, *tangents: Any) -> Any:
+    """The forward-mode derivative of an FP8 linear: RuntimeError."""
+    raise RuntimeError(
+        "an FP8 linear has no forward-mode derivative: use backward(), or call it inside fp8_autocast(enabled=False)"
+    )
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -176,14 +183,14 @@ class _LinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_dgrad, needs_wgrad = (need and grad_enabled for need in ctx.needs_input_grad[:2])
         done = forward(x, weight, bias, call, needs_wgrad)
-        kept_w = _Kept.of(done.weight.columnwise if needs_dgrad else None)
+        kept_w = Kept.of(done.weight.columnwise if needs_dgrad else None)
         if needs_dgrad and done.weight.columnwise is None:
-            kept_w = _Kept((weight, *call.site.weights.stamp(x.device, training=call.training)), _AGAIN)
+            kept_w = Kept((weight, *call.site.weights.stamp(x.device, training=call.training)), AGAIN)
         if not call.site.state.keeps_weights:
             call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
         ctx.call, ctx.x_shape, ctx.weight = call, x.shape, weight
         ctx.bias_dtype = None if bias is None else bias.dtype
-        kept_x = _Kept.of(done.x if needs_wgrad else None)
+        kept_x = Kept.of(done.x if needs_wgrad else None)
         ctx.kept = (kept_x.spec, kept_w.spec)
         ctx.save_for_backward(*kept_x.tensors, *kept_w.tensors)
         return done.y
@@ -195,19 +202,15 @@ class _LinearFunction(torch.autograd.Function):
             return refused
         return _gradients(ctx, grad_output)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(
-            "an FP8 linear has no forward-mode derivative: use backward(), or call it inside fp8_autocast(enabled=False)"
-        )
+    jvp = staticmethod(refuse_tangents)
 
 
 def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
     tensors = list(ctx.saved_tensors)
-    saved_x, saved_w = (None if spec == _AGAIN else _Kept.restore(spec, tensors) for spec in ctx.kept)
+    saved_x, saved_w = (None if spec == AGAIN else Kept.restore(spec, tensors) for spec in ctx.kept)
     with without_autocast(grad_output.device):  # backward() may be called inside it
-        if ctx.kept[1] == _AGAIN:
+        if ctx.kept[1] == AGAIN:
             saved_w = ctx.call.site.weights.columnwise(*tensors)
         dx, dw, dbias = backward(
             grad_output,
@@ -223,26 +226,26 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     return dx, dw, dbias, None, None
 
 
-_AGAIN = "again"
+AGAIN = "again"
 """Kept of a weight: itself and its stamp, from which ``WeightCache.columnwise`` makes the operand."""
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """An operand taken apart into tensors for save_for_backward and the facts that put it together again."""
 
     tensors: tuple[torch.Tensor, ...]
     spec: tuple[Granularity, bool, bool, bool] | str | None
 
     @staticmethod
-    def of(operand: Operand | None) -> _Kept:
+    def of(operand: Operand | None) -> Kept:
         if operand is None:
-            return _Kept((), None)
+            return Kept((), None)
         if isinstance(operand, QuantizedSide):
-            return _Kept(
+            return Kept(
                 (operand.codes, operand.scale_inv),
                 (operand.granularity, operand.pow2, operand.finite, operand.tiled),
             )
-        return _Kept((operand,), "plain")
+        return Kept((operand,), "plain")
 
     @staticmethod
     def restore(

@@ -153,9 +153,9 @@ def _backward(
     # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
     dy = as_matrix(grad_output)  # [M, N]
     dbias = None if bias_dtype is None else dy.to(torch.float32).sum(0).to(bias_dtype)
-    rowwise, pending_columnwise = _quantize_grad_output(dy, call, needs_dgrad, needs_wgrad)
+    rowwise, pending_columnwise = quantize_grad_output(dy, call, needs_dgrad, needs_wgrad)
     if needs_wgrad and isinstance(saved_x, torch.Tensor):
-        saved_x = _requantize_input(saved_x, call)
+        saved_x = requantize_input(saved_x, call)
     pending_x = _gather_input(saved_x, call) if needs_wgrad and call.gathers else None
     dx, pending_dx = None, None
     if needs_dgrad:
@@ -177,9 +177,9 @@ def _backward(
     if needs_wgrad:
         assert columnwise is not None and x_side is not None
         # [N, M] @ [K, M]^T
-        if (main_grad := _main_grad(weight)) is not None:
+        if (main_grad := main_grad_of(weight)) is not None:
             site.accumulate("wgrad", columnwise, x_side, main_grad, record=call.training)
-            dw = _added(weight)
+            dw = added_to_main_grad(weight)
         else:
             dtype = site.wgrad_dtype(weight.dtype)
             dw = site.multiply("wgrad", columnwise, x_side, dtype, record=call.training).to(weight.dtype)
@@ -252,7 +252,7 @@ def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
         column.observe(tokens)
 
 
-def _requantize_input(saved: torch.Tensor, call: Call) -> Operand | None:
+def requantize_input(saved: torch.Tensor, call: Call) -> Operand | None:
     """A saved plain input [K, M], quantised now if wgrad reads codes, and if codes made of a shard of the tokens are
     those that the gathered tokens would get; else as it is."""
     quantizer = call.site.casts["input"].columnwise
@@ -288,7 +288,7 @@ def _columnwise_input(gathered: Operand, call: Call) -> Operand | None:
 # -------------------------------------------------------------------------------------------- grad_output, backward
 
 
-def _quantize_grad_output(
+def quantize_grad_output(
     dy: torch.Tensor, call: Call, needs_dgrad: bool, needs_wgrad: bool
 ) -> tuple[Operand | None, Operand | Pending | None]:
     """(dgrad's operand [M, N], wgrad's operand [N, M] or its gather under way), over all ranks' tokens, of dy [M, N]."""
@@ -357,12 +357,12 @@ def _region(dy: torch.Tensor, call: Call) -> Region:
 # ------------------------------------------------------------------------------------------------------ wgrad
 
 
-def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
     """The buffer [N, K] that the weight's gradient is added to, if it has one (Megatron-Core's fused wgrad)."""
     return getattr(weight, "main_grad", None) if hasattr(weight, "grad_added_to_main_grad") else None
 
 
-def _added(weight: Any) -> torch.Tensor:
+def added_to_main_grad(weight: Any) -> torch.Tensor:
     """What autograd gets where dw was added to main_grad: a dummy that DDP will drop."""
     weight.grad_added_to_main_grad = True
     # Not None: with overlapped reduction DDP needs the gradient hook to run, and looks at a gradient's presence.

@@ -91,8 +91,9 @@ def make_site(
     overrides: dict[str, str] | None = None,
     seed: int = 0,
     stream: int = 0,
+    recording: bool = True,
 ) -> tuple[GemmSite, RecordingBackend]:
-    """A site on the emulated backend, and what records there. ``overrides`` may name recipes of ALL_RECIPES."""
+    """A site on the emulated backend, and what records there, unless nothing shall (``recording``). ``overrides`` may name recipes of ALL_RECIPES."""
     own = ALL_RECIPES[recipe] if isinstance(recipe, str) else recipe
     asked = Asked(
         recipe=lambda name: own if name is None else ALL_RECIPES[name],
@@ -104,6 +105,8 @@ def make_site(
     plan = resolve(asked, name, 0, torch.device("cpu"))
     site = GemmSite(plan, state or Fp8State(), group, seed=seed, stream=stream)
     backend = RecordingBackend()
+    if not recording:
+        return site, backend
     site.backend = backend  # type: ignore[assignment]
     for quantizer in site.quantizers.values():
         if quantizer is not None:

@@ -14,7 +14,7 @@ NaN codes give NaN in their row or column. Empty operands give zeros (and the bi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR
 from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
-from ..base import RESULTS, AmaxReduction, Quantized, Region, Running, unfit
+from ..base import RESULTS, AmaxReduction, Quantized, Region, Running, gemm_in_turn, unfit
 from .direct import direct
 from .layout import (
     Mode,
@@ -313,6 +313,18 @@ def gemm(
         assert bias is not None
         acc = acc + bias
     return acc.to(out_dtype).contiguous()
+
+
+def grouped_gemm(
+    a: Sequence[QuantizedSide],
+    b: Sequence[QuantizedSide],
+    outs: Sequence[torch.Tensor],
+    *,
+    add: bool = False,
+    fast_accumulation: bool = False,
+) -> None:
+    """outs[i] = ``gemm`` of a[i] and b[i], one launch or more for each: torch's grouped product is not used yet."""
+    gemm_in_turn(gemm, a, b, outs, add=add, fast_accumulation=fast_accumulation)
 
 
 def multiply(

@@ -18,28 +18,8 @@
 #include <omp.h>
 #include <stdlib.h>
 
+#include "gemm.h"
 #include "pack.h"
-
-/* Bits of what gemm takes as `kernel`, and has_gemm gives. */
-enum { WITH_AVX512 = 1, WITH_AMX = 2 };
-
-/* One operand as the caller has it, and its scales. */
-typedef struct {
-    const void *at;
-    int64_t row_step, k_step;
-    int32_t format;
-    int32_t e8m0;                           /* whether scales are E8M0, else float32 */
-    const void *scale;                      /* NULL: 1 */
-    int64_t block_rows, block_k;            /* that share a scale; block_k 0: all of k, and the scale waits for the end */
-    int64_t scale_row_step, scale_k_step;
-} Side;
-
-/* What becomes of the sums. */
-typedef struct {
-    void *at;                   /* [m, n], contiguous: float32, or bfloat16 */
-    int32_t bfloat16, add;      /* add: to the float32 that is there */
-    const float *bias;          /* [n] or NULL */
-} Out;
 
 #if defined(__AVX512BF16__)
 
@@ -329,9 +309,6 @@ INLINE int64_t shift_words(const Side *side, int64_t rows, int64_t k) {
     return side->scale && side->block_k ? (k + side->block_k - 1) / side->block_k * (whole(rows, 64) + 64) : 0;
 }
 
-/* One step of each side is 1; block_k is a multiple of 32; m, n and k are 1 or more.
-   Returns 0; -1 without memory; 1, with nothing written, where a scale, or a product of two, is outside 2^-100 to 2^80:
-   then numbers or sums could leave the normal range. */
 int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t kernel,
              int32_t threads) {
     int64_t words = (k + 31) / 32 * SQUARE, tall = whole(m, BLOCK), wide = whole(n, BLOCK);

@@ -31,7 +31,7 @@ from . import library, mkl
 
 SOURCES = [
     Path(__file__).with_name(f"{name}.c")
-    for name in ("loops", "blocks", "gemm", "few_rows", "few_tokens", "figures")
+    for name in ("loops", "blocks", "gemm", "grouped", "few_rows", "few_tokens", "figures")
 ]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
@@ -218,7 +218,9 @@ class Operand(NamedTuple):
     pow2: bool = False
 
 
-class _Side(ctypes.Structure):
+class Side(ctypes.Structure):
+    """gemm.h's."""
+
     _fields_ = (
         ("at", ctypes.c_void_p),
         ("row_step", ctypes.c_int64),
@@ -233,7 +235,9 @@ class _Side(ctypes.Structure):
     )
 
 
-class _Out(ctypes.Structure):
+class Out(ctypes.Structure):
+    """gemm.h's."""
+
     _fields_ = (
         ("at", ctypes.c_void_p),
         ("bfloat16", ctypes.c_int32),
@@ -311,16 +315,11 @@ def multiply(
         return into
     if not (m and n and k):
         return out.zero_() if bias is None else out.copy_(bias.expand(m, n))
-    to = _Out(
-        address(out, dtype, m * n),
-        int(dtype == torch.bfloat16),
-        int(into is not None),
-        None if bias is None else address(bias, torch.float32, n),
-    )
-    values_a, values_b = _dense(a.values), _dense(b.values)
+    to = out_of(out, bias, add=into is not None)
+    values_a, values_b = dense(a.values), dense(b.values)
     done = compiled().gemm(
-        ctypes.byref(_side(a, values_a)),
-        ctypes.byref(_side(b, values_b)),
+        ctypes.byref(side_of(a, values_a)),
+        ctypes.byref(side_of(b, values_b)),
         ctypes.byref(to),
         ctypes.c_int64(m),
         ctypes.c_int64(n),
@@ -333,19 +332,19 @@ def multiply(
     return None if done else out
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def dense(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy if neither its rows nor its columns are dense."""
     return x if 1 in x.stride() else x.clone(memory_format=torch.contiguous_format)
 
 
-def _side(of: Operand, values: torch.Tensor) -> _Side:
+def side_of(of: Operand, values: torch.Tensor) -> Side:
     """What C is told. A dimension of one element may have any stride."""
     row_step, k_step = values.stride()
     if values.shape[1] == 1:
         k_step = 1
     scale, (block_rows, block_k) = of.scale, of.block
     steps = (0, 0) if scale is None or scale.ndim < 2 else scale.stride()
-    return _Side(
+    return Side(
         values.data_ptr(),
         row_step,
         k_step,
@@ -355,6 +354,16 @@ def _side(of: Operand, values: torch.Tensor) -> _Side:
         block_rows,
         block_k,
         *steps,
+    )
+
+
+def out_of(out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> Out:
+    """What C is told of the result, float32 or bfloat16 [m, n]; add: to the float32 that is there."""
+    return Out(
+        address(out, out.dtype, out.numel()),
+        int(out.dtype == torch.bfloat16),
+        int(add),
+        None if bias is None else address(bias, torch.float32, out.shape[1]),
     )
 
 

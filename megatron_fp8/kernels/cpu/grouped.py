@@ -1,0 +1,71 @@
+"""Products of a layer's experts on CPUs in one call (grouped.c): each is the very product that ``loops.multiply`` makes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from . import loops
+from .loops import Operand
+
+
+class Product(NamedTuple):
+    """a [M, K] @ b [N, K]^T, to be written to ``out``, or added to it.
+
+    Attributes:
+        a, b: what ``loops.multiplies`` takes, none of M, N and K being 0.
+        out: float32 or bfloat16 [M, N], contiguous; ``add``: float32.
+    """
+
+    a: Operand
+    b: Operand
+    out: torch.Tensor
+    add: bool = False
+
+
+class _Product(ctypes.Structure):
+    """grouped.c's."""
+
+    _fields_ = (
+        ("a", loops.Side),
+        ("b", loops.Side),
+        ("out", loops.Out),
+        ("m", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("done", ctypes.c_int32),
+    )
+
+
+def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> list[bool]:
+    """Make all products; which of them were made: the others' scales are outside what ``loops.multiply`` takes, and
+    their ``out`` is as it was.
+
+    Args:
+        loop: as of ``loops.multiply``.
+    """
+    if not products:
+        return []
+    told, kept = (_Product * len(products))(), []  # kept: C reads copies of operands that have no dense dimension
+    elements = 0
+    for each, (a, b, out, add) in zip(told, products, strict=True):
+        values = loops.dense(a.values), loops.dense(b.values)
+        kept.append(values)
+        (m, k), n = a.values.shape, b.values.shape[0]
+        assert b.values.shape[1] == k and out.shape == (m, n), (a.values.shape, b.values.shape, out.shape)
+        each.a, each.b = loops.side_of(a, values[0]), loops.side_of(b, values[1])
+        each.out = loops.out_of(out, None, add=add)
+        each.m, each.n, each.k = m, n, k
+        elements += max(m * k, n * k, m * n)
+    done = loops.compiled().gemm_each(
+        told,
+        ctypes.c_int64(len(products)),
+        loop or loops.inner_loop(),
+        loops.thread_count(elements),
+    )
+    if done < 0 or any(each.done < 0 for each in told):
+        raise MemoryError(f"no memory to pack the matrices of {len(products)} products")
+    return [each.done == 0 for each in told]

@@ -1,0 +1,291 @@
+"""The linears of a layer's experts, each on tokens of its own, with their products in one call.
+
+    fprop  y_e [T_e, N]  = x_e  [T_e, K]   @ w_e  [N, K]^T
+    dgrad  dx_e [T_e, K] = dy_e [T_e, N]   @ w_e  [N, K]           for every expert e, whose T_e tokens lie together
+    wgrad  dw_e [N, K]   = dy_e [T_e, N]^T @ x_e  [T_e, K]
+
+A grouped linear is a list of GEMM sites, one for each expert: each has its own plan, quantizers, slots and kept weight,
+as a linear that is called alone. So no amax is shared between experts, no block of a scale straddles two, and codes,
+histories, checkpoints and reports are those of the experts called one after the other, to the bit. What is gained is
+the products: a backend's ``grouped_gemm`` makes those of all experts in one call. Experts that a plan or an experiment
+treats in another way (one of them in BF16, a gradient in high precision) are multiplied alone, beside the others.
+
+Rejected: one site with a weight [experts, N, K]. Its quantizers, histories, FP8 parameter, main_grad and checkpoint
+would each need a second form with a dimension more, to hold what a list holds as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from ..plan.switch import in_recompute, without_autocast
+from ..state.observer import SeenProduct
+from ..tensor import Operand
+from .derivative import first_derivative_only
+from .function import AGAIN, Kept, fp8_linear, refuse_tangents, refuse_tracers
+from .passes import (
+    Call,
+    added_to_main_grad,
+    main_grad_of,
+    quantize_grad_output,
+    quantize_input,
+    requantize_input,
+)
+from .site import GemmSite
+from .tensor_parallel import TensorParallel
+
+_ALONE = TensorParallel()
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    tokens: Sequence[int],
+    sites: Sequence[GemmSite],
+    *,
+    training: bool = True,
+    fresh_weights: Sequence[bool] | None = None,
+    save_original_input: bool = False,
+) -> torch.Tensor:
+    """y_e = x_e @ weight_e^T for every expert e, with the GEMMs of ``sites[e]``; the bits of ``fp8_linear`` of each.
+
+    Args:
+        x: [T, K], the tokens of all experts, expert by expert.
+        weights: [N, K] each; one with ``main_grad`` has its gradient added there, as of ``fp8_linear``.
+        tokens: T_e, any of which may be 0.
+        sites: the experts' GEMMs.
+        training, save_original_input: as of ``fp8_linear``.
+        fresh_weights: as its fresh_weight, of each expert.
+
+    Returns:
+        [T, N] in x's dtype. NaN and Inf as of ``fp8_linear``: those of one expert stay in its rows.
+
+    Raises:
+        ValueError: tokens do not sum to T, x's last dimension is not the weights', or lists differ in length.
+        RuntimeError: it is being exported or jit-traced, or transformed by torch.func.
+    """
+    _check(x, weights, tokens, sites)
+    fresh = [False] * len(sites) if fresh_weights is None else list(fresh_weights)
+    watched = torch.compiler.is_compiling()
+    # Every site is asked: each remembers what it answered.
+    watched |= any([site.forwards.as_operator(x, w) for site, w in zip(sites, weights, strict=True)])
+    if watched:  # a tracer sees one operator for each expert
+        done = [
+            fp8_linear(
+                part,
+                weight,
+                None,
+                site,
+                training=training,
+                fresh_weight=again,
+                save_original_input=save_original_input,
+            )
+            for part, weight, site, again in zip(x.split(list(tokens)), weights, sites, fresh, strict=True)
+        ]
+        return torch.cat(done)
+    refuse_tracers(sites[0])
+    record = training and not in_recompute()
+    calls = tuple(
+        Call(site, _ALONE, training, record, again, save_original_input)
+        for site, again in zip(sites, fresh, strict=True)
+    )
+    group = _Group(calls, tuple(tokens), torch.is_grad_enabled())
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return _GroupedFunction.apply(x, group, *weights)
+    return _forward(x, weights, group, [False] * len(weights), False).y
+
+
+class _Group(NamedTuple):
+    """What one forward was called with, for each expert."""
+
+    calls: tuple[Call, ...]
+    tokens: tuple[int, ...]
+    grad_enabled: bool
+
+    @property
+    def sites(self) -> list[GemmSite]:
+        return [call.site for call in self.calls]
+
+
+def _check(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], tokens: Sequence[int], sites: Sequence[GemmSite]
+) -> None:
+    name = sites[0].plan.name if sites else "grouped_linear"
+    if not len(weights) == len(tokens) == len(sites) > 0:
+        raise ValueError(
+            f"{name}: {len(weights)} weights, {len(tokens)} numbers of tokens and {len(sites)} sites: one of each for"
+            " every expert is needed"
+        )
+    if x.ndim != 2 or any(weight.shape != weights[0].shape or weight.shape[1] != x.shape[1] for weight in weights):
+        raise ValueError(
+            f"{name}: input {tuple(x.shape)} and weights {sorted({tuple(w.shape) for w in weights})}: tokens [T, K] and"
+            " weights that are all [N, K] are needed"
+        )
+    if min(tokens) < 0 or sum(tokens) != len(x):
+        raise ValueError(
+            f"{name}: numbers of tokens {list(tokens)} sum to {sum(tokens)}, and the input has {len(x)} rows: they say"
+            " how many rows each expert has, in order"
+        )
+
+
+class _Forward(NamedTuple):
+    """y; of each expert, what its backward needs: wgrad's and dgrad's operands, taken apart."""
+
+    y: torch.Tensor
+    kept: list[Kept]
+
+
+def _forward(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    group: _Group,
+    needs_wgrad: Sequence[bool],
+    needs_dgrad: bool,
+) -> _Forward:
+    operands: list[Operand] = []
+    coded: list[Operand] = []
+    kept_x, kept_w = [], []
+    parts = x.split(list(group.tokens))
+    for part, weight, call, needs in zip(parts, weights, group.calls, needs_wgrad, strict=True):
+        site = call.site
+        site.note_forward()
+        operand, saved = quantize_input(part, call, needs)  # [T_e, K], [K, T_e]
+        sides = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
+        assert sides.rowwise is not None
+        operands.append(operand)
+        coded.append(sides.rowwise)
+        kept_x.append(Kept.of(saved))
+        if needs_dgrad and sides.columnwise is None:
+            stamp = site.weights.stamp(x.device, training=call.training)
+            kept_w.append(Kept((weight, *stamp), AGAIN))
+        else:
+            kept_w.append(Kept.of(sides.columnwise if needs_dgrad else None))
+        if not site.state.keeps_weights:
+            site.weights.forget()  # the next call quantises again; what backward needs is kept here
+    y = torch.empty(len(x), weights[0].shape[0], dtype=x.dtype, device=x.device)
+    _multiply("fprop", group.sites, operands, coded, y.split(list(group.tokens)), group.calls[0].record)
+    return _Forward(y, [*kept_x, *kept_w])
+
+
+class _GroupedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: _Group, *weights: torch.Tensor) -> torch.Tensor:
+        needs_dgrad, _, *needs_wgrad = (need and group.grad_enabled for need in ctx.needs_input_grad)
+        done = _forward(x, weights, group, needs_wgrad, needs_dgrad)
+        ctx.group, ctx.weights = group, weights
+        ctx.kept = [(len(kept.tensors), kept.spec) for kept in done.kept]
+        ctx.save_for_backward(*(tensor for kept in done.kept for tensor in kept.tensors))
+        return done.y
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        training = ctx.group.calls[0].training
+        state = ctx.group.calls[0].site.state
+        with without_autocast(grad_output.device), nullcontext() if training else state.uncounted():
+            return _gradients(ctx, grad_output)
+
+    jvp = staticmethod(refuse_tangents)
+
+
+def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    group: _Group = ctx.group
+    calls, tokens = group.calls, list(group.tokens)
+    needs_dgrad, _, *needs_wgrad = ctx.needs_input_grad
+    saved = _restored(ctx)
+    saved_x, saved_w = saved[: len(calls)], saved[len(calls) :]
+    rowwise: list[Any] = []
+    columnwise: list[Any] = []
+    for e, (part, call) in enumerate(zip(grad_output.split(tokens), calls, strict=True)):
+        sides = quantize_grad_output(part, call, needs_dgrad, needs_wgrad[e])  # [T_e, N], [N, T_e]
+        rowwise.append(sides[0])
+        columnwise.append(sides[1])
+        if needs_wgrad[e] and isinstance(saved_x[e], torch.Tensor):
+            saved_x[e] = requantize_input(saved_x[e], call)
+    record = calls[0].training
+    dx = None
+    if needs_dgrad:
+        cols = ctx.weights[0].shape[1]
+        dx = torch.empty(len(grad_output), cols, dtype=grad_output.dtype, device=grad_output.device)
+        _multiply("dgrad", group.sites, rowwise, saved_w, dx.split(tokens), record)
+    wanted = [e for e, needs in enumerate(needs_wgrad) if needs]
+    return dx, None, *_weight_gradients(ctx.weights, group, columnwise, saved_x, wanted, record)
+
+
+def _weight_gradients(
+    weights: Sequence[torch.Tensor],
+    group: _Group,
+    dy: Sequence[Any],
+    x: Sequence[Any],
+    wanted: list[int],
+    record: bool,
+) -> list[torch.Tensor | None]:
+    """The gradients of the wanted experts' weights; of one that was added to its main_grad, a dummy."""
+    found: list[torch.Tensor | None] = [None] * len(weights)
+    sums = {e: main_grad_of(weights[e]) for e in wanted}
+    for add in (True, False):
+        these = [e for e in wanted if (sums[e] is not None) == add]
+        outs = [sums[e] if add else _empty_gradient(weights[e], group.calls[e].site) for e in these]
+        part = [group.calls[e].site for e in these]
+        _multiply("wgrad", part, [dy[e] for e in these], [x[e] for e in these], outs, record, add=add)
+        for e, out in zip(these, outs, strict=True):
+            assert out is not None
+            found[e] = added_to_main_grad(weights[e]) if add else out.to(weights[e].dtype)
+    return found
+
+
+def _empty_gradient(weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
+    return torch.empty(weight.shape, dtype=site.wgrad_dtype(weight.dtype), device=weight.device)
+
+
+def _restored(ctx: Any) -> list[Operand | None]:
+    """The operands that forward kept, wgrad's and then dgrad's of each expert."""
+    tensors = list(ctx.saved_tensors)
+    found: list[Operand | None] = []
+    for i, (count, spec) in enumerate(ctx.kept):
+        these, tensors = tensors[:count], tensors[count:]
+        if spec == AGAIN:
+            found.append(ctx.group.calls[i - len(ctx.group.calls)].site.weights.columnwise(*these))
+        else:
+            found.append(Kept.restore(spec, these))
+    return found
+
+
+def _multiply(
+    gemm: str,
+    sites: Sequence[GemmSite],
+    a: Sequence[Operand],
+    b: Sequence[Any],
+    outs: Sequence[Any],
+    record: bool,
+    *,
+    add: bool = False,
+) -> None:
+    """outs[e] = a[e] @ b[e]^T (add: +=) as each site's plan has it: those that one backend multiplies in FP8 in one call."""
+    together: dict[ModuleType, list[int]] = {}
+    for e, site in enumerate(sites):
+        if site.plan.gemms[gemm] == "fp8" and site.backend is not None and not (add and site.state.observer):
+            together.setdefault(site.backend, []).append(e)
+        elif add:
+            site.accumulate(gemm, a[e], b[e], outs[e], record=record)
+        else:
+            outs[e].copy_(site.multiply(gemm, a[e], b[e], outs[e].dtype, record=record))
+    for backend, these in together.items():
+        backend.grouped_gemm(
+            [a[e] for e in these],
+            [b[e] for e in these],
+            [outs[e] for e in these],
+            add=add,
+            fast_accumulation=gemm == "fprop",
+        )
+        for e in these:
+            site = sites[e]
+            site.state.counts.fp8_gemms += 1
+            if (observer := site.state.observer) is not None:
+                observer.product(SeenProduct(site.plan.name, gemm, a[e], b[e], outs[e], record))

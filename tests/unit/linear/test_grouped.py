@@ -1,0 +1,205 @@
+"""The linears of a layer's experts in one call: the bits of one call for each, whatever the numbers of tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.backends import emulated
+from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.grouped import grouped_linear
+from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.state.fp8_state import Fp8State
+from tests.support.sites import ALL_RECIPES, make_site, randn
+
+TOKENS = (70, 0, 200, 1, 129, 16)  # none, few rows, a block and one more
+K, N = 160, 136
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def experts(recipe: str, count: int = len(TOKENS), **options: Any) -> tuple[Fp8State, list[GemmSite]]:
+    """Sites that share a state."""
+    state = Fp8State()
+    made = [
+        make_site(recipe, state=state, name=f"experts.{e}.fc1", recording=False, **options)[0]
+        for e in range(count)
+    ]
+    return state, made
+
+
+def matrices(tokens: tuple[int, ...] = TOKENS) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """x [T, K], the experts' weights [N, K], dy [T, N]."""
+    weights = [randn(N, K, seed=10 + e) for e in range(len(tokens))]
+    return randn(sum(tokens), K, seed=1), weights, randn(sum(tokens), N, seed=2)
+
+
+def in_turn(x: Any, weights: Any, tokens: Any, sites: Any, **options: Any) -> torch.Tensor:
+    """What grouped_linear has to equal."""
+    parts = zip(x.split(list(tokens)), weights, sites, strict=True)
+    return torch.cat([fp8_linear(part, weight, None, site, **options) for part, weight, site in parts])
+
+
+def train(linear: Any, recipe: str, *, main_grad: bool, iterations: int = 2, **options: Any) -> SimpleNamespace:
+    """Results and gradients of a few iterations, and what the state holds afterwards."""
+    state, sites = experts(recipe, **options)
+    x, weights, dy = matrices()
+    found = []
+    parameters: list[Any] = [torch.nn.Parameter(weight) for weight in weights]
+    for parameter in parameters if main_grad else ():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(N, K), False
+    for _ in range(iterations):
+        leaf = x.clone().requires_grad_()
+        y = linear(leaf, parameters, TOKENS, sites)
+        y.backward(dy)
+        grads = [p.main_grad.clone() if main_grad else p.grad for p in parameters]
+        found += [y.detach(), leaf.grad, *grads]
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad = None
+        state.finish_iteration()
+    [arena] = state.arenas
+    return SimpleNamespace(results=found, arena=arena, counts=state.last)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("recipe", list(ALL_RECIPES))
+def test_it_is_each_expert_alone_to_the_bit(recipe: str, main_grad: bool) -> None:
+    """Results, gradients, scales, amaxes, health and counts, over two iterations."""
+    together = train(grouped_linear, recipe, main_grad=main_grad)
+    alone = train(in_turn, recipe, main_grad=main_grad)
+    for i, (one, other) in enumerate(zip(together.results, alone.results, strict=True)):
+        assert_same_bytes(one, other, f"tensor {i}")
+    for what in ("scale", "last_amax", "last_nonfinite"):
+        assert_same_bytes(getattr(together.arena, what), getattr(alone.arena, what), what)
+    assert together.counts == alone.counts
+
+
+def test_one_call_of_the_backend_for_each_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts' fprop, dgrad and wgrad; those that a plan has in high precision stay out of it."""
+    calls: list[tuple[int, bool]] = []
+    real = emulated.grouped_gemm
+
+    def counted(a: Any, b: Any, outs: Any, *, add: bool = False, **options: Any) -> None:
+        calls.append((len(outs), add))
+        real(a, b, outs, add=add, **options)
+
+    monkeypatch.setattr(emulated, "grouped_gemm", counted)
+    train(grouped_linear, "blockwise", main_grad=True, iterations=1)
+    assert calls == [(6, False), (6, False), (6, True)]
+    calls.clear()
+    train(grouped_linear, "blockwise", main_grad=False, iterations=1, overrides={"experts.2.*": "bf16"})
+    assert calls == [(5, False), (5, False), (5, False)]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_an_expert_planned_otherwise_is_multiplied_beside_the_others(recipe: str) -> None:
+    options: Any = {"overrides": {"experts.2.*": "bf16", "experts.4.*": "mxfp8"}}
+    together = train(grouped_linear, recipe, main_grad=True, **options)
+    alone = train(in_turn, recipe, main_grad=True, **options)
+    for i, (one, other) in enumerate(zip(together.results, alone.results, strict=True)):
+        assert_same_bytes(one, other, f"tensor {i}")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+def test_nan_and_inf_stay_in_their_expert(recipe: str) -> None:
+    x, weights, dy = matrices()
+    results = []
+    for bad in (False, True):
+        _, sites = experts(recipe)
+        leaf = x.clone()
+        if bad:
+            leaf[80:90], weights[2] = float("nan"), weights[2].clone()  # of expert 2, tokens 70 to 269
+            weights[2][0, 0] = float("inf")
+        leaf.requires_grad_()
+        parameters = [torch.nn.Parameter(weight) for weight in weights]
+        y = grouped_linear(leaf, parameters, TOKENS, sites)
+        y.backward(dy)
+        assert leaf.grad is not None
+        results.append((y.detach(), leaf.grad, [p.grad for p in parameters], sites))
+    (y, dx, dw, _), (bad_y, bad_dx, bad_dw, sites) = results
+    assert bad_y[80:90].isnan().all() and bad_dw[2].isnan().any()
+    other = torch.ones(len(x), dtype=torch.bool)
+    other[70:270] = False
+    assert_same_bytes(bad_y[other], y[other])
+    assert_same_bytes(bad_dx[other], dx[other])
+    for e in (0, 1, 3, 4, 5):
+        assert_same_bytes(bad_dw[e], dw[e], f"expert {e}")
+    health = {site.plan.name: site.casts["input"].quantizers[0].slot for site in sites}
+    counted = {name: float(slot.arena.rows[1, slot.index]) for name, slot in health.items()}
+    assert [name for name, count in counted.items() if count] == ["experts.2.fc1"]
+
+
+def test_recomputed_it_records_once_and_is_the_same() -> None:
+    def recomputed(*args: Any) -> torch.Tensor:
+        return checkpoint(grouped_linear, *args, use_reentrant=False)
+
+    plain, again = (train(linear, "delayed", main_grad=True) for linear in (grouped_linear, recomputed))
+    for i, (one, other) in enumerate(zip(again.results, plain.results, strict=True)):
+        assert_same_bytes(one, other, f"tensor {i}")
+    assert_same_bytes(again.arena.scale, plain.arena.scale)
+
+
+def test_saved_for_backward_are_codes() -> None:
+    """A byte a value and scales: at most 0.55 of the BF16 that a linear in high precision saves of its input."""
+    tokens = (256, 0, 128, 384)
+    x, weights, _ = matrices(tokens)
+    _, sites = experts("blockwise", len(tokens))
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    own = {weight.untyped_storage().data_ptr() for weight in weights}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        grouped_linear(x.requires_grad_(), [torch.nn.Parameter(w) for w in weights], tokens, sites)
+    for site in sites:
+        assert site.weights.kept is not None and site.weights.kept.columnwise is not None
+        side = site.weights.kept.columnwise
+        own |= {t.untyped_storage().data_ptr() for t in (side.codes, side.scale_inv)}
+    activations = sum(size for at, size in saved.items() if at not in own)
+    assert 0 < activations <= 0.55 * x.numel() * 2
+
+
+def test_without_gradients_nothing_is_saved_or_recorded() -> None:
+    x, weights, _ = matrices()
+    state, sites = experts("delayed")
+    with torch.no_grad():
+        y = grouped_linear(x, weights, TOKENS, sites, training=False)
+        expected = in_turn(x, weights, TOKENS, experts("delayed")[1], training=False)
+    assert_same_bytes(y, expected)
+    assert not state.arenas[0].rows.any()
+
+
+def test_it_traces_as_one_linear_for_each_expert() -> None:
+    x, weights, dy = matrices()
+    _, sites = experts("blockwise")
+    eager, traced = x.clone().requires_grad_(), x.clone().requires_grad_()
+    grouped_linear(eager, weights, TOKENS, sites).backward(dy)
+    torch.compile(grouped_linear, backend="aot_eager")(traced, weights, TOKENS, sites).backward(dy)
+    assert_same_bytes(traced.grad, eager.grad)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [((70, 0, 200, 1, 129, 15), "sum to 415"), ((416, 0, 0), "3 numbers"), ((-1, 1, 200, 71, 129, 16), "-1")],
+)
+def test_numbers_that_do_not_fit(tokens: tuple[int, ...], said: str) -> None:
+    x, weights, _ = matrices()
+    with pytest.raises(ValueError, match=rf"experts\.0\.fc1.*{said}"):
+        grouped_linear(x, weights, tokens, experts("blockwise")[1])
+    with pytest.raises(ValueError, match="all \\[N, K\\]"):
+        grouped_linear(x[:, :-1], weights, TOKENS, experts("blockwise")[1])
