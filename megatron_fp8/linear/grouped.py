@@ -72,10 +72,9 @@ def grouped_linear(
     """
     _check(x, weights, tokens, sites)
     fresh = [False] * len(sites) if fresh_weights is None else list(fresh_weights)
-    watched = torch.compiler.is_compiling()
     # Every site is asked: each remembers what it answered.
-    watched |= any([site.forwards.as_operator(x, w) for site, w in zip(sites, weights, strict=True)])
-    if watched:  # a tracer sees one operator for each expert
+    watched = [site.forwards.as_operator(x, w) for site, w in zip(sites, weights, strict=True)]
+    if torch.compiler.is_compiling() or any(watched):  # a tracer sees one operator for each expert
         done = [
             fp8_linear(
                 part,
@@ -122,7 +121,9 @@ def _check(
             f"{name}: {len(weights)} weights, {len(tokens)} numbers of tokens and {len(sites)} sites: one of each for"
             " every expert is needed"
         )
-    if x.ndim != 2 or any(weight.shape != weights[0].shape or weight.shape[1] != x.shape[1] for weight in weights):
+    if x.ndim != 2 or any(
+        weight.shape != weights[0].shape or weight.shape[1] != x.shape[1] for weight in weights
+    ):
         raise ValueError(
             f"{name}: input {tuple(x.shape)} and weights {sorted({tuple(w.shape) for w in weights})}: tokens [T, K] and"
             " weights that are all [N, K] are needed"
@@ -267,7 +268,7 @@ def _multiply(
     *,
     add: bool = False,
 ) -> None:
-    """outs[e] = a[e] @ b[e]^T (add: +=) as each site's plan has it: those that one backend multiplies in FP8 in one call."""
+    """outs[e] = a[e] @ b[e]^T (add: +=) as each site's plan has it; those of one backend in FP8 in one call."""
     together: dict[ModuleType, list[int]] = {}
     for e, site in enumerate(sites):
         if site.plan.gemms[gemm] == "fp8" and site.backend is not None and not (add and site.state.observer):

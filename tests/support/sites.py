@@ -93,7 +93,9 @@ def make_site(
     stream: int = 0,
     recording: bool = True,
 ) -> tuple[GemmSite, RecordingBackend]:
-    """A site on the emulated backend, and what records there, unless nothing shall (``recording``). ``overrides`` may name recipes of ALL_RECIPES."""
+    """A site on the emulated backend, and what records there, unless nothing shall (``recording``).
+
+    ``overrides`` may name recipes of ALL_RECIPES."""
     own = ALL_RECIPES[recipe] if isinstance(recipe, str) else recipe
     asked = Asked(
         recipe=lambda name: own if name is None else ALL_RECIPES[name],

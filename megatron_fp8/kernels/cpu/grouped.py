@@ -1,4 +1,4 @@
-"""Products of a layer's experts on CPUs in one call (grouped.c): each is the very product that ``loops.multiply`` makes."""
+"""Products of a layer's experts on CPUs in one call (grouped.c): each as ``loops.multiply`` makes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> li
     """
     if not products:
         return []
-    told, kept = (_Product * len(products))(), []  # kept: C reads copies of operands that have no dense dimension
+    told, kept = (
+        (_Product * len(products))(),
+        [],
+    )  # kept: C reads copies of operands that have no dense dimension
     elements = 0
     for each, (a, b, out, add) in zip(told, products, strict=True):
         values = loops.dense(a.values), loops.dense(b.values)

@@ -51,7 +51,9 @@ def in_turn(x: Any, weights: Any, tokens: Any, sites: Any, **options: Any) -> to
     return torch.cat([fp8_linear(part, weight, None, site, **options) for part, weight, site in parts])
 
 
-def train(linear: Any, recipe: str, *, main_grad: bool, iterations: int = 2, **options: Any) -> SimpleNamespace:
+def train(
+    linear: Any, recipe: str, *, main_grad: bool, iterations: int = 2, **options: Any
+) -> SimpleNamespace:
     """Results and gradients of a few iterations, and what the state holds afterwards."""
     state, sites = experts(recipe, **options)
     x, weights, dy = matrices()
