@@ -207,8 +207,8 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
         sides = quantize_grad_output(part, call, needs_dgrad, needs_wgrad[e])  # [T_e, N], [N, T_e]
         rowwise.append(sides[0])
         columnwise.append(sides[1])
-        if needs_wgrad[e] and isinstance(saved_x[e], torch.Tensor):
-            saved_x[e] = requantize_input(saved_x[e], call)
+        if needs_wgrad[e] and isinstance(plain := saved_x[e], torch.Tensor):
+            saved_x[e] = requantize_input(plain, call)
     record = calls[0].training
     dx = None
     if needs_dgrad:
