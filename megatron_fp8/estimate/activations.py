@@ -253,8 +253,8 @@ def probability_bytes(model: Model) -> int:
 
 
 def _padded(model: Model, tokens: int) -> int:
-    """Rows of an expert, which Megatron-Core fills up with zeros where FP8 is on."""
-    multiple = (32 if model.fp8_recipe == "mxfp8" else 16) if model.fp8 else 1
+    """Rows of an expert, which Megatron-Core fills up with zeros where FP8 is on and experts run one by one."""
+    multiple = (32 if model.fp8_recipe == "mxfp8" else 16) if model.fp8 and not model.moe_grouped_gemm else 1
     return -(-tokens // multiple) * multiple
 
 

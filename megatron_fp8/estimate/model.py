@@ -92,6 +92,7 @@ class Model:
     moe_shared_expert_gate: bool = False
     moe_layer_freq: int | list[int] = 1
     moe_router_topk: int = 2
+    moe_grouped_gemm: bool = False
     moe_router_dtype: str | None = None
 
     def __post_init__(self) -> None:

@@ -76,5 +76,8 @@ def _foreign(module: Any) -> str | None:
     if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
         return f"a {kind.__name__}, whose own forward runs in BF16: name Megatron-Core's linear in the spec"
     if kind.__name__ == "GroupedMLP":
-        return "a GroupedMLP, which runs in BF16: set moe_grouped_gemm=False"
+        return (
+            "Megatron-Core's GroupedMLP, which runs in BF16: build the model from"
+            " megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config), or set moe_grouped_gemm=False"
+        )
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +24,14 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
     Raises:
         RuntimeError: megatron_fp8.mcore.install() was not called.
         ValueError: moe_layer_freq makes layers of two kinds; multi-latent attention; latent experts without Transformer
-            Engine; grouped GEMM for experts in FP8; Transformer Engine was asked for and cannot run.
+            Engine; what grouped experts lack; Transformer Engine was asked for and cannot run.
     """
     _check(config)
     if choose_te_layers(config):
         from .te.layers import te_layer_spec  # its base classes are Transformer Engine's
 
         return te_layer_spec(config)
-    with _layer_frequency(config):
+    with _layer_frequency(config), _without_advice():
         layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config, use_transformer_engine=False, **_options(config)
         )
@@ -60,7 +61,7 @@ def get_gpt_decoder_block_fp8_spec(
         from .te.layers import te_block_spec  # its base classes are Transformer Engine's
 
         return te_block_spec(config, **options)
-    with _layer_frequency(config):
+    with _layer_frequency(config), _without_advice():
         return with_own_modules(
             gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options)
         )
@@ -103,8 +104,20 @@ def _check(config: Any) -> None:
             f"moe_latent_size={config.moe_latent_size} needs Transformer Engine's linear: Megatron-Core makes its"
             " projections of it, and it is not installed. Set it to None"
         )
-    if config.fp8 and config.num_moe_experts and config.moe_grouped_gemm:
-        raise ValueError("moe_grouped_gemm=True is not available in FP8 in this version: set it to False")
+    if config.num_moe_experts and config.moe_grouped_gemm and not choose_te_layers(config):
+        _check_grouped(config)
+
+
+def _check_grouped(config: Any) -> None:
+    if config.add_bias_linear:
+        raise ValueError(
+            "moe_grouped_gemm=True has no biases: set add_bias_linear=False, or moe_grouped_gemm=False"
+        )
+    if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ()):
+        raise ValueError(
+            "recompute_modules with 'moe_act' is not available in this version: name 'moe', which recomputes all of the"
+            " experts, or leave it out"
+        )
 
 
 def _options(config: Any) -> dict[str, Any]:
@@ -119,6 +132,14 @@ def _layer_frequency(config: Any) -> Iterator[None]:
         yield
     except AssertionError as error:
         raise ValueError(f"moe_layer_freq={config.moe_layer_freq!r}: {error}") from error
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Megatron-Core advises Transformer Engine where its own GroupedMLP is named, in whose place this package's comes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The legacy GroupedMLP")
+        yield
 
 
 def _require_installed() -> None:

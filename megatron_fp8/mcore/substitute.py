@@ -20,11 +20,14 @@ from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import grouped_gemm_util
+from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from . import installed as compat
 from .layers.attention import CoreAttention
+from .layers.grouped import Fp8GroupedMLP
 from .layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from .patches.apex import norm_class
 
@@ -84,6 +87,8 @@ def final_norm_of_the_layers(original: Callable[..., Any]) -> Callable[..., Any]
 def _own_class(theirs: Any) -> type | None:
     if theirs in _norms():
         return norm_class()
+    if theirs is GroupedMLP:
+        return Fp8GroupedMLP
     return CoreAttention if theirs is DotProductAttention else _LINEARS.get(theirs)
 
 
@@ -91,6 +96,8 @@ def _refuses(theirs: Any, config: Any) -> bool:
     """Whether Megatron-Core's class cannot be built from a config that this package's takes, FP8 or not."""
     if theirs is DotProductAttention:
         return config.context_parallel_size > 1
+    if theirs is GroupedMLP:
+        return not grouped_gemm_util.grouped_gemm_is_available()
     if theirs is WrappedTorchNorm:
         return bool(config.sequence_parallel or config.layernorm_zero_centered_gamma)
     return theirs in _norms() and config.normalization != "LayerNorm"  # apex has no other

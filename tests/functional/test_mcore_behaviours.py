@@ -72,7 +72,17 @@ def refusals() -> dict[str, str]:
         for name, make in {
             "one layer's spec": lambda: frequency(get_gpt_layer_fp8_spec, [0, 1]),
             "a short list": lambda: frequency(get_gpt_decoder_block_fp8_spec, [0, 1, 1]),
-            "grouped": lambda: get_gpt_layer_fp8_spec(config(**EXPERTS, moe_grouped_gemm=True)),
+            "grouped": lambda: get_gpt_layer_fp8_spec(
+                config(**EXPERTS, moe_grouped_gemm=True, add_bias_linear=True)
+            ),
+            "activation": lambda: get_gpt_layer_fp8_spec(
+                config(
+                    **EXPERTS,
+                    moe_grouped_gemm=True,
+                    recompute_granularity="selective",
+                    recompute_modules=["moe_act"],
+                )
+            ),
             "latent": lambda: get_gpt_layer_fp8_spec(config(**EXPERTS, moe_latent_size=64)),
             "mtp": without_mtp,
         }.items():
@@ -94,6 +104,7 @@ def test_specs_are_refused_in_one_line(ranks: RankPool) -> None:
         "one layer's spec": "get_gpt_decoder_block_fp8_spec",
         "a short list": "moe_layer_freq=[0, 1, 1]",
         "grouped": "moe_grouped_gemm=True",
+        "activation": "'moe_act'",
         "latent": "moe_latent_size=64",
         "mtp": "get_gpt_mtp_block_fp8_spec",
     }

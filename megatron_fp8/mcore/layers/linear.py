@@ -99,17 +99,25 @@ class _Fp8Site:
         take_slots(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
-    def _fp8_forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
-    ) -> torch.Tensor:
+    def begin_fp8(self) -> tuple[GemmSite, bool]:
+        """The site of a call that begins now, in FP8, and whether its weight is to be quantised again.
+
+        RuntimeError: the last iteration was not ended.
+        """
         site = self.fp8_site.acting
-        options = {"training": self.training, "save_original_input": self.save_original_input}
-        # Traced code that read is_first_microbatch would guard on it; its operators do the rest as they run.
-        if torch.compiler.is_compiling():
-            return fp8_linear(x, weight, bias, site, tp, **options)
         if site.state.owed and self.training and not in_recompute():
             refuse_unsettled()
         fresh, self.is_first_microbatch = self.is_first_microbatch, False
+        return site, fresh
+
+    def _fp8_forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
+    ) -> torch.Tensor:
+        options = {"training": self.training, "save_original_input": self.save_original_input}
+        # Traced code that read is_first_microbatch would guard on it; its operators do the rest as they run.
+        if torch.compiler.is_compiling():
+            return fp8_linear(x, weight, bias, self.fp8_site.acting, tp, **options)
+        site, fresh = self.begin_fp8()
         with nullcontext() if self.training else site.state.uncounted():
             return fp8_linear(x, weight, bias, site, tp, fresh_weight=fresh, **options)
 

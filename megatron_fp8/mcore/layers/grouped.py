@@ -1,0 +1,119 @@
+"""Megatron-Core's experts with the products of all experts of this rank in one call (``moe_grouped_gemm=True``).
+
+Megatron-Core's own GroupedMLP needs the grouped_gemm package and multiplies in BF16; its TEGroupedMLP needs Transformer
+Engine. This one is Megatron-Core's SequentialMLP with another forward: the experts are the same MLPs with the same
+linears, so parameters, their initialisation, sites, histories, FP8 parameters and checkpoints are those of
+``moe_grouped_gemm=False``, under the same names, and a run may change from one to the other. Megatron-Core names the
+tensors of sequential and grouped experts alike in checkpoints, so its own GroupedMLPs are read too.
+
+Between the two grouped linears runs Megatron-Core's MLP.forward itself, once for all tokens: SwiGLU, or any other
+activation, with the router's probabilities applied as there. Tokens are not padded: casts know where an expert ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from ...linear.grouped import grouped_linear
+from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+
+
+class Fp8GroupedMLP(SequentialMLP):
+    """The experts of this rank; arguments as Megatron-Core's SequentialMLP, whose submodules need not be given."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: Any,
+        submodules: MLPSubmodules | None = None,
+        pg_collection: Any = None,
+    ):
+        if config.add_bias_linear:
+            raise ValueError(
+                "moe_grouped_gemm=True has no biases: set add_bias_linear=False, or moe_grouped_gemm=False"
+            )
+        if submodules is None:
+            submodules = MLPSubmodules(linear_fc1=Fp8ColumnParallelLinear, linear_fc2=Fp8RowParallelLinear)
+        super().__init__(num_local_experts, config, submodules, pg_collection)
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """[T, hidden] of the experts' tokens [T, hidden], expert by expert; tokens_per_expert: int [experts], of which the
+        host reads the numbers once for all products (they are there already where the dispatcher sent tokens by them).
+        permuted_probs: [T].
+        """
+        x, probs = permuted_local_hidden_states, permuted_probs
+        if self.config.moe_apply_probs_on_input:
+            assert self.config.moe_router_topk == 1, "moe_apply_probs_on_input works with one expert a token"
+            x = (probs.unsqueeze(-1) * x).to(x.dtype)
+            probs = torch.ones_like(probs)
+        tokens = tokens_per_expert.tolist()
+        mlp = _Mlp(
+            self.config,
+            self.local_experts[0].activation_func,
+            _Linears([expert.linear_fc1 for expert in self.local_experts], tokens),
+            _Linears([expert.linear_fc2 for expert in self.local_experts], tokens),
+        )
+        output, _ = MLP.forward(mlp, x, per_token_scale=probs)
+        return output, None
+
+
+class _Mlp(NamedTuple):
+    """What MLP.forward reads of an MLP."""
+
+    config: Any
+    activation_func: Callable[..., torch.Tensor]
+    linear_fc1: _Linears
+    linear_fc2: _Linears
+
+
+class _Linears(NamedTuple):
+    """One linear of each expert, called as one: [T, K] to ([T, N], no bias)."""
+
+    linears: list[Any]
+    tokens: list[int]
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if torch.compiler.is_compiling() or any(map(_is_heard, self.linears)) or not self._in_fp8():
+            parts = zip(self.linears, x.split(self.tokens), strict=True)
+            return torch.cat([linear(part)[0] for linear, part in parts]), None
+        for linear, part in zip(self.linears, x.split(self.tokens), strict=True):
+            for hook in linear._forward_pre_hooks.values():  # DistributedDataParallel waits for parameters in one
+                hook(linear, (part,))
+        begun = [linear.begin_fp8() for linear in self.linears]
+        first, site = self.linears[0], begun[0][0]
+        with nullcontext() if first.training else site.state.uncounted():
+            y = grouped_linear(
+                x,
+                [linear.weight for linear in self.linears],
+                self.tokens,
+                [site for site, _ in begun],
+                training=first.training,
+                fresh_weights=[fresh for _, fresh in begun],
+                save_original_input=any(linear.save_original_input for linear in self.linears),
+            )
+        return y, None
+
+    def _in_fp8(self) -> bool:
+        """Whether all experts run FP8 now: those that do not are called as Megatron-Core calls them."""
+        return all([linear.runs_fp8() for linear in self.linears])  # noqa: C419 - each remembers its switch
+
+
+def _is_heard(linear: Any) -> bool:
+    """Whether somebody listens to calls of this very linear, so that it has to be called by itself."""
+    return bool(
+        linear._forward_hooks
+        or linear._forward_pre_hooks_with_kwargs
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+    )
