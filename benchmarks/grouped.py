@@ -1,8 +1,8 @@
 """Experts' linears, grouped against one after the other and against BF16: `python benchmarks/grouped.py`.
 
 An expert layer's two linears (gate and up in one, then down), forward and backward, on one rank: the router sends each of
-1,024 tokens to two of the experts, which therefore have unlike numbers of tokens. Weights are quantised anew in each step,
-weight gradients are added to float32 main_grads. BF16 is measured twice, as torch's product of each expert and as torch's
+1,024 tokens to two of the experts, which therefore have unlike numbers of tokens. Weights are quantised anew in each
+step, weight gradients are added to float32 main_grads. BF16 is measured twice, as torch's product of each expert and as torch's
 grouped product; what Megatron-Core's SequentialMLP does is the first. Between the linears stands nothing: SwiGLU would
 be the same for all. Goal: a grouped FP8 step <= 1.25 x the faster of the BF16 steps.
 """
@@ -68,7 +68,9 @@ def bf16_grouped(x: torch.Tensor, weights: Sequence[torch.Tensor], tokens: list[
 class Contender:
     """Two linears of some experts, and their step."""
 
-    def __init__(self, linear: Linear, recipe: str | None, shape: tuple[int, int, int], *, stacked: bool = False):
+    def __init__(
+        self, linear: Linear, recipe: str | None, shape: tuple[int, int, int], *, stacked: bool = False
+    ):
         experts, hidden, own = shape
         generator = torch.Generator().manual_seed(1)
 
@@ -146,7 +148,14 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         ratio, spread = timing.ratio_to(plain)
         goal = GOAL if each.endswith("grouped") and not each.startswith("bf16") else None
         results.append(
-            {"shape": name, "step": each, "seconds": timing.seconds, "ratio": ratio, "spread": spread, "goal": goal}
+            {
+                "shape": name,
+                "step": each,
+                "seconds": timing.seconds,
+                "ratio": ratio,
+                "spread": spread,
+                "goal": goal,
+            }
         )
     return results
 

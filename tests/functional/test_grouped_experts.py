@@ -41,7 +41,9 @@ def run_case(grouped: bool, layout: Layout, recipe: str, fields: dict[str, Any],
         with model_parallel(layout):
             fp8 = {"fp8": "hybrid", "fp8_format": recipe, "moe_grouped_gemm": grouped} if recipe else {}
             config = gpt_config(layout, cls=TransformerConfig, **{**MOE, **fp8, **fields})
-            run = train(config, spec=get_gpt_layer_fp8_spec, steps=3, sequence=SEQUENCE, micro_batch=1, ddp=ddp)
+            run = train(
+                config, spec=get_gpt_layer_fp8_spec, steps=3, sequence=SEQUENCE, micro_batch=1, ddp=ddp
+            )
             sites = [linear.fp8_site.plan.name for linear in fp8_linears(run.chunks)]
             return run.losses, run.grad_norms, iteration_counts()["fp8_gemms"], sites, calls
     finally:
@@ -49,7 +51,10 @@ def run_case(grouped: bool, layout: Layout, recipe: str, fields: dict[str, Any],
 
 
 CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
-    **{name: (1, Layout(), name, {}, {}) for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")},
+    **{
+        name: (1, Layout(), name, {}, {})
+        for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+    },
     "ep2-distributed": (2, Layout(ep=2), "blockwise", {}, DISTRIBUTED),
     "fp8-param": (2, Layout(ep=2), "delayed", {"fp8_param": True}, DISTRIBUTED),
     "recomputed": (

@@ -48,9 +48,9 @@ class Fp8GroupedMLP(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """[T, hidden] of the experts' tokens [T, hidden], expert by expert; tokens_per_expert: int [experts], of which the
-        host reads the numbers once for all products (they are there already where the dispatcher sent tokens by them).
-        permuted_probs: [T].
+        """[T, hidden] of the experts' tokens [T, hidden], expert by expert, and of their router's probabilities [T].
+
+        The host reads tokens_per_expert, int [experts], once; the dispatcher that sends tokens has read it before.
         """
         x, probs = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
@@ -88,7 +88,9 @@ class _Linears(NamedTuple):
             parts = zip(self.linears, x.split(self.tokens), strict=True)
             return torch.cat([linear(part)[0] for linear, part in parts]), None
         for linear, part in zip(self.linears, x.split(self.tokens), strict=True):
-            for hook in linear._forward_pre_hooks.values():  # DistributedDataParallel waits for parameters in one
+            for (
+                hook
+            ) in linear._forward_pre_hooks.values():  # DistributedDataParallel waits for parameters in one
                 hook(linear, (part,))
         begun = [linear.begin_fp8() for linear in self.linears]
         first, site = self.linears[0], begun[0][0]
