@@ -24,7 +24,8 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 
 # Whole files go to one of several processes, the longest first (tests/support/order.py). Each process forks its own ranks.
 # One process more than cores: ranks that start and launchers wait a fifth of the time. Idle OpenMP threads do not spin.
-SUITE := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+# Bytecode is written, whatever the environment says: else each process compiles all files of tests and of the package.
+SUITE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 START := $(shell date +%s)
 
 test: lint .slurm .browser ## install everything the tests need, lint, run the suite

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import megatron_fp8
-from tests.support.command import ROOT, environment
+from tests.support.command import ROOT, empty_cache, environment
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples" / "configs").glob("*.yaml"))
 
@@ -72,7 +72,7 @@ def test_it_trains_a_shipped_config_by_its_name(site, tmp_path):
     small += ["--train.micro_batch_size=1", "--train.global_batch_size=1", "--model.num_layers=3"]
     small += ["--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false"]
     small += ["--model.hidden_size=64", "--model.ffn_hidden_size=64", "--model.kv_channels=16"]
-    variables = {**environment(), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    variables = {**environment(), "XDG_CACHE_HOME": empty_cache(tmp_path)}
     variables.pop("PYTHONPATH")
     done = subprocess.run(
         [site / "bin" / "megatron-fp8", "train", "--config", "tiny_gpt_cpu", *small],

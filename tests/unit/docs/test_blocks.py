@@ -13,7 +13,7 @@ from megatron_fp8.commands import main as command_line
 from megatron_fp8.files.shipped import shipped_configs
 from megatron_fp8.train.config import run_config
 from tests.support.blocks import blocks
-from tests.support.command import ROOT, environment, run
+from tests.support.command import ROOT, empty_cache, environment, run
 from tests.support.pages import PAGES, SMALL, name
 
 WITH_PYTHON = [page for page in PAGES if any(b.language == "python" and not b.reason for b in blocks(page))]
@@ -152,7 +152,7 @@ def test_a_wrong_command_is_found(wrong, help_of):
 def test_the_commands_of_the_first_page_run(tmp_path):
     """docs/start.md's, as written but for the model's size, one after the other in one folder."""
     (tmp_path / "words.txt").write_text("every step of a small model is one line of text\n" * 300)
-    variables = environment(XDG_CACHE_HOME=str(tmp_path / "cache"))
+    variables = environment(XDG_CACHE_HOME=empty_cache(tmp_path))
     ran = []
     for block in blocks(ROOT / "docs" / "start.md"):
         for words in block.commands:

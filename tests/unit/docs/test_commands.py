@@ -11,7 +11,7 @@ import re
 import pytest
 
 from tests.support.blocks import blocks
-from tests.support.command import APP, ROOT, run
+from tests.support.command import APP, ROOT, empty_cache, run
 from tests.support.pages import PAGES, SMALL, name
 
 RUN = "runs/tiny_gpt_cpu"
@@ -75,7 +75,7 @@ def test_commands_run(tmp_path):
         "heard",
         tmp_path / "cases.json",
         cwd=tmp_path,
-        XDG_CACHE_HOME=str(tmp_path / "cache"),
+        XDG_CACHE_HOME=empty_cache(tmp_path),
         timeout=180,
     )
     assert done.returncode == 0, done.stderr[-4000:]

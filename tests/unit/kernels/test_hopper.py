@@ -14,12 +14,13 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory):
-    """What hopper.py prints, by name; compiled afresh, in a process that does not interpret."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-    }
+def launches():
+    """What hopper.py prints, by name, in a process that does not interpret.
+
+    Triton keeps what it compiles by a hash of the kernel, of all it calls and of the compiler: in this clone's folder
+    only kernels that changed are compiled again.
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(ROOT / "build" / "hopper")}
     out = subprocess.run(
         [sys.executable, "-m", "tests.support.hopper"],
         capture_output=True,
