@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -25,6 +26,7 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["benchmarks.support.warm"])
+multiprocessing.util.get_temp_dir()  # of the server's socket, whose path is short: a test may set a long folder later
 
 
 def python(
