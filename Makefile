@@ -28,8 +28,12 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 SUITE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 START := $(shell date +%s)
 
-test: lint .slurm .browser ## install everything the tests need, lint, run the suite
-	$(SUITE) -m "not long$$($(SLURM_HERE) || echo ' and not slurm')$$($(BROWSER_HERE) || echo ' and not browser')" $(ARGS)
+# mypy takes one core 40 seconds without its cache: beside the first tests; what it found is said after the last.
+test: $(VENV)/.test .slurm .browser ## install everything the tests need, lint, run the suite
+	$(RUFF)
+	@$(PY) -m mypy >$(VENV)/.mypy.log 2>&1 & mypy=$$!; \
+	$(SUITE) -m "not long$$($(SLURM_HERE) || echo ' and not slurm')$$($(BROWSER_HERE) || echo ' and not browser')" $(ARGS); \
+	suite=$$?; wait $$mypy; mypy=$$?; cat $(VENV)/.mypy.log; test $$suite = 0 && test $$mypy = 0
 	@$(SLURM_HERE) || echo "The tests of SLURM DID NOT RUN: see above, before pytest's first line."
 	@$(BROWSER_HERE) || echo "The tests in a browser DID NOT RUN: see above, before pytest's first line."
 	@echo "make test took $$(( $$(date +%s) - $(START) )) s. Without installation, on two quiet cores, it may take 720."
@@ -68,9 +72,9 @@ test-long: $(VENV)/.test ## every nonsense value of every option, 20 times the d
 	$(PY) -m benchmarks.kills --kills 20
 	$(PY) -m benchmarks.transformers_tests
 
+RUFF := $(PY) -m ruff check . && $(PY) -m ruff format --check .
 lint: $(VENV)/.test ## ruff (rules and formatting) and mypy
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
+	$(RUFF)
 	$(PY) -m mypy
 
 format: $(VENV)/.test ## let ruff fix and format every file
