@@ -139,7 +139,10 @@ def _as_command(
     sys.path[:] = [first, *entries, *(entry for entry in sys.path if entry not in entries)]
     import torch
 
+    from benchmarks.support.gloo import share_device
+
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+    share_device()
     if command[0] == "-m":
         sys.argv[:] = command[1:]
         code = _exit_code(lambda: runpy.run_module(command[1], run_name="__main__", alter_sys=True))

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.forked import CONTEXT
+from benchmarks.support.gloo import share_device
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -276,6 +277,7 @@ def _serve(connection: Connection, log: str) -> None:
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    share_device()
     while True:
         try:
             message = connection.recv_bytes()
