@@ -313,6 +313,26 @@ def _products() -> None:
                 for out in (torch.float32, BF16, torch.float16):
                     for bias in (None, empty(n, dtype=out)):
                         block_matmul(codes, rows, b, scale, b_height=height, out_dtype=out, bias=bias)
+    _grouped_products()
+
+
+def _grouped_products() -> None:
+    """Experts' products: forward and dgrad, and wgrad added to main_grad, of even and of odd sizes."""
+    from megatron_fp8.kernels.grouped_matmul import Product, grouped_block_matmul
+
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    for m, n, k in ((36, 144, 640), (36, 145, 641)):
+        rows, b_rows, square = (
+            empty(-(-k // 128), -(-size // height)).t() for size, height in ((m, 1), (n, 1), (n, 128))
+        )
+        for a in (empty(m, k, dtype=e4m3), empty(m, k, dtype=e5m2)):
+            b = empty(n, k, dtype=e4m3)
+            for out in (torch.float32, BF16, torch.float16):
+                product = Product(a, rows, b, square, empty(m, n, dtype=out))
+                grouped_block_matmul(a, [product], a_height=1, b_height=128)
+            for add in (False, True):
+                product = Product(a, rows, b, b_rows, empty(m, n))
+                grouped_block_matmul(a, [product], a_height=1, b_height=1, add=add)
 
 
 def main() -> int:

@@ -249,14 +249,17 @@ def grouped_gemm(
     Args: as of base.gemm_in_turn.
     """
     inside, products = [], []
+    loop = loops.inner_loop()
     for i, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
         _check(left, right, out.dtype)
+        if loop is None or _has_few_rows(left, right, out.dtype):
+            continue
         operands = _as_c_reads(left), _as_c_reads(right)
-        plain = out.numel() and loops.plain(out) and out.dtype in _IN_C
-        if plain and loops.multiplies(*operands) and not _has_few_rows(left, right, out.dtype):
+        if loops.fits(*operands) and loops.plain(out) and out.dtype in _IN_C:
             inside.append(i)
             products.append(grouped.Product(*operands, out, add))
-    done = {i for i, made in zip(inside, grouped.multiply_each(products), strict=True) if made}
+    made = grouped.multiply_each(products, loop=loop)
+    done = {i for i, made in zip(inside, made, strict=True) if made}
     rest = [i for i in range(len(outs)) if i not in done]
     gemm_in_turn(gemm, [a[i] for i in rest], [b[i] for i in rest], [outs[i] for i in rest], add=add)
 

@@ -71,7 +71,7 @@ def block_matmul(
         )  # fmt: skip
 
     if m and n:
-        _launch_with_room(launch, a.device)
+        launch_with_room(launch, a.device)
     return out
 
 
@@ -79,7 +79,7 @@ _stages: dict[torch.device, int] = {}
 """Loads under way at once that fit the shared memory of a device; the most until a launch has said otherwise."""
 
 
-def _launch_with_room(launch: Callable[[int], None], device: torch.device) -> None:
+def launch_with_room(launch: Callable[[int], None], device: torch.device) -> None:
     """Launch with as many stages as the device has shared memory for: an RTX 40 has half of an H100's.
 
     RuntimeError, in one line, where not even one has room.
@@ -101,10 +101,23 @@ def _block_matmul(
     A_E4M3: tl.constexpr, B_E4M3: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
+    multiply_tile(
+        a, a_scale, a_major, a_minor, b, b_scale, b_major, b_minor, bias, out, m, n, k, tl.program_id(0),
+        A_E4M3, B_E4M3, A_HEIGHT, B_HEIGHT, BIAS, False, ROWS, COLS, BLOCK, BAND,
+    )  # fmt: skip
+
+
+@triton.jit
+def multiply_tile(
+    a, a_scale, a_major, a_minor, b, b_scale, b_major, b_minor, bias, out, m, n, k, tile,
+    A_E4M3: tl.constexpr, B_E4M3: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """One tile, by number, of out [m, n] (ADD: added to what is there)."""
     # Programs go down BAND tiles before they go right, so that those that run together share operands in L2.
     tiles_down, tiles_across = tl.cdiv(m, ROWS), tl.cdiv(n, COLS)
-    band = tl.program_id(0) // (BAND * tiles_across)
-    inside_band = tl.program_id(0) % (BAND * tiles_across)
+    band = tile // (BAND * tiles_across)
+    inside_band = tile % (BAND * tiles_across)
     height = tl.minimum(tiles_down - band * BAND, BAND)
     row = (band * BAND + inside_band % height) * ROWS + tl.arange(0, ROWS)
     col = (inside_band // height) * COLS + tl.arange(0, COLS)
@@ -126,7 +139,10 @@ def _block_matmul(
     if BIAS:
         acc += widen(tl.load(bias + col, mask=col < n, other=0.0))[None, :]
     at = out + row.to(tl.int64)[:, None] * n + col[None, :]
-    tl.store(at, narrow(acc, out.dtype.element_ty), mask=(row < m)[:, None] & (col < n)[None, :])
+    inside = (row < m)[:, None] & (col < n)[None, :]
+    if ADD:
+        acc += widen(tl.load(at, mask=inside, other=0.0))
+    tl.store(at, narrow(acc, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -7,7 +7,8 @@
 A grouped linear is a list of GEMM sites, one for each expert: each has its own plan, quantizers, slots and kept weight,
 as a linear that is called alone. So no amax is shared between experts, no block of a scale straddles two, and codes,
 histories, checkpoints and reports are those of the experts called one after the other, to the bit. What is gained is
-the products: a backend's ``grouped_gemm`` makes those of all experts in one call. Experts that a plan or an experiment
+the products: a backend's ``grouped_gemm`` makes those of all experts in one call. Of an expert without tokens nothing is
+cast but the weight, whose amax a history may want, and nothing is multiplied. Experts that a plan or an experiment
 treats in another way (one of them in BF16, a gradient in high precision) are multiplied alone, beside the others.
 
 Rejected: one site with a weight [experts, N, K]. Its quantizers, histories, FP8 parameter, main_grad and checkpoint
@@ -156,7 +157,9 @@ def _forward(
     for part, weight, call, needs in zip(parts, weights, group.calls, needs_wgrad, strict=True):
         site = call.site
         site.note_forward()
-        operand, saved = quantize_input(part, call, needs)  # [T_e, K], [K, T_e]
+        operand, saved = (
+            quantize_input(part, call, needs) if len(part) else (part, None)
+        )  # [T_e, K], [K, T_e]
         sides = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
         assert sides.rowwise is not None
         operands.append(operand)
@@ -170,7 +173,15 @@ def _forward(
         if not site.state.keeps_weights:
             site.weights.forget()  # the next call quantises again; what backward needs is kept here
     y = torch.empty(len(x), weights[0].shape[0], dtype=x.dtype, device=x.device)
-    _multiply("fprop", group.sites, operands, coded, y.split(list(group.tokens)), group.calls[0].record)
+    _multiply(
+        "fprop",
+        group.sites,
+        group.tokens,
+        operands,
+        coded,
+        y.split(list(group.tokens)),
+        group.calls[0].record,
+    )
     return _Forward(y, [*kept_x, *kept_w])
 
 
@@ -204,7 +215,9 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     rowwise: list[Any] = []
     columnwise: list[Any] = []
     for e, (part, call) in enumerate(zip(grad_output.split(tokens), calls, strict=True)):
-        sides = quantize_grad_output(part, call, needs_dgrad, needs_wgrad[e])  # [T_e, N], [N, T_e]
+        sides: tuple[Any, Any] = None, None
+        if len(part):
+            sides = quantize_grad_output(part, call, needs_dgrad, needs_wgrad[e])  # [T_e, N], [N, T_e]
         rowwise.append(sides[0])
         columnwise.append(sides[1])
         if needs_wgrad[e] and isinstance(plain := saved_x[e], torch.Tensor):
@@ -214,7 +227,7 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     if needs_dgrad:
         cols = ctx.weights[0].shape[1]
         dx = torch.empty(len(grad_output), cols, dtype=grad_output.dtype, device=grad_output.device)
-        _multiply("dgrad", group.sites, rowwise, saved_w, dx.split(tokens), record)
+        _multiply("dgrad", group.sites, tokens, rowwise, saved_w, dx.split(tokens), record)
     wanted = [e for e, needs in enumerate(needs_wgrad) if needs]
     return dx, None, *_weight_gradients(ctx.weights, group, columnwise, saved_x, wanted, record)
 
@@ -233,8 +246,10 @@ def _weight_gradients(
     for add in (True, False):
         these = [e for e in wanted if (sums[e] is not None) == add]
         outs = [sums[e] if add else _empty_gradient(weights[e], group.calls[e].site) for e in these]
-        part = [group.calls[e].site for e in these]
-        _multiply("wgrad", part, [dy[e] for e in these], [x[e] for e in these], outs, record, add=add)
+        sites, tokens = [group.calls[e].site for e in these], [group.tokens[e] for e in these]
+        _multiply(
+            "wgrad", sites, tokens, [dy[e] for e in these], [x[e] for e in these], outs, record, add=add
+        )
         for e, out in zip(these, outs, strict=True):
             assert out is not None
             found[e] = added_to_main_grad(weights[e]) if add else out.to(weights[e].dtype)
@@ -261,6 +276,7 @@ def _restored(ctx: Any) -> list[Operand | None]:
 def _multiply(
     gemm: str,
     sites: Sequence[GemmSite],
+    tokens: Sequence[int],
     a: Sequence[Operand],
     b: Sequence[Any],
     outs: Sequence[Any],
@@ -268,10 +284,18 @@ def _multiply(
     *,
     add: bool = False,
 ) -> None:
-    """outs[e] = a[e] @ b[e]^T (add: +=) as each site's plan has it; those of one backend in FP8 in one call."""
+    """outs[e] = a[e] @ b[e]^T (add: +=) as each site's plan has it; those of one backend in FP8 in one call.
+
+    An expert without tokens is left out: it has no rows, or, in wgrad, a gradient of zeros.
+    """
     together: dict[ModuleType, list[int]] = {}
     for e, site in enumerate(sites):
-        if site.plan.gemms[gemm] == "fp8" and site.backend is not None and not (add and site.state.observer):
+        if not tokens[e]:
+            if gemm == "wgrad" and not add:
+                outs[e].zero_()
+        elif (
+            site.plan.gemms[gemm] == "fp8" and site.backend is not None and not (add and site.state.observer)
+        ):
             together.setdefault(site.backend, []).append(e)
         elif add:
             site.accumulate(gemm, a[e], b[e], outs[e], record=record)

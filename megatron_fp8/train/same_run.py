@@ -29,6 +29,7 @@ _SAME_NUMBERS = (
     "pipeline_model_parallel_size",
     "expert_tensor_parallel_size",
     "sequence_parallel",
+    "moe_grouped_gemm",
     "fp8_backend",
     "fp8_quantizer_factory",
 )

@@ -121,14 +121,20 @@ def test_histories_of_each_data_parallel_rank(ranks, tmp_path):
         assert torch.equal(again[name], joined.expand(2, -1)), name
 
 
-EXPERTS = [Layout(ep=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, ep=2, etp=1)]
+EXPERTS = {
+    "ep2": (Layout(ep=2), False, False),
+    "etp2": (Layout(tp=2, sp=True), False, True),
+    "tp2-ep2": (Layout(tp=2, sp=True, ep=2, etp=1), True, False),
+}
+"""Layout that saves, and whether experts are grouped where it is saved and where it is loaded."""
 
 
-@pytest.mark.parametrize("layout", EXPERTS, ids=["ep2", "etp2", "tp2-ep2"])
-def test_experts_move_to_one_rank(ranks, tmp_path, layout):
-    """Whole experts on each rank, or a part of every one of them."""
-    fields = {**HISTORY, **MOE}
-    ranks(2).run(trains_and_saves, layout, "delayed", fields, SHARDED, str(tmp_path / "two"))
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_move_to_one_rank(ranks, tmp_path, name):
+    """Whole experts on each rank, or a part of every one of them; grouped ones are the same to a checkpoint."""
+    layout, saves, loads = EXPERTS[name]
+    saved, fields = ({**HISTORY, **MOE, "moe_grouped_gemm": grouped} for grouped in (saves, loads))
+    ranks(2).run(trains_and_saves, layout, "delayed", saved, SHARDED, str(tmp_path / "two"))
     case = (Layout(), "delayed", fields, {}, str(tmp_path / "two" / NAME), str(tmp_path / "one"))
     assert ranks(1).run(loads_and_saves, *case)[0][0] == []
     tensors = tensors_of(tmp_path / "two" / NAME)

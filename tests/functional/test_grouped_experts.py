@@ -84,4 +84,4 @@ def test_it_trains_as_experts_in_turn_do(ranks: RankPool, case: str) -> None:
     )
     assert sites == expected_sites and gemms == expected_gemms and not none
     assert losses == expected and norms == expected_norms
-    assert set(calls) == {4 // world}
+    assert max(calls) == 4 // world  # an expert without tokens is left out

@@ -20,6 +20,7 @@ from benchmarks.support.sass import blocks_of, disassembled, hot_path
 from megatron_fp8.kernels import first
 from megatron_fp8.kernels.block_matmul import block_matmul
 from megatron_fp8.kernels.fp8_transpose import transpose
+from megatron_fp8.kernels.grouped_matmul import Product, grouped_block_matmul
 from megatron_fp8.kernels.multi_amax import update_delayed
 from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
 from megatron_fp8.kernels.quantize import (
@@ -114,6 +115,12 @@ def launches() -> dict[str, Callable[[], Any]]:
         "first": lambda: first.launch(empty(1, dtype=torch.int32)),
         "matmul": lambda: block_matmul(codes, by_row, weight, square, b_height=128),
         "matmul-wgrad": lambda: block_matmul(grads, by_row, codes, by_row, out_dtype=torch.float32),
+        "matmul-grouped": lambda: grouped_block_matmul(
+            codes,
+            [Product(codes, by_row, weight, square, empty(8192, 4096, dtype=torch.bfloat16))],
+            a_height=1,
+            b_height=128,
+        ),
     }
 
 

@@ -22,8 +22,10 @@ from megatron_fp8.backends import emulated, specified
 from megatron_fp8.backends.base import Region, Running
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import layout as native_layout
-from megatron_fp8.kernels import block_matmul, fp8_transpose
+from megatron_fp8.kernels import block_matmul, fp8_transpose, grouped_matmul
 from megatron_fp8.kernels import quantize as kernels
+from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
@@ -177,6 +179,40 @@ def blocks_that_torch_lacks() -> None:
             assert (found - wanted).abs().max() <= 2**-7 * wanted.abs().max(), what
 
 
+def grouped_blocks() -> None:
+    """Experts' block-scaled products: one launch for each GEMM, with the bits of one for each expert."""
+    refused = dict.fromkeys(("block", "block 1d", "mx"), "not here")
+    tokens, (x, _, dy) = (70, 0, 130), data(200, 150, 136)
+    weights = [randn(136, 150, seed=e) for e in range(3)]
+    launched: list[int] = []
+    original = grouped_matmul.grouped_block_matmul
+
+    def counting(first, products, **options):
+        launched.append(len(products))
+        original(first, products, **options)
+
+    found = []
+    for grouped in (False, True):
+        state, name = Fp8State(), "blockwise"
+        sites = [
+            GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None) for e in range(3)
+        ]
+        leaf, parameters = x.clone().requires_grad_(), [torch.nn.Parameter(w) for w in weights]
+        for parameter in parameters:
+            parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(136, 150), False
+        with fake_torch(refuse=refused), mock.patch.object(grouped_matmul, "grouped_block_matmul", counting):
+            if grouped:
+                y = grouped_linear(leaf, parameters, tokens, sites)
+            else:
+                parts = zip(leaf.split(list(tokens)), parameters, sites, strict=True)
+                y = torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
+            y.backward(dy)
+        found.append([y.detach(), leaf.grad, *(parameter.main_grad for parameter in parameters)])
+    assert launched == [2, 2, 2]
+    for one, other in zip(*found, strict=True):
+        assert_same_bytes(one, other)
+
+
 def blocks_as_mx() -> None:
     """On a GPU whose torch has MX's product and none for blocks, power-of-two blocks run as MX's; the plan says so."""
     refused = dict.fromkeys(("block", "block 1d"), "only sm90")
@@ -297,6 +333,7 @@ CHECKS = {
     "kernels dispatched": (kernels_dispatched,),
     "rules without a kernel": (rules_without_a_kernel,),
     "blocks that torch lacks": (blocks_that_torch_lacks,),
+    "grouped blocks": (grouped_blocks,),
     "blocks as mx": (blocks_as_mx,),
     "transposed views": (transposed_views,),
 }

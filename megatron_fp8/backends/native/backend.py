@@ -323,8 +323,42 @@ def grouped_gemm(
     add: bool = False,
     fast_accumulation: bool = False,
 ) -> None:
-    """outs[i] = ``gemm`` of a[i] and b[i], one launch or more for each: torch's grouped product is not used yet."""
-    gemm_in_turn(gemm, a, b, outs, add=add, fast_accumulation=fast_accumulation)
+    """outs[i] = ``gemm`` of a[i] and b[i]: in one launch of those that this package's kernel multiplies, one after the
+    other of those that torch does, whose grouped product has no blocks.
+
+    Args: as of base.gemm_in_turn.
+    """
+    refusal = refusals(outs[0].device, multiply) if outs else None
+    by_kind: dict[tuple[Any, ...], list[int]] = {}
+    for i, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
+        kind = (left.granularity, left.codes.dtype, right.granularity, right.codes.dtype, out.dtype)
+        by_kind.setdefault(kind if out.numel() and left.codes.shape[1] else (), []).append(i)
+    for kind, these in by_kind.items():
+        first = these[0]
+        if kind and _is_by_kernel(a[first], b[first], outs[first].dtype, refusal):
+            _multiply_blocks_grouped([(a[i], b[i], outs[i]) for i in these], add)
+        else:
+            of = ([operand[i] for i in these] for operand in (a, b, outs))
+            gemm_in_turn(gemm, *of, add=add, fast_accumulation=fast_accumulation)
+
+
+def _is_by_kernel(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, refusal: Any) -> bool:
+    made = plan(Operand.of(a), Operand.of(b), out_dtype, None, False, refusal)
+    return made.request.triton and made.request.out == out_dtype and not made.post_scale
+
+
+def _multiply_blocks_grouped(
+    products: Sequence[tuple[QuantizedSide, QuantizedSide, torch.Tensor]], add: bool
+) -> None:
+    from ...kernels.grouped_matmul import Product, grouped_block_matmul  # loads Triton
+
+    told, heights = [], (1, 1)
+    for a, b, out in products:
+        (scale_a, height_a), (scale_b, height_b) = block_scales(a), block_scales(b)
+        codes_a, codes_b = (place_codes(side.codes, *side.codes.shape) for side in (a, b))
+        told.append(Product(codes_a, scale_a, codes_b, scale_b, out))
+        heights = height_a, height_b
+    grouped_block_matmul(told[0].a, told, a_height=heights[0], b_height=heights[1], add=add)
 
 
 def multiply(

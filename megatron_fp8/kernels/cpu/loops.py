@@ -267,9 +267,12 @@ def inner_loop() -> int | None:
 def multiplies(a: Operand, b: Operand) -> bool:
     """Whether ``multiply`` takes these: plain CPU tensors, large enough to pay for packing, and scales along k that are
     powers of two, each for a multiple of 32."""
-    if a.values.numel() + b.values.numel() < MIN_PRODUCT:
-        return False
-    return all(map(_taken, (a, b))) and inner_loop() is not None
+    return fits(a, b) and inner_loop() is not None
+
+
+def fits(a: Operand, b: Operand) -> bool:
+    """``multiplies``, where there is an ``inner_loop``."""
+    return a.values.numel() + b.values.numel() >= MIN_PRODUCT and _taken(a) and _taken(b)
 
 
 def _taken(of: Operand) -> bool:

@@ -102,9 +102,9 @@ def test_a_device_with_less_shared_memory_takes_fewer_stages(monkeypatch):
 
     monkeypatch.setattr(block_matmul_module, "_stages", {})
     for _ in range(2):
-        block_matmul_module._launch_with_room(launch, torch.device("cuda", 0))
+        block_matmul_module.launch_with_room(launch, torch.device("cuda", 0))
     assert tried == [4, 3, 2, 2]
     room = 0
     with pytest.raises(RuntimeError, match="no room on cuda:1 for a tile") as caught:
-        block_matmul_module._launch_with_room(launch, torch.device("cuda", 1))
+        block_matmul_module.launch_with_room(launch, torch.device("cuda", 1))
     assert "\n" not in str(caught.value)

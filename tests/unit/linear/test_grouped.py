@@ -85,11 +85,14 @@ def test_it_is_each_expert_alone_to_the_bit(recipe: str, main_grad: bool) -> Non
         assert_same_bytes(one, other, f"tensor {i}")
     for what in ("scale", "last_amax", "last_nonfinite"):
         assert_same_bytes(getattr(together.arena, what), getattr(alone.arena, what), what)
-    assert together.counts == alone.counts
+    assert together.counts.nonfinite == alone.counts.nonfinite
+    for kind in ("fp8_gemms", "hp_gemms"):  # one of six experts has no tokens, and nothing to multiply
+        assert getattr(together.counts, kind) * 6 == getattr(alone.counts, kind) * 5
 
 
 def test_one_call_of_the_backend_for_each_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All experts' fprop, dgrad and wgrad; those that a plan has in high precision stay out of it."""
+    """All experts' fprop, dgrad and wgrad, but of the one without tokens; others that a plan has in high precision stay
+    out of it."""
     calls: list[tuple[int, bool]] = []
     real = emulated.grouped_gemm
 
@@ -99,10 +102,10 @@ def test_one_call_of_the_backend_for_each_gemm(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(emulated, "grouped_gemm", counted)
     train(grouped_linear, "blockwise", main_grad=True, iterations=1)
-    assert calls == [(6, False), (6, False), (6, True)]
+    assert calls == [(5, False), (5, False), (5, True)]
     calls.clear()
     train(grouped_linear, "blockwise", main_grad=False, iterations=1, overrides={"experts.2.*": "bf16"})
-    assert calls == [(5, False), (5, False), (5, False)]
+    assert calls == [(4, False), (4, False), (4, False)]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])

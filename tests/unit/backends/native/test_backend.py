@@ -34,6 +34,7 @@ CHECKS = [
         "kernels dispatched",
         "rules without a kernel",
         "blocks that torch lacks",
+        "grouped blocks",
         "blocks as mx",
         "transposed views",
     ),
