@@ -115,8 +115,8 @@ def _check_grouped(config: Any) -> None:
         )
     if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ()):
         raise ValueError(
-            "recompute_modules with 'moe_act' would free nothing: FP8 experts keep codes of the activation's result. Leave"
-            " it out, or name 'moe', which recomputes all of the experts"
+            "recompute_modules with 'moe_act' would free nothing: FP8 experts keep codes of the activation's result."
+            " Leave it out, or name 'moe', which recomputes all of the experts"
         )
 
 
