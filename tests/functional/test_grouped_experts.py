@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,32 +23,50 @@ MOE = {
 DISTRIBUTED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-def run_case(grouped: bool, layout: Layout, recipe: str, fields: dict[str, Any], ddp: dict[str, Any]) -> Any:
-    """A rank case: losses, gradient norms, what ran, and how many calls made products of several experts."""
+def run_case(
+    grouped: bool,
+    layout: Layout,
+    recipe: str,
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+    hooked: bool = False,
+) -> dict[str, Any]:
+    """A rank case. ``hooked``: after the first step the last expert's second linear has a forward hook.
+
+    Returns losses, norms, gemms, sites; calls: of how many experts each made products; heard: what the hook heard.
+    """
     from megatron_fp8 import TransformerConfig
     from megatron_fp8.backends import emulated
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.sites import fp8_linears
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
-    calls, real = [], emulated.grouped_gemm
+    calls: list[int] = []
+    heard: list[str] = []
+    real = emulated.grouped_gemm
 
     def counted(a: Any, b: Any, outs: Any, **options: Any) -> None:
         calls.append(len(outs))
         real(a, b, outs, **options)
 
-    emulated.grouped_gemm = counted
-    try:
-        with model_parallel(layout):
-            fp8 = {"fp8": "hybrid", "fp8_format": recipe, "moe_grouped_gemm": grouped} if recipe else {}
-            config = gpt_config(layout, cls=TransformerConfig, **{**MOE, **fp8, **fields})
-            run = train(
-                config, spec=get_gpt_layer_fp8_spec, steps=3, sequence=SEQUENCE, micro_batch=1, ddp=ddp
-            )
-            sites = [linear.fp8_site.plan.name for linear in fp8_linears(run.chunks)]
-            return run.losses, run.grad_norms, iteration_counts()["fp8_gemms"], sites, calls
-    finally:
-        emulated.grouped_gemm = real
+    def listen(step: int, run: Any) -> None:
+        if hooked and step == 0:
+            last = fp8_linears(run.chunks)[-1]
+            last.register_forward_hook(lambda *args: heard.append(last.fp8_site.plan.name))
+
+    fp8 = {"fp8": "hybrid", "fp8_format": recipe, "moe_grouped_gemm": grouped}
+    options: dict[str, Any] = {"sequence": SEQUENCE, "micro_batch": 1, "ddp": ddp, "on_step": listen}
+    with model_parallel(layout), mock.patch.object(emulated, "grouped_gemm", counted):
+        config = gpt_config(layout, cls=TransformerConfig, **{**MOE, **fp8, **fields})
+        run = train(config, spec=get_gpt_layer_fp8_spec, steps=3, **options)
+        return {
+            "losses": run.losses,
+            "norms": run.grad_norms,
+            "gemms": iteration_counts()["fp8_gemms"],
+            "sites": [linear.fp8_site.plan.name for linear in fp8_linears(run.chunks)],
+            "calls": calls,
+            "heard": heard,
+        }
 
 
 CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
@@ -65,6 +84,7 @@ CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "first-last-bf16": (1, Layout(), "delayed", {"first_last_layers_bf16": True, "num_layers": 3}, {}),
+    "one-in-bf16": (1, Layout(), "delayed", {"fp8_overrides": {"*.local_experts.1.linear_fc1": "bf16"}}, {}),
     "unfused-shared": (
         1,
         Layout(),
@@ -78,10 +98,16 @@ CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_experts_in_turn_do(ranks: RankPool, case: str) -> None:
     world, *setting = CASES[case]
-    (losses, norms, gemms, sites, calls), *_ = ranks(world).run(run_case, True, *setting)
-    (expected, expected_norms, expected_gemms, expected_sites, none), *_ = ranks(world).run(
-        run_case, False, *setting
-    )
-    assert sites == expected_sites and gemms == expected_gemms and not none
-    assert losses == expected and norms == expected_norms
-    assert max(calls) == 4 // world  # an expert without tokens is left out
+    grouped, in_turn = (ranks(world).run(run_case, grouped, *setting)[0] for grouped in (True, False))
+    for what in ("losses", "norms", "gemms", "sites"):
+        assert grouped[what] == in_turn[what], what
+    assert max(grouped["calls"]) == 4 // world and not in_turn["calls"]
+
+
+def test_who_listens_to_one_expert_hears_it(ranks: RankPool) -> None:
+    """Experts are then called by themselves, with the same losses."""
+    world, *setting = CASES["blockwise"]
+    hooked, plain = (ranks(world).run(run_case, True, *setting, listens)[0] for listens in (True, False))
+    assert hooked["losses"] == plain["losses"] and len(hooked["calls"]) < len(plain["calls"])
+    assert set(hooked["heard"]) == {"decoder.layers.1.mlp.experts.local_experts.3.linear_fc2"}
+    assert len(hooked["heard"]) == 2 * 8  # steps of eight microbatches

@@ -156,6 +156,22 @@ def test_recomputed_it_records_once_and_is_the_same() -> None:
     assert_same_bytes(again.arena.scale, plain.arena.scale)
 
 
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_a_rank_that_no_token_came_to(main_grad: bool) -> None:
+    """Gradients of zeros, or main_grads as they were; every parameter has a gradient, for which its hooks wait."""
+    _, weights, _ = matrices()
+    parameters: list[Any] = [torch.nn.Parameter(weight) for weight in weights]
+    for parameter in parameters if main_grad else ():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(N, K), False
+    x = torch.empty(0, K, dtype=torch.bfloat16, requires_grad=True)
+    y = grouped_linear(x, parameters, [0] * 6, experts("delayed")[1])
+    y.sum().backward()
+    assert y.shape == (0, N) and x.grad is not None and x.grad.shape == (0, K)
+    for parameter in parameters:
+        grad = parameter.main_grad if main_grad else parameter.grad
+        assert parameter.grad is not None and grad.eq(float(main_grad)).all()
+
+
 def test_saved_for_backward_are_codes() -> None:
     """A byte a value and scales: at most 0.55 of the BF16 that a linear in high precision saves of its input."""
     tokens = (256, 0, 128, 384)
