@@ -338,8 +338,14 @@ def grouped_gemm(
         if kind and _is_by_kernel(a[first], b[first], outs[first].dtype, refusal):
             _multiply_blocks_grouped([(a[i], b[i], outs[i]) for i in these], add)
         else:
-            of = ([operand[i] for i in these] for operand in (a, b, outs))
-            gemm_in_turn(gemm, *of, add=add, fast_accumulation=fast_accumulation)
+            gemm_in_turn(
+                gemm,
+                [a[i] for i in these],
+                [b[i] for i in these],
+                [outs[i] for i in these],
+                add=add,
+                fast_accumulation=fast_accumulation,
+            )
 
 
 def _is_by_kernel(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, refusal: Any) -> bool:
