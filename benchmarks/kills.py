@@ -30,12 +30,15 @@ import torch
 import yaml
 
 from benchmarks.common import environment, table, write_results
+from benchmarks.support.forking import stood_for
 from megatron_fp8.files.checkpoint import complete_checkpoints, latest_checkpoint, read_metadata, read_tensor
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ("tokens_per_s", "peak_memory")
 LIMIT_S = 120.0
 """A restart that takes longer than this to its first new iteration hangs."""
+START_S = {True: 6.0, False: 1.0}
+"""While ranks start, imports included, or forked from a process that has imported all."""
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Run:
         self.folder, self.log = folder / name, folder / f"{name}.log"
         self.checkpoints = self.folder / "checkpoints"
         self.leftovers: set[str] = set()
+        self.start_s = START_S[python == sys.executable]
         command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command += [f"--max-restarts={restarts}", "-m", "megatron_fp8", "train"]
         command += [f"--config={config}", f"--run_dir={self.folder}", "--resume=auto"]
@@ -85,14 +89,14 @@ class Run:
         self.process.wait()
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the living ranks, by rank."""
-        found = {}
+        """Process ids of the living ranks, by rank; of forked ones themselves, not of what stands for them."""
+        found, forked = {}, stood_for()
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
                 variables = (entry / "environ").read_bytes()
                 rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", variables)
                 if rank and str(self.folder).encode() in (entry / "cmdline").read_bytes():
-                    found[int(rank[1])] = int(entry.name)
+                    found[int(rank[1])] = forked.get(int(entry.name), int(entry.name))
         return found
 
     def resumed(self) -> list[int]:
@@ -143,7 +147,7 @@ def disturb(run: Run, moments: list[str], dice: random.Random) -> list[Kill]:
         seen = kills[-1].seen if kills else -1
         if moment == "starting":
             run.until(lambda: len(run.ranks()) == 2, "its ranks started again")
-            time.sleep(dice.uniform(0.0, 6.0))
+            time.sleep(dice.uniform(0.0, run.start_s))
         else:
             run.until(partial(run.iterates_again, seen), "it iterated again")
         if moment == "anywhere":
@@ -252,9 +256,9 @@ def play(
     asynchronous: bool = False,
     python: str = sys.executable,
 ) -> tuple[list[Kill], list[str]]:
-    """A run with kills at `moments`, then one without, by `python`: the kills, and in what the two differ."""
+    """A run with kills at `moments`, then one without: the kills, and in what the two differ."""
     config = write_config(folder, iterations, asynchronous)
-    with Run(folder, config, "killed", len(moments)) as killed:
+    with Run(folder, config, "killed", len(moments), python) as killed:
         kills = disturb(killed, moments, dice)
         finish(killed)
     with Run(folder, config, "whole", 0, python) as whole:

@@ -102,12 +102,13 @@ def started(
     *,
     executable: str = sys.executable,
     ignored: Sequence[int] = (),
+    name: str = "python",
 ) -> Any:
     """A running process of a command, which writes to these two files and starts with signals `ignored`.
 
-    `executable`: its `sys.executable`.
+    `executable`: its `sys.executable`; `name`: up to 15 bytes, in /proc/PID/comm.
     """
-    arguments = (list(command), dict(env), cwd, stdout, stderr, executable, ignored)
+    arguments = (list(command), dict(env), cwd, stdout, stderr, executable, ignored, name)
     process = CONTEXT.Process(target=_as_command, args=arguments)
     process.start()
     return process
@@ -121,8 +122,10 @@ def _as_command(
     stderr: str,
     executable: str,
     ignored: Sequence[int],
+    name: str,
 ) -> None:
     """What the interpreter does with its command line, in a forked child."""
+    Path("/proc/self/comm").write_text(name)
     for signal_number in ignored:
         signal.signal(signal_number, signal.SIG_IGN)
     for number, path in ((1, stdout), (2, stderr)):

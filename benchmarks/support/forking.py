@@ -7,7 +7,7 @@
 command writes to the script's own stdout and stderr. The script passes on the signals by which programs are told to
 stop, and which of them it was started to ignore. It ends as the command does, and a killed script takes the command with
 it. In the command, `sys.executable` is the script again: what torchrun starts is forked too. It has no stdin.
-Those who look at process ids or command lines see the script's.
+Those who look at process ids or command lines see the script's; `stood_for` has the processes behind them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,20 @@ sys.exit(code)
 """
 
 
+STANDS_FOR = "for "
+"""What the name of a forked command begins with; then comes the script's process id."""
+
+
+def stood_for() -> dict[int, int]:
+    """The process ids of forked commands, by those of their scripts."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            if (name := path.read_text().strip()).startswith(STANDS_FOR):
+                found[int(name.removeprefix(STANDS_FOR))] = int(path.parent.name)
+    return found
+
+
 @contextlib.contextmanager
 def forking_python(folder: Path) -> Iterator[str]:
     """Writes the script into `folder` and serves it; yields its path."""
@@ -85,7 +99,8 @@ def _serve(asked: socket.socket, path: str) -> None:
         if command[0] == "-u":  # of torchrun, and only about when lines are seen
             del command[0]
         stdout, stderr = f"/proc/{pid}/fd/1", f"/proc/{pid}/fd/2"
-        process = started(command, env, cwd, stdout, stderr, executable=path, ignored=ignored)
+        name = f"{STANDS_FOR}{pid}"
+        process = started(command, env, cwd, stdout, stderr, executable=path, ignored=ignored, name=name)
         _pass_on(signals, process.pid)
         while process.sentinel not in wait([process.sentinel, asked]):
             signals = asked.recv(64)

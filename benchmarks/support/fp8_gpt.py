@@ -33,6 +33,8 @@ CLIP = (
 )
 DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
 FP32: dict[str, Any] = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
+NARROW: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256}
+"""Half of the width, where tensor parallelism does not halve it: blocks of 128 x 128 are whole."""
 MOE: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_ffn_hidden_size": 256,

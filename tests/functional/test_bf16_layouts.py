@@ -21,6 +21,12 @@ OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "over
 NARROW = {"hidden_size": 128, "ffn_hidden_size": 256}  # nothing here has blocks of 128 on each rank
 FP32 = {"bf16": False, "params_dtype": torch.float32}
 
+# Two microbatches a step, on each of two replicas too: one to add to, one to be added.
+OPTIONS = {"micro_batch": 2, "global_batch": 4}
+REPLICAS = {"micro_batch": 1, "global_batch": 4}
+FOUR = {"micro_batch": 2, "global_batch": 8}
+"""Interleaved, two fill the stages and two more come before those are through. Experts on two ranks have two each."""
+
 # (loss, gradient norm), relative. FP32 leaves only the order of sums; BF16 rounds partial sums, once a rank.
 TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.bfloat16: (1e-4, 1e-3)}
 
@@ -31,7 +37,7 @@ def run_case(
     if not fields.get("bf16", True) and layout.pp > 1:
         fields = {**fields, "pipeline_dtype": torch.float32}
     with model_parallel(layout):
-        run = train(gpt_config(layout, **{**NARROW, **fields}), steps=3, **options)
+        run = train(gpt_config(layout, **{**NARROW, **fields}), steps=3, **{**OPTIONS, **options})
         return run.losses, run.grad_norms
 
 
@@ -41,7 +47,7 @@ def one_rank(ranks: RankPool) -> Any:
     known: dict[str, Any] = {}
 
     def get(fields: dict[str, Any], options: dict[str, Any]) -> Any:
-        model = {k: v for k, v in options.items() if k != "ddp"}
+        model = {k: v for k, v in options.items() if k not in ("ddp", "micro_batch")}
         key = repr((sorted(fields.items(), key=str), sorted(model.items(), key=str)))
         if key not in known:
             known[key] = ranks(1).run(run_case, Layout(), fields, model)[0]
@@ -54,28 +60,33 @@ LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, Layout(tp=2), {}, {}),
     "tp2-sp": (2, Layout(tp=2, sp=True), {}, {}),
     "pp2": (2, Layout(pp=2), {}, {}),
-    "pp2-vpp2": (2, Layout(pp=2, vpp=2), {"num_layers": 4}, {}),
-    "dp2": (2, Layout(), {}, {}),
-    "dp2-distributed-optimizer": (2, Layout(), {}, {"ddp": {"use_distributed_optimizer": True}}),
-    "dp2-overlap": (2, Layout(), {}, {"ddp": OVERLAP}),
-    "pp2-vpp2-overlap": (2, Layout(pp=2, vpp=2), {"num_layers": 4}, {"ddp": OVERLAP}),
+    "pp2-vpp2": (2, Layout(pp=2, vpp=2), {"num_layers": 4}, FOUR),
+    "dp2": (2, Layout(), {}, REPLICAS),
+    "dp2-distributed-optimizer": (
+        2,
+        Layout(),
+        {},
+        {**REPLICAS, "ddp": {"use_distributed_optimizer": True}},
+    ),
+    "dp2-overlap": (2, Layout(), {}, {**REPLICAS, "ddp": OVERLAP}),
+    "pp2-vpp2-overlap": (2, Layout(pp=2, vpp=2), {"num_layers": 4}, {**FOUR, "ddp": OVERLAP}),
     "cp2": (2, Layout(cp=2), {}, {}),
-    "ep2-alltoall": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "alltoall"}, {}),
-    "ep2-allgather": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "allgather"}, {}),
+    "ep2-alltoall": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "alltoall"}, FOUR),
+    "ep2-allgather": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "allgather"}, FOUR),
     "tp2-sp-ep2": (
         2,
         Layout(tp=2, sp=True, ep=2, etp=1),
         {**MOE, "moe_token_dispatcher_type": "alltoall"},
-        {},
+        FOUR,
     ),
     "ep2-shared-expert-overlap": (
         2,
         Layout(ep=2),
         {**MOE, **SHARED, "moe_token_dispatcher_type": "alltoall"},
-        {},
+        FOUR,
     ),
-    "gpt-tp2-sp-tied": (2, Layout(tp=2, sp=True), {"llama": False}, {"tied": True}),
-    "gpt-pp2-tied": (2, Layout(pp=2), {"llama": False}, {"tied": True}),
+    "gpt-tp2-sp-tied": (2, Layout(tp=2, sp=True), {"llama": False}, {**FOUR, "tied": True}),
+    "gpt-pp2-tied": (2, Layout(pp=2), {"llama": False}, {**FOUR, "tied": True}),
     "tp2-sp-pp2": (4, Layout(tp=2, sp=True, pp=2), {}, {}),
 }
 
@@ -111,12 +122,16 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
+def run_cases(layout: Layout, cases: list[dict[str, Any]]) -> list[tuple[list[float], list[float]]]:
+    return [run_case(layout, fields, {}) for fields in cases]
+
+
 @pytest.mark.parametrize("llama", [True, False], ids=["llama", "gpt"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True)], ids=["one", "tp2-sp"])
 def test_recompute_is_bit_identical_with_dropout(ranks: RankPool, layout: Layout, llama: bool) -> None:
     """Dropout draws from Megatron-Core's tracked streams; recomputation must draw the same numbers again."""
-    pool, model = ranks(layout.model_ranks), {"llama": llama}
-    want = pool.run(run_case, layout, {**model, **DROPOUT}, {})
-    assert want != pool.run(run_case, layout, model, {})
-    for name, fields in RECOMPUTE.items():
-        assert pool.run(run_case, layout, {**model, **DROPOUT, **fields}, {}) == want, name
+    model = {"llama": llama}
+    cases = [model, *({**model, **DROPOUT, **fields} for fields in ({}, *RECOMPUTE.values()))]
+    for without, want, *found in ranks(layout.model_ranks).run(run_cases, layout, cases):
+        assert want != without
+        assert dict(zip(RECOMPUTE, found, strict=True)) == dict.fromkeys(RECOMPUTE, want)

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.support.fp8_gpt import MOE
+from benchmarks.support.fp8_gpt import MOE, NARROW
 from benchmarks.support.ranks import Layout, model_parallel
 from tests.support.resume import Training, loads_and_saves, tensors_of, trains_and_saves
 
-HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
+HISTORY: dict[str, Any] = {**NARROW, "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
 SHARDED = {"use_distributed_optimizer": True}
 NAME = "iter_0000002"
 
@@ -60,11 +60,11 @@ def test_another_layout_loads_every_bit(ranks, tmp_path, delayed, name):
 def test_bf16_to_fp8_on_another_layout_and_back(ranks, tmp_path):
     """Weights and optimizer state stay the same bits; delayed weights are warm, other tensors cold."""
     folders = [tmp_path / name for name in ("bf16", "fp8", "weights", "back")]
-    ranks(1).run(trains_and_saves, Layout(), None, {}, {}, str(folders[0]))
+    ranks(1).run(trains_and_saves, Layout(), None, NARROW, {}, str(folders[0]))
     way = [
         (2, Layout(tp=2, sp=True), "delayed", HISTORY, {}),
         (2, Layout(), "delayed", {**HISTORY, "fp8_param": True}, SHARDED),
-        (2, Layout(pp=2), None, {}, {}),
+        (2, Layout(pp=2), None, NARROW, {}),
     ]
     notes = []
     for (world, *case), source, target in zip(way, folders, folders[1:], strict=False):
@@ -87,7 +87,9 @@ def test_bf16_to_fp8_on_another_layout_and_back(ranks, tmp_path):
 
 def test_another_recipe_or_history(ranks, tmp_path, delayed):
     source, _ = delayed
-    results = ranks(1).run(loads_and_saves, Layout(), "mxfp8", {}, {}, str(source), str(tmp_path / "mxfp8"))
+    results = ranks(1).run(
+        loads_and_saves, Layout(), "mxfp8", NARROW, {}, str(source), str(tmp_path / "mxfp8")
+    )
     assert results[0][0] == ["the delayed-scaling state of 24 tensors is dropped: this run uses mxfp8"]
     longer = {**HISTORY, "fp8_amax_history_len": 6}
     results = ranks(1).run(
@@ -184,7 +186,7 @@ def test_weights_are_stored_as_their_masters_rounded(ranks, tmp_path, fields):
 
 def test_fp8_weights_are_cast_with_the_scale_that_they_get(ranks, tmp_path):
     """From BF16 to delayed scaling over TP=2: the scale that the shards share is the one that weights are cast with."""
-    ranks(1).run(trains_and_saves, Layout(), None, {}, {}, str(tmp_path / "bf16"))
+    ranks(1).run(trains_and_saves, Layout(), None, NARROW, {}, str(tmp_path / "bf16"))
     losses = []
     for fp8_param in (False, True):
         fields = {**HISTORY, "fp8_param": fp8_param}
@@ -214,7 +216,7 @@ def loads_what_a_gpu_saved(folder: str) -> tuple[Any, bool]:
         return {**found, "cuda": state, **{name: state for name in found if name.startswith("tracker.")}}
 
     with model_parallel(Layout()):
-        saved, loaded = (Training(Layout(), "tensorwise", {}, {}, seed=seed) for seed in (7, 8))
+        saved, loaded = (Training(Layout(), "tensorwise", NARROW, {}, seed=seed) for seed in (7, 8))
         saved.steps(1)
         with mock.patch.object(checkpoint_rng, "streams", of_a_gpu):
             path = saved.save(folder)

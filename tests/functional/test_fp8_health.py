@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.fp8_gpt import OPTIONS, fp8_config, record_steps
+from benchmarks.support.fp8_gpt import NARROW, OPTIONS, fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.sick import OVERLAP, made_sick, masters
@@ -49,6 +49,8 @@ def sick_training(
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     seen = Health([], [], [], [], [], [], [])
+    if layout.tp == 1:
+        fields = {**NARROW, **fields}
     with model_parallel(layout):
         config = fp8_config(layout, recipe, **fields)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, ddp=ddp)

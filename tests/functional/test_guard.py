@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.fp8_gpt import MOE, OPTIONS, fp8_config, record_steps
+from benchmarks.support.fp8_gpt import MOE, NARROW, OPTIONS, fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.command import APP, MEASURED, lines, run
@@ -41,7 +41,7 @@ def guarded_training(layout: Layout, recipe: str, fields: dict[str, Any], ill: s
 
     seen = Seen()
     with model_parallel(layout):
-        config = fp8_config(layout, recipe, **fields)
+        config = fp8_config(layout, recipe, **{**NARROW, **fields})
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128)
         optimizer = build_optimizer(config, chunks)
         record_steps(optimizer, seen.stepped)

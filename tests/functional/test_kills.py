@@ -1,6 +1,6 @@
 """Ranks killed with SIGKILL: the run restarts from the newest complete checkpoint and ends as if nothing had happened.
 
-`python -m benchmarks.kills` does it twenty times; here is one kill of each kind.
+`python -m benchmarks.kills` does it twenty times to real processes; here is one kill of each kind, of forked ones.
 """
 
 import random

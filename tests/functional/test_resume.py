@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.fp8_gpt import MOE, RECIPES
+from benchmarks.support.fp8_gpt import MOE, NARROW, RECIPES
 from benchmarks.support.ranks import Layout
 from tests.support.resume import resumes_exactly
 
@@ -15,8 +15,6 @@ HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
-# Blocks of 128 x 128 need all of the small GPT's width only where tensor parallelism halves it.
-NARROW: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256}
 
 CASES: dict[str, tuple[Any, ...]] = {}
 for _recipe in (None, *RECIPES):

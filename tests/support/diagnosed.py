@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.support.fp8_gpt import fp8_config
 from benchmarks.support.gpt import _sample, bf16_spec, build_chunks
@@ -50,7 +51,10 @@ def diagnosed(
         chunks = build_chunks(config, spec=_spec, sequence=SEQUENCE, vocab=VOCAB)
         check_plan(chunks)
         run = RunConfig()
-        run.train.micro_batch_size, run.train.global_batch_size, run.train.seq_length = 1, 2, SEQUENCE
+        run.train.global_batch_size, run.train.seq_length = 2, SEQUENCE
+        # A pass is one microbatch where it can be: its cost does not grow with the sequences in it.
+        alone = layout.pp == 1 and dist.get_world_size() == layout.model_ranks
+        run.train.micro_batch_size = 2 if alone else 1
         subject = RunSubject(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
         if wrong is not None and wrong[0] in subject.sites:
             make_wrong(subject.sites[wrong[0]], *wrong[1:])

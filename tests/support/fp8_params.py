@@ -34,7 +34,7 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     stepped: list[bool] = field(default_factory=list)
-    masters: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
+    masters: dict[tuple[Any, ...], tuple[int, bytes]] = field(default_factory=dict)
     nonfinite: list[int] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
     fp8_weights: list[str] = field(default_factory=list)
@@ -86,8 +86,8 @@ def train_params(
     return seen
 
 
-def masters(optimizer: Any, chunks: list[Any]) -> dict[tuple[Any, ...], tuple[int, str]]:
-    """This rank's piece of every float32 weight: (place in the model, chunk, name) -> (start, hexadecimal bytes)."""
+def masters(optimizer: Any, chunks: list[Any]) -> dict[tuple[Any, ...], tuple[int, bytes]]:
+    """This rank's piece of every float32 weight: (place in the model, chunk, name) -> (start, bytes)."""
     from megatron.core import parallel_state as ps
 
     place = (
@@ -103,17 +103,17 @@ def masters(optimizer: Any, chunks: list[Any]) -> dict[tuple[Any, ...], tuple[in
         for param in (p for group in groups for p in group):
             start = one._get_model_param_range_map(param)["param"].start if sharded else 0
             key = (*place, *names[param])
-            found[key] = (start, param.main_param.detach().numpy().tobytes().hex())
+            found[key] = (start, param.main_param.detach().numpy().tobytes())
     return found
 
 
-def whole_masters(everyone: list[Trained]) -> dict[tuple[Any, ...], str]:
+def whole_masters(everyone: list[Trained]) -> dict[tuple[Any, ...], bytes]:
     """The float32 weights, put together from all ranks' pieces."""
-    pieces: dict[tuple[Any, ...], dict[int, str]] = {}
+    pieces: dict[tuple[Any, ...], dict[int, bytes]] = {}
     for seen in everyone:
         for key, (start, data) in seen.masters.items():
             assert pieces.setdefault(key, {}).setdefault(start, data) == data
-    return {key: "".join(parts[start] for start in sorted(parts)) for key, parts in pieces.items()}
+    return {key: b"".join(parts[start] for start in sorted(parts)) for key, parts in pieces.items()}
 
 
 @contextmanager

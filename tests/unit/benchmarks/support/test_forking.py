@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
 from pathlib import Path
 
+from benchmarks.support.forking import stood_for
 from tests.support.command import environment, torchrun
 
 SCRIPT = """
@@ -31,6 +33,19 @@ def test_it_is_told_and_heard(forking_python, tmp_path):
     )  # fmt: skip
     assert done.returncode == 3 and done.stderr.splitlines()[-1] == "said"
     assert done.stdout == f"['--a', 'b c'] ham {tmp_path} True forking-python\n"
+
+
+def test_the_command_behind_it_is_found(forking_python, tmp_path):
+    script = write(tmp_path, "print(os.getpid(), flush=True); import time; time.sleep(60)")
+    with subprocess.Popen(
+        [forking_python, script], env=environment(WORD="ham"), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        command = int(process.stdout.readline())
+        assert stood_for()[process.pid] == command != process.pid
+        os.kill(command, signal.SIGKILL)
+        assert process.wait(30) == -signal.SIGKILL
 
 
 def test_a_signal_ends_it_as_it_ends_a_process(forking_python, tmp_path):
