@@ -227,9 +227,16 @@ def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
 
     Args:
         into: [M, N].
+
+    Raises:
+        ValueError: contractions differ, both operands are E5M2, or ``into`` has another shape.
     """
     if not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
         return False
+    if a.codes.shape[1] != b.codes.shape[1] or a.codes.dtype == b.codes.dtype == E5M2.dtype:
+        raise unfit(a, b, torch.float32, None)
+    if into.shape != (rows_cols := (a.codes.shape[0], b.codes.shape[0])):
+        raise ValueError(f"a product of shape {rows_cols} cannot be added to one of {tuple(into.shape)}")
     few = a.codes.shape[0] <= FEW_ROWS and few_rows.takes(a, b, torch.float32)
     if few or not (into.dtype == torch.float32 and loops.plain(into)):
         return False

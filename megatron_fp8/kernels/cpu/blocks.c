@@ -16,6 +16,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <stdlib.h>
 
 #include "blocks.h"
 #include "encode.h"
@@ -76,8 +77,9 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
 
 /* ------------------------------------------------------------------------------------------------------------ tiles */
 
-/* NAME(x, rows, cols, inf, cuts, n_cuts, rule, all_finite, amax, threads): returns how many elements are NaN or Inf. Of
-   cuts whose scales were made before: 0, an amax of 0, and all_finite says whether there are any. */
+/* NAME(x, rows, cols, inf, cuts, n_cuts, rule, all_finite, amax, threads): returns how many elements are NaN or Inf; -1
+   without memory. Of cuts whose scales were made before: 0, an amax of 0, and all_finite says whether there are any.
+   What is found of a tile is 700 KB: more than the stack of a thread may be (OMP_STACKSIZE, musl). */
 #define BLOCKS(NAME, FROM, BITS, LOAD, ENCODE, SHORT, DROP, BIAS)                                                    \
     INLINE BITS NAME##_magnitude(FROM x) {                                                                           \
         BITS u;                                                                                                      \
@@ -155,19 +157,25 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
         for (int64_t i = 0; i < down * across; i++) top = largest[i] > top ? largest[i] : top;                       \
         return top;                                                                                                  \
     }                                                                                                                \
+    typedef struct {                                                                                                 \
+        float scale[TALL * WIDE + SPARE], amax[TALL * WIDE], inverse[TALL * WIDE];                                   \
+        int16_t offset[TALL * WIDE + SPARE];                                                                         \
+        BITS largest[TALL * WIDE + SPARE];                                                                           \
+        FROM clean[TALL * WIDE];                                                                                     \
+    } NAME##_Found;                                                                                                  \
     /* Scales of all of a tile's blocks first, then its codes, row by row. */                                        \
     static void NAME##_codes(const FROM *x, int64_t step, int64_t rows, int64_t cols, const Cut *cut,                \
-                             const BITS *largest, const Rule *rule, int64_t row, int64_t col, int32_t finite) {      \
+                             NAME##_Found *of, const Rule *rule, int64_t row, int64_t col, int32_t finite) {         \
+        float *scale = of->scale, *amax = of->amax, *inverse = of->inverse;                                          \
+        int16_t *offset = of->offset;                                                                                \
         int64_t across = (cols + cut->cols - 1) / cut->cols, whole = (step + cut->cols - 1) / cut->cols;             \
         int64_t first = row / cut->rows, down = (row + rows - 1) / cut->rows - first + 1, n = down * across;         \
         int64_t size = rule->kind == E8M0 ? 1 : sizeof(float), at = first * whole + col / cut->cols;                 \
-        float scale[TALL * WIDE + SPARE], amax[TALL * WIDE], inverse[TALL * WIDE];                                   \
-        int16_t offset[TALL * WIDE + SPARE];                                                                         \
         if (cut->scale)                                                                                              \
             for (int64_t i = 0; i < down; i++)                                                                       \
                 memcpy(scale + i * across, cut->scale + at + i * whole, (size_t)across * sizeof(float));             \
         else {                                                                                                       \
-            for (int64_t b = 0; b < n; b++) amax[b] = LOAD(NAME##_of(largest[b]));                                   \
+            for (int64_t b = 0; b < n; b++) amax[b] = LOAD(NAME##_of(of->largest[b]));                               \
             make_scales(amax, n, rule, scale, inverse, 0);                                                           \
             for (int64_t i = 0; i < down; i++)                                                                       \
                 memcpy((uint8_t *)cut->scale_inv + (at + i * whole) * size, (uint8_t *)inverse + i * across * size,  \
@@ -190,36 +198,39 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
     int64_t NAME(const FROM *x, int64_t rows, int64_t cols, BITS inf, const Cut *cuts, int32_t n_cuts,               \
                  const Rule *rule, int32_t all_finite, float *amax, int32_t threads) {                               \
         int64_t nonfinite = 0, down = (rows + TALL - 1) / TALL, across = (cols + WIDE - 1) / WIDE;                   \
+        int32_t lost = 0; /* threads without memory */                                                               \
         BITS most = 0;                                                                                               \
-        _Pragma("omp parallel num_threads(threads) if (threads > 1) reduction(+ : nonfinite) reduction(max : most)") \
+        _Pragma("omp parallel num_threads(threads) if (threads > 1) reduction(+ : nonfinite, lost) reduction(max : most)")\
         {                                                                                                            \
             uint64_t before = use_ieee();                                                                            \
-            BITS largest[TALL * WIDE + SPARE];                                                                       \
-            FROM clean[TALL * WIDE];                                                                                 \
+            NAME##_Found *of = malloc(sizeof *of);                                                                   \
+            lost += of == NULL;                                                                                      \
             _Pragma("omp for")                                                                                       \
             for (int64_t tile = 0; tile < down * across; tile++) {                                                   \
+                if (!of) continue;                                                                                   \
                 int64_t row = tile / across * TALL, col = tile % across * WIDE;                                      \
                 int64_t high = least(TALL, rows - row), wide = least(WIDE, cols - col);                              \
                 const FROM *from = x + row * cols + col;                                                             \
                 int32_t finite = all_finite;                                                                         \
                 for (int32_t c = 0; c < n_cuts; c++) {                                                               \
-                    BITS top = cuts[c].scale ? 0 : NAME##_amaxes(from, cols, high, wide, cuts + c, largest);         \
+                    BITS top = cuts[c].scale ? 0 : NAME##_amaxes(from, cols, high, wide, cuts + c, of->largest);     \
                     if (top >= inf) {                                                                                \
-                        int64_t found = NAME##_clean(from, cols, high, wide, inf, clean);                            \
+                        int64_t found = NAME##_clean(from, cols, high, wide, inf, of->clean);                        \
                         nonfinite += c == 0 ? found : 0;                                                             \
-                        top = NAME##_amaxes(clean, WIDE, high, wide, cuts + c, largest);                             \
+                        top = NAME##_amaxes(of->clean, WIDE, high, wide, cuts + c, of->largest);                     \
                         finite = 0;                                                                                  \
                     }                                                                                                \
                     most = top > most ? top : most;                                                                  \
-                    NAME##_codes(from, cols, high, wide, cuts + c, largest, rule, row, col, finite);                 \
+                    NAME##_codes(from, cols, high, wide, cuts + c, of, rule, row, col, finite);                      \
                 }                                                                                                    \
             }                                                                                                        \
+            free(of);                                                                                                \
             use_again(before);                                                                                       \
         }                                                                                                            \
         uint64_t before = use_ieee();                                                                                \
         *amax = LOAD(NAME##_of(most));                                                                               \
         use_again(before);                                                                                           \
-        return nonfinite;                                                                                            \
+        return lost ? -1 : nonfinite;                                                                                \
     }
 
 BLOCKS(blocks_e4m3_float32, float, uint32_t, load_float32, encode_e4m3, 0, 4, 7)

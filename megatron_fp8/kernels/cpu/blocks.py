@@ -123,6 +123,8 @@ def _run(x: torch.Tensor, rule: Rule, cuts: list[_Cut], finite: bool, amax: torc
         loops.address(amax, torch.float32, 1),
         loops.thread_count(x.numel()),
     )
+    if nonfinite < 0:
+        raise MemoryError("no memory for a tile of a matrix, 700 KB a thread")
     return nonfinite
 
 

@@ -183,13 +183,13 @@ ADD_PAIRS(2)
 ADD_PAIRS(4)
 ADD_PAIRS(8)
 
+/* Branches, no conditional calls: of those GCC 12 makes one of add_pairs_2 where one row is left. */
 static void add_pairs(const uint32_t *a, int64_t m, __m512i values[32][2], float (*sums)[PANEL]) {
-    for (int64_t r = 0, rows; r < m; r += rows) {
-        int64_t left = m - r;
-        rows = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        (rows == 8 ? add_pairs_8 : rows == 4 ? add_pairs_4 : rows == 2 ? add_pairs_2 : add_pairs_1)(a + r, m, values,
-                                                                                                   sums + r);
-    }
+    int64_t r = 0;
+    for (; m - r >= 8; r += 8) add_pairs_8(a + r, m, values, sums + r);
+    if (m - r >= 4) add_pairs_4(a + r, m, values, sums + r), r += 4;
+    if (m - r >= 2) add_pairs_2(a + r, m, values, sums + r), r += 2;
+    if (m - r >= 1) add_pairs_1(a + r, m, values, sums + r);
 }
 
 static void panel_by_dot(const Product *p, const uint32_t *a, Decoder *d, int64_t first) {

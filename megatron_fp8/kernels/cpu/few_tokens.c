@@ -66,6 +66,7 @@ LARGEST(largest_32, float, uint32_t, magnitude_32, float_of, 0x7F800000)
 static int32_t whole_scales(const Linear *of, float *scale, float *inverse) {
     int64_t m = of->product.m, k = of->product.k, n = of->each ? m : 1;
     int32_t finite = 1;
+    float amax[MOST];
     if (of->given) {
         *scale = *of->given;
         *inverse = 1 / *scale;
@@ -73,21 +74,24 @@ static int32_t whole_scales(const Linear *of, float *scale, float *inverse) {
     }
     for (int64_t i = 0; i < n; i++) {
         int64_t at = i * k, size = of->each ? k : m * k;
-        inverse[i] = of->bfloat16 ? largest_16((const uint16_t *)of->x + at, size, &finite)
-                                  : largest_32((const float *)of->x + at, size, &finite);
+        amax[i] = of->bfloat16 ? largest_16((const uint16_t *)of->x + at, size, &finite)
+                               : largest_32((const float *)of->x + at, size, &finite);
     }
-    scales_of_amaxes(inverse, n, &of->rule, scale, inverse);
+    scales_of_amaxes(amax, n, &of->rule, scale, inverse);
     return finite;
 }
 
-static void quantise(const Linear *of, const Cut *cut, int32_t finite) {
+/* Whether there was memory for it. */
+static int quantise(const Linear *of, const Cut *cut, int32_t finite) {
     int64_t m = of->product.m, k = of->product.k;
     Rule rule = of->rule;
     float amax;
     if (of->given) rule.kind = FP32; /* whatever number it is */
     if (of->bfloat16)
-        (of->e5m2 ? blocks_e5m2_bfloat16 : blocks_e4m3_bfloat16)(of->x, m, k, 0x7F80, cut, 1, &rule, finite, &amax, 1);
-    else (of->e5m2 ? blocks_e5m2_float32 : blocks_e4m3_float32)(of->x, m, k, 0x7F800000, cut, 1, &rule, finite, &amax, 1);
+        return (of->e5m2 ? blocks_e5m2_bfloat16 : blocks_e4m3_bfloat16)(of->x, m, k, 0x7F80, cut, 1, &rule, finite, &amax,
+                                                                        1) >= 0;
+    return (of->e5m2 ? blocks_e5m2_float32 : blocks_e4m3_float32)(of->x, m, k, 0x7F800000, cut, 1, &rule, finite, &amax,
+                                                                  1) >= 0;
 }
 
 /* Smallest and largest of x's scales; a block of zeros under MX's smallest scale does not count for the smallest. */
@@ -121,7 +125,7 @@ int32_t few_tokens(const Linear *of, int32_t loop, int32_t threads) {
     int64_t across = of->block ? (p.k + of->block - 1) / of->block : 1, size = p.m * p.k;
     int64_t n = of->block ? p.m * across : of->each ? p.m : 1;
     int64_t n_b = of->blocks_b ? (p.n + p.block_rows - 1) / p.block_rows * ((p.k + p.block_cols - 1) / p.block_cols) : 0;
-    int32_t with_e8m0 = of->rule.kind == E8M0, failed = 1;
+    int32_t with_e8m0 = of->rule.kind == E8M0, failed = 1, quantised;
     float *scale = malloc((size_t)(n * 9 + size * 3 + n_b));
     if (scale == NULL) return -1;
     float *inverse = scale + n;
@@ -131,14 +135,15 @@ int32_t few_tokens(const Linear *of, int32_t loop, int32_t threads) {
     double smallest, largest;
     if (of->block) {
         Cut cut = {1, of->block, codes, with_e8m0 ? (void *)e8m0 : (void *)inverse, NULL};
-        quantise(of, &cut, 1);
+        quantised = quantise(of, &cut, 1);
         if (with_e8m0) power_of_e8m0(e8m0, (uint32_t *)inverse, n, 0);
     } else {
         Cut cut = {of->each ? 1 : p.m, p.k, codes, NULL, scale};
-        quantise(of, &cut, whole_scales(of, scale, inverse));
+        quantised = quantise(of, &cut, whole_scales(of, scale, inverse));
     }
-    range_of(of, inverse, of->block && with_e8m0 ? e8m0 : NULL, codes, n, &smallest, &largest);
-    if (foldable(of, smallest, largest)) {
+    if (quantised) range_of(of, inverse, of->block && with_e8m0 ? e8m0 : NULL, codes, n, &smallest, &largest);
+    else failed = -1;
+    if (quantised && foldable(of, smallest, largest)) {
         (of->e5m2 ? decode_e5m2_bfloat16 : decode_e4m3_bfloat16)(codes, values, p.m, p.k, of->block ? inverse : NULL, 1,
                                                                  of->block ? of->block : p.k, 1);
         p.a = values;

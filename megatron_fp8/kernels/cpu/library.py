@@ -94,6 +94,7 @@ def _compile(folder: Path, key: str, command: Sequence[str]) -> Path:
     try:
         _run([*command, "-o", name], timeout=300)
         unfinished.chmod(0o755)  # whatever the umask: what others may write is not loaded
+        ctypes.CDLL(name)  # what a compiler calls done may be no library: that is not kept
         sync(unfinished)
         path = folder / f"cpu-{key}-{_digest(unfinished)}.so"
         os.replace(unfinished, path)

@@ -349,3 +349,16 @@ def test_a_product_in_c_has_the_bits_of_torch(biased, out, short, monkeypatch):
             assert found.dtype == out and torch.equal(found.isnan(), expected.isnan())
             assert bool(found.isnan().any()) and not bool(found.isnan().all())
             assert_same_bytes(found.nan_to_num(), expected.nan_to_num(), f"{scales}")
+
+
+def test_a_product_is_added_to_its_own_shape_alone():
+    """C would read and write beyond the tensors."""
+    recipe = Float8CurrentScaling()
+    a, b, longer = (
+        quantize(torch.randn(n, k), recipe, "weight").rowwise for n, k in ((64, 256), (48, 256), (48, 288))
+    )
+    into = torch.zeros(64, 48)
+    for other, where in ((longer, into), (b, into.t()), (b, torch.zeros(64 * 48)), (b, into[:32])):
+        with pytest.raises(ValueError, match="must be equal|cannot be added"):
+            emulated.accumulate(a, other, where)
+    assert not bool(into.any())

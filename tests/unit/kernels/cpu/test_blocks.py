@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -126,3 +129,33 @@ def test_each_bfloat16_number_under_scales(fmt: FloatFormat, cut: tuple[int, int
         blocks_of = {(1, 0): 256, (0, 1): 256, (1, 32): 256 * 8}[cut]
         (codes,) = blocks.cast(x, rule, [cut], [scale.expand(blocks_of).contiguous()], True)
         assert same(codes, cast(x, scale, fmt)), value
+
+
+@pytest.mark.parametrize("threads", ["python's", "openmp's"])
+def test_threads_with_small_stacks(threads, tmp_path):
+    """256 KB: what is kept of a tile is larger. In a process of its own, which would end."""
+    lines = [
+        "import threading, torch",
+        "from megatron_fp8.kernels.cpu import blocks",
+        "from megatron_fp8.numerics.formats import E4M3",
+        "from megatron_fp8.numerics.rule import TENSOR, Rule",
+        "rule, x = Rule(E4M3, TENSOR, 'pow2'), torch.randn(1280, 256)",
+        "call = lambda: blocks.quantize(x, rule, [(1, 1), (1, 1)])",
+    ]
+    if threads == "openmp's":
+        lines += ["torch.set_num_threads(2)", "call()"]
+    else:
+        lines += [
+            "torch.set_num_threads(1)",
+            "threading.stack_size(1 << 18)",
+            "one = threading.Thread(target=call)",
+        ]
+        lines += ["one.start()", "one.join()"]
+    (tmp_path / "small.py").write_text("\n".join([*lines, "print('fine')"]))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "small.py")],
+        env=os.environ | {"OMP_STACKSIZE": "256K"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr

@@ -211,3 +211,18 @@ def test_a_compiler_that_is_none(source, cache, monkeypatch, compiler, said):
     monkeypatch.setenv("CC", compiler)
     loaded, why = library.load([source], FLAGS)
     assert loaded is None and why is not None and said in why
+
+
+def test_what_a_compiler_makes_and_nothing_can_load_is_not_kept(source, cache, monkeypatch):
+    """A compiler that exits with 0 and writes no library: the next start, with one that is mended, finds nothing old."""
+    compiler = source.with_name("compiler")
+    monkeypatch.setenv("CC", str(compiler))
+    for does, said in (
+        ("for to; do :; done; echo junk > $to; echo 1.0", "no folder"),
+        ('exec cc "$@"', None),
+    ):
+        compiler.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo 1.0; exit; fi\n{does}\n')
+        compiler.chmod(0o755)
+        _, why = library.load([source], FLAGS)
+        assert said in why if said else why is None, why
+        assert len(libraries(cache.parents[2])) == int(said is None)
