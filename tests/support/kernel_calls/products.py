@@ -1,0 +1,284 @@
+"""Drawn products (gemm.c, few_rows.c, few_tokens.c), and how far they may be from those of float64."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from megatron_fp8.backends import specified
+from megatron_fp8.backends.emulated import values64
+from megatron_fp8.kernels.cpu import blocks, few_rows, few_tokens, loops
+from megatron_fp8.numerics.cast import decode
+from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
+
+from . import numbers as of
+from .elementwise import FORMATS
+from .numbers import Draw
+from .tape import Buffer, Call
+
+RESULTS = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
+SCALES = ("tensor", "row", "32 x 32", "128 x 128", "1 x 32", "1 x 128", "7 x 96")
+POISON = 0xA5
+
+
+def _laid_out(x: torch.Tensor, draw: Draw, dense: bool = False) -> tuple[torch.Tensor, int, int]:
+    """(the bytes where a matrix lies, its row step, its column step): by rows or by columns, maybe part of a wider one."""
+    rows, cols = x.shape
+    turned, wider = not dense and bool(draw.integers(2)), 0 if dense else int(draw.choice([0, 0, 5]))
+    x = x.t() if turned else x
+    step = x.shape[1] + wider
+    whole = torch.empty(x.shape[0] * step, dtype=x.dtype)
+    whole.view(torch.uint8).fill_(POISON)
+    whole.view(x.shape[0], step)[:, : x.shape[1]] = x
+    end = max(0, x.shape[0] * step - wider)
+    return whole[:end].clone(), *((1, step) if turned else (step, 1))
+
+
+def _side(draw: Draw, rows: int, k: int, e5m2: bool, special: bool) -> tuple[Buffer, torch.Tensor, str]:
+    """(gemm.c's Side, what it stands for in float64, in words)"""
+    if draw.random() < 0.15:
+        x = torch.randn(rows, k, generator=of.seeded(draw)).bfloat16()
+        x[torch.rand(rows, k, generator=of.seeded(draw)) < 0.1] = -0.0
+        data, row_step, k_step = _laid_out(x, draw)
+        side = Buffer(loops._Side(None, row_step, k_step, 0, 0, None, 0, 0, 0, 0))
+        side.pointers[0] = Buffer(data)
+        return side, x.double(), "bfloat16"
+    fmt = "e5m2" if e5m2 else "e4m3"
+    codes, kind = of.coded(draw, rows, k, fmt, special), SCALES[draw.integers(len(SCALES))]
+    data, row_step, k_step = _laid_out(codes, draw)
+    block = {"tensor": (0, 0), "row": (1, 0)}.get(kind) or tuple(map(int, kind.split(" x ")))
+    high, wide = block[0] or rows, block[1] or k
+    whole = block[1] == 0
+    e8m0 = not whole and bool(draw.integers(2))
+    scale = of.positive(
+        draw, of.blocks(rows, high), of.blocks(k, wide), not whole or bool(draw.integers(2)), -40, 30
+    )
+    kept = (torch.frexp(scale)[1] + 126).to(torch.uint8) if e8m0 else scale
+    values = (
+        decode(codes.view(FORMATS[fmt].dtype), torch.float64)
+        * of.spread(scale, (high, wide), rows, k).double()
+    )
+    if e8m0 and draw.random() < 0.2:  # a block of zeros, as a cast makes it
+        values[:high, :wide] = 0
+        codes[:high, :wide] = 0x80
+        data, row_step, k_step = _laid_out(codes, draw)
+        kept[0, 0] = 0
+    scales, *steps = _laid_out(kept, draw, dense=whole)
+    if kind == "tensor":
+        steps = [0, 0]
+    side = Buffer(loops._Side(None, row_step, k_step, 2 if e5m2 else 1, int(e8m0), None, *block, *steps))
+    side.pointers[loops._Side.at.offset] = Buffer(data)
+    if not (kind == "tensor" and draw.random() < 0.1 and not bool((scale != 1).any())):
+        side.pointers[loops._Side.scale.offset] = Buffer(scales)
+    return side, values, f"{fmt} {kind} {'e8m0' if e8m0 else ''} steps {row_step}, {k_step}"
+
+
+def _near(
+    given: bytearray, expected: torch.Tensor, size: torch.Tensor, k: int, dtype: torch.dtype
+) -> str | None:
+    """What is wrong with bytes that have to be sums of k float32 products, rounded to dtype. size: of the magnitudes."""
+    found = torch.frombuffer(given, dtype=dtype).view(expected.shape).double()
+    right = expected.to(dtype).double()
+    special = ~expected.isfinite()
+    same = (found == right) | (found.isnan() & right.isnan())
+    allowed = (k + 4) * 2.0**-24 * size + RESULTS[dtype] * expected.abs() + 1e-38
+    good = torch.where(special, same, (found - expected).abs() <= allowed)
+    if bool(good.all()):
+        return None
+    at = tuple((~good).nonzero()[0].tolist())
+    return f"{int((~good).sum())} of {good.numel()} are wrong, first {at}: {found[at]} for {expected[at]} +- {allowed[at]}"
+
+
+def _sizes(draw: Draw, most: int) -> tuple[int, int, int]:
+    return of.size(draw, most, 1), of.size(draw, most, 1), of.size(draw, most, 1)
+
+
+def _product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a b^T + bias, the sum of their magnitudes)"""
+    exact, size = a @ b.t(), a.nan_to_num(0, 0, 0).abs() @ b.nan_to_num(0, 0, 0).abs().t()
+    return (exact, size) if bias is None else (exact + bias.double(), size + bias.double().abs())
+
+
+def gemm_call(draw: Draw, most: int, loop: int) -> Call:
+    m, n, k = _sizes(draw, most)
+    special = draw.random() < 0.15
+    (a, values_a, told_a), (b, values_b, told_b) = (
+        _side(draw, m, k, bool(draw.integers(2)), special),
+        _side(draw, n, k, bool(draw.integers(2)), special),
+    )
+    bias = torch.randn(n, generator=of.seeded(draw)) if draw.random() < 0.5 else None
+    add = draw.random() < 0.25
+    dtype = torch.float32 if add or draw.random() < 0.5 else torch.bfloat16
+    bias = None if add else bias
+    there = torch.randn(m, n, generator=of.seeded(draw)).to(dtype)
+    exact, size = _product(values_a, values_b, bias)
+    if add:
+        exact, size = exact + there.double(), size + there.double().abs()
+    out = Buffer(loops._Out(None, int(dtype == torch.bfloat16), int(add), None))
+    out.pointers[loops._Out.at.offset] = Buffer(there, out=True)
+    if bias is not None:
+        out.pointers[loops._Out.bias.offset] = Buffer(bias)
+
+    def check(returned: int, outs: list[bytearray]) -> str | None:
+        if of.int32(returned):
+            return f"returned {of.int32(returned)}"
+        return _near(outs[0], exact, size, k, dtype)
+
+    what = f"{m} x {n} x {k}, loop {loop}, {told_a}; {told_b}; {dtype}, bias {bias is not None}, add {add}"
+    return Call("gemm", [a, b, out, m, n, k, loop, int(draw.integers(1, 5))], check, what)
+
+
+def _weight(draw: Draw, n: int, k: int, e5m2: bool, finite: bool):
+    """(codes, scale_inv, its block or None, float64 values): what few_rows.c multiplies by."""
+    fmt = "e5m2" if e5m2 else "e4m3"
+    codes = of.coded(draw, n, k, fmt, not finite)
+    block = [None, None, (1, 32), (128, 128), (32, 32), (32, 96)][draw.integers(6 if finite else 2)]
+    high, wide = block or (n if draw.random() < 0.5 else 1, k)
+    scale = of.positive(draw, of.blocks(n, high), of.blocks(k, wide), block is not None, -20, 20)
+    values = (
+        decode(codes.view(FORMATS[fmt].dtype), torch.float64) * of.spread(scale, (high, wide), n, k).double()
+    )
+    return codes, scale, block, values
+
+
+def _finished(draw: Draw, n: int) -> tuple[torch.Tensor | None, torch.dtype]:
+    bias = torch.randn(n, generator=of.seeded(draw)) if draw.random() < 0.5 else None
+    return bias, (torch.float32, torch.bfloat16)[draw.integers(2)]
+
+
+def few_rows_call(draw: Draw, most: int, loop: int) -> Call:
+    m, (_, n, k) = int(draw.integers(1, few_rows.MOST + 1)), _sizes(draw, most)
+    e5m2, finite = bool(draw.integers(2)), bool(draw.integers(2))
+    codes, scale, block, values = _weight(draw, n, k, e5m2, finite)
+    bias, dtype = _finished(draw, n)
+    a = torch.randn(m, k, generator=of.seeded(draw)).bfloat16()
+    scale_a = of.positive(draw, int(draw.choice([1, m])), 1, False, -20, 20)
+    scale_b = torch.ones(1) if block else scale
+    exact, size = _product(a.double() * scale_a.double(), values, bias)
+    high, wide = block or (1, 32)
+    product = Buffer(
+        few_rows.Product(
+            *[None] * 7,
+            *(
+                m,
+                n,
+                k,
+                high,
+                wide,
+                scale_a.numel() > 1,
+                scale_b.numel() > 1,
+                e5m2,
+                finite,
+                dtype == torch.bfloat16,
+            ),
+        )
+    )
+    out = torch.empty(m, n, dtype=dtype)
+    out.view(torch.uint8).fill_(POISON)
+    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8) if block else None
+    parts = {"a": a, "b": codes, "exponents": exponents, "scale_a": scale_a, "scale_b": scale_b, "bias": bias}
+    for name, part in parts.items():
+        if part is not None:
+            product.pointers[getattr(few_rows.Product, name).offset] = Buffer(part)
+    product.pointers[few_rows.Product.to.offset] = Buffer(out, out=True)
+
+    def check(returned: int, outs: list[bytearray]) -> str | None:
+        return (
+            f"returned {of.int32(returned)}" if of.int32(returned) else _near(outs[0], exact, size, k, dtype)
+        )
+
+    what = f"{m} x {n} x {k}, loop {loop}, block {block}, e5m2 {e5m2}, finite {finite}, {dtype}"
+    return Call("few_rows", [product, loop, int(draw.integers(1, 4))], check, what)
+
+
+RULES = (
+    *((TENSOR, "fp32"), (TENSOR, "pow2"), (ROW, "pow2"), (ROW, "fp32")),
+    *((BLOCK_1X128, "pow2"), (BLOCK_1X32, "e8m0"), (BLOCK_1X32, "pow2")),
+)
+
+
+def few_tokens_call(draw: Draw, most: int, loop: int) -> Call:
+    m, (_, n, k) = int(draw.integers(1, few_rows.MOST + 1)), _sizes(draw, most)
+    e5m2_b = bool(draw.integers(2))
+    fmt = FORMATS["e4m3" if e5m2_b or draw.random() < 0.7 else "e5m2"]
+    finite = bool(draw.integers(2))
+    codes, scale, block, values = _weight(draw, n, k, e5m2_b, finite)
+    bias, dtype = _finished(draw, n)
+    granularity, kind = RULES[draw.integers(len(RULES))]
+    rule = Rule(fmt, granularity, kind)
+    x = torch.randn(m, k, generator=of.seeded(draw)).to(dtype)
+    if draw.random() < 0.3:
+        x[torch.rand(m, k, generator=of.seeded(draw)) < 0.02] = torch.nan
+    given = (
+        of.positive(draw, 1, 1, False, -6, 6).view([])
+        if granularity is TENSOR and draw.random() < 0.5
+        else None
+    )
+    side = specified.quantize(x, rule, "rowwise", scale=given).tensor.rowwise
+    assert side is not None
+    exact, size = _product(values64(side), values, bias)
+    e8m0_b = block is not None and bool(draw.integers(2))
+    kept = (scale.view(torch.int32) >> 23).to(torch.uint8) if e8m0_b else scale
+    high, wide = block or (1, k)
+    product = few_rows.Product(
+        *[None] * 7,
+        *(
+            m,
+            n,
+            k,
+            high,
+            wide,
+            0,
+            block is None and scale.numel() > 1,
+            e5m2_b,
+            finite,
+            dtype == torch.bfloat16,
+        ),
+    )
+    linear = Buffer(
+        few_tokens._Linear(
+            *(product, None, None, None, float(scale.min()), float(scale.max()), 2.0**-100, 2.0**80),
+            *(granularity.cols, blocks.scale_rule(rule), dtype == torch.bfloat16, fmt is FORMATS["e5m2"]),
+            *(granularity.rows == 1, e8m0_b),
+        )
+    )
+    out = torch.empty(m, n, dtype=dtype)
+    out.view(torch.uint8).fill_(POISON)
+    fields, inner = few_tokens._Linear, few_rows.Product
+    assert ctypes.sizeof(inner) and fields.product.offset == 0
+    linear.pointers[inner.b.offset] = Buffer(codes)
+    linear.pointers[inner.to.offset] = Buffer(out, out=True)
+    linear.pointers[fields.x.offset] = Buffer(x)
+    linear.pointers[fields.blocks_b.offset if block else inner.scale_b.offset] = Buffer(kept)
+    if bias is not None:
+        linear.pointers[inner.bias.offset] = Buffer(bias)
+    if given is not None:
+        linear.pointers[fields.given.offset] = Buffer(given)
+
+    tiny = side.scale_range[0] < 2.0**-100  # a block of NaN and zeros under MX's smallest scale
+
+    def check(returned: int, outs: list[bytearray]) -> str | None:
+        if of.int32(returned):
+            return None if tiny and of.int32(returned) == 1 else f"returned {of.int32(returned)}"
+        return _near(outs[0], exact, size, k, dtype)
+
+    what = f"{m} x {n} x {k}, loop {loop}, {rule}, given {given}, block {block}, {dtype}, e5m2_b {e5m2_b}, {e8m0_b=}"
+    return Call("few_tokens", [linear, loop, int(draw.integers(1, 4))], check, what)
+
+
+KINDS = (gemm_call, gemm_call, gemm_call, few_rows_call, few_tokens_call)
+
+
+def loops_call(loops_of: int) -> Call:
+    """Which inner loops there are; for AMX a process has to have asked before it multiplies."""
+    return Call(
+        "has_gemm",
+        [],
+        lambda returned, _: (
+            None if of.int32(returned) & loops_of == loops_of else f"has {of.int32(returned)}"
+        ),
+        f"{loops_of}",
+    )
