@@ -12,7 +12,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help docs train test test-quick .slurm test-slurm .browser test-browser test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
+.PHONY: help docs train test test-quick .slurm test-slurm .browser .arm test-browser test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -29,12 +29,13 @@ SUITE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(W
 START := $(shell date +%s)
 
 # mypy takes one core 40 seconds without its cache: beside the first tests; what it found is said after the last.
-test: $(VENV)/.test .slurm .browser ## install everything the tests need, lint, run the suite
+test: $(VENV)/.test .slurm .browser .arm ## install everything the tests need, lint, run the suite
 	$(RUFF)
 	@$(PY) -m mypy >$(VENV)/.mypy.log 2>&1 & mypy=$$!; \
 	$(SUITE) -m "not long$$($(SLURM_HERE) || echo ' and not slurm')$$($(BROWSER_HERE) || echo ' and not browser')" $(ARGS); \
 	suite=$$?; wait $$mypy; mypy=$$?; cat $(VENV)/.mypy.log; test $$suite = 0 && test $$mypy = 0
 	@$(SLURM_HERE) || echo "The tests of SLURM DID NOT RUN: see above, before pytest's first line."
+	@$(ARM_HERE) || echo "The tests of the kernels on Arm DID NOT RUN: see above, before pytest's first line."
 	@$(BROWSER_HERE) || echo "The tests in a browser DID NOT RUN: see above, before pytest's first line."
 	@echo "make test took $$(( $$(date +%s) - $(START) )) s. Without installation, on two quiet cores, it may take 720."
 
@@ -65,9 +66,17 @@ BROWSER_HERE := $(PY) -m tests.support.browser
 		echo "The tests in a browser DO NOT RUN: they need Debian's packages chromium and chromium-driver, which could not be installed"; \
 	fi
 
+ARM_HERE := command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-gcc >/dev/null
+.arm:
+	@if ! { { $(ARM_HERE); } || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update \
+			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
+				gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user >/dev/null && $(ARM_HERE); }; }; then \
+		echo "The tests of the kernels on Arm DO NOT RUN: they need Debian's packages gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"; \
+	fi
+
 # Each of these has a small case in make test: hypothesis with a twentieth of the inputs, values drawn from all that are
 # tried here, two kills (tests/functional/test_kills.py), two models (tests/functional/test_hf_specified.py), two planted faults of twenty.
-test-long: $(VENV)/.test ## every nonsense value of every option, 20 times the drawn inputs, 20 planted faults, 20 kills, transformers' own tests (network)
+test-long: $(VENV)/.test .arm ## every nonsense value of every option, 20 times the drawn inputs, 20 planted faults, 20 kills, transformers' own tests (network)
 	DRAWS_TIMES=20 $(SUITE) -m "long or draws" --timeout 3600 tests/unit tests/functional/test_planted_faults.py $(ARGS)
 	$(PY) -m benchmarks.kills --kills 20
 	$(PY) -m benchmarks.transformers_tests

@@ -312,10 +312,10 @@ def measure_call(draw: Draw, most: int) -> Call:
     """Of values alone and of up to two sides."""
     dtype_name, dtype = _named(of.DTYPES, draw)
     rows, cols = _shape(draw, most, 1)
-    x = of.matrix(draw, rows, cols, dtype, finite=False if draw.random() < 0.5 else True)
+    x = of.matrix(draw, rows, cols, dtype, finite=bool(draw.random() < 0.5))
     sides, buffers = [], []
     for _ in range(draw.integers(0, 3)):
-        fmt_name, fmt = _named(FORMATS, draw)
+        _, fmt = _named(FORMATS, draw)
         high, wide = _block(draw, rows, cols)
         scale = of.positive(draw, of.blocks(rows, high), of.blocks(cols, wide), False, -30, 30)
         codes = cast(x, of.spread(1 / scale, (high, wide), rows, cols), fmt)

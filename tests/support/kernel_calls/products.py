@@ -10,7 +10,7 @@ from megatron_fp8.backends import specified
 from megatron_fp8.backends.emulated import values64
 from megatron_fp8.kernels.cpu import blocks, few_rows, few_tokens, loops
 from megatron_fp8.numerics.cast import decode
-from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
+from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Rule
 
 from . import numbers as of
 from .elementwise import FORMATS
@@ -23,8 +23,7 @@ POISON = 0xA5
 
 
 def _laid_out(x: torch.Tensor, draw: Draw, dense: bool = False) -> tuple[torch.Tensor, int, int]:
-    """(the bytes where a matrix lies, its row step, its column step): by rows or by columns, maybe part of a wider one."""
-    rows, cols = x.shape
+    """(the bytes where a matrix lies, its row step, its column step): by rows or columns, maybe part of a wider one."""
     turned, wider = not dense and bool(draw.integers(2)), 0 if dense else int(draw.choice([0, 0, 5]))
     x = x.t() if turned else x
     step = x.shape[1] + wider
@@ -87,7 +86,8 @@ def _near(
     if bool(good.all()):
         return None
     at = tuple((~good).nonzero()[0].tolist())
-    return f"{int((~good).sum())} of {good.numel()} are wrong, first {at}: {found[at]} for {expected[at]} +- {allowed[at]}"
+    wrong = f"{int((~good).sum())} of {good.numel()} are wrong"
+    return f"{wrong}, first {at}: {found[at]} for {expected[at]} +- {allowed[at]}"
 
 
 def _sizes(draw: Draw, most: int) -> tuple[int, int, int]:

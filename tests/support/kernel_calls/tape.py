@@ -24,7 +24,7 @@ SANITISED = "-g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit
 
 
 class Buffer:
-    """Bytes at an address that the program chooses; `pointers`: offset in them -> the buffer whose address stands there."""
+    """Bytes at an address that the program chooses; `pointers`: offset in them -> the buffer whose address is there."""
 
     def __init__(
         self, data: torch.Tensor | ctypes.Structure | ctypes.Array[ctypes.Structure], out: bool = False

@@ -359,6 +359,6 @@ def test_a_product_is_added_to_its_own_shape_alone():
     )
     into = torch.zeros(64, 48)
     for other, where in ((longer, into), (b, into.t()), (b, torch.zeros(64 * 48)), (b, into[:32])):
-        with pytest.raises(ValueError, match="must be equal|cannot be added"):
+        with pytest.raises(ValueError, match=r"must be equal|cannot be added"):
             emulated.accumulate(a, other, where)
     assert not bool(into.any())

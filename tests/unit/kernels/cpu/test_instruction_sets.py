@@ -1,4 +1,4 @@
-"""The C kernels compiled for processors that this machine is not, or is not only: drawn calls, and what they have to give.
+"""The C kernels compiled for other processors than this one, or for parts of it: drawn calls, and what they have to give.
 
 Programs without Python make the calls (tests/support/kernel_calls), so that Arm's run under an emulator, and each buffer
 ends at a page that nobody may touch, as does the memory that the kernels ask for.
