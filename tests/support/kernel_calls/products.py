@@ -40,7 +40,7 @@ def _side(draw: Draw, rows: int, k: int, e5m2: bool, special: bool) -> tuple[Buf
         x = torch.randn(rows, k, generator=of.seeded(draw)).bfloat16()
         x[torch.rand(rows, k, generator=of.seeded(draw)) < 0.1] = -0.0
         data, row_step, k_step = _laid_out(x, draw)
-        side = Buffer(loops._Side(None, row_step, k_step, 0, 0, None, 0, 0, 0, 0))
+        side = Buffer(loops.Side(None, row_step, k_step, 0, 0, None, 0, 0, 0, 0))
         side.pointers[0] = Buffer(data)
         return side, x.double(), "bfloat16"
     fmt = "e5m2" if e5m2 else "e4m3"
@@ -66,10 +66,10 @@ def _side(draw: Draw, rows: int, k: int, e5m2: bool, special: bool) -> tuple[Buf
     scales, *steps = _laid_out(kept, draw, dense=whole)
     if kind == "tensor":
         steps = [0, 0]
-    side = Buffer(loops._Side(None, row_step, k_step, 2 if e5m2 else 1, int(e8m0), None, *block, *steps))
-    side.pointers[loops._Side.at.offset] = Buffer(data)
+    side = Buffer(loops.Side(None, row_step, k_step, 2 if e5m2 else 1, int(e8m0), None, *block, *steps))
+    side.pointers[loops.Side.at.offset] = Buffer(data)
     if not (kind == "tensor" and draw.random() < 0.1 and not bool((scale != 1).any())):
-        side.pointers[loops._Side.scale.offset] = Buffer(scales)
+        side.pointers[loops.Side.scale.offset] = Buffer(scales)
     return side, values, f"{fmt} {kind} {'e8m0' if e8m0 else ''} steps {row_step}, {k_step}"
 
 
@@ -117,10 +117,10 @@ def gemm_call(draw: Draw, most: int, loop: int) -> Call:
     exact, size = _product(values_a, values_b, bias)
     if add:
         exact, size = exact + there.double(), size + there.double().abs()
-    out = Buffer(loops._Out(None, int(dtype == torch.bfloat16), int(add), None))
-    out.pointers[loops._Out.at.offset] = Buffer(there, out=True)
+    out = Buffer(loops.Out(None, int(dtype == torch.bfloat16), int(add), None))
+    out.pointers[loops.Out.at.offset] = Buffer(there, out=True)
     if bias is not None:
-        out.pointers[loops._Out.bias.offset] = Buffer(bias)
+        out.pointers[loops.Out.bias.offset] = Buffer(bias)
 
     def check(returned: int, outs: list[bytearray]) -> str | None:
         if of.int32(returned):
