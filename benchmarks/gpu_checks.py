@@ -27,6 +27,7 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import tiles_of
 from megatron_fp8.kernels.gemms import add_matmul_fp32
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
@@ -41,7 +42,7 @@ def checks() -> dict[str, Callable[[Machine], str]]:
     """Every check by name."""
     found: dict[str, Callable[[Machine], str]] = {"digests": digests, "added products": added_products}
     for what, check in (("codes", codes), ("gemm", gemms), ("gradients", gradients), ("no waiting", no_waiting),
-                        ("graph", cuda_graph)):  # fmt: skip
+                        ("experts", experts), ("graph", cuda_graph)):  # fmt: skip
         found |= {f"{what} {name}": partial(check, name=name) for name in RECIPES}
     found |= {f"mx scales {name}": partial(mx_scales, name=name) for name in ("mxfp8", "blockwise")}
     return found
@@ -226,6 +227,38 @@ def no_waiting(machine: Machine, name: str) -> str:
                 fp8_linear(leaves[0], leaves[1], None, site).backward(dy)
         state.finish_iteration()
     return "no synchronisation in forward and backward"
+
+
+def experts(machine: Machine, name: str) -> str:
+    """A layer's experts in one call against each alone, to the bit: y, dx, and gradients added to main_grads."""
+    chosen = supported(machine, name)
+    tokens = (70, 0, 33) if machine.dry else (500, 0, 1300, 1, 129)
+    k, n = (96, 136) if machine.dry else (1024, 2752)
+    x, dy = random(machine, sum(tokens), k, seed=1), random(machine, sum(tokens), n, seed=2)
+    outcomes = []
+    for grouped in (True, False):
+        state = Fp8State(machine.device)
+        sites = [
+            GemmSite(fp8_site(f"experts.{e}", None, chosen, machine.backend.name, "check"), state, None)
+            for e in range(len(tokens))
+        ]
+        leaf = x.clone().requires_grad_()
+        weights: list[Any] = [
+            torch.nn.Parameter(random(machine, n, k, seed=3 + e)) for e in range(len(tokens))
+        ]
+        for weight in weights:
+            weight.main_grad = torch.ones(n, k, dtype=torch.float32, device=machine.device)
+            weight.grad_added_to_main_grad = False
+        if grouped:
+            y = grouped_linear(leaf, weights, tokens, sites)
+        else:
+            parts = zip(leaf.split(list(tokens)), weights, sites, strict=True)
+            y = torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
+        y.backward(dy)
+        outcomes.append((y.detach(), leaf.grad, torch.stack([weight.main_grad for weight in weights])))
+    for what, found, wanted in zip(("y", "dx", "main_grad"), *outcomes, strict=True):
+        assert torch.equal(found, wanted), f"{what}: {int((found != wanted).sum())} numbers differ"
+    return f"{len(tokens)} experts in one call, and each alone: the same bits"
 
 
 def cuda_graph(machine: Machine, name: str) -> str:

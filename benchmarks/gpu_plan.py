@@ -59,6 +59,7 @@ CHECK = (
     GEMM,
     QUANTISE,
     of("gradients", "gpu_checks", SIX, 90, 45),
+    of("experts", "gpu_checks", SIX, 60, 30),
     of("graph", "gpu_checks", SIX, 60, 30),
     of("captured step", "gpu_graph", FIVE, 90, 45),
     Group("update", "benchmarks.gpu_fused", ("update",), 45, 45),

@@ -99,7 +99,14 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]):
 
 
 def test_dry_check():
-    there = ("codes mxfp8", "gemm mxfp8", "gradients mxfp8", "no waiting mxfp8", "graph mxfp8")
+    there = (
+        "codes mxfp8",
+        "gemm mxfp8",
+        "gradients mxfp8",
+        "no waiting mxfp8",
+        "experts mxfp8",
+        "graph mxfp8",
+    )
     around = ("captured step delayed", "compiled delayed")
     found = served(gpu_checks, *there).results | served(gpu_graph, *around).results
     graph = found.pop("graph mxfp8")
