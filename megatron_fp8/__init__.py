@@ -1,7 +1,7 @@
 """FP8 training for Megatron-Core and for any PyTorch model, and the numbers it is made of.
 
 Importing this package loads nothing else: each name brings its module when it is first used, torch with the first of
-them, Megatron-Core with ``TransformerConfig`` or ``megatron_fp8.mcore``. So `megatron-fp8 --help` is not made to wait.
+them, Megatron-Core with its configs or ``megatron_fp8.mcore``. So `megatron-fp8 --help` is not made to wait.
 """
 
 import importlib
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import moved
 
 if TYPE_CHECKING:
+    from .mcore.config.latent import MLATransformerConfig
     from .mcore.config.transformer_config import TransformerConfig
     from .nn import (
         Fp8Config,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 _LATER = {
     "Float8Tensor": ".tensor",
     "Format": ".numerics.formats",
+    "MLATransformerConfig": ".mcore.config.latent",
     "TransformerConfig": ".mcore.config.transformer_config",
     "Fp8Config": ".nn",
     "Fp8Linear": ".nn",
@@ -59,6 +61,7 @@ __all__ = [
     "Fp8Linear",
     "Fp8Trainer",
     "LossScaler",
+    "MLATransformerConfig",
     "TransformerConfig",
     "__version__",
     "convert_from_fp8",
@@ -79,6 +82,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "TransformerConfig":
+    if name.endswith("TransformerConfig"):
         importlib.import_module(".mcore.installed", __name__).require_megatron()
     return getattr(importlib.import_module(_LATER[name], __name__), name)

@@ -214,7 +214,8 @@ def _environment(device: torch.device) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            versions[name] = metadata.version(name)
+            # Of torch by itself: a wheel's metadata do not say for which CUDA it was built.
+            versions[name] = torch.__version__ if name == "torch" else metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return {

@@ -47,22 +47,10 @@ def expert_tokens(config: Any, tokens: int) -> int:
 
 
 def gemm_shapes(config: Any, tokens: int) -> dict[str, Gemm]:
-    """The linears of one layer of a dense or MoE GPT with the shapes that one rank multiplies.
-
-    ValueError for multi-latent attention, whose projections are others.
-    """
-    if config.multi_latent_attention:
-        raise ValueError(
-            "multi_latent_attention=True: the shapes of its projections are not derived from a config; give them with"
-            " --shape KxNxTOKENS"
-        )
+    """The linears of one layer of a dense or MoE GPT with the shapes that one rank multiplies."""
     tp, hidden = config.tensor_model_parallel_size, config.hidden_size
-    heads, groups = config.num_attention_heads, config.num_query_groups
     gate = 2 if config.gated_linear_unit else 1
-    found = {
-        "linear_qkv": Gemm(hidden, (heads + 2 * groups) * config.kv_channels // tp, tokens),
-        "linear_proj": Gemm(heads * config.kv_channels // tp, hidden, tokens),
-    }
+    found = _attention_shapes(config, tokens)
 
     def mlp(prefix: str, ffn: int, parts: int, tokens: int) -> None:
         found[f"{prefix}linear_fc1"] = Gemm(hidden, gate * ffn // parts, tokens)
@@ -77,6 +65,30 @@ def gemm_shapes(config: Any, tokens: int) -> dict[str, Gemm]:
         if config.moe_shared_expert_intermediate_size is not None:
             mlp("shared_experts.", config.moe_shared_expert_intermediate_size, tp, tokens)
     return found
+
+
+def _attention_shapes(config: Any, tokens: int) -> dict[str, Gemm]:
+    tp, hidden, heads = config.tensor_model_parallel_size, config.hidden_size, config.num_attention_heads
+    if not config.multi_latent_attention:
+        qkv = (heads + 2 * config.num_query_groups) * config.kv_channels
+        return {
+            "linear_qkv": Gemm(hidden, qkv // tp, tokens),
+            "linear_proj": Gemm(heads * config.kv_channels // tp, hidden, tokens),
+        }
+    rotary, q_rank, kv_rank = config.qk_pos_emb_head_dim, config.q_lora_rank, config.kv_lora_rank
+    queries = heads * (config.qk_head_dim + rotary) // tp
+    keys_and_values = heads * (config.qk_head_dim + config.v_head_dim) // tp
+    found = {"linear_q_proj": Gemm(hidden, queries, tokens)}
+    if q_rank is not None:
+        found = {
+            "linear_q_down_proj": Gemm(hidden, q_rank // tp, tokens),
+            "linear_q_up_proj": Gemm(q_rank, queries, tokens),
+        }
+    return found | {
+        "linear_kv_down_proj": Gemm(hidden, (kv_rank + rotary) // tp, tokens),
+        "linear_kv_up_proj": Gemm(kv_rank, keys_and_values, tokens),
+        "linear_proj": Gemm(heads * config.v_head_dim // tp, hidden, tokens),
+    }
 
 
 def _all_layers_have_experts(config: Any) -> bool:

@@ -23,7 +23,7 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
 
     Raises:
         RuntimeError: megatron_fp8.mcore.install() was not called.
-        ValueError: moe_layer_freq makes layers of two kinds; multi-latent attention; latent experts without Transformer
+        ValueError: moe_layer_freq makes layers of two kinds; latent experts without Transformer
             Engine; what grouped experts lack; Transformer Engine was asked for and cannot run.
     """
     _check(config)
@@ -97,8 +97,6 @@ def get_gpt_mtp_block_fp8_spec(
 
 def _check(config: Any) -> None:
     _require_installed()
-    if getattr(config, "multi_latent_attention", False):
-        raise ValueError("multi_latent_attention=True is not available in this version: set it to False")
     if config.moe_latent_size and not compat.has_te():
         raise ValueError(
             f"moe_latent_size={config.moe_latent_size} needs Transformer Engine's linear: Megatron-Core makes its"

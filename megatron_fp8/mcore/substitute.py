@@ -48,11 +48,15 @@ def with_own_modules(spec: Any, replaces: Callable[[type], bool] = lambda theirs
         return spec if ours is None or not replaces(spec) else ours
     if isinstance(spec, list):
         return [with_own_modules(part, replaces) for part in spec]
-    if not is_dataclass(spec) or isinstance(spec, MLASelfAttentionSubmodules):
-        return spec  # multi-latent attention asks which class a linear is, and has each built by build_module
+    if not is_dataclass(spec):
+        return spec
     own: Any = copy.copy(spec)
+    # Multi-latent attention asks which class a linear is. build_module makes those, and has its turn.
+    kept = list(_LINEARS) if isinstance(spec, MLASelfAttentionSubmodules) else []
     for field in fields(own):
-        setattr(own, field.name, with_own_modules(getattr(own, field.name), replaces))
+        part = getattr(own, field.name)
+        if part not in kept:
+            setattr(own, field.name, with_own_modules(part, replaces))
     return own
 
 
@@ -95,7 +99,7 @@ def _own_class(theirs: Any) -> type | None:
 def _refuses(theirs: Any, config: Any) -> bool:
     """Whether Megatron-Core's class cannot be built from a config that this package's takes, FP8 or not."""
     if theirs is DotProductAttention:
-        return config.context_parallel_size > 1
+        return bool(config.context_parallel_size > 1 or config.multi_latent_attention)
     if theirs is GroupedMLP:
         return not grouped_gemm_util.grouped_gemm_is_available()
     if theirs is WrappedTorchNorm:

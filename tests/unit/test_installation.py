@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.support.resolution import BUILDS, CONSTRAINTS, RECORD, ROOT, requirements, resolve, write_wheels
 
@@ -44,3 +48,17 @@ def test_the_makefile_resolves_torch_together_with_all_else():
     lines = (ROOT / "Makefile").read_text().splitlines()
     installs = [line for line in lines if "$(PIP)" in line and " -e " in line]
     assert len(installs) == 2 and all('"$(TORCH)"' in line for line in installs), installs
+
+
+def test_what_is_pinned_exists_for_the_oldest_python():
+    """Or has a marker: a pin that needs a newer Python makes all of `make test` impossible to install on that one."""
+    (oldest,) = re.findall(r'python_requires=">=(.+?)"', (ROOT / "setup.py").read_text())
+    lines = [line.partition("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines()]
+    pinned = [Requirement(line) for line in lines if "==" in line.partition(";")[0]]
+    assert len(pinned) > 20
+    for pin in pinned:
+        if pin.marker is None or pin.marker.evaluate({"python_version": oldest}):
+            needs = metadata(pin.name)["Requires-Python"] or ""
+            assert SpecifierSet(needs).contains(f"{oldest}.13"), (
+                f"{pin} needs Python {needs}: give it a marker"
+            )

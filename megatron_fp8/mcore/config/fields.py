@@ -1,7 +1,8 @@
 """A config against the table of fields: what is out of range or cannot be had is an error, what does nothing is said.
 
-Fields at Megatron-Core's default are as they are. With FP8 off, Megatron-Core's own behaviour holds, and only what cannot
-work on this machine is said; `megatron-fp8 train`, whose layers are always this package's, checks a BF16 model too.
+Fields at Megatron-Core's default are as they are. With FP8 off, Megatron-Core's own behaviour holds, and only what
+cannot work on this machine is said; `megatron-fp8 train`, whose layers are always this package's, checks a BF16 model
+too.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.transformer.transformer_config import MLATransformerConfig as MegatronLatentConfig
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
 from .field import Field
+from .latent_fields import LATENT_FIELDS, LATENT_RELATIONS
 from .relations import RELATIONS, SILENT
 from .rules import check, check_relation, shown
 from .table import FIELDS
@@ -25,8 +28,12 @@ def default_of(field: Any) -> Any:
     return field.default_factory() if made else field.default
 
 
-DEFAULTS: dict[str, Any] = {field.name: default_of(field) for field in dataclasses.fields(MegatronConfig)}
-
+DEFAULTS: dict[str, Any] = {
+    field.name: default_of(field)
+    for field in (*dataclasses.fields(MegatronLatentConfig), *dataclasses.fields(MegatronConfig))
+}
+"""Of both of Megatron-Core's configs; where they differ, of the one without latent attention."""
+KNOWN: dict[str, Field] = FIELDS | LATENT_FIELDS
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # their default, 0, is none
 
@@ -41,7 +48,7 @@ def check_fields(config: Any, before: str = "") -> None:
     for name in _NEEDED:
         check(f"{before}{name}", getattr(config, name), FIELDS[name].rule, "give it")
     for name, value in _set_fields(config):
-        field = FIELDS.get(name)
+        field = KNOWN.get(name)
         if field is None:
             raise ValueError(
                 f"{before}{name}={shown(value)} is a field of a newer Megatron-Core that this version does not know:"
@@ -53,27 +60,27 @@ def check_fields(config: Any, before: str = "") -> None:
                 f"{before}{name}={shown(value)} is not available in this version: {field.refused}. Leave it"
                 f" {shown(DEFAULTS[name])}."
             )
-    for relation in RELATIONS:
+    for relation in (*RELATIONS, *LATENT_RELATIONS):
         check_relation(config, relation, before)
 
 
 def announce_fields(config: Any) -> None:
     """Warn of every field that is set and does nothing, because of what it is or because of another one."""
     for name, value in _set_fields(config):
-        field = FIELDS.get(name)
+        field = KNOWN.get(name)
         if field is None:
             continue
         if field.ignored and not _means_what_is(name, value):
             _say(f"{name}={shown(value)} has no effect: {field.ignored}")
-        elif field.only and not _is_on(config, *field.only):
-            other = f"{field.only[0]}={field.only[1]!r}" if len(field.only) > 1 else field.only[0]
+        elif missing := _missing(config, field):
+            other = f"{missing[0]}={missing[1]!r}" if len(missing) > 1 else missing[0]
             _say(f"{name}={shown(value)} has no effect without {other}")
 
 
 def announce_unavailable(config: Any) -> None:
     """With FP8 off: warn of every field that is set and needs what this machine does not have."""
     for name, value in _set_fields(config):
-        field = FIELDS.get(name)
+        field = KNOWN.get(name)
         if field is not None and field.refused and not field.here():
             _say(f"{name}={shown(value)} cannot work here: {field.refused}")
     for relation in SILENT:
@@ -92,6 +99,14 @@ def _set_fields(config: Any) -> Iterator[tuple[str, Any]]:
 def _is_refused(field: Field) -> bool:
     """What is refused and yet has a place where it works is refused only where this machine lacks what it needs."""
     return bool(field.refused) and not (field.where and field.here())
+
+
+def _missing(config: Any, field: Field) -> tuple[Any, ...]:
+    """The field, and optionally its value, without which this one has no effect, if it is off; one on the way to it,
+    too."""
+    if not field.only:
+        return ()
+    return field.only if not _is_on(config, *field.only) else _missing(config, KNOWN[field.only[0]])
 
 
 def _is_on(config: Any, name: str, value: Any = None) -> bool:

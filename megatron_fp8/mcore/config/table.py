@@ -105,7 +105,7 @@ FIELDS: dict[str, Field] = {
     "mrope_section": ignored(
         "it is for position_embedding_type='mrope'", optional(list_of(integer(1, 2**16)))
     ),
-    "multi_latent_attention": works(FLAG, "megatron_fp8/mcore/spec"),
+    "multi_latent_attention": works(FLAG, "models/gpt/gpt_layer_specs"),
     "qk_clip": refused("attention here does not keep its largest logits"),
     "qk_clip_alpha": works(number(0, 1), _ATTENTION, "qk_clip"),
     "qk_clip_threshold": works(POSITIVE, _ATTENTION, "qk_clip"),

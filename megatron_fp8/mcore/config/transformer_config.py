@@ -175,7 +175,7 @@ def _assign_finalize(config: TransformerConfig, function: Callable[..., Any] | N
     config.__dict__[_FINALIZE] = function.function if isinstance(function, IterationEnd) else function
 
 
-def _accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., None]:
+def accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., None]:
     """The dataclass's own __init__ with one more keyword, `fp8_format`, resolved into the fields it means."""
 
     @functools.wraps(generated_init)
@@ -215,7 +215,7 @@ def _merge_fp8_format(fp8_format: str, kwargs: dict[str, Any], *, switch_given: 
 
 
 # Set after @dataclass so that the generated __init__ keeps Megatron's fields, defaults and order.
-TransformerConfig.__init__ = _accept_fp8_format(TransformerConfig.__init__)  # type: ignore[method-assign]
+TransformerConfig.__init__ = accept_fp8_format(TransformerConfig.__init__)  # type: ignore[method-assign]
 TransformerConfig.fp8_format = property(_own_fp8_format, _assign_fp8_format)
 TransformerConfig.finalize_model_grads_func = property(_finalize, _assign_finalize)
 

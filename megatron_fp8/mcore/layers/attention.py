@@ -40,15 +40,28 @@ _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 class CoreAttention(DotProductAttention):
     """softmax(q k^T * scale) v for Megatron-Core's SelfAttention, constructed as DotProductAttention is.
 
+    Multi-latent attention gives the channels of a head's keys and of its values, which differ there.
+
     Raises ValueError for attention dropout, sliding windows, softmax offsets or query-key layer scaling when
     context_parallel_size > 1.
     """
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ):
         local = copy.copy(config)
         local.context_parallel_size = 1  # the parent asserts it; all that it prepares is per rank anyway
         super().__init__(local, *args, **kwargs)
         self.config = config
+        if (
+            v_channels is not None
+        ):  # the width of the parent's result, which takes kv_channels for values' too
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         self._extra = _beyond_sdpa(self)
         self.cp_group = None
         if config.context_parallel_size > 1:

@@ -23,6 +23,7 @@ def patches() -> list[Patch]:
     from ..optimizer import grad_norm, loss_scaler, models
     from ..substitute import build_own_modules, final_norm_of_the_layers
     from ..te import context as te_context
+    from . import latent
 
     core = "megatron.core"
     checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
@@ -130,6 +131,7 @@ def patches() -> list[Patch]:
         *fusion.patches(),
         *loss_scaler.patches(),
         *models.patches(),
+        *latent.patches(),
     ]
 
 

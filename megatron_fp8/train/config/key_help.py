@@ -11,7 +11,7 @@ from typing import Any
 
 from docstring_parser import parse_from_object
 
-from ...mcore.config.transformer_config import TransformerConfig
+from ...mcore.config.latent import MLATransformerConfig
 from .model_section import GPTOptions
 from .run_config import SECTIONS, RunConfig, known_keys
 
@@ -69,7 +69,7 @@ def key_lines(width: int) -> list[str]:
 def _described(key: str) -> str:
     section, _, name = key.rpartition(".")
     if section == "model":
-        return _docstrings(TransformerConfig).get(name) or _docstrings(GPTOptions).get(name, "")
+        return _docstrings(GPTOptions).get(name) or _docstrings(MLATransformerConfig).get(name, "")
     return _docstrings(SECTIONS[section] if section else RunConfig).get(name, "")
 
 

@@ -23,7 +23,8 @@ SHAPE = _names(
     share_embeddings_and_output_weights gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization
     num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_latent_size moe_router_enable_expert_bias mtp_num_layers
-    multi_latent_attention attention_output_gate experimental_attention_variant
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    attention_output_gate experimental_attention_variant
     dsa_indexer_n_heads dsa_indexer_head_dim linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
     linear_value_head_dim linear_num_key_heads linear_num_value_heads
     is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads heterogeneous_block_specs
@@ -34,6 +35,7 @@ FUNCTION = _names(
     """
     position_embedding_type rotary_percent rotary_base rope_scaling rope_scaling_factor rotary_interleaved
     no_rope_freq mrope_section
+    rope_type rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
     layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm qk_l2_norm
     activation_func activation_func_clamp_value glu_linear_offset
     softmax_scale softmax_type window_size window_attn_skip_freq apply_query_key_layer_scaling
@@ -104,6 +106,7 @@ FREE: dict[str, frozenset[str]] = {
             config_logger_dir test_mode log_max_attention_logit
             flash_decode inference_rng_tracker inference_sampling_seed symmetric_ar_type
             use_inference_optimized_layers inference_fuse_tp_communication mlp_chunks_for_prefill
+            cache_mla_latents
             """,
     }.items()
 }

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 
 from ...mcore.config.fields import DEFAULTS, announce_fields, check_fields
+from ...mcore.config.latent import MLATransformerConfig
+from ...mcore.config.latent_fields import LATENT_FIELDS
 from ...mcore.config.rules import Rule, one_of, optional
 from ...mcore.config.transformer_config import TransformerConfig
 from .field_rules import check_rotary, check_training_fields
@@ -92,10 +94,12 @@ class GPTOptions:
 
 
 def _model_fields() -> list[tuple[str, Any, dataclasses.Field]]:
-    hints = typing.get_type_hints(TransformerConfig)
+    hints = typing.get_type_hints(MLATransformerConfig)
+    of_gpt = {field.name for field in dataclasses.fields(GPTOptions)}  # rotary positions are told once
     found = []
-    for field in dataclasses.fields(TransformerConfig):
-        if field.name in _NOT_IN_A_FILE:
+    latent = [field for field in dataclasses.fields(MLATransformerConfig) if field.name in LATENT_FIELDS]
+    for field in (*dataclasses.fields(TransformerConfig), *latent):
+        if field.name in _NOT_IN_A_FILE or field.name in of_gpt:
             continue
         default = _DEFAULTS.get(field.name, field.default)
         if field.default_factory is not dataclasses.MISSING:
@@ -147,8 +151,11 @@ def transformer_config(section: Any) -> TransformerConfig:
     # that two names for one thing can be told apart.
     fields = dataclasses.fields(TransformerConfig)
     megatrons = {field.name: field.default for field in fields if field.name not in _DEFAULTS}
+    megatrons |= {name: DEFAULTS[name] for name in LATENT_FIELDS}
     own = {field.name for field in dataclasses.fields(GPTOptions)} - {"fp8_format"}
-    given = {}
+    kind = MLATransformerConfig if section.multi_latent_attention else TransformerConfig
+    # Which norm, the section says, and not the class of the config; rotary positions are attention's there.
+    given = {name: getattr(section, name) for name in _OF_ATTENTION} if kind is MLATransformerConfig else {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if field.name in own:
@@ -169,12 +176,13 @@ def transformer_config(section: Any) -> TransformerConfig:
     settings = types.SimpleNamespace(**{**DEFAULTS, **given})
     check_fields(settings, "model.")
     check_training_fields(settings, DEFAULTS)
-    channels = settings.kv_channels or settings.hidden_size // settings.num_attention_heads
-    check_rotary(section, channels)
+    if kind is TransformerConfig:
+        channels = settings.kv_channels or settings.hidden_size // settings.num_attention_heads
+        check_rotary(section, channels)
     if not section.fp8:  # with FP8 the config does it
         announce_fields(settings)
     try:
-        return TransformerConfig(**given)
+        return kind(**given)
     except Exception as error:  # an assertion, a division by 0, ...: Megatron-Core's way to refuse
         asked = ", ".join(f"model.{name}={given[name]!r}" for name in fields_asked(error) if name in given)
         if isinstance(error, ValueError) and not asked:
@@ -184,6 +192,7 @@ def transformer_config(section: Any) -> TransformerConfig:
         ) from error
 
 
+_OF_ATTENTION = ("normalization", "rotary_base", "rotary_percent")
 _CONFIGS = ("transformer_config.py", "model_parallel_config.py")
 
 

@@ -22,8 +22,9 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from ...files.shipped import find_config
+from ...mcore.config.fields import KNOWN
 from ...mcore.config.rules import Rule, shown
-from ...mcore.config.table import FIELDS, FP8_FORMATS, OWN_RULES
+from ...mcore.config.table import FP8_FORMATS, OWN_RULES
 from .config_file import by_dotted_key, read_config
 from .field_rules import RULES, check_rules
 from .model_section import NAMES, ModelSection, settle_precision
@@ -170,7 +171,7 @@ def rule_of(key: str) -> Rule | None:
         return RULES[section][name]
     if section == "model" and name in NAMES:
         return NAMES[name]
-    return FIELDS[name].rule if section == "model" and name in FIELDS else OWN_RULES.get(name)
+    return KNOWN[name].rule if section == "model" and name in KNOWN else OWN_RULES.get(name)
 
 
 def _check_fp8_switch(model: Any, given: Container[str]) -> None:

@@ -17,7 +17,8 @@ from megatron.core.transformer import transformer_config as megatron_config
 
 import megatron_fp8
 from megatron_fp8.mcore.config import fields
-from megatron_fp8.mcore.config.fields import DEFAULTS, announce_fields, check_fields
+from megatron_fp8.mcore.config.fields import DEFAULTS, KNOWN, announce_fields, check_fields
+from megatron_fp8.mcore.config.latent_fields import LATENT_FIELDS
 from megatron_fp8.mcore.config.table import FIELDS, OWN_RULES
 from megatron_fp8.mcore.config.transformer_config import TransformerConfig
 from megatron_fp8.train import model
@@ -54,6 +55,8 @@ def make(**settings):
 def test_every_field_of_megatrons_stands_in_the_table_and_no_other():
     names = [field.name for field in dataclasses.fields(megatron_config.TransformerConfig)]
     assert sorted(FIELDS) == sorted(names)
+    latent = {field.name for field in dataclasses.fields(megatron_config.MLATransformerConfig)} - set(names)
+    assert set(LATENT_FIELDS) == latent and set(KNOWN) == {*FIELDS, *LATENT_FIELDS}
     ours = {field.name for field in dataclasses.fields(TransformerConfig)} - set(names)
     elsewhere = {"fp8_backend", "fp8_fallback", "fp8_overrides", "fp8_high_precision_warmup"}
     assert ours == set(OWN_RULES) | elsewhere | {"fp8_high_precision_healing"}
@@ -61,16 +64,16 @@ def test_every_field_of_megatrons_stands_in_the_table_and_no_other():
 
 def test_where_a_field_is_said_to_be_read_it_is_read():
     roots = Path(megatron.core.__file__).parent, Path(megatron_fp8.__file__).parents[1]
-    for name, field in FIELDS.items():
+    for name, field in KNOWN.items():
         assert bool(field.where) or bool(field.ignored) or bool(field.refused), name
         if field.where:
             file = (roots[field.where.startswith("megatron_fp8")] / field.where).with_suffix(".py")
             assert name in file.read_text(), (name, file)
-        assert set(field.only[:1]) <= set(FIELDS), name
+        assert set(field.only[:1]) <= set(KNOWN), name
 
 
 def test_every_default_is_as_its_rule_says():
-    for name, field in FIELDS.items():
+    for name, field in KNOWN.items():
         assert name in SIZES or field.rule.holds(DEFAULTS[name]), name
 
 

@@ -1,0 +1,106 @@
+"""Patches for multi-latent attention, which Megatron-Core 0.16.1 can build of Transformer Engine's layers alone.
+
+Its down projections are column parallel here: each rank makes a part of the latents, and attention gathers the parts.
+The gather's backward takes the rank's own part of the gradient and adds nothing. For the latents that is right: the up
+projections sum their input's gradient over ranks. For the rotary keys beside them it is wrong: they go into the rank's
+own heads, so each rank has one term of a sum, and Megatron-Core's gradients depend on the number of ranks. So a down
+projection's result is gathered here, before attention looks at its width.
+
+Under sequence parallelism one all-to-all makes [s / tp, b, rank] of [s, b, rank / tp]. Megatron-Core gathers all
+columns and throws most rows away.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from ...linear.derivative import first_derivative_only
+from .. import installed as compat
+from .patching import Patch
+
+_MODULE = "megatron.core.transformer.multi_latent_attention"
+
+
+def patches() -> list[Patch]:
+    """What multi-latent attention needs without Transformer Engine."""
+    if compat.has_te():
+        return []
+    return [
+        Patch(
+            _MODULE,
+            "HAVE_TE",
+            False,
+            "it takes Transformer Engine for installed when it is not, and asks whether a layer is of the class None",
+        ),
+        Patch(
+            f"{_MODULE}.MLASelfAttention",
+            "__init__",
+            gather_latents,
+            "the gradient of the rotary keys lacks what other tensor parallel ranks have of it",
+            wrap=True,
+        ),
+    ]
+
+
+def gather_latents(original: Callable[..., None]) -> Callable[..., None]:
+    """MLASelfAttention.__init__, whose down projections then give all columns."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        group = self.pg_collection.tp
+        if group.size() == 1:
+            return
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if hasattr(self, name):
+                summed = config.qk_pos_emb_head_dim if name == "linear_kv_down_proj" else 0
+                gather = functools.partial(_gathered, group, config.sequence_parallel, summed)
+                getattr(self, name).register_forward_hook(gather)
+
+    return __init__
+
+
+def _gathered(group: Any, scatter: bool, summed: int, _module: Any, _inputs: Any, result: Any) -> Any:
+    """A down projection's (output, bias): [s, b, columns / tp] -> [s, b, columns], or [s / tp, b, columns] with
+    ``scatter``.
+
+    Args:
+        summed: the gradient of that many last columns is a sum over ranks; of the others every rank has it whole. With
+            ``scatter`` attention's own gather of the rows sums it.
+    """
+    part, bias = result
+    if not scatter:
+        return _GatherColumns.apply(part, group, summed), bias
+    rows = part.shape[0] // group.size()
+    return all_to_all_hp2sp(part, group).view(rows, part.shape[1], -1), bias
+
+
+class _GatherColumns(torch.autograd.Function):
+    """[s, b, columns / tp] -> [s, b, columns]; backward: this rank's columns, after the sum of the last ones over
+    ranks.
+
+    Megatron-Core's copy_to_tensor_model_parallel_region would do for the sum, but it sums a copy where the gradient is
+    not contiguous, and hands on what it was given.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, summed: int) -> Tensor:
+        ctx.group, ctx.summed = group, summed
+        return gather_from_tensor_model_parallel_region(part, group)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,), alike = grads, grads[0].shape[-1] - ctx.summed
+        if ctx.summed:
+            total = grad[..., alike:].contiguous()
+            dist.all_reduce(total, group=ctx.group)
+            grad = torch.cat([grad[..., :alike], total], dim=-1)
+        return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None, None

@@ -1,0 +1,107 @@
+"""Multi-latent attention: every layout trains the model of one rank, in FP8 too; recomputed, decoded, refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.support.fp8_gpt import RECIPES
+from benchmarks.support.gpt import build_chunks, gpt_config, train
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
+
+LATENT = {
+    "q_lora_rank": 64, "kv_lora_rank": 96, "qk_head_dim": 32, "qk_pos_emb_head_dim": 32, "v_head_dim": 64,
+    "num_query_groups": None, "qk_layernorm": True, "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 32, "hidden_size": 128, "ffn_hidden_size": 256,
+}  # fmt: skip
+FP32 = {"bf16": False, "params_dtype": torch.float32}
+SITES = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
+
+
+def make(layout: Layout, fields: dict[str, Any]) -> Any:
+    from megatron_fp8.mcore.config.latent import MLATransformerConfig
+
+    if not fields.get("bf16", True) and layout.pp > 1:
+        fields = {**fields, "pipeline_dtype": torch.float32}
+    return gpt_config(layout, cls=MLATransformerConfig, **{**LATENT, **fields})
+
+
+def trained(layout: Layout, fields: dict[str, Any]) -> dict[str, Any]:
+    """A rank case: losses and gradient norms of three steps, and which of attention's linears ran in FP8."""
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    with model_parallel(layout):
+        config = make(layout, fields)
+        run = train(config, spec=get_gpt_layer_fp8_spec, steps=3)
+        report = site_report(run.chunks) if config.fp8 else []
+        fp8 = {site["name"].rpartition(".")[2] for site in report if site["precision"] == "fp8"}
+        return {"losses": run.losses, "norms": run.grad_norms, "fp8": fp8}
+
+
+@pytest.fixture(scope="module")
+def one(ranks: RankPool) -> dict[str, Any]:
+    return ranks(1).run(trained, Layout(), FP32)[0]
+
+
+LAYOUTS = {
+    "tp2": Layout(tp=2), "tp2-sp": Layout(tp=2, sp=True), "pp2": Layout(pp=2), "cp2": Layout(cp=2), "dp2": Layout(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_as_one_rank_does(ranks: RankPool, one: Any, name: str) -> None:
+    """In float32, where only the order of sums is left: a gradient that lacks another rank's part shows in the norm."""
+    found = ranks(2).run(trained, LAYOUTS[name], FP32)[-1]
+    assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert found["norms"][0] == pytest.approx(one["norms"][0], rel=1e-5)
+    assert found["losses"][2] < found["losses"][0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe(ranks: RankPool, one: Any, recipe: str) -> None:
+    found = ranks(2).run(trained, Layout(tp=2, sp=True), {"fp8": "hybrid", "fp8_recipe": recipe})[-1]
+    assert found["losses"] == pytest.approx(one["losses"], rel=5e-3) and found["losses"] != one["losses"]
+    assert set(SITES) < found["fp8"]
+
+
+def test_queries_without_a_latent(ranks: RankPool) -> None:
+    fields = {"q_lora_rank": None, "rope_type": "rope", "fp8": "hybrid", "fp8_recipe": "mxfp8"}
+    found = ranks(1).run(trained, Layout(), fields)[0]
+    assert "linear_q_proj" in found["fp8"] and "linear_q_down_proj" not in found["fp8"]
+    assert found["losses"][2] < found["losses"][0]
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_recompute_changes_no_bit(ranks: RankPool, recipe: str | None) -> None:
+    pool, layout = ranks(2), Layout(tp=2, sp=True)
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {}
+    want = pool.run(trained, layout, fp8)
+    for modules in (["mla_up_proj"], ["layernorm"], ["core_attn"], ["mla_up_proj", "layernorm", "mlp"]):
+        fields = {**fp8, "recompute_granularity": "selective", "recompute_modules": modules}
+        assert pool.run(trained, layout, fields) == want, modules
+
+
+def decoded(recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank case: logits of all tokens at once, and of the same tokens in parts, with a cache."""
+    from megatron_fp8.mcore.generation import Decoder
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    with model_parallel(Layout()):
+        config = make(Layout(), {"fp8": "hybrid", "fp8_recipe": recipe})
+        model = build_chunks(config, spec=get_gpt_layer_fp8_spec)[0].module.eval()
+        tokens = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            whole = model(tokens, torch.arange(24).expand(2, -1), None)
+        decoder = Decoder(model, 2, 24, every_token=True)
+        parts = torch.cat([decoder(part) for part in tokens.split([16, 1, 1, 4, 2], 1)], 1)
+        return whole.float(), parts.float()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_decoding_gives_the_logits_of_the_whole(ranks: RankPool, recipe: str) -> None:
+    whole, parts = ranks(1).run(decoded, recipe)[0]
+    assert (parts - whole).pow(2).mean().sqrt() < 0.01 * whole.pow(2).mean().sqrt()
+    assert torch.equal(parts.argmax(-1), whole.argmax(-1))
