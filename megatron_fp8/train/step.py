@@ -4,7 +4,7 @@ A step is: batches -> Megatron-Core's forward/backward schedule -> finalise grad
 iteration ends there, and loss and health are agreed on) -> optimizer -> learning rate.
 
 The host waits for the GPU where it reads a number back. In a step of one rank it reads twice: loss, wishes to stop and
-health together, and the gradient norm (docs/performance.md).
+health together; in the optimizer the check for NaN with the gradient norm (docs/performance.md).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from ..patches.patching import Patch
 
 
 @torch.no_grad()
-def gradient_norm(grads: list[torch.Tensor], group: Any) -> float:
-    """The 2-norm of all gradients of all ranks of ``group`` as one vector: a float32 number. Collective.
+def norm_on_device(grads: list[torch.Tensor], group: Any) -> torch.Tensor:
+    """The 2-norm of all gradients of all ranks of ``group`` as one vector: float32 [1]. Collective.
 
     NaN or Inf anywhere makes it NaN or Inf. A rank may have no gradients.
     """
@@ -32,7 +32,7 @@ def gradient_norm(grads: list[torch.Tensor], group: Any) -> float:
     for grad in grads:
         squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
     dist.all_reduce(squares, group=group)
-    return float(squares.sqrt().to(torch.float32))
+    return squares.sqrt().to(torch.float32)
 
 
 def norm_of_shards(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -43,17 +43,18 @@ def norm_of_shards(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
         parts = getattr(self, "chained_optimizers", [self])
-        if not all(isinstance(part, DistributedOptimizer) and _trains_fp8(part) for part in parts):
+        if not all(isinstance(part, DistributedOptimizer) and trains_fp8(part) for part in parts):
             return original(self)
         if len(parts) > 1 and not self.grads_states_parallel_group_is_shared():
             return original(self)
         grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
-        return gradient_norm(grads, parts[0].get_grad_stats_parallel_group())
+        return float(norm_on_device(grads, parts[0].get_grad_stats_parallel_group()))
 
     return get_grad_norm
 
 
-def _trains_fp8(optimizer: Any) -> bool:
+def trains_fp8(optimizer: Any) -> bool:
+    """Whether the models of a distributed optimizer have FP8 layers."""
     return bool(optimizer.model_chunks[0].config.fp8)
 
 

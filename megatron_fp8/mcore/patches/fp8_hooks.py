@@ -20,7 +20,7 @@ def patches() -> list[Patch]:
     from ..layers import fusion
     from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from ..optimizer import fp8_params as param_optimizer
-    from ..optimizer import grad_norm, loss_scaler, models
+    from ..optimizer import grad_norm, loss_scaler, models, one_read
     from ..substitute import build_own_modules, final_norm_of_the_layers
     from ..te import context as te_context
     from . import latent
@@ -128,6 +128,7 @@ def patches() -> list[Patch]:
         *params.patches(),
         *param_optimizer.patches(),
         *grad_norm.patches(),
+        *one_read.patches(),
         *fusion.patches(),
         *loss_scaler.patches(),
         *models.patches(),
