@@ -29,6 +29,9 @@ FLT_MAX = tl.constexpr(2.0**128 - 2.0**104)
 INF = tl.constexpr(0x7F800000)
 NAN_CODE = tl.constexpr(0x7F)
 HALF_POWER = tl.constexpr(0x00400000)  # 2^-127, a subnormal
+ABOVE = tl.constexpr(
+    0x001FFFFF
+)  # added to a float32's bits it carries into the exponent if the mantissa is above 1.75
 
 
 @triton.jit
@@ -235,7 +238,7 @@ def power_scale_of(bits, fp8_max, epsilon, factor):
     """
     amax = as_bits(tl.maximum(as_float(bits), epsilon))
     top = (as_bits(tl.full((), fp8_max, tl.float32) * factor) >> 23) + 127
-    exponent = tl.minimum(tl.maximum(top - ((amax + 0x1FFFFF) >> 23), 1), 254)
+    exponent = tl.minimum(tl.maximum(top - ((amax + ABOVE) >> 23), 1), 254)
     return tl.where((amax == 0) | (amax >= INF), 127 << 23, exponent << 23)
 
 
@@ -244,14 +247,14 @@ def scales(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr):
     """(float32 scale, stored inverse) of amaxes given by their bits.
 
     KIND 'fp32', 'pow2' and 'pow2_divided': as scaling.compute_scale with epsilon and factor = 2^-margin; the inverse is
-    float32. 'pow2' wants a margin of at most 7 (``kind_for``).
+    float32. 'pow2' wants a margin of at most 6 (``kind_for``).
     KIND 'e8m0': as scaling.compute_e8m0; the stored inverse is the uint8 exponent.
     """
     FP8_MAX: tl.constexpr = 448.0 if E4M3 else 57344.0
     if KIND == "e8m0":
         MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 15
         # Mantissas above 1.75, that of both formats' maxima, carry into the exponent: rounded up.
-        exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - MAX_EXPONENT, 0)
+        exponent = tl.maximum(((bits + ABOVE) >> 23) - MAX_EXPONENT, 0)
         exponent = tl.where(bits >= INF, 254, exponent)
         return as_float(tl.maximum((254 - exponent) << 23, HALF_POWER)), exponent.to(tl.uint8)
     elif KIND == "fp32":
@@ -265,6 +268,32 @@ def scales(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr):
         return as_float(power), as_float(tl.maximum((254 << 23) - power, HALF_POWER))
 
 
+@triton.jit
+def cast_scale(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr, FINITE: tl.constexpr):
+    """``scales``' float32 scale, for codes alone: of an amax of 0 it may be another, under which zeros are zeros too.
+
+    FINITE: no amax is Inf. A power of two then takes three instructions: exponents are subtracted in their place. The
+    first one has more than 32 bits there, the difference has not.
+    """
+    FP8_MAX: tl.constexpr = 448.0 if E4M3 else 57344.0
+    if KIND == "pow2" or KIND == "e8m0":
+        if KIND == "pow2":
+            top = (as_bits(tl.full((), FP8_MAX, tl.float32) * factor) >> 23) + 127
+            least = as_bits(tl.full((), 0.0, tl.float32) + epsilon)
+        else:
+            top = 262 if E4M3 else 269
+            least = 0
+        # The larger one of amax and epsilon counts, and no scale is above 2^127.
+        floor = tl.maximum(least + ABOVE, (top - 254) << 23)
+        power = (top << 23) - (tl.maximum(bits + ABOVE, floor) & INF)
+        if not FINITE:
+            power = tl.where(bits >= INF, 127 << 23 if KIND == "pow2" else HALF_POWER, power)
+        return as_float(power)
+    else:
+        scale, _ = scales(bits, epsilon, factor, E4M3, KIND)
+        return scale
+
+
 def kind_for(kind: str, margin: int) -> str:
     """The KIND that makes scales of this kind with this margin."""
-    return "pow2_divided" if kind == "pow2" and margin > 7 else kind
+    return "pow2_divided" if kind == "pow2" and margin > 6 else kind

@@ -15,6 +15,7 @@ import triton.language as tl
 from .elements import (
     INF,
     as_bits,
+    cast_scale,
     divide,
     encode,
     encode_word,
@@ -165,9 +166,13 @@ def quantize_tiles(
     ALONG_COLS: tl.constexpr = COLUMNWISE and not SQUARE
     row_bits, col_bits, largest = _tops(tile, ALONG_ROWS, ALONG_COLS, BLOCK, BLOCK, True)
     count = tl.zeros_like(largest)
+    by_row = cast_scale(row_bits, epsilon, factor, E4M3, KIND, FINITE=True)
+    by_col = cast_scale(col_bits, epsilon, factor, E4M3, KIND, FINITE=True)
     if largest >= INF:
         count = nonfinite_in(tile)
         row_bits, col_bits, largest = _tops(tile, ALONG_ROWS, ALONG_COLS, BLOCK, BLOCK, False)
+        by_row = cast_scale(row_bits, epsilon, factor, E4M3, KIND, FINITE=False)
+        by_col = cast_scale(col_bits, epsilon, factor, E4M3, KIND, FINITE=False)
     if RECORD:
         record(amax, nonfinite, largest, count)
     DOWN: tl.constexpr = ROWS // BLOCK
@@ -182,27 +187,31 @@ def quantize_tiles(
         if COLUMNWISE:
             _store_square(col_scale, inverse, across, down, col_major, tl.cdiv(rows, BLOCK))
             store_turned(col_codes, _words(tile, scale, E4M3), top, left, rows, cols)
+    # Stored scales have an axis more: the compiler then hands amaxes, not scales, to the threads that store them, and
+    # each scale is made once.
     if ALONG_ROWS:
-        scale, inverse = scales(row_bits, epsilon, factor, E4M3, KIND)
         row = (top + rows_of(ROWS))[:, None]
         block = (across * ACROSS + tl.arange(0, ACROSS))[None, :]
+        _, inverse = scales(row_bits[:, :, None], epsilon, factor, E4M3, KIND)
         if TILED:
             _store_tiled(row_scale, inverse, row, block, row_major, rows, tl.cdiv(cols, BLOCK))
         else:
             at = row_scale + row.to(tl.int64) * row_major + block.to(tl.int64) * row_minor
-            tl.store(at, inverse, mask=(row < rows) & (block * BLOCK < cols))
-        each = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, ACROSS, BLOCK)), (ROWS, COLS))
-        store_rows(row_codes, encode(widen(tile) * each, E4M3), top, left, rows, cols)
+            tl.store(at[:, :, None], inverse, mask=((row < rows) & (block * BLOCK < cols))[:, :, None])
     if ALONG_COLS:
-        scale, inverse = scales(col_bits, epsilon, factor, E4M3, KIND)
         col = (left + tl.arange(0, COLS))[None, :]
         block = (down * DOWN + tl.arange(0, DOWN))[:, None]
+        _, inverse = scales(col_bits[:, :, None], epsilon, factor, E4M3, KIND)
         if TILED:
             _store_tiled(col_scale, inverse, col, block, col_major, cols, tl.cdiv(rows, BLOCK))
         else:
             at = col_scale + col.to(tl.int64) * col_major + block.to(tl.int64) * col_minor
-            tl.store(at, inverse, mask=(col < cols) & (block * BLOCK < rows))
-        each = tl.broadcast_to(scale[:, None, :], (DOWN, BLOCK // 4, COLS))
+            tl.store(at[:, :, None], inverse, mask=((col < cols) & (block * BLOCK < rows))[:, :, None])
+    if ALONG_ROWS:
+        each = tl.reshape(tl.broadcast_to(by_row[:, :, None], (ROWS, ACROSS, BLOCK)), (ROWS, COLS))
+        store_rows(row_codes, encode(widen(tile) * each, E4M3), top, left, rows, cols)
+    if ALONG_COLS:
+        each = tl.broadcast_to(by_col[:, None, :], (DOWN, BLOCK // 4, COLS))
         words = _words(tile, tl.reshape(each, (ROWS // 4, COLS)), E4M3)
         store_turned(col_codes, words, top, left, rows, cols)
 
@@ -222,7 +231,8 @@ def _store_tiled(scale, inverse, row, block, major, rows, blocks):
     """E8M0 scales of rows and blocks of codes into tiles; 2^0 around the matrix, to the ends of its tiles."""
     inside = (row < rows) & (block < blocks)
     padded = (row < tl.cdiv(rows, 128) * 128) & (block < tl.cdiv(blocks, 4) * 4)
-    tl.store(scale + tiled_at(row, block, major), tl.where(inside, inverse, 127).to(tl.uint8), mask=padded)
+    at = scale + tiled_at(row, block, major)
+    tl.store(at[:, :, None], tl.where(inside[:, :, None], inverse, 127).to(tl.uint8), mask=padded[:, :, None])
 
 
 @triton.jit

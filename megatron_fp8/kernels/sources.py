@@ -136,7 +136,7 @@ def load(
     | 'swiglu'      | [gate, up]   |                      | weights [rows], if WEIGHTED  |
     | 'swiglu_grad' | dy           | the forward's x      | weights [rows], if WEIGHTED  |
 
-    Only the offset of the tile's corner has 64 bits; inside a tile 32 are enough, which saves a register an address.
+    Each row has an address, from which its columns are constants away. Offsets inside a tile are 32-bit numbers.
     """
     down_tile, across_tile = place(cols, COLS)
     top, left = down_tile * ROWS, across_tile * COLS
@@ -146,7 +146,7 @@ def load(
     in_cols = left + across < cols
     inside = in_rows[:, None] & in_cols[None, :]
     x += top.to(tl.int64) * x_stride
-    x_at = (x + left) + (down[:, None] * x_stride + across[None, :])
+    x_at = (x + left + down * x_stride)[:, None] + across[None, :]
     DTYPE: tl.constexpr = x.dtype.element_ty
     if SOURCE == "plain":
         return tl.load(x_at, mask=inside, other=0.0)
@@ -174,17 +174,15 @@ def load(
             weight = widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
         # A tile that lies in one half, as all do where half is a multiple of COLS, computes that half only.
         if left + COLS <= half:
-            first_at = (first + top.to(tl.int64) * first_stride + left) + (
-                down[:, None] * first_stride + across[None, :]
-            )
+            first += top.to(tl.int64) * first_stride + left
+            first_at = (first + down * first_stride)[:, None] + across[None, :]
             gate = widen(tl.load(first_at, mask=inside, other=0.0))
             up = widen(tl.load(first_at + half, mask=inside, other=0.0))
             dy = widen(tl.load(x_at, mask=inside, other=0.0))
             value = narrow(gate_gradient(gate, up, dy * weight if WEIGHTED else dy), DTYPE)
         elif left >= half:
-            first_at = (first + top.to(tl.int64) * first_stride + (left - half)) + (
-                down[:, None] * first_stride + across[None, :]
-            )
+            first += top.to(tl.int64) * first_stride + (left - half)
+            first_at = (first + down * first_stride)[:, None] + across[None, :]
             gate = widen(tl.load(first_at, mask=inside, other=0.0))
             dy = widen(tl.load(x_at - half, mask=inside, other=0.0))
             value = narrow(up_gradient(gate, dy * weight if WEIGHTED else dy), DTYPE)

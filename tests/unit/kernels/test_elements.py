@@ -46,6 +46,15 @@ def scale_all(
 
 
 @triton.jit
+def cast_scale_all(
+    amax, scale, n, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr, FINITE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = elements.as_bits(tl.load(amax + at, mask=at < n, other=1.0))
+    tl.store(scale + at, elements.cast_scale(bits, epsilon, factor, E4M3, KIND, FINITE), mask=at < n)
+
+
+@triton.jit
 def convert_all(x, wide, back, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < n, other=0.0)
@@ -108,7 +117,7 @@ def amaxes() -> torch.Tensor:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_scales(fmt, kind):
     amax = amaxes()
-    for margin, epsilon in [(0, 0.0), (0, 1e-3), (7, 0.0), (8, 0.0), (64, 1e-3)]:
+    for margin, epsilon in [(0, 0.0), (0, 1e-3), (6, 0.0), (7, 0.0), (64, 1e-3)]:
         scale = torch.empty_like(amax, device=DEVICE)
         inverse = torch.empty_like(scale)
         if kind == "e8m0":
@@ -126,6 +135,25 @@ def test_scales(fmt, kind):
             assert_same_bytes(scale, expected, what)
             assert_same_bytes(inverse, compute_scale_inv(expected), f"{what}: inverse")
             assert inverse.isfinite().all() and (inverse > 0).all(), what
+
+
+@pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_scales_of_casts(fmt, kind):
+    """Those of ``scales``; of an amax of 0 some finite power of two, under which its zeros stay zeros."""
+    whole = amaxes()
+    for margin, epsilon in [(0, 0.0), (0, 1e-3), (0, 3e38), (6, 0.0), (7, 1e-45)]:
+        made = elements.kind_for(kind, margin)
+        for finite in (False, True):
+            amax = whole[whole < math.inf] if finite else whole
+            scale, expected, inverse = (torch.empty_like(amax, device=DEVICE) for _ in range(3))
+            grid, rest = (triton.cdiv(amax.numel(), BLOCK),), (epsilon, 2.0**-margin, fmt is E4M3, made)
+            cast_scale_all[grid](amax.to(DEVICE), scale, amax.numel(), *rest, finite, BLOCK)
+            inverse = inverse.to(torch.uint8) if kind == "e8m0" else inverse
+            scale_all[grid](amax.to(DEVICE), expected, inverse, amax.numel(), *rest, BLOCK)
+            some = amax > 0
+            assert_same_bytes(scale[some].cpu(), expected[some].cpu(), f"{made} {margin} {epsilon} {finite}")
+            assert (scale > 0).all() and scale.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
