@@ -36,6 +36,7 @@ def block_matmul(
     b_height: int = 1,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a @ b^T of block-quantised matrices: float32 accumulation, + bias in float32, one rounding.
 
@@ -45,9 +46,10 @@ def block_matmul(
         a_scale_inv: float32 [ceil(M / a_height), ceil(K / 128)], any strides; b_scale_inv likewise.
         a_height, b_height: rows that share a scale: 1 (1x128 blocks) or 128 (128x128).
         bias: [N] or None.
+        into: float32 [M, N], contiguous: the float32 result is added to it, with the bits of ``into.add_``.
 
     Returns:
-        [M, N], out_dtype. NaN codes give NaN in their row or column; K = 0 gives zeros and the bias.
+        [M, N], out_dtype, or ``into``. NaN codes give NaN in their row or column; K = 0 gives zeros and the bias.
     """
     (m, k), n = a.shape, b.shape[0]
     assert b.shape[1] == k and a.is_contiguous() and b.is_contiguous(), "codes [M, K] and [N, K], contiguous"
@@ -56,7 +58,8 @@ def block_matmul(
         assert scale.dtype == torch.float32 and height in (1, BLOCK), (
             "float32 scales of 1x128 or 128x128 blocks"
         )
-    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+    out = torch.empty(m, n, dtype=out_dtype, device=a.device) if into is None else into
+    assert into is None or (into.dtype == torch.float32 and into.shape == (m, n) and into.is_contiguous())
 
     def launch(stages: int) -> None:
         # 128 x 128 results of float32 are 64 registers for each of 8 warps' threads, twice: partial sum and accumulator.
@@ -66,7 +69,7 @@ def block_matmul(
             b.view(torch.uint8), b_scale_inv, *b_scale_inv.stride(),
             bias, out, m, n, k,
             A_E4M3=is_e4m3(format_of(a.dtype)), B_E4M3=is_e4m3(format_of(b.dtype)), A_HEIGHT=a_height,
-            B_HEIGHT=b_height, BIAS=bias is not None, ROWS=128, COLS=128, BLOCK=BLOCK, BAND=8,
+            B_HEIGHT=b_height, BIAS=bias is not None, ADD=into is not None, ROWS=128, COLS=128, BLOCK=BLOCK, BAND=8,
             num_warps=8, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -99,11 +102,11 @@ def launch_with_room(launch: Callable[[int], None], device: torch.device) -> Non
 def _block_matmul(
     a, a_scale, a_major, a_minor, b, b_scale, b_major, b_minor, bias, out, m, n, k,
     A_E4M3: tl.constexpr, B_E4M3: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     multiply_tile(
         a, a_scale, a_major, a_minor, b, b_scale, b_major, b_minor, bias, out, m, n, k, tl.program_id(0),
-        A_E4M3, B_E4M3, A_HEIGHT, B_HEIGHT, BIAS, False, ROWS, COLS, BLOCK, BAND,
+        A_E4M3, B_E4M3, A_HEIGHT, B_HEIGHT, BIAS, ADD, ROWS, COLS, BLOCK, BAND,
     )  # fmt: skip
 
 

@@ -217,10 +217,10 @@ class GemmSite:
     def accumulate(
         self, gemm: str, a: Operand, b: Operand, into: torch.Tensor, *, record: bool = True
     ) -> None:
-        """Add to ``into`` [M, N], float32, what ``multiply`` gives: in the product, in high precision on a GPU and on
-        CPUs in C; torch's scaled products cannot, nor can one that is observed."""
+        """Add to ``into`` [M, N], float32, what ``multiply`` gives: in the product where it is this package's own, in C
+        or by Triton, or in high precision on a GPU; torch's scaled products cannot, nor can one that is observed."""
         in_fp8 = self.plan.gemms[gemm] == "fp8" and self.state.observer is None
-        if in_fp8 and self.backend is emulated and emulated.accumulate(a, b, into):
+        if in_fp8 and self._accumulates(a, b, into):
             self.state.counts.fp8_gemms += 1
             return
         if self.plan.gemms[gemm] == "fp8" or self.state.observer is not None:
@@ -228,6 +228,14 @@ class GemmSite:
             return
         self.state.counts.hp_gemms += 1
         add_matmul_fp32(into, *_plain(a, b))
+
+    def _accumulates(self, a: Operand, b: Operand, into: torch.Tensor) -> bool:
+        """Whether the backend has added the product."""
+        if self.backend is emulated:
+            return emulated.accumulate(a, b, into)
+        if self.backend is not native or not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
+            return False
+        return native.accumulate(a, b, into)
 
     def _multiply(
         self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None

@@ -367,6 +367,21 @@ def _multiply_blocks_grouped(
     grouped_block_matmul(told[0].a, told, a_height=heights[0], b_height=heights[1], add=add)
 
 
+def accumulate(a: QuantizedSide, b: QuantizedSide, into: torch.Tensor) -> bool:
+    """Add ``gemm``'s float32 result to ``into`` [M, N] as it is made, with the bits of ``into.add_``, where this
+    package's kernel multiplies; False, with nothing done, where torch does: its scaled products add to nothing."""
+    if a.granularity.cols != 128 or into.dtype != torch.float32 or not into.is_contiguous():
+        return False
+    refusal = refusals(a.codes.device, multiply)
+    empty = 0 in (*a.codes.shape, len(b.codes))
+    if empty or direct(a, b, torch.float32, None, False, refusal) is not None:
+        return False
+    if not plan(Operand.of(a), Operand.of(b), torch.float32, None, False, refusal).request.triton:
+        return False
+    _multiply_blocks(a, b, torch.float32, None, into)
+    return True
+
+
 def multiply(
     product: ProductPlan, a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -407,11 +422,17 @@ def multiply(
 
 
 def _multiply_blocks(
-    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
+    a: QuantizedSide,
+    b: QuantizedSide,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from ...kernels.block_matmul import block_matmul  # loads Triton
 
     (scale_a, height_a), (scale_b, height_b) = block_scales(a), block_scales(b)
     codes_a, codes_b = (place_codes(side.codes, *side.codes.shape) for side in (a, b))
     heights = {"a_height": height_a, "b_height": height_b}
-    return block_matmul(codes_a, scale_a, codes_b, scale_b, **heights, out_dtype=out_dtype, bias=bias)
+    return block_matmul(
+        codes_a, scale_a, codes_b, scale_b, **heights, out_dtype=out_dtype, bias=bias, into=into
+    )

@@ -69,6 +69,17 @@ def test_bias_and_dtypes():
     assert torch.equal(block_matmul(*args, bias=bias), biased.to(torch.bfloat16))
 
 
+def test_added_to_what_is_there():
+    """In the product, with the bits of an addition after it; what is around the matrix stays."""
+    a, b = operand(33, 200, E4M3, BLOCK_1X128, "pow2", 1), operand(40, 200, E5M2, BLOCK_1X128, "pow2", 2)
+    args = (a.codes, a.scale_inv, b.codes, b.scale_inv)
+    around = torch.randn(35, 40, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    before, into = around.clone(), around[1:-1]
+    assert block_matmul(*args, out_dtype=torch.float32, into=into) is into
+    before[1:-1] += block_matmul(*args, out_dtype=torch.float32)
+    assert torch.equal(around, before)
+
+
 def test_tiles_in_bands():
     """More tiles than a band holds, both ways: every tile of the result is made once."""
     codes = torch.full((9 * 128 + 5, 1), 0x38, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.linear.tensor_parallel import TensorParallel
@@ -88,10 +89,10 @@ def launched(
     microbatches: int = 1,
     fp8_param: bool = False,
     tp: TensorParallel | None = None,
-    capability: tuple[int, int] | None = None,
+    bias: torch.dtype | None = None,
+    refusal: Refusal = lambda request: None,
 ) -> str:
     """The launches of the last microbatch of an iteration whose scales are there."""
-    refusal = torch_refusal(capability) if capability else lambda request: None
     with launches_by_name(refusal) as names:
         state = Fp8State()
         site = GemmSite(fp8_site("a", 0, recipe, "native", "test"), state, None)
@@ -107,7 +108,8 @@ def launched(
         with CapturedStep(state):
             for microbatch in range(microbatches):
                 names.clear()
-                y = fp8_linear(x, w, None, site, tp, fresh_weight=microbatch == 0)
+                b = None if bias is None else torch.empty(384, dtype=bias, requires_grad=True)
+                y = fp8_linear(x, w, b, site, tp, fresh_weight=microbatch == 0)
                 names.append(";")
                 y.backward(dy)
                 w.grad = x.grad = None
@@ -138,6 +140,22 @@ def test_main_grad(name: str) -> None:
     assert launched(RECIPES[name], main_grad=True) == f"{FIRST[name]} add_"
 
 
+def test_main_grad_of_this_packages_product() -> None:
+    """Where torch multiplies no blocks, the kernel that does adds what it has summed: no pass, no float32 of its own."""
+    expected = "quantize_tiles quantize_tiles block_matmul ; quantize_tiles block_matmul block_matmul"
+    none = lambda request: None if request.triton else "refused"  # noqa: E731
+    for main_grad in (False, True):
+        assert launched(RECIPES["blockwise"], main_grad=main_grad, refusal=none) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", FIRST)
+def test_bias(name: str, dtype: torch.dtype) -> None:
+    """Its gradient is one launch, whichever dtype it has; torch's product adds the bias of the result's dtype."""
+    forward, backward = launched(RECIPES[name], bias=dtype).split(" ; ")
+    assert f"{forward.removesuffix(' add _to_copy')} ; {backward}" == FIRST[name].replace("; ", "; sum ")
+
+
 @pytest.mark.parametrize("name", FP8_PARAM)
 def test_fp8_parameters(name: str) -> None:
     """In the second microbatch nothing is recorded."""
@@ -155,7 +173,7 @@ def test_sequence_parallel(name: str, kind: Any, expected: dict[str, str]) -> No
 
 def test_blocks_on_blackwell() -> None:
     """As MX: each operand's scales are put into tiles once a product."""
-    found = launched(RECIPES["blockwise"], capability=(10, 0))
+    found = launched(RECIPES["blockwise"], refusal=torch_refusal((10, 0)))
     assert found == f"quantize_tiles quantize_tiles {AS_MX} ; quantize_tiles {AS_MX} {AS_MX}"
     assert count(found) <= MOST
 
