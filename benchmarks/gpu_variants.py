@@ -310,7 +310,9 @@ def _products() -> None:
         )
         for codes in (empty(m, k, dtype=e4m3), empty(m, k, dtype=e5m2)):
             for b, scale, height in sides:
-                block_matmul(codes, rows, b, scale, b_height=height, out_dtype=torch.float32, into=empty(m, n))
+                block_matmul(
+                    codes, rows, b, scale, b_height=height, out_dtype=torch.float32, into=empty(m, n)
+                )
                 for out in (torch.float32, BF16, torch.float16):
                     for bias in (None, empty(n, dtype=out)):
                         block_matmul(codes, rows, b, scale, b_height=height, out_dtype=out, bias=bias)
