@@ -1,14 +1,21 @@
 /* Products of FP8 codes, or of bfloat16 numbers, with float32 sums: out [m, n] = a [m, k] b [n, k]^T * scales + bias.
 
    For processors with AVX512-BF16, and for AMX. As in any fast GEMM both operands are first packed into panels that the
-   inner loop reads from end to end (pack.h), and codes are decoded on that way: no matrix of decoded numbers is written.
-   a is packed once, for all threads; each thread then packs strips of b, and multiplies them by all of a, in slices of k
-   that stay in its caches.
+   inner loops read from end to end (inner.h), and codes are decoded on that way (pack.h): no matrix of decoded numbers is
+   written. What is packed never leaves a core's second cache, since the way to the third takes as long as to multiply:
 
-   Two inner loops compute 32 x 32 sums over panels that lie alike: AVX512-BF16 keeps 8 x 32 of them in registers, AMX all
-   of them in four tiles. Sums go on from slice to slice as they are, so an element of out depends on its row and column
-   alone: it is summed over k in one order for any m, n and number of threads. The two differ in that order. Subnormal
-   numbers and products count as zero, as the instructions have it; out is scaled and rounded in IEEE arithmetic. */
+   * of one operand a strip is held, up to 512 rows of it and all of k, or a layer of k;
+   * the other one is streamed by it in slices of 128 rows and 256 of k. A slice is packed anew for each strip, between
+     the tile products of the slice before it, so that a strip's sums cost little more than their products;
+   * sums that are complete go to out in whole rows of the strip, between the tile products of the next ones.
+
+   Rejected: to pack one operand once, for all strips and threads. To write it and to read it again for each strip took
+   longer than to decode it (a sixth to a third of the whole). Rejected: to write out in blocks of 32 columns, a line here
+   and a line there, which memory takes at a fifth of its speed.
+
+   Sums go on from slice to slice as they are, so an element of out depends on its row and column alone: it is summed over
+   k in one order for any m, n and number of threads. AVX512-BF16 and AMX differ in that order. Subnormal numbers and
+   products count as zero, as the instructions have it; out is scaled and rounded in IEEE arithmetic. */
 
 #if defined(__linux__)
 #define _GNU_SOURCE
@@ -19,20 +26,15 @@
 #include <stdlib.h>
 
 #include "gemm.h"
+#include "inner.h"
 #include "pack.h"
+#include "scales.h"
 
 #if defined(__AVX512BF16__)
 
-#define BLOCK 32                /* rows and columns of out at a time */
-#define SLICE 8                 /* squares of k: slices of four panels then stay in the first cache */
-#define TALL 8                  /* blocks of rows: their slice of a stays in the second */
-#define STRIP 256               /* columns of out that a thread takes at a time, at most */
-
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(SYS_arch_prctl)
-#define HAS_AMX 1
-#else
-#define HAS_AMX 0
-#endif
+#define SLICE 8 /* squares of k: slices of four panels then stay in the first cache */
+#define TALL 4  /* blocks of 32 rows of a slice */
+#define HIGH 32 /* blocks of rows whose sums are kept where k is too long for one layer */
 
 /* The inner loops this processor has; AMX after asking the system for its registers, for the whole process. */
 int32_t has_gemm(void) {
@@ -42,175 +44,6 @@ int32_t has_gemm(void) {
     if (syscall(SYS_arch_prctl, ask_for, tile_data) == 0) found |= WITH_AMX;
 #endif
     return found;
-}
-
-/* sums [32, 32] of two panels of a and two of b, each `apart` words from the first, over squares of k. */
-static void multiply_avx512(const uint32_t *a, int64_t a_apart, const uint32_t *b, int64_t b_apart, int64_t squares,
-                            float *sums, int32_t more) {
-    for (int part = 0; part < 4; part++) {
-        const uint32_t *left = a + part / 2 * a_apart + part % 2 * 8 * SIDE;
-        float *to = sums + part * 8 * BLOCK;
-        __m512 sum[8][2];
-#pragma GCC unroll 8
-        for (int r = 0; r < 8; r++) {
-            sum[r][0] = more ? _mm512_load_ps(to + r * BLOCK) : _mm512_setzero_ps();
-            sum[r][1] = more ? _mm512_load_ps(to + r * BLOCK + 16) : _mm512_setzero_ps();
-        }
-        const uint32_t *right = b;
-        for (int64_t s = 0; s < squares; s++, left += SQUARE, right += SQUARE) {
-#pragma GCC unroll 4
-            for (int pair = 0; pair < SIDE; pair++) {
-                __m512bh first = (__m512bh)_mm512_load_si512(right + pair * SIDE);
-                __m512bh second = (__m512bh)_mm512_load_si512(right + b_apart + pair * SIDE);
-#pragma GCC unroll 8
-                for (int r = 0; r < 8; r++) {
-                    __m512bh value = (__m512bh)_mm512_set1_epi32((int32_t)left[r * SIDE + pair]);
-                    sum[r][0] = _mm512_dpbf16_ps(sum[r][0], value, first);
-                    sum[r][1] = _mm512_dpbf16_ps(sum[r][1], value, second);
-                }
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < 8; r++) {
-            _mm512_store_ps(to + r * BLOCK, sum[r][0]);
-            _mm512_store_ps(to + r * BLOCK + 16, sum[r][1]);
-        }
-    }
-}
-
-#if HAS_AMX
-static void use_tiles(void) {
-    struct { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) config.bytes[tile] = 64, config.rows[tile] = SIDE;
-    _tile_loadconfig(&config);
-}
-
-static void multiply_amx(const uint32_t *a, int64_t a_apart, const uint32_t *b, int64_t b_apart, int64_t squares,
-                         float *sums, int32_t more) {
-    const int step = BLOCK * sizeof(float), line = SIDE * sizeof(uint32_t);
-    if (more) {
-        _tile_loadd(0, sums, step);
-        _tile_loadd(1, sums + SIDE, step);
-        _tile_loadd(2, sums + SIDE * BLOCK, step);
-        _tile_loadd(3, sums + SIDE * BLOCK + SIDE, step);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t s = 0; s < squares; s++, a += SQUARE, b += SQUARE) {
-        _tile_loadd(4, a, line);
-        _tile_loadd(6, b, line);
-        _tile_loadd(7, b + b_apart, line);
-        _tile_loadd(5, a + a_apart, line);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, sums, step);
-    _tile_stored(1, sums + SIDE, step);
-    _tile_stored(2, sums + SIDE * BLOCK, step);
-    _tile_stored(3, sums + SIDE * BLOCK + SIDE, step);
-}
-#endif
-
-/* ---------------------------------------------------------------------------------------------------------- scales */
-
-/* Exponents of the smallest and of the largest scale. */
-typedef struct { int32_t smallest, largest; } Range;
-
-INLINE int32_t exponent_of(const Side *side, int64_t row_block, int64_t k_block) {
-    int64_t at = row_block * side->scale_row_step + k_block * side->scale_k_step;
-    if (side->e8m0) return ((const uint8_t *)side->scale)[at] - 127;
-    return (int32_t)(bits_of(((const float *)side->scale)[at]) >> 23 & 0xFF) - 127;
-}
-
-static int is_zero(const Side *side, int64_t row, int64_t rows, int64_t k, int64_t depth) {
-    for (int64_t r = row; r < row + rows; r++)
-        for (int64_t i = k; i < k + depth; i++)
-            if (((const uint8_t *)side->at)[r * side->row_step + i * side->k_step] & 0x7F) return 0;
-    return 1;
-}
-
-INLINE __m512i exponents_at(const Side *side, int64_t at, __mmask16 in) {
-    if (side->e8m0) return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(in, (const uint8_t *)side->scale + at));
-    __m512i bits = _mm512_maskz_loadu_epi32(in, (const float *)side->scale + at);
-    return _mm512_and_si512(_mm512_srli_epi32(bits, 23), _mm512_set1_epi32(0xFF));
-}
-
-/* take_scales for blocks of one row, whose scales are dense in either direction: 16 rows of 16 blocks at a time. */
-static Range take_scales_of_rows(const Side *side, int64_t rows, int64_t k, uint32_t *shifts, int64_t step,
-                                 int32_t threads) {
-    int32_t smallest = 128, largest = -128;
-    int64_t depth = side->block_k, blocks = (k + depth - 1) / depth;
-#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(min : smallest) reduction(max : largest)
-    for (int64_t row = 0; row < rows; row += SIDE) {
-        const __m512i one = _mm512_set1_epi32(127);
-        __mmask16 there = (__mmask16)first_of(rows - row);
-        __m512i low = one, high = one, x[SIDE];
-        for (int64_t block = 0; block < blocks; block += SIDE) {
-            __mmask16 in = (__mmask16)first_of(blocks - block);
-            if (side->scale_row_step == 1)
-                for (int i = 0; i < SIDE; i++)
-                    x[i] = exponents_at(side, row + (block + i) * side->scale_k_step, in >> i & 1 ? there : 0);
-            else {
-                for (int i = 0; i < SIDE; i++)
-                    x[i] = exponents_at(side, (row + i) * side->scale_row_step + block, there >> i & 1 ? in : 0);
-                transpose(x);
-            }
-            for (int i = 0; i < SIDE && block + i < blocks; i++) {
-                uint32_t zero = side->e8m0 ? _mm512_mask_testn_epi32_mask(there, x[i], x[i]) : 0;
-                for (; zero; zero &= zero - 1) {
-                    int lane = __builtin_ctz(zero);
-                    int64_t at = (block + i) * depth;
-                    if (is_zero(side, row + lane, 1, at, least(depth, k - at)))
-                        x[i] = _mm512_mask_mov_epi32(x[i], (__mmask16)(1 << lane), one);
-                }
-                low = _mm512_mask_min_epi32(low, there, low, x[i]);
-                high = _mm512_mask_max_epi32(high, there, high, x[i]);
-                __m512i shift = _mm512_slli_epi32(_mm512_sub_epi32(x[i], one), 7);
-                shift = _mm512_mask_blend_epi16(0xAAAAAAAA, shift, _mm512_slli_epi32(shift, 16));
-                _mm512_storeu_si512(shifts + (block + i) * step + row, shift);
-            }
-        }
-        int32_t least_here = _mm512_reduce_min_epi32(low) - 127, most_here = _mm512_reduce_max_epi32(high) - 127;
-        smallest = least_here < smallest ? least_here : smallest;
-        largest = most_here > largest ? most_here : largest;
-    }
-    return (Range){smallest, largest};
-}
-
-/* The range of one side's scales; of blocks, what they add to bfloat16's bits, to shifts [k blocks][step] too.
-   A block of zeros under the smallest E8M0, 2^-127, does not count: scaled or not, it is zeros. */
-static Range take_scales(const Side *side, int64_t rows, int64_t k, uint32_t *shifts, int64_t step, int32_t threads) {
-    int32_t smallest = 128, largest = -128;
-    if (side->scale == NULL) return (Range){0, 0};
-    if (shifts && side->block_rows == 1 && (side->scale_row_step == 1 || side->scale_k_step == 1))
-        return take_scales_of_rows(side, rows, k, shifts, step, threads);
-    int64_t height = side->block_rows ? side->block_rows : rows, depth = side->block_k ? side->block_k : k;
-#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(min : smallest) reduction(max : largest)
-    for (int64_t block = 0; block < (k + depth - 1) / depth; block++)
-        for (int64_t row = 0; row < rows; row += height) {
-            int64_t high = least(height, rows - row), at = block * depth;
-            int32_t exponent = exponent_of(side, row / height, block);
-            if (exponent == -127 && side->e8m0 && is_zero(side, row, high, at, least(depth, k - at))) exponent = 0;
-            smallest = exponent < smallest ? exponent : smallest;
-            largest = exponent > largest ? exponent : largest;
-            uint32_t shift = (uint32_t)(exponent * 128) & 0xFFFF;
-            if (shifts)
-                for (int64_t r = 0; r < high; r++) shifts[block * step + row + r] = shift | shift << 16;
-        }
-    return (Range){smallest, largest};
-}
-
-/* The float32 that multiplies row (or column) r of the sums. */
-INLINE float factor_of(const Side *side, int64_t r) {
-    if (side->scale == NULL || side->block_k) return 1;
-    int64_t at = side->block_rows ? r / side->block_rows * side->scale_row_step : 0;
-    if (!side->e8m0) return ((const float *)side->scale)[at];
-    return float_of((uint32_t)((const uint8_t *)side->scale)[at] << 23); /* never 2^-127 or NaN: see Range */
 }
 
 /* ---------------------------------------------------------------------------------------------------------- result */
@@ -232,33 +65,26 @@ INLINE __m512i rounded(__m512 first, __m512 second) {
     return _mm512_permutex2var_epi16(rounded_up(first), upper.vector, rounded_up(second));
 }
 
-/* sums [32, 32] to out from row and column on. */
-static void finish_block(const float *sums, const Out *out, const float *by_row, const float *by_col, int64_t row,
-                         int64_t col, int64_t m, int64_t n) {
-    int64_t rows = least(BLOCK, m - row), cols = least(BLOCK, n - col);
-    __mmask16 in[2] = {(__mmask16)first_of(cols), (__mmask16)first_of(cols - SIDE)};
-    __m512 factor[2], bias[2];
+/* 32 sums of a row to out at row and column, times by[row] and the columns' factors. */
+INLINE void finish_32(const float *sums, const Out *out, float by_row, const float *by_col, int64_t row, int64_t col,
+                      int64_t n) {
+    __mmask32 inside = (__mmask32)first_of(n - col);
+    __mmask16 in[2] = {(__mmask16)inside, (__mmask16)(inside >> SIDE)};
+    __m512 by = _mm512_set1_ps(by_row), v[2];
+    int64_t at = row * n + col;
     for (int half = 0; half < 2; half++) {
-        factor[half] = _mm512_loadu_ps(by_col + col + half * SIDE);
-        bias[half] = out->bias ? _mm512_maskz_loadu_ps(in[half], out->bias + col + half * SIDE) : _mm512_setzero_ps();
+        __m512 factor = _mm512_mul_ps(by, _mm512_loadu_ps(by_col + col + half * SIDE));
+        v[half] = _mm512_mul_ps(_mm512_load_ps(sums + half * SIDE), factor);
+        if (out->bias) v[half] = _mm512_add_ps(v[half], _mm512_maskz_loadu_ps(in[half], out->bias + col + half * SIDE));
     }
-    for (int64_t r = 0; r < rows; r++) {
-        __m512 by = _mm512_set1_ps(by_row[row + r]), v[2];
-        int64_t at = (row + r) * n + col;
-        for (int half = 0; half < 2; half++) {
-            v[half] = _mm512_mul_ps(_mm512_load_ps(sums + r * BLOCK + half * SIDE), _mm512_mul_ps(by, factor[half]));
-            if (out->bias) v[half] = _mm512_add_ps(v[half], bias[half]);
-        }
-        if (out->bfloat16) {
-            __mmask32 inside = (__mmask32)first_of(cols);
-            _mm512_mask_storeu_epi16((uint16_t *)out->at + at, inside, rounded(v[0], v[1]));
-            continue;
-        }
-        for (int half = 0; half < 2; half++) {
-            float *to = (float *)out->at + at + half * SIDE;
-            if (out->add) v[half] = _mm512_add_ps(_mm512_maskz_loadu_ps(in[half], to), v[half]);
-            _mm512_mask_storeu_ps(to, in[half], v[half]);
-        }
+    if (out->bfloat16) {
+        _mm512_mask_storeu_epi16((uint16_t *)out->at + at, inside, rounded(v[0], v[1]));
+        return;
+    }
+    for (int half = 0; half < 2; half++) {
+        float *to = (float *)out->at + at + half * SIDE;
+        if (out->add) v[half] = _mm512_add_ps(_mm512_maskz_loadu_ps(in[half], to), v[half]);
+        _mm512_mask_storeu_ps(to, in[half], v[half]);
     }
 }
 
@@ -274,35 +100,201 @@ static void pack(const Operand *of, const Numbers *numbers, int64_t panel, int64
     else pack_codes(of, numbers, panel, panels, paired, to, words);
 }
 
-/* Strip number `strip` of out; own: memory for its panels of b, then for sums between slices of k. */
-static void multiply_strip(int64_t strip, int64_t width, const uint32_t *packed_a, const Operand *b,
-                           const Numbers *numbers, const Out *out, const float *by_row, const float *by_col, int64_t m,
-                           int64_t n, int64_t k, int32_t kernel, uint32_t *own) {
-    int64_t squares = (k + 31) / 32, words = squares * SQUARE, from = strip * width, to = least(n, from + width);
-    for (int64_t col = from; col < to; col += AT_ONCE * SIDE)
-        pack(b, numbers, col / SIDE, whole(to, BLOCK) / SIDE, 1, own + (col - from) / SIDE * words, words);
-    float *kept = (float *)(own + width / SIDE * words);
-    for (int64_t top = 0; top < m; top += TALL * BLOCK)
-        for (int64_t s = 0; s < squares; s += SLICE)
-            for (int64_t col = from; col < to; col += BLOCK)
-                for (int64_t row = top; row < least(m, top + TALL * BLOCK); row += BLOCK) {
-                    const uint32_t *left = packed_a + row / SIDE * words + s * SQUARE;
-                    const uint32_t *right = own + (col - from) / SIDE * words + s * SQUARE;
-                    float *sums = kept + ((col - from) / BLOCK * TALL + (row - top) / BLOCK) * BLOCK * BLOCK;
-                    int64_t these = least(SLICE, squares - s);
-#if HAS_AMX
-                    if (kernel == WITH_AMX) multiply_amx(left, words, right, words, these, sums, s > 0);
-                    else
-#endif
-                        multiply_avx512(left, words, right, words, these, sums, s > 0);
-                    if (s + SLICE >= squares) finish_block(sums, out, by_row, by_col, row, col, m, n);
-                }
-    (void)kernel;
+/* A product under way. Its operands are held and streamed, one of them a and the other one b. */
+typedef struct {
+    Operand held, streamed;
+    Numbers numbers_held, numbers_streamed;
+    const Out *out;
+    const float *by_row, *by_col;
+    int64_t m, n, squares, layer, width; /* layer: squares of k that are held at once; width: rows of the held, at most */
+    int32_t kernel, holds_a;
+} Job;
+
+/* A part of out, which one thread makes: rows of the streamed operand, and of the held one; `high` of the former meet a
+   layer of k before the next layer is held. */
+typedef struct { int64_t rows_from, rows_to, from, to, high; } Part;
+
+/* A slice: rows from `top` on, squares from s on, in the layer that begins with `first`, of the rows from `high` on. */
+typedef struct { int64_t high, first, top, s; } Place;
+
+/* Complete sums on their way to out: `blocks` of 32 x 32 side by side, of which `next` rows are there. */
+typedef struct { const float *sums; int64_t row, col, blocks, next; } Done;
+
+/* Lines of out that are about to be written: `left` of them, `a_row` from each row. */
+typedef struct { const char *at; int64_t left, a_row, row_bytes, line; } Lines;
+
+/* What is done with each square that is multiplied, and how much of it. */
+struct Beside {
+    const Job *job;
+    Pieces pieces; /* of the next slice */
+    Done done;     /* sums: NULL where there are none */
+    Lines lines;
+    int64_t pieces_each, rows_each, lines_each;
+};
+
+/* So many rows more of complete sums to out, each from end to end: memory is written in its order. */
+INLINE void finish_rows(const Job *job, Done *done, int64_t rows) {
+    int64_t all = least(BLOCK, job->m - done->row);
+    for (int64_t end = least(all, done->next + rows); done->next < end; done->next++)
+        for (int64_t i = 0; i < done->blocks; i++)
+            finish_32(done->sums + (i * BLOCK + done->next) * BLOCK, job->out, job->by_row[done->row + done->next],
+                      job->by_col, done->row + done->next, done->col + i * BLOCK, job->n);
+    if (done->next == all) done->sums = NULL;
 }
 
-INLINE Operand operand(const Side *side, int64_t rows, int64_t k, const uint32_t *shifts, int64_t step) {
-    return (Operand){side->at, rows, k, side->row_step, side->k_step, side->format, side->block_k ? shifts : NULL,
-                     side->block_k, step};
+INLINE void fetch(Lines *lines, int64_t count) {
+    for (; count && lines->left; count--, lines->left--) {
+        _mm_prefetch(lines->at + lines->line * 64, _MM_HINT_T1);
+        if (++lines->line == lines->a_row) lines->line = 0, lines->at += lines->row_bytes;
+    }
+}
+
+INLINE void work_beside(Beside *beside) {
+    Pieces *pieces = &beside->pieces;
+    for (int64_t i = 0; i < beside->pieces_each && pieces->next < pieces->count; i++) pack_piece(pieces);
+    if (beside->done.sums) finish_rows(beside->job, &beside->done, beside->rows_each);
+    fetch(&beside->lines, beside->lines_each);
+}
+
+INLINE int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
+INLINE int64_t end_of_layer(const Job *job, const Place *at) { return least(job->squares, at->first + job->layer); }
+INLINE int64_t end_of_high(const Part *part, const Place *at) { return least(part->rows_to, at->high + part->high); }
+INLINE int64_t end_of(const Part *part, const Place *at) { return least(end_of_high(part, at), at->top + TALL * BLOCK); }
+
+/* To the next slice; whether there is one. */
+static int advance(const Job *job, const Part *part, Place *at) {
+    at->s += SLICE;
+    if (at->s < end_of_layer(job, at)) return 1;
+    at->s = at->first;
+    at->top += TALL * BLOCK;
+    if (at->top < end_of_high(part, at)) return 1;
+    at->s = at->first += job->layer;
+    at->top = at->high;
+    if (at->first < job->squares) return 1;
+    at->s = at->first = 0;
+    at->top = at->high += part->high;
+    return at->high < part->rows_to;
+}
+
+/* Squares first to last of rows from to end, packed: panels of so many words. */
+static void pack_part(Operand of, const Numbers *numbers, int64_t from, int64_t end, int64_t first, int64_t last,
+                      int paired, uint32_t *to, int64_t words) {
+    of.from = first * 32;
+    of.k = least(of.k, last * 32);
+    for (int64_t row = from; row < end; row += AT_ONCE * SIDE)
+        pack(&of, numbers, row / SIDE, whole(end, BLOCK) / SIDE, paired, to + (row - from) / SIDE * words, words);
+}
+
+/* The pieces of a slice; none, and the slice packed, where its operand does not come in pieces. */
+static Pieces begin_slice(const Job *job, const Part *part, const Place *at, uint32_t *slice) {
+    int64_t words = SLICE * SQUARE, end = end_of(part, at), last = end_of_layer(job, at);
+    if (comes_in_pieces(&job->streamed, job->holds_a))
+        return pieces_of(&job->streamed, &job->numbers_streamed, at->top, whole(end - at->top, BLOCK), at->s * 32,
+                         least(SLICE, last - at->s), slice, words);
+    pack_part(job->streamed, &job->numbers_streamed, at->top, end, at->s, least(last, at->s + SLICE), job->holds_a, slice,
+              words);
+    return (Pieces){.count = 0};
+}
+
+/* Rows of out that are complete with the blocks that are multiplied now. */
+INLINE void expect(Beside *beside, int64_t row, int64_t col, int64_t cols, int64_t squares) {
+    const Job *job = beside->job;
+    int64_t size = job->out->bfloat16 ? 2 : 4, a_row = cols * size / 64, left = a_row * least(BLOCK, job->m - row);
+    beside->lines = (Lines){(const char *)job->out->at + (row * job->n + col) * size, left, a_row, job->n * size, 0};
+    beside->lines_each = (left + squares - 1) / squares;
+}
+
+/* A slice by all that is held; kept: sums of these rows, [blocks of rows of out][blocks of columns][32, 32]. */
+static void multiply_slice(Beside *beside, const Part *part, const Place *at, const uint32_t *slice, const uint32_t *held,
+                           float *kept) {
+    const Job *job = beside->job;
+    int64_t words = least(job->layer, job->squares) * SQUARE, apart = SLICE * SQUARE, end = end_of(part, at);
+    int64_t squares = least(SLICE, end_of_layer(job, at) - at->s);
+    int64_t moving = blocks_of(end - at->top), still = blocks_of(part->to - part->from);
+    int64_t down = job->holds_a ? still : moving, across = job->holds_a ? moving : still;
+    int64_t out_row = job->holds_a ? part->from : at->top, out_col = job->holds_a ? at->top : part->from;
+    int64_t out_end = job->holds_a ? end : part->to;
+    int32_t last = at->s + squares == job->squares, more = at->s > 0;
+    beside->pieces_each = (beside->pieces.count + down * across * squares - 1) / (down * across * squares);
+    beside->rows_each = (BLOCK + across * squares - 1) / (across * squares);
+    for (int64_t row = 0; row < down; row++) {
+        float *sums = kept + row * across * BLOCK * BLOCK;
+        if (beside->done.sums == sums) finish_rows(job, &beside->done, BLOCK); /* before they become others */
+        if (last) expect(beside, out_row + row * BLOCK, out_col, out_end - out_col, across * squares);
+        for (int64_t col = 0; col < across; col++) {
+            const uint32_t *of_slice = slice + (job->holds_a ? col : row) * 2 * apart;
+            const uint32_t *of_held = held + (job->holds_a ? row : col) * 2 * words + (at->s - at->first) * SQUARE;
+            const uint32_t *a = job->holds_a ? of_held : of_slice, *b = job->holds_a ? of_slice : of_held;
+            int64_t a_apart = job->holds_a ? words : apart, b_apart = job->holds_a ? apart : words;
+#if HAS_AMX
+            if (job->kernel == WITH_AMX)
+                multiply_amx(a, a_apart, b, b_apart, squares, sums + col * BLOCK * BLOCK, more, beside);
+            else
+#endif
+                multiply_avx512(a, a_apart, b, b_apart, squares, sums + col * BLOCK * BLOCK, more, beside);
+        }
+        if (last) beside->done = (Done){sums, out_row + row * BLOCK, out_col, across, 0};
+    }
+    while (beside->pieces.next < beside->pieces.count) pack_piece(&beside->pieces);
+}
+
+/* own: memory for what is held, two slices and sums. */
+static void multiply_part(const Job *job, Part part, uint32_t *own) {
+    int64_t words = least(job->layer, job->squares) * SQUARE, size = TALL * 2 * SLICE * SQUARE;
+    uint32_t *slices = own + job->width / SIDE * words;
+    float *kept = (float *)(slices + 2 * size);
+    int32_t one_layer = job->layer >= job->squares;
+    part.high = one_layer ? part.rows_to - part.rows_from : HIGH * BLOCK;
+    Place at = {part.rows_from, 0, part.rows_from, 0};
+    Beside beside = {.job = job, .pieces = begin_slice(job, &part, &at, slices)};
+    while (beside.pieces.next < beside.pieces.count) pack_piece(&beside.pieces);
+    for (int turn = 0, more = 1; more; turn = !turn) {
+        if (at.s == at.first && at.top == at.high)
+            pack_part(job->held, &job->numbers_held, part.from, part.to, at.first, end_of_layer(job, &at), !job->holds_a,
+                      own, words);
+        Place next = at;
+        more = advance(job, &part, &next);
+        if (more) beside.pieces = begin_slice(job, &part, &next, slices + !turn * size);
+        multiply_slice(&beside, &part, &at, slices + turn * size, own, kept + (one_layer ? 0 : at.top - at.high) * job->width);
+        at = next;
+    }
+    if (beside.done.sums) finish_rows(job, &beside.done, BLOCK);
+}
+
+/* ------------------------------------------------------------------------------------------------------------ parts */
+
+/* The parts of out: `down` by `across` of them, of `rows` streamed rows; words of memory that a thread needs. */
+typedef struct { int64_t down, across, rows, own; } Cut;
+
+/* Sets what job's strips and layers are: a strip takes up to half of the second cache, and 256 to 512 rows. */
+static Cut cut_of(Job *job, int64_t held_rows, int64_t streamed_rows, int32_t threads) {
+    int64_t cache = job->kernel == WITH_AMX ? 2 << 20 : 1 << 20, square = 2 * SQUARE * sizeof(uint32_t); /* bytes */
+    int64_t held = blocks_of(held_rows), streamed = blocks_of(streamed_rows);
+    int64_t fit = cache / 2 / (job->squares * square), most = fit < 8 ? 8 : fit > 16 ? 16 : fit;
+    int64_t layer = cache / 4 * 3 / (most * square), layers = (job->squares + layer - 1) / layer;
+    job->layer = whole((job->squares + layers - 1) / layers, SLICE);
+    Cut best = {0};
+    int64_t least_time = 0;
+    for (int64_t down = 1; down <= threads && down <= streamed; down++) {
+        int64_t across = (held + most - 1) / most, high = (streamed + down - 1) / down;
+        while (across * down % threads && across * down < 4 * threads) across++;
+        int64_t wide = (held + across - 1) / across;
+        /* to pack a number that is held takes as long as about 200 products, in a piece about 20 */
+        int64_t time = (across * down + threads - 1) / threads * (wide * high * BLOCK + 200 * wide + 20 * high);
+        if (best.down && time >= least_time) continue;
+        least_time = time;
+        job->width = wide * BLOCK;
+        best = (Cut){(streamed + high - 1) / high, (held + wide - 1) / wide, high * BLOCK, 0};
+    }
+    int64_t kept = job->layer >= job->squares ? TALL : HIGH;
+    best.own = job->width / SIDE * least(job->layer, job->squares) * SQUARE + 2 * TALL * 2 * SLICE * SQUARE +
+               job->width * BLOCK * kept;
+    return best;
+}
+
+INLINE Operand operand(const Side *side, int64_t rows, int64_t k, const uint32_t *shifts) {
+    return (Operand){side->at, rows, k, 0, side->row_step, side->k_step, side->format, shifts, side->block_k,
+                     whole(rows, 64) + 64};
 }
 
 INLINE int64_t shift_words(const Side *side, int64_t rows, int64_t k) {
@@ -311,16 +303,16 @@ INLINE int64_t shift_words(const Side *side, int64_t rows, int64_t k) {
 
 int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t kernel,
              int32_t threads) {
-    int64_t words = (k + 31) / 32 * SQUARE, tall = whole(m, BLOCK), wide = whole(n, BLOCK);
-    int64_t strips = threads * ((n + STRIP * threads - 1) / (STRIP * threads));
-    int64_t width = whole((n + strips - 1) / strips, BLOCK);
-    strips = (n + width - 1) / width;
-    int64_t own = width / SIDE * words + width * TALL * BLOCK;
+    /* the streamed one is to lie as its squares do, so that it comes in pieces */
+    int32_t holds_a = a->k_step != 1 && b->k_step != 1;
+    Job job = {.out = out, .m = m, .n = n, .squares = (k + 31) / 32, .kernel = kernel, .holds_a = holds_a};
+    Cut cut = cut_of(&job, holds_a ? m : n, holds_a ? n : m, threads);
+    int64_t tall = whole(m, BLOCK), wide = whole(n, BLOCK);
     int64_t shifts_a = shift_words(a, m, k), shifts_b = shift_words(b, n, k);
-    int64_t total = tall / SIDE * words + threads * own + whole(shifts_a + shifts_b, SIDE) + tall + wide;
+    int64_t total = threads * cut.own + whole(shifts_a + shifts_b, SIDE) + tall + wide;
     uint32_t *memory = aligned_alloc(64, (size_t)whole(total, SIDE) * sizeof(uint32_t));
     if (memory == NULL) return -1;
-    uint32_t *packed_a = memory, *owned = packed_a + tall / SIDE * words, *shifts = owned + threads * own;
+    uint32_t *shifts = memory + threads * cut.own;
     float *by_row = (float *)(shifts + whole(shifts_a + shifts_b, SIDE)), *by_col = by_row + tall;
     Range of_a = take_scales(a, m, k, shifts_a ? shifts : NULL, whole(m, 64) + 64, threads);
     Range of_b = take_scales(b, n, k, shifts_b ? shifts + shifts_a : NULL, whole(n, 64) + 64, threads);
@@ -331,22 +323,25 @@ int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n,
     }
     for (int64_t r = 0; r < m; r++) by_row[r] = factor_of(a, r);
     for (int64_t c = 0; c < wide; c++) by_col[c] = c < n ? factor_of(b, c) : 0;
-    Operand left = operand(a, m, k, shifts, whole(m, 64) + 64);
-    Operand right = operand(b, n, k, shifts + shifts_a, whole(n, 64) + 64);
+    Operand left = operand(a, m, k, shifts_a ? shifts : NULL), right = operand(b, n, k, shifts_b ? shifts + shifts_a : NULL);
+    job.held = holds_a ? left : right;
+    job.streamed = holds_a ? right : left;
+    job.numbers_held = numbers_of(job.held.format);
+    job.numbers_streamed = numbers_of(job.streamed.format);
+    job.by_row = by_row;
+    job.by_col = by_col;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         uint64_t before = use_ieee();
-        Numbers numbers_a = numbers_of(a->format), numbers_b = numbers_of(b->format);
-#pragma omp for
-        for (int64_t panel = 0; panel < tall / SIDE; panel += AT_ONCE)
-            pack(&left, &numbers_a, panel, tall / SIDE, 0, packed_a + panel * words, words);
 #if HAS_AMX
         if (kernel == WITH_AMX) use_tiles();
 #endif
 #pragma omp for schedule(dynamic)
-        for (int64_t strip = 0; strip < strips; strip++)
-            multiply_strip(strip, width, packed_a, &right, &numbers_b, out, by_row, by_col, m, n, k, kernel,
-                           owned + omp_get_thread_num() * own);
+        for (int64_t part = 0; part < cut.down * cut.across; part++) {
+            int64_t row = part / cut.across * cut.rows, other = part % cut.across * job.width;
+            Part of = {row, least(job.streamed.rows, row + cut.rows), other, least(job.held.rows, other + job.width), 0};
+            multiply_part(&job, of, memory + omp_get_thread_num() * cut.own);
+        }
 #if HAS_AMX
         if (kernel == WITH_AMX) _tile_release();
 #endif

@@ -17,10 +17,11 @@
 #define SIDE 16               /* rows of a panel, and pairs of k of a square */
 #define SQUARE (SIDE * SIDE)  /* words of two numbers */
 
-/* [rows, k]: element r, k at at[r * row_step + k * k_step]; one of the steps is 1. */
+/* [rows, k]: element r, k at at[r * row_step + k * k_step]; one of the steps is 1. What is packed of it begins with k at
+   `from`, a multiple of 64, and ends before `k`. */
 typedef struct {
     const void *at;
-    int64_t rows, k, row_step, k_step;
+    int64_t rows, k, from, row_step, k_step;
     int32_t format;
     const uint32_t *shifts; /* twice in each word: what a number's bits grow by; [k / depth][shift_step]; NULL: nothing */
     int64_t depth, shift_step;
@@ -74,7 +75,7 @@ INLINE void store(__m512i x[SIDE], int transposed, uint32_t *to) {
 INLINE void pack_rows(const Operand *of, const Numbers *numbers, int32_t format, int64_t row, int transposed,
                       uint32_t *to) {
     int64_t rows = least(SIDE, of->rows - row), width = format == BFLOAT16 ? 32 : 64;
-    for (int64_t k = 0; k < of->k; k += width, to += width / 32 * SQUARE) {
+    for (int64_t k = of->from; k < of->k; k += width, to += width / 32 * SQUARE) {
         __mmask64 inside = first_of(of->k - k);
         __m512i first[SIDE], second[SIDE];
 #pragma GCC unroll 16
@@ -104,7 +105,7 @@ INLINE void pack_rows(const Operand *of, const Numbers *numbers, int32_t format,
 INLINE void pack_columns(const Operand *of, const Numbers *numbers, int32_t format, int64_t row, int transposed,
                          uint32_t *to, int64_t panel_words, int64_t panels) {
     __mmask64 inside = first_of(of->rows - row);
-    for (int64_t k = 0; k < of->k; k += 32, to += SQUARE) {
+    for (int64_t k = of->from; k < of->k; k += 32, to += SQUARE) {
         __m512i x[4][SIDE];
 #pragma GCC unroll 16
         for (int pair = 0; pair < SIDE; pair++) {
@@ -167,5 +168,105 @@ INLINE void pack_columns(const Operand *of, const Numbers *numbers, int32_t form
 
 PACK(pack_bfloat16, BFLOAT16)
 PACK(pack_codes, E4M3) /* of either format: the tables know which */
+
+/* ---------------------------------------------------------------------------------------------------------- pieces */
+
+/* Panels in the making, those of an operand that lies as its squares do: rows dense, or columns dense and squares of pairs.
+   A piece has 128 numbers, so that panels are made between the tile products of others, which leave the rest of the
+   processor idle. */
+typedef struct {
+    const Operand *of;
+    const Numbers *numbers;
+    int64_t row, k, next, count; /* first row, first k; pieces that are made, of how many */
+    int64_t across;              /* pieces of a row, or, where columns are dense, of 64 rows, before the next ones */
+    uint32_t *to;
+    int64_t panel_words;
+} Pieces;
+
+INLINE int comes_in_pieces(const Operand *of, int paired) { return of->k_step == 1 ? !paired : paired; }
+
+/* Those of `rows` rows, a multiple of 32, and of squares from k on. */
+INLINE Pieces pieces_of(const Operand *of, const Numbers *numbers, int64_t row, int64_t rows, int64_t k, int64_t squares,
+                        uint32_t *to, int64_t panel_words) {
+    int64_t across = of->k_step == 1 ? (squares + 3) / 4 : (rows + 63) / 64;
+    int64_t count = across * (of->k_step == 1 ? rows : squares * SIDE);
+    return (Pieces){of, numbers, row, k, 0, count, across, to, panel_words};
+}
+
+/* A row's next 128 numbers, whose 32s go into squares one behind the other. */
+INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t row, int64_t k, uint32_t *to) {
+    for (int part = 0; part < 2; part++, k += 64, to += 2 * SQUARE) {
+        __mmask64 inside = row < of->rows ? first_of(of->k - k) : 0;
+        int64_t at = row * of->row_step + k;
+        __m512i first, second;
+        if (of->format == BFLOAT16) {
+            first = _mm512_maskz_loadu_epi16((__mmask32)inside, (const uint16_t *)of->at + at);
+            second = _mm512_maskz_loadu_epi16((__mmask32)(inside >> 32), (const uint16_t *)of->at + at + 32);
+        } else {
+            _mm_prefetch((const char *)of->at + at + 256, _MM_HINT_T1); /* of the next slice */
+            decode_64(numbers, _mm512_maskz_loadu_epi8(inside, (const uint8_t *)of->at + at), &first, &second);
+            if (of->shifts && inside) {
+                const uint32_t *shift = of->shifts + row;
+                int64_t block = k / of->depth, next = inside >> 32 ? (k + 32) / of->depth : block;
+                first = shifted(first, _mm512_set1_epi32((int)shift[block * of->shift_step]));
+                second = shifted(second, _mm512_set1_epi32((int)shift[next * of->shift_step]));
+            }
+        }
+        _mm512_store_si512(to, first);
+        _mm512_store_si512(to + SQUARE, second);
+    }
+}
+
+/* 64 rows' numbers at k and k + 1, for four panels. */
+INLINE void pack_piece_of_columns(const Operand *of, const Numbers *numbers, int64_t row, int64_t k, uint32_t *to,
+                                  int64_t panel_words) {
+    __mmask64 inside = first_of(of->rows - row), in_low = k < of->k ? inside : 0, in_high = k + 1 < of->k ? inside : 0;
+    int64_t low = k * of->k_step + row, high = low + of->k_step;
+    __m512i x[4];
+    if (of->format == BFLOAT16) {
+        const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+        const uint16_t *from = of->at;
+        for (int half = 0; half < 2; half++) {
+            __mmask32 mask_low = (__mmask32)(in_low >> 32 * half), mask_high = (__mmask32)(in_high >> 32 * half);
+            __m512i l = _mm512_maskz_loadu_epi16(mask_low, from + low + 32 * half);
+            __m512i h = _mm512_maskz_loadu_epi16(mask_high, from + high + 32 * half);
+            l = _mm512_permutexvar_epi64(order, l), h = _mm512_permutexvar_epi64(order, h);
+            x[2 * half] = _mm512_unpacklo_epi16(l, h);
+            x[2 * half + 1] = _mm512_unpackhi_epi16(l, h);
+        }
+    } else {
+        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        const uint8_t *from = of->at;
+        __m512i l1, l2, h1, h2;
+        _mm_prefetch((const char *)from + low + 256 * of->k_step, _MM_HINT_T1); /* of the next slice */
+        _mm_prefetch((const char *)from + high + 256 * of->k_step, _MM_HINT_T1);
+        decode_quarters(numbers, _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_low, from + low)), &l1, &l2);
+        decode_quarters(numbers, _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_high, from + high)), &h1, &h2);
+        x[0] = _mm512_unpacklo_epi16(l1, h1);
+        x[1] = _mm512_unpackhi_epi16(l1, h1);
+        x[2] = _mm512_unpacklo_epi16(l2, h2);
+        x[3] = _mm512_unpackhi_epi16(l2, h2);
+    }
+#pragma GCC unroll 4
+    for (int panel = 0; panel < 4; panel++) {
+        if (of->shifts && in_low) {
+            const uint32_t *shift = of->shifts + k / of->depth * of->shift_step + row + panel * SIDE;
+            x[panel] = shifted(x[panel], _mm512_loadu_si512(shift));
+        }
+        _mm512_store_si512(to + panel * panel_words, x[panel]);
+    }
+}
+
+INLINE void pack_piece(Pieces *p) {
+    int64_t first = p->next / p->across, second = p->next % p->across;
+    p->next++;
+    if (p->of->k_step == 1) {
+        uint32_t *to = p->to + first / SIDE * p->panel_words + first % SIDE * SIDE + second * 4 * SQUARE;
+        pack_piece_of_row(p->of, p->numbers, p->row + first, p->k + second * 128, to);
+    } else {
+        uint32_t *to = p->to + second * 4 * p->panel_words + first / SIDE * SQUARE + first % SIDE * SIDE;
+        pack_piece_of_columns(p->of, p->numbers, p->row + second * 64, p->k + first * 2, to, p->panel_words);
+    }
+}
 
 #endif

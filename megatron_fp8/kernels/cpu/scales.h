@@ -1,0 +1,105 @@
+/* The scales of a product's sides: how far they reach, what blocks of k add to exponents, and what waits for the sums. */
+
+#pragma once
+
+#include "gemm.h"
+#include "pack.h"
+
+#if defined(__AVX512BF16__)
+
+/* Exponents of the smallest and of the largest scale. */
+typedef struct { int32_t smallest, largest; } Range;
+
+INLINE int32_t exponent_of(const Side *side, int64_t row_block, int64_t k_block) {
+    int64_t at = row_block * side->scale_row_step + k_block * side->scale_k_step;
+    if (side->e8m0) return ((const uint8_t *)side->scale)[at] - 127;
+    return (int32_t)(bits_of(((const float *)side->scale)[at]) >> 23 & 0xFF) - 127;
+}
+
+static int is_zero(const Side *side, int64_t row, int64_t rows, int64_t k, int64_t depth) {
+    for (int64_t r = row; r < row + rows; r++)
+        for (int64_t i = k; i < k + depth; i++)
+            if (((const uint8_t *)side->at)[r * side->row_step + i * side->k_step] & 0x7F) return 0;
+    return 1;
+}
+
+INLINE __m512i exponents_at(const Side *side, int64_t at, __mmask16 in) {
+    if (side->e8m0) return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(in, (const uint8_t *)side->scale + at));
+    __m512i bits = _mm512_maskz_loadu_epi32(in, (const float *)side->scale + at);
+    return _mm512_and_si512(_mm512_srli_epi32(bits, 23), _mm512_set1_epi32(0xFF));
+}
+
+/* take_scales for blocks of one row, whose scales are dense in either direction: 16 rows of 16 blocks at a time. */
+static Range take_scales_of_rows(const Side *side, int64_t rows, int64_t k, uint32_t *shifts, int64_t step,
+                                 int32_t threads) {
+    int32_t smallest = 128, largest = -128;
+    int64_t depth = side->block_k, blocks = (k + depth - 1) / depth;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(min : smallest) reduction(max : largest)
+    for (int64_t row = 0; row < rows; row += SIDE) {
+        const __m512i one = _mm512_set1_epi32(127);
+        __mmask16 there = (__mmask16)first_of(rows - row);
+        __m512i low = one, high = one, x[SIDE];
+        for (int64_t block = 0; block < blocks; block += SIDE) {
+            __mmask16 in = (__mmask16)first_of(blocks - block);
+            if (side->scale_row_step == 1)
+                for (int i = 0; i < SIDE; i++)
+                    x[i] = exponents_at(side, row + (block + i) * side->scale_k_step, in >> i & 1 ? there : 0);
+            else {
+                for (int i = 0; i < SIDE; i++)
+                    x[i] = exponents_at(side, (row + i) * side->scale_row_step + block, there >> i & 1 ? in : 0);
+                transpose(x);
+            }
+            for (int i = 0; i < SIDE && block + i < blocks; i++) {
+                uint32_t zero = side->e8m0 ? _mm512_mask_testn_epi32_mask(there, x[i], x[i]) : 0;
+                for (; zero; zero &= zero - 1) {
+                    int lane = __builtin_ctz(zero);
+                    int64_t at = (block + i) * depth;
+                    if (is_zero(side, row + lane, 1, at, least(depth, k - at)))
+                        x[i] = _mm512_mask_mov_epi32(x[i], (__mmask16)(1 << lane), one);
+                }
+                low = _mm512_mask_min_epi32(low, there, low, x[i]);
+                high = _mm512_mask_max_epi32(high, there, high, x[i]);
+                __m512i shift = _mm512_slli_epi32(_mm512_sub_epi32(x[i], one), 7);
+                shift = _mm512_mask_blend_epi16(0xAAAAAAAA, shift, _mm512_slli_epi32(shift, 16));
+                _mm512_storeu_si512(shifts + (block + i) * step + row, shift);
+            }
+        }
+        int32_t least_here = _mm512_reduce_min_epi32(low) - 127, most_here = _mm512_reduce_max_epi32(high) - 127;
+        smallest = least_here < smallest ? least_here : smallest;
+        largest = most_here > largest ? most_here : largest;
+    }
+    return (Range){smallest, largest};
+}
+
+/* The range of one side's scales; of blocks, what they add to bfloat16's bits, to shifts [k blocks][step] too.
+   A block of zeros under the smallest E8M0, 2^-127, does not count: scaled or not, it is zeros. */
+static Range take_scales(const Side *side, int64_t rows, int64_t k, uint32_t *shifts, int64_t step, int32_t threads) {
+    int32_t smallest = 128, largest = -128;
+    if (side->scale == NULL) return (Range){0, 0};
+    if (shifts && side->block_rows == 1 && (side->scale_row_step == 1 || side->scale_k_step == 1))
+        return take_scales_of_rows(side, rows, k, shifts, step, threads);
+    int64_t height = side->block_rows ? side->block_rows : rows, depth = side->block_k ? side->block_k : k;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(min : smallest) reduction(max : largest)
+    for (int64_t block = 0; block < (k + depth - 1) / depth; block++)
+        for (int64_t row = 0; row < rows; row += height) {
+            int64_t high = least(height, rows - row), at = block * depth;
+            int32_t exponent = exponent_of(side, row / height, block);
+            if (exponent == -127 && side->e8m0 && is_zero(side, row, high, at, least(depth, k - at))) exponent = 0;
+            smallest = exponent < smallest ? exponent : smallest;
+            largest = exponent > largest ? exponent : largest;
+            uint32_t shift = (uint32_t)(exponent * 128) & 0xFFFF;
+            if (shifts)
+                for (int64_t r = 0; r < high; r++) shifts[block * step + row + r] = shift | shift << 16;
+        }
+    return (Range){smallest, largest};
+}
+
+/* The float32 that multiplies row (or column) r of the sums. */
+INLINE float factor_of(const Side *side, int64_t r) {
+    if (side->scale == NULL || side->block_k) return 1;
+    int64_t at = side->block_rows ? r / side->block_rows * side->scale_row_step : 0;
+    if (!side->e8m0) return ((const float *)side->scale)[at];
+    return float_of((uint32_t)((const uint8_t *)side->scale)[at] << 23); /* never 2^-127 or NaN: see Range */
+}
+
+#endif
