@@ -33,6 +33,7 @@ from benchmarks.common import (
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.cpu import loops
 from megatron_fp8.recipe import RECIPES as CLASSES
+from megatron_fp8.tensor import QuantizedSide
 
 TOKENS = 1024
 RECIPES = ("rowwise", "blockwise", "mxfp8", "tensorwise", "delayed")
@@ -76,14 +77,17 @@ def operands(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def fp8_parts(name: str, n: int, k: int) -> dict[str, Callable[[], Any]]:
     """A recipe's products and casts, as a linear of the step calls them."""
     recipe, main = CLASSES[name](), torch.zeros(n, k)
-    cast, made = {}, []
+    cast: dict[str, Callable[[], Any]] = {}
+    made: list[tuple[QuantizedSide, QuantizedSide]] = []
     for role, x in zip(("input", "weight", "grad_output"), operands(n, k), strict=True):
         rule = recipe.rule(role)
         assert rule is not None
         scale = rule.fmt.max / x.abs().max().float() if rule.delayed else None
         run = partial(emulated.quantize, x, rule, "both", scale=scale)
         cast["gradient" if role == "grad_output" else role] = run
-        made.append(run().tensor.sides)
+        rowwise, columnwise = run().tensor.sides
+        assert rowwise is not None and columnwise is not None
+        made.append((rowwise, columnwise))
     (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = made
     return {
         "fprop": partial(emulated.gemm, x_row, w_row, out_dtype=torch.bfloat16),

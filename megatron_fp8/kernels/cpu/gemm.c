@@ -9,9 +9,9 @@
      the tile products of the slice before it, so that a strip's sums cost little more than their products;
    * sums that are complete go to out in whole rows of the strip, between the tile products of the next ones.
 
-   Rejected: to pack one operand once, for all strips and threads. To write it and to read it again for each strip took
-   longer than to decode it (a sixth to a third of the whole). Rejected: to write out in blocks of 32 columns, a line here
-   and a line there, which memory takes at a fifth of its speed.
+   Rejected: to pack one operand once, for all strips and threads: to write it to the third cache, and to read it from there
+   for each strip, takes longer than to decode it. Rejected: to write out in blocks of 32 columns, a line here and a line
+   there, which memory takes at a fraction of its speed.
 
    Sums go on from slice to slice as they are, so an element of out depends on its row and column alone: it is summed over
    k in one order for any m, n and number of threads. AVX512-BF16 and AMX differ in that order. Subnormal numbers and
@@ -120,16 +120,12 @@ typedef struct { int64_t high, first, top, s; } Place;
 /* Complete sums on their way to out: `blocks` of 32 x 32 side by side, of which `next` rows are there. */
 typedef struct { const float *sums; int64_t row, col, blocks, next; } Done;
 
-/* Lines of out that are about to be written: `left` of them, `a_row` from each row. */
-typedef struct { const char *at; int64_t left, a_row, row_bytes, line; } Lines;
-
 /* What is done with each square that is multiplied, and how much of it. */
 struct Beside {
     const Job *job;
     Pieces pieces; /* of the next slice */
     Done done;     /* sums: NULL where there are none */
-    Lines lines;
-    int64_t pieces_each, rows_each, lines_each;
+    int64_t pieces_each, rows_each;
 };
 
 /* So many rows more of complete sums to out, each from end to end: memory is written in its order. */
@@ -142,18 +138,10 @@ INLINE void finish_rows(const Job *job, Done *done, int64_t rows) {
     if (done->next == all) done->sums = NULL;
 }
 
-INLINE void fetch(Lines *lines, int64_t count) {
-    for (; count && lines->left; count--, lines->left--) {
-        _mm_prefetch(lines->at + lines->line * 64, _MM_HINT_T1);
-        if (++lines->line == lines->a_row) lines->line = 0, lines->at += lines->row_bytes;
-    }
-}
-
 INLINE void work_beside(Beside *beside) {
     Pieces *pieces = &beside->pieces;
     for (int64_t i = 0; i < beside->pieces_each && pieces->next < pieces->count; i++) pack_piece(pieces);
     if (beside->done.sums) finish_rows(beside->job, &beside->done, beside->rows_each);
-    fetch(&beside->lines, beside->lines_each);
 }
 
 INLINE int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
@@ -196,14 +184,6 @@ static Pieces begin_slice(const Job *job, const Part *part, const Place *at, uin
     return (Pieces){.count = 0};
 }
 
-/* Rows of out that are complete with the blocks that are multiplied now. */
-INLINE void expect(Beside *beside, int64_t row, int64_t col, int64_t cols, int64_t squares) {
-    const Job *job = beside->job;
-    int64_t size = job->out->bfloat16 ? 2 : 4, a_row = cols * size / 64, left = a_row * least(BLOCK, job->m - row);
-    beside->lines = (Lines){(const char *)job->out->at + (row * job->n + col) * size, left, a_row, job->n * size, 0};
-    beside->lines_each = (left + squares - 1) / squares;
-}
-
 /* A slice by all that is held; kept: sums of these rows, [blocks of rows of out][blocks of columns][32, 32]. */
 static void multiply_slice(Beside *beside, const Part *part, const Place *at, const uint32_t *slice, const uint32_t *held,
                            float *kept) {
@@ -213,14 +193,12 @@ static void multiply_slice(Beside *beside, const Part *part, const Place *at, co
     int64_t moving = blocks_of(end - at->top), still = blocks_of(part->to - part->from);
     int64_t down = job->holds_a ? still : moving, across = job->holds_a ? moving : still;
     int64_t out_row = job->holds_a ? part->from : at->top, out_col = job->holds_a ? at->top : part->from;
-    int64_t out_end = job->holds_a ? end : part->to;
     int32_t last = at->s + squares == job->squares, more = at->s > 0;
     beside->pieces_each = (beside->pieces.count + down * across * squares - 1) / (down * across * squares);
     beside->rows_each = (BLOCK + across * squares - 1) / (across * squares);
     for (int64_t row = 0; row < down; row++) {
         float *sums = kept + row * across * BLOCK * BLOCK;
         if (beside->done.sums == sums) finish_rows(job, &beside->done, BLOCK); /* before they become others */
-        if (last) expect(beside, out_row + row * BLOCK, out_col, out_end - out_col, across * squares);
         for (int64_t col = 0; col < across; col++) {
             const uint32_t *of_slice = slice + (job->holds_a ? col : row) * 2 * apart;
             const uint32_t *of_held = held + (job->holds_a ? row : col) * 2 * words + (at->s - at->first) * SQUARE;

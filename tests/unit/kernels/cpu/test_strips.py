@@ -1,4 +1,5 @@
-"""Strips of a product's columns that are an odd number of blocks wide: packed in memory of their own, and no further."""
+"""Strips of a product that are an odd number of blocks wide, and layers of a long k: packed in memory of their own, and
+no further; sums that go on from layer to layer."""
 
 from __future__ import annotations
 
@@ -9,21 +10,24 @@ from megatron_fp8.kernels.cpu import loops
 
 
 @pytest.mark.parametrize("loop", [loops.AVX512, loops.AMX])
-@pytest.mark.parametrize("columns_dense", [False, True])
+@pytest.mark.parametrize("columns_dense", ["", "b", "a", "ab"])
 @pytest.mark.parametrize(
-    ("n", "k", "threads"), [(40, 2048, 2), (300, 8192, 1), (300, 8192, 2), (96, 4096, 3)]
+    ("m", "n", "k", "threads"),
+    [(33, 40, 2048, 2), (33, 300, 8192, 1), (33, 300, 8192, 2), (33, 96, 4096, 3), (1100, 40, 6200, 1)],
 )
 def test_strips_of_odd_width_keep_to_themselves(
-    n: int, k: int, threads: int, columns_dense: bool, loop: int
+    m: int, n: int, k: int, threads: int, columns_dense: str, loop: int
 ) -> None:
     """Without that a thread's panels lay in another's, or beyond all memory: NaN, or the end of the process."""
     if loop not in loops.inner_loops():
         pytest.skip("no such instructions")
     generator = torch.Generator().manual_seed(n + k)
-    a = torch.randint(-8, 9, (33, k), generator=generator).to(torch.float8_e4m3fn)
+    a = torch.randint(-8, 9, (m, k), generator=generator).to(torch.float8_e4m3fn)
     b = torch.randint(-8, 9, (n, k), generator=generator).to(torch.float8_e4m3fn)
     expected = a.to(torch.float32).to(torch.float64) @ b.to(torch.float32).to(torch.float64).t()
-    if columns_dense:
+    if "a" in columns_dense:
+        a = a.t().contiguous().t()
+    if "b" in columns_dense:
         b = b.t().contiguous().t()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
