@@ -282,6 +282,18 @@ SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
         },
     ),
     "experts": (2, TINY, {**ONE, **MOE, **MANY, "model__expert_model_parallel_size": 2}),
+    "experts in one call": (
+        2,
+        TINY,
+        {
+            **ONE,
+            **MOE,
+            **MANY,
+            "model__expert_model_parallel_size": 2,
+            "model__moe_grouped_gemm": True,
+            "model__fp8_format": "blockwise",
+        },
+    ),
     "experts in BF16, fused, a shared one": (
         2,
         TINY,
