@@ -216,7 +216,9 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     columnwise: list[Any] = []
     for e, (part, call) in enumerate(zip(grad_output.split(tokens), calls, strict=True)):
         sides: tuple[Any, Any] = None, None
-        if len(part) or call.site.gradients.stochastic:  # each backward has random bits of its own, an idle one too
+        if (
+            len(part) or call.site.gradients.stochastic
+        ):  # each backward has random bits of its own, an idle one too
             sides = quantize_grad_output(part, call, needs_dgrad, needs_wgrad[e])  # [T_e, N], [N, T_e]
         rowwise.append(sides[0])
         columnwise.append(sides[1])

@@ -84,9 +84,23 @@ class _Linears(NamedTuple):
     tokens: list[int]
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if torch.compiler.is_compiling() or any(map(_is_heard, self.linears)) or not self._in_fp8():
-            parts = zip(self.linears, x.split(self.tokens), strict=True)
-            return torch.cat([linear(part)[0] for linear, part in parts]), None
+        traced = torch.compiler.is_compiling()
+        joins = [not (traced or _is_heard(linear)) and linear.runs_fp8() for linear in self.linears]
+        if all(joins):
+            return self._multiplied(x), None
+        # Experts in BF16, and those that somebody listens to, are called as Megatron-Core calls them.
+        parts = x.split(self.tokens)
+        done: list[Any] = [None if joined else self.linears[e](parts[e])[0] for e, joined in enumerate(joins)]
+        if any(joins):
+            rest = [e for e, joined in enumerate(joins) if joined]
+            group = _Linears([self.linears[e] for e in rest], [self.tokens[e] for e in rest])
+            made = group._multiplied(torch.cat([parts[e] for e in rest])).split(group.tokens)
+            for e, y in zip(rest, made, strict=True):
+                done[e] = y
+        return torch.cat(done), None
+
+    def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N], in FP8 and in one call."""
         for linear, part in zip(self.linears, x.split(self.tokens), strict=True):
             for (
                 hook
@@ -95,7 +109,7 @@ class _Linears(NamedTuple):
         begun = [linear.begin_fp8() for linear in self.linears]
         first, site = self.linears[0], begun[0][0]
         with nullcontext() if first.training else site.state.uncounted():
-            y = grouped_linear(
+            return grouped_linear(
                 x,
                 [linear.weight for linear in self.linears],
                 self.tokens,
@@ -104,11 +118,6 @@ class _Linears(NamedTuple):
                 fresh_weights=[fresh for _, fresh in begun],
                 save_original_input=any(linear.save_original_input for linear in self.linears),
             )
-        return y, None
-
-    def _in_fp8(self) -> bool:
-        """Whether all experts run FP8 now: those that do not are called as Megatron-Core calls them."""
-        return all([linear.runs_fp8() for linear in self.linears])  # noqa: C419 - each remembers its switch
 
 
 def _is_heard(linear: Any) -> bool:

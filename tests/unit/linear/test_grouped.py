@@ -30,7 +30,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def experts(recipe: Recipe | str, count: int = len(TOKENS), **options: Any) -> tuple[Fp8State, list[GemmSite]]:
+def experts(
+    recipe: Recipe | str, count: int = len(TOKENS), **options: Any
+) -> tuple[Fp8State, list[GemmSite]]:
     """Sites that share a state."""
     state = Fp8State()
     made = [
