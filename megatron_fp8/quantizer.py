@@ -11,7 +11,7 @@ import torch
 from .backends import specified
 from .backends.base import AmaxReduction, Quantized, Region, Running, check_matrix
 from .backends.native import backend as native
-from .backends.native.bound import BoundCasts
+from .backends.native.bound import Bound, BoundCasts
 from .kernels.codes import block_amaxes, in_memory
 from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
@@ -106,6 +106,23 @@ class Quantizer:
             observer.cast(SeenCast(self.slot.name, x, quantized, direction, record, shard))
         return quantized.tensor
 
+    def bound(
+        self, x: torch.Tensor, direction: Direction, *, record: bool, for_product: bool
+    ) -> Bound | None:
+        """What such casts of matrices that lie as x are bound to by now, if they are, and nobody watches them."""
+        if type(self) is not Quantizer:
+            return None  # it casts in a way of its own
+        scale, running = self._where(record)
+        if self._bound is None or self.slot.arena.observer is not None:
+            return None
+        return self._bound.bound(x, direction, scale=scale, running=running, for_product=for_product)
+
+    def _where(self, record: bool) -> tuple[torch.Tensor | None, Running | None]:
+        """The delayed scale, if that is there, and where kernels record."""
+        place = self._in_arena()
+        scale = place.scale if self.rule.delayed and self.slot.warm else None
+        return scale, place.running if record else None
+
     def _by_kernels(
         self,
         x: torch.Tensor,
@@ -114,10 +131,8 @@ class Quantizer:
         reduce_amax: AmaxReduction | None,
         for_product: bool,
     ) -> Float8Tensor:
-        slot, place = self.slot, self._in_arena()
-        slot.arena.counts.casts += 1
-        scale = place.scale if self.rule.delayed and slot.warm else None
-        running = place.running if record else None
+        scale, running = self._where(record)
+        self.slot.arena.counts.casts += 1
         if reduce_amax is None:
             if (bound := self._bound) is None:
                 self._bound = bound = BoundCasts(self.rule)

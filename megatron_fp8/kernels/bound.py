@@ -70,6 +70,7 @@ class BoundCast:
     """What a tape gives.
 
     Args:
+        kernels: that it launches, each once.
         device: to launch on.
         memory: allocate what is written.
         launches: in order.
@@ -78,38 +79,39 @@ class BoundCast:
 
     def __init__(
         self,
+        kernels: list[Any],
         device: int,
         memory: list[Callable[[], torch.Tensor]],
         launches: list[_Launch],
-        sides: list[tuple[int, int, tuple[Any, Any] | None] | None],
+        sides: list[tuple[int, int, tuple[Any, Any] | None]],
     ):
+        self._kernels = kernels
         self._device, self._memory, self._launches, self._sides = device, memory, launches, sides
 
-    def __call__(self, x: torch.Tensor) -> list[Pair | None]:
-        """The sides of another matrix."""
-        made = [allocate() for allocate in self._memory]
-        pointers = [x.data_ptr(), *[tensor.data_ptr() for tensor in made]]
+    def ready(self) -> int | None:
+        """The stream to launch on; None: not from here, another device is the current one, or a kernel has hooks."""
+        for kernel in self._kernels:
+            if kernel.pre_run_hooks:
+                return None
         active, device = driver.active, self._device
         if active.get_current_device() != device >= 0:
-            with torch.cuda.device(device):
-                self._start(pointers, active.get_current_stream(device))
-        else:
-            self._start(pointers, active.get_current_stream(device))
-        found: list[Pair | None] = []
-        for side in self._sides:
-            if side is None:
-                found.append(None)
-                continue
-            codes, scale, lies = side
-            found.append((made[codes], made[scale] if lies is None else made[scale].as_strided(*lies)))
-        return found
+            return None
+        stream: int = active.get_current_stream(device)
+        return stream
 
-    def _start(self, pointers: list[int], stream: int) -> None:
+    def __call__(self, pointer: int, stream: int) -> list[torch.Tensor]:
+        """Codes and scale_inv of each side of the matrix that lies there, on a stream that ``ready`` gave."""
+        made = [allocate() for allocate in self._memory]
+        pointers = [pointer, *[tensor.data_ptr() for tensor in made]]
         for start, template, places in self._launches:
             values = template.copy()
             for place, index, offset in places:
                 values[place] = pointers[index] + offset
             start(*values, stream=stream)
+        found: list[torch.Tensor] = []
+        for codes, scale, lies in self._sides:
+            found += made[codes], made[scale] if lies is None else made[scale].as_strided(*lies)
+        return found
 
 
 class _Binding:
@@ -137,7 +139,9 @@ class _Binding:
                     places.append((place, index + 1, pointer - _address(value)))
                 values[place] = pointer
             launches.append(_Launch(made.start, values, places))
-        return BoundCast(noted[0][0].device, self._memory, launches, [self._side(s) for s in self._sides])
+        kernels = {id(made.kernel): made.kernel for made, _ in noted}  # its own hash is that of its source
+        sides = [self._side(side) for side in self._sides if side is not None]
+        return BoundCast(list(kernels.values()), noted[0][0].device, self._memory, launches, sides)
 
     def _index(self, tensor: torch.Tensor, *, zeroed: bool) -> int:
         """Which of the allocations the tensor lies in."""
@@ -160,9 +164,7 @@ class _Binding:
         self._memory.append(make)
         return index
 
-    def _side(self, side: Pair | None) -> tuple[int, int, tuple[Any, Any] | None] | None:
-        if side is None:
-            return None
+    def _side(self, side: Pair) -> tuple[int, int, tuple[Any, Any] | None]:
         codes, scale = (self._indices[_address(tensor)] for tensor in side)
         padded = side[1].numel() * side[1].element_size() != side[1].untyped_storage().nbytes()
         return codes, scale, (side[1].shape, side[1].stride()) if padded else None

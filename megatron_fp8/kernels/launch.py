@@ -9,8 +9,8 @@ of a cast, more than the GPU takes for a small one. Here a launch is known by th
     the rest       its value: constants of the kernel's code, and options such as num_warps
 
 The first launch of its kind is Triton's, which compiles; later ones start what it compiled, with pointers in place of
-tensors. Hooks of the launcher (profilers) are called as ever. Kernels that are interpreted, or have hooks of their own
-that come before a launch, go Triton's way each time.
+tensors. Hooks of the launcher (profilers) are called as ever; what describes a launch to them is made only where there
+are some. Kernels that are interpreted, or have hooks of their own that come before a launch, go Triton's way each time.
 
 What is launched again with arguments of the same shapes can be kept whole (``prepared``), with all but pointers fixed:
 bound.py does, for casts. Rejected: kernels written in C and loaded by ourselves: Triton's launcher is C already.
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.runtime import driver
 
 
@@ -37,8 +38,10 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
 
 
 class Prepared(NamedTuple):
-    """A launch that was made: how its like is started, on which device, and its arguments in the signature's order."""
+    """A launch that was made: of which kernel, how its like is started, on which device, and its arguments in the
+    signature's order."""
 
+    kernel: Any
     start: Callable[..., None]
     device: int
     values: tuple[Any, ...]
@@ -56,7 +59,25 @@ def prepared(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Prepared |
     if compiled is None:
         return None
     values = tuple(arguments[name] for name in kernel.arg_names)
-    return Prepared(compiled[(*grid, 1, 1)], _first_tensor(arguments).get_device(), values)
+    return Prepared(kernel, _starting(compiled, grid), _first_tensor(arguments).get_device(), values)
+
+
+def _starting(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """``compiled[grid]``, which describes each launch to Triton's hooks; where there are none, it is not described."""
+    width, height, depth = sizes = (*grid, 1, 1)[:3]
+    described, run = compiled[sizes], compiled.run
+    function, packed = compiled.function, compiled.packed_metadata
+    runtime = knobs.runtime
+
+    def start(*values: Any, stream: int) -> None:
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # A chain of hooks, which may be empty; earlier versions of Triton have one hook, or None.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            described(*values, stream=stream)
+        else:
+            run(width, height, depth, stream, function, packed, None, None, None, *values)
+
+    return start
 
 
 def _known_of(kernel: Any) -> _Known:
@@ -104,7 +125,7 @@ class _Known:
             if compiled is not None:  # else it was only looked at
                 self._compiled[tuple(key)] = compiled
             return compiled
-        active, start = driver.active, compiled[(*grid, 1, 1)]
+        active, start = driver.active, _starting(compiled, grid)
         if active.get_current_device() != device >= 0:
             with torch.cuda.device(device):
                 start(*order.signature(values), stream=active.get_current_stream(device))

@@ -19,17 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..backends.native import backend as native
 from ..numerics.rule import Granularity
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import in_recompute, without_autocast
 from ..state.observer import SeenLinear
 from ..tensor import Operand, QuantizedSide
+from .bound import BoundBackward, BoundForward
 from .derivative import guard
-from .passes import Call, backward, evaluate, forward
+from .kinds import Kind
+from .noted import NotedSite
+from .passes import Call, added_to_main_grad, backward, bias_gradient, evaluate, forward, main_grad_of
 from .site import GemmSite
-from .tensor_parallel import TensorParallel
-
-_ALONE = TensorParallel()
+from .tensor_parallel import ALONE, TensorParallel
 
 
 def fp8_linear(
@@ -37,7 +39,7 @@ def fp8_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     site: GemmSite,
-    tp: TensorParallel = _ALONE,
+    tp: TensorParallel = ALONE,
     *,
     training: bool = True,
     fresh_weight: bool = False,
@@ -73,19 +75,19 @@ def fp8_linear(
     assert bias is None or tp.kind != "row", (
         "each rank would add a row-parallel bias, and their sum would count it again"
     )
+    compiling = torch.compiler.is_compiling()
     refuse_tracers(site)
     eager = (x, weight, bias, site, tp, training, save_original_input, fresh_weight)
-    if torch.compiler.is_compiling():
+    if compiling:
         from .compiled import break_graph, traced_linear  # loads torch's compiler
 
         if isinstance(weight, Fp8Parameter):
             return break_graph(_eager_linear, *eager)
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
-    as_operator = site.forwards.as_operator(x, weight)
-    if as_operator and isinstance(weight, Fp8Parameter):
-        with _disable_current_modes():
-            return _eager_linear(*eager)
-    if as_operator:
+    if site.forwards.as_operator(x, weight):
+        if isinstance(weight, Fp8Parameter):
+            with _disable_current_modes():
+                return _eager_linear(*eager)
         from .compiled import traced_linear  # loads torch's compiler
 
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
@@ -126,8 +128,10 @@ def _eager_linear(
     fresh_weight: bool,
 ) -> torch.Tensor:
     call = Call(site, tp, training, training and not in_recompute(), fresh_weight, save_original_input)
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        return _LinearFunction.apply(x, weight, bias, call, torch.is_grad_enabled())
+    if torch.is_grad_enabled():
+        return _LinearFunction.apply(x, weight, bias, _Way(call, True, _kind(x, weight, bias, call)))
+    if forward_ad._current_level >= 0:
+        return _LinearFunction.apply(x, weight, bias, _Way(call, False, None))  # for its jvp
     y = evaluate(x, weight, bias, call)  # autograd's function takes as long as all of this for one token
     if not site.state.keeps_weights:
         site.weights.forget()
@@ -171,6 +175,32 @@ def refuse_tangents(ctx: Any, *tangents: Any) -> Any:
     )
 
 
+def _kind(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call) -> Kind | None:
+    """The kind of a call that may be bound, None of others: those that communicate, are watched, or leave no trace."""
+    site = call.site
+    if site.backend is not native or type(site) is not GemmSite or site.state.observer is not None:
+        return None
+    if not call.training or call.save_original_input or call.tp.kind != "none":
+        return None
+    return site.kinds.of_forward(x, weight, bias, call.record)
+
+
+class _Told(NamedTuple):
+    """What a backward is told of its forward, besides tensors and the call."""
+
+    x_shape: torch.Size
+    bias_dtype: torch.dtype | None
+    specs: tuple[_Spec, _Spec]
+
+
+class _Way(NamedTuple):
+    """How a forward goes: with or without gradients, and of which kind it is, if it may be bound."""
+
+    call: Call
+    grad_enabled: bool
+    kind: Kind | None
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -178,22 +208,20 @@ class _LinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        call: Call,
-        grad_enabled: bool,
+        way: _Way,
     ) -> torch.Tensor:
-        needs_dgrad, needs_wgrad = (need and grad_enabled for need in ctx.needs_input_grad[:2])
-        done = forward(x, weight, bias, call, needs_wgrad)
-        kept_w = Kept.of(done.weight.columnwise if needs_dgrad else None)
-        if needs_dgrad and done.weight.columnwise is None:
-            kept_w = Kept((weight, *call.site.weights.stamp(x.device, training=call.training)), AGAIN)
-        if not call.site.state.keeps_weights:
-            call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
-        ctx.call, ctx.x_shape, ctx.weight = call, x.shape, weight
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        kept_x = Kept.of(done.x if needs_wgrad else None)
-        ctx.kept = (kept_x.spec, kept_w.spec)
-        ctx.save_for_backward(*kept_x.tensors, *kept_w.tensors)
-        return done.y
+        call, grad_enabled, kind = way
+        ctx.weight, ctx.call = weight, call
+        bound: BoundForward | None = None if kind is None else kind.bound
+        if bound is not None:
+            done = bound(x, weight, bias, fresh=call.fresh_weight, record=call.record)
+            if done is not None:
+                y, tensors = done
+                ctx.told, ctx.backwards = bound.told, bound.backwards
+                ctx.save_for_backward(*tensors)
+                return y
+        needs_dgrad, needs_wgrad, *_ = (need and grad_enabled for need in ctx.needs_input_grad)
+        return _forward(ctx, x, weight, bias, call, (needs_dgrad, needs_wgrad), kind)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -205,36 +233,96 @@ class _LinearFunction(torch.autograd.Function):
     jvp = staticmethod(refuse_tangents)
 
 
+def _forward(
+    ctx: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    call: Call,
+    needs: tuple[bool, bool],
+    kind: Kind | None,
+) -> torch.Tensor:
+    """The ordinary way; noted where the kind asks for it."""
+    needs_dgrad, needs_wgrad = needs
+    noted = NotedSite(call.site) if kind is not None and kind.to_be_noted() else None
+    done = forward(x, weight, bias, call if noted is None else call._replace(site=noted), needs_wgrad)
+    again = needs_dgrad and done.weight.columnwise is None
+    sides = done.x if needs_wgrad else None, done.weight.columnwise if needs_dgrad else None
+    kept_x, kept_w = Kept.of(sides[0]), Kept.of(sides[1])
+    if again:
+        kept_w = Kept((weight, *call.site.weights.stamp(x.device, training=call.training)), AGAIN)
+    if not call.site.state.keeps_weights:
+        call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
+    told = _Told(x.shape, None if bias is None else bias.dtype, (kept_x.spec, kept_w.spec))
+    ctx.told, ctx.backwards = told, None
+    ctx.save_for_backward(*kept_x.tensors, *kept_w.tensors)
+    plain = any(isinstance(side, torch.Tensor) for side in sides)
+    if noted is not None and kind is not None and not (again or plain):
+        kept = [side for side in sides if isinstance(side, QuantizedSide)]
+        kind.bind(noted.bind_forward(x, done, kept, told))
+    return done.y
+
+
 def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
-    tensors = list(ctx.saved_tensors)
-    saved_x, saved_w = (None if spec == AGAIN else Kept.restore(spec, tensors) for spec in ctx.kept)
+    x_shape, bias_dtype, specs = ctx.told
+    call, weight, backwards = ctx.call, ctx.weight, ctx.backwards
+    needs, tensors = ctx.needs_input_grad, ctx.saved_tensors
+    if not needs[2]:
+        bias_dtype = None
+    kind = None
+    if backwards is not None and call.site.state.observer is None:
+        main_grad = main_grad_of(weight)
+        kind = backwards.of_backward(grad_output, tensors, needs, main_grad is not None)
+        if kind is not None and kind.bound is not None:
+            bound: BoundBackward = kind.bound
+            found = bound(grad_output, tensors)
+            if found is not None:
+                dx, dw = found
+                if main_grad is not None and dw is not None:
+                    main_grad.add_(dw)
+                    dw = added_to_main_grad(weight)
+                dbias = None
+                if bias_dtype is not None:
+                    with without_autocast(grad_output.device):  # it leaves all the rest alone
+                        dbias = bias_gradient(grad_output, bias_dtype)
+                return dx, dw, dbias, None
+    noted = NotedSite(call.site) if kind is not None and kind.to_be_noted() else None
+    queue = list(tensors)
     with without_autocast(grad_output.device):  # backward() may be called inside it
-        if ctx.kept[1] == AGAIN:
-            saved_w = ctx.call.site.weights.columnwise(*tensors)
-        dx, dw, dbias = backward(
+        saved_x, saved_w = (None if spec == AGAIN else Kept.restore(spec, queue) for spec in specs)
+        if specs[1] == AGAIN:
+            saved_w = call.site.weights.columnwise(*queue)
+        done = backward(
             grad_output,
             saved_x,
             saved_w,
-            ctx.weight,
-            ctx.call,
-            (needs_dgrad, needs_wgrad),
-            ctx.bias_dtype if needs_dbias else None,
+            weight,
+            call if noted is None else call._replace(site=noted),
+            needs[:2],
+            bias_dtype,
         )
-    if dx is not None and dx.shape != ctx.x_shape:
-        dx = dx.view(ctx.x_shape)
-    return dx, dw, dbias, None, None
+    if noted is not None and kind is not None:
+        sides = [side for side in (saved_x, saved_w) if isinstance(side, QuantizedSide)]
+        kind.bind(noted.bind_backward(grad_output, sides, done, x_shape))
+    dx = done.dx
+    if dx is not None and dx.shape != x_shape:
+        dx = dx.view(x_shape)
+    return dx, done.dw, done.dbias, None
 
 
 AGAIN = "again"
 """Kept of a weight: itself and its stamp, from which ``WeightCache.columnwise`` makes the operand."""
 
 
+_Spec = tuple[Granularity, bool, bool, bool] | str | None
+"""What an operand is besides its tensors."""
+
+
 class Kept(NamedTuple):
     """An operand taken apart into tensors for save_for_backward and the facts that put it together again."""
 
     tensors: tuple[torch.Tensor, ...]
-    spec: tuple[Granularity, bool, bool, bool] | str | None
+    spec: _Spec
 
     @staticmethod
     def of(operand: Operand | None) -> Kept:
@@ -248,9 +336,7 @@ class Kept(NamedTuple):
         return Kept((operand,), "plain")
 
     @staticmethod
-    def restore(
-        spec: tuple[Granularity, bool, bool, bool] | str | None, tensors: list[torch.Tensor]
-    ) -> Operand | None:
+    def restore(spec: _Spec, tensors: list[torch.Tensor]) -> Operand | None:
         """The operand again; takes its tensors off the front of the list."""
         if spec is None:
             return None

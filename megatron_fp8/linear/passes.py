@@ -152,7 +152,7 @@ def _backward(
     needs_dgrad, needs_wgrad = needs
     # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
     dy = as_matrix(grad_output)  # [M, N]
-    dbias = None if bias_dtype is None else _column_sums(dy, bias_dtype)
+    dbias = None if bias_dtype is None else bias_gradient(grad_output, bias_dtype)
     rowwise, pending_columnwise = quantize_grad_output(dy, call, needs_dgrad, needs_wgrad)
     if needs_wgrad and isinstance(saved_x, torch.Tensor):
         saved_x = requantize_input(saved_x, call)
@@ -188,8 +188,9 @@ def _backward(
     return Backward(dx, dw, dbias)
 
 
-def _column_sums(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sums [N] of dy [M, N] in float32, rounded once: in one launch, but where float32 is to become 16 bits."""
+def bias_gradient(grad_output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sums [N] of grad_output [..., N] in float32, rounded once: in one launch, but where float32 is to become 16 bits."""
+    dy = as_matrix(grad_output)
     # Of 16-bit numbers torch sums in float32 and rounds the result itself.
     return dy.sum(0) if dy.dtype == dtype else dy.sum(0, dtype=torch.float32).to(dtype)
 

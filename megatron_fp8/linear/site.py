@@ -6,9 +6,9 @@ no trace in a tensor's version; whoever steps tells the state, whose ``weight_ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..backends import BACKENDS, emulated
 from ..backends.base import RESULTS
 from ..backends.native import backend as native
+from ..backends.native.direct import facts_of
 from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
 from ..numerics.rule import Direction
 from ..params.fp8_parameter import Fp8Parameter
@@ -30,6 +31,7 @@ from ..state.fp8_state import Fp8State
 from ..state.observer import SeenProduct
 from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
 from .gradient_stream import GradientStream
+from .kinds import Kinds
 from .registry import register
 from .saved_layout import SideLayout
 
@@ -53,6 +55,7 @@ class GemmSite:
         forwards: whether calls go as one operator, and recomputations as their forwards.
         traced: what compiled code knows the site by.
         notes: what the report says of how the site ran.
+        kinds: of its calls, those that come again, and what they are bound to.
         has_run: whether a forward came here.
     """
 
@@ -79,6 +82,7 @@ class GemmSite:
         stochastic = any(quantizer.rule.stochastic for quantizer in self.casts["grad_output"].quantizers)
         self.gradients = GradientStream(plan.name, state, stochastic=stochastic, seed=seed, rank=stream)
         self.forwards = WatchedForwards(state)
+        self.kinds = Kinds()
         self.has_run = False
         self._stand_in: GemmSite | None = None
 
@@ -241,12 +245,25 @@ class GemmSite:
         self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None
     ) -> torch.Tensor:
         if self.plan.gemms[gemm] == "fp8":
-            assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide) and self.backend is not None
+            assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide)
             self.state.counts.fp8_gemms += 1
-            fast = gemm == "fprop"
-            return self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
+            return self.multiply_codes(a, b, out_dtype, bias, fast=gemm == "fprop")
         self.state.counts.hp_gemms += 1
         return matmul_high_precision(*_plain(a, b), out_dtype, bias)
+
+    def multiply_codes(
+        self,
+        a: QuantizedSide,
+        b: QuantizedSide,
+        out_dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        *,
+        fast: bool,
+    ) -> torch.Tensor:
+        """The backend's gemm. ``fast``: tensor cores may keep partial sums at their own precision."""
+        assert self.backend is not None
+        y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
+        return y
 
 
 def _plain(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,14 +285,43 @@ def was_training(stamp: torch.Tensor) -> bool:
     return not int(stamp[1]) & _EVALUATED
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A quantised weight, of what memory in which state it is, and the delayed scale that was used, if one was."""
+class Kept:
+    """A quantised weight, of what memory in which state it is, and the delayed scale that was used, if one was.
 
-    version: tuple[Any, ...]
-    recorded: bool
-    scale: torch.Tensor | None
-    quantized: Float8Tensor
+    Args:
+        sides: gives the quantised weight.
+        facts: what products ask of its sides, if that is known.
+    """
+
+    def __init__(
+        self,
+        version: tuple[Any, ...],
+        recorded: bool,
+        scale: torch.Tensor | None,
+        sides: Callable[[], Float8Tensor],
+        facts: tuple[Any, ...] | None = None,
+    ):
+        self.version, self.recorded, self.scale = version, recorded, scale
+        self._sides, self._facts = sides, facts
+
+    @cached_property
+    def quantized(self) -> Float8Tensor:
+        """The quantised weight."""
+        return self._sides()
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Codes and scale_inv of each side that there is."""
+        return tuple(
+            t for side in self.quantized.sides if side is not None for t in (side.codes, side.scale_inv)
+        )
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What products ask of its sides."""
+        if self._facts is None:
+            self._facts = tuple(facts_of(side) for side in self.quantized.sides if side is not None)
+        return self._facts
 
     def serves(self, version: tuple[Any, ...], record: bool) -> bool:
         """Whether it is this weight's, as it is now, and was recorded if that is asked: evaluation records no amax."""
@@ -288,17 +334,26 @@ class WeightCache:
     Args:
         casts: the role's.
         state: of the model: which iteration it is, and whether weights may be kept.
+
+    Attributes:
+        casts: the role's.
     """
 
     def __init__(self, casts: Casts, state: Fp8State):
-        self._casts, self._state = casts, state
-        self._kept: _Kept | None = None
+        self.casts, self._state = casts, state
+        self._kept: Kept | None = None
+        self._memory: StorageWeakRef | None = None  # of what is kept, so that no other memory gets its number
         self._observed = -1  # the iteration in which the weight was recorded without a cast
         shared = casts.shared
         # Codes that serve both directions, one a transposed view of the other, are one copy anyway.
         self._may_make_again = shared is not None and not (
             shared.rule.granularity.symmetric and shared.backend.turns_codes(shared.rule)
         )
+
+    @property
+    def direction(self) -> Direction:
+        """What a cast of the weight makes."""
+        return "rowwise" if self._makes_again else "both"
 
     @property
     def _makes_again(self) -> bool:
@@ -322,7 +377,7 @@ class WeightCache:
         A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast here.
         """
         if isinstance(weight, Fp8Parameter):
-            assert self._casts.rowwise is not None, (
+            assert self.casts.rowwise is not None, (
                 "a weight that the plan keeps in high precision was made FP8"
             )
             if record and self._first_this_iteration():
@@ -330,27 +385,39 @@ class WeightCache:
                 if (observer := self._state.observer) is not None:
                     observer.stored(weight.quantizer.slot.name, weight)
             return Sides(weight.quantized.rowwise, weight.quantized.columnwise)
-        if self._casts.rowwise is self._casts.columnwise is None:
+        if self.casts.rowwise is self.casts.columnwise is None:
             return Sides(weight, weight.t())
-        version, kept = self._version(weight, self._state.weight_generation), self._kept
-        fresh = fresh or not self._state.keeps_weights
-        fresh = fresh or weight.is_inference()  # has no version: nobody would notice that it was written
-        if fresh or kept is None or not kept.serves(version, record):
+        kept = self.serving(weight, fresh=fresh, record=record)
+        if kept is None:
             with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
-                column = self._casts.columnwise
+                column = self.casts.columnwise
                 scale = None if column is None else column.delayed_scale()
-                direction: Direction = "rowwise" if self._makes_again else "both"
-                quantized = self._casts(weight, direction, record=record, for_product=True)
-            self._kept = kept = _Kept(version, record, scale, quantized)
+                quantized = self.casts(weight, self.direction, record=record, for_product=True)
+            kept = self.keep(weight, Kept(self.version(weight), record, scale, lambda: quantized))
         made = kept.quantized
         if self._makes_again:
             return Sides(made.rowwise, None)
         return Sides(made.rowwise or weight, weight.t() if made.columnwise is None else made.columnwise)
 
+    def serving(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Kept | None:
+        """What was kept, if it is of the weight as it is now and may serve; arguments as those of ``quantized``."""
+        kept = self._kept
+        # Of a weight without a version nobody would notice that it was written.
+        if kept is None or fresh or not self._state.keeps_weights or weight.is_inference():
+            return None
+        return kept if kept.serves(self.version(weight), record) else None
+
+    def keep(self, weight: torch.Tensor, kept: Kept) -> Kept:
+        """Keep what was just made of the weight."""
+        if self._memory is None or self._memory.cdata != _storage_number(weight):
+            self._memory = StorageWeakRef(weight.untyped_storage())
+        self._kept = kept
+        return kept
+
     def observe(self, weight: torch.Tensor) -> None:
         """Record the weight's amax, once an iteration, without a cast."""
         if self._first_this_iteration():
-            self._casts.observe(weight)
+            self.casts.observe(weight)
 
     def stamp(self, device: torch.device, *, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """What backward needs to know of a forward that has just quantised the weight, as tensors that a graph can
@@ -378,12 +445,12 @@ class WeightCache:
         Args:
             stamp, scale: the forward's.
         """
-        quantizer = self._casts.columnwise
+        quantizer = self.casts.columnwise
         if quantizer is None:
             return weight.t()
         weight_generation, flags = stamp.tolist()
         kept, side = self._kept, None
-        if kept is not None and kept.serves(self._version(weight, weight_generation), False):
+        if kept is not None and kept.serves(self.version(weight, weight_generation), False):
             side = kept.quantized.columnwise
         if side is None:
             side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
@@ -398,13 +465,20 @@ class WeightCache:
         first, self._observed = self._observed != self._state.iteration, self._state.iteration
         return first
 
-    def _version(self, weight: torch.Tensor, weight_generation: int) -> tuple[Any, ...]:
-        """The weight's memory, how it lies there, and what is known of writes to it.
+    def version(self, weight: torch.Tensor, weight_generation: int | None = None) -> tuple[Any, ...]:
+        """The weight's memory, how it lies there, and what is known of writes to it (now, or in an earlier generation).
 
-        The storage is named by a weak reference, and not by its address, which freed memory gives to another. Codes
-        made in the capture of a CUDA graph exist at its replay only, so they are another version.
+        The storage is named by its number, which no other has for as long as somebody refers to it, as the cache does:
+        its address freed memory gives to another. Codes made in the capture of a CUDA graph exist at its replay only, so
+        they are another version.
         """
+        generation = self._state.weight_generation if weight_generation is None else weight_generation
         captured = self._state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         version = 0 if weight.is_inference() else weight._version
-        lies = (weight.dtype, weight.shape, weight.stride(), weight.storage_offset())
-        return weight_generation, StorageWeakRef(weight.untyped_storage()), lies, version, captured
+        lies = weight.dtype, weight.shape, weight.stride(), weight.storage_offset()
+        return generation, _storage_number(weight), *lies, version, captured
+
+
+def _storage_number(tensor: torch.Tensor) -> int:
+    number: int = torch._C._storage_id(tensor)  # type: ignore[attr-defined]
+    return number

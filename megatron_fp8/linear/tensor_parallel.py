@@ -65,7 +65,7 @@ class TensorParallel:
         """The communication over a group; that of a group of one is none."""
         size = dist.get_world_size(group)
         if size == 1:
-            return TensorParallel()
+            return ALONE
         return TensorParallel(kind, group, sequence_parallel, reduce_dgrad, dist.get_rank(group), size)
 
     def amax_reduction(self, counts: IterationCounts) -> Callable[[torch.Tensor], None]:
@@ -128,6 +128,10 @@ class TensorParallel:
         """The sum over ranks, in place."""
         work = dist.all_reduce(x, group=self.group, async_op=async_op)
         return Pending([work], lambda: x)
+
+
+ALONE = TensorParallel()
+"""No communication."""
 
 
 def _side_by_side(stacked: torch.Tensor, size: int) -> torch.Tensor:

@@ -31,10 +31,9 @@ class Fp8Conv1D(Fp8Layer, Conv1D):
         """Conv1D's nf."""
         return self.nf
 
-    @property
-    def matrix(self) -> torch.Tensor:
-        """The weight as [out_features, in_features]."""
-        return self.weight if isinstance(self.weight, Fp8Parameter) else self.weight.t()
+    def as_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight of this layer as [out_features, in_features]."""
+        return weight if isinstance(weight, Fp8Parameter) else weight.t()
 
     def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
         """[in_features, out_features]."""

@@ -54,10 +54,9 @@ class Fp8Layer(torch.nn.Module):
         self.fp8_group.leave(self.fp8_sites)
         del self.fp8_group, self.fp8_sites
 
-    @property
-    def matrix(self) -> torch.Tensor:
-        """The weight as [out_features, in_features]: itself, or a view."""
-        return self.weight
+    def as_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight of this layer as [out_features, in_features]: itself, or a view."""
+        return weight
 
     def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
         """A matrix [out_features, in_features] as an unconverted layer's weight lies: itself, or a view."""
@@ -136,7 +135,8 @@ class Fp8Layer(torch.nn.Module):
                 " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
                 " register_fp8_step(optimizer, model) once, and again for copies: those of optimizers have no hooks"
             )
-        sites, device = self.fp8_sites, self.weight.device
+        sites, weight = self.fp8_sites, self.weight  # once: a module looks for its parameters in Python
+        device = weight.device
         self._require_sites(device, current_switch().label)
         site = sites.made[device, ""]
         switch = sites.forwards.switch(site, self.training)
@@ -144,29 +144,29 @@ class Fp8Layer(torch.nn.Module):
             site = sites.by_recipe(device, switch.label)
         site = site.acting
         fp8 = runs_fp8(site, switch)
-        if type(self.weight) is not torch.nn.Parameter:
-            _check_weight(self.fp8_name, self.weight, fp8 and not switch.label)
+        if type(weight) is not torch.nn.Parameter:
+            _check_weight(self.fp8_name, weight, fp8 and not switch.label)
         if not fp8:
             return self._high_precision(input, site, observe=not switch.turns_off(site.plan))
         if autocasts(device):
             with without_autocast(device):
-                return self._in_fp8(input.to(torch.get_autocast_dtype(device.type)), site)
-        return self._in_fp8(input, site)
+                return self._in_fp8(input.to(torch.get_autocast_dtype(device.type)), weight, site)
+        return self._in_fp8(input, weight, site)
 
-    def _in_fp8(self, input: torch.Tensor, site: GemmSite) -> torch.Tensor:
+    def _in_fp8(self, input: torch.Tensor, weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
         if self.training:
-            return fp8_linear(input, self.matrix, self.bias, site)
+            return fp8_linear(input, self.as_matrix(weight), self.bias, site)
         with site.state.uncounted():
-            return fp8_linear(input, self.matrix, self.bias, site, training=False)
+            return fp8_linear(input, self.as_matrix(weight), self.bias, site, training=False)
 
     def _high_precision(self, x: torch.Tensor, site: GemmSite, *, observe: bool) -> torch.Tensor:
         """y [..., N] by the unconverted layer's own forward. ``observe``: it fills delayed scaling's histories."""
         y = self.plain_forward(x)
         if self.training:
             _count(site, x, self.weight, y)
-            watch_high_precision(x, self.matrix, y, site)
+            watch_high_precision(x, self.as_matrix(self.weight), y, site)
             if observe and site.is_fp8:
-                return observe_high_precision(x, self.matrix, y, site)
+                return observe_high_precision(x, self.as_matrix(self.weight), y, site)
         return y
 
     def plain_forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -164,7 +164,12 @@ def in_recompute() -> bool:
 
     False while torch.compile traces: when that code will run is not known yet, and its operators ask as they run.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and _in_backward()
+
+
+def _in_backward() -> bool:
+    """``in_recompute`` of code that nobody traces."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
@@ -198,11 +203,10 @@ class Forwards:
 
         RuntimeError: this recomputes one of several forwards that differed, and nobody said which (``remember_fp8``).
         """
-        here = current_switch()
         if torch.compiler.is_compiling():
-            return here
-        iteration = site.state.iteration
-        if not in_recompute():
+            return current_switch()
+        here, iteration = _here.get(), site.state.iteration
+        if not _in_backward():
             if training:
                 if iteration != self._iteration:
                     self._iteration, self._met = iteration, {}
@@ -228,9 +232,12 @@ class Forwards:
 
 def is_watched(*tensors: torch.Tensor) -> bool:
     """Whether a dispatch mode looks at each operation, or there is nothing to compute with."""
-    return _get_current_dispatch_mode() is not None or any(
-        x.is_meta or isinstance(x, FakeTensor) for x in tensors
-    )
+    if _get_current_dispatch_mode() is not None:
+        return True
+    for x in tensors:  # noqa: SIM110 each linear asks this, and a generator takes longer
+        if x.is_meta or isinstance(x, FakeTensor):
+            return True
+    return False
 
 
 class WatchedForwards:
@@ -246,11 +253,11 @@ class WatchedForwards:
         self._met: set[bool] = set()  # answers given to the forwards of that iteration
 
     def as_operator(self, *tensors: torch.Tensor) -> bool:
-        """Whether a call on these tensors goes as one operator."""
+        """Whether a call on these tensors, which nobody traces, goes as one operator."""
         if self._state.capturing:
             return False  # the mode is the capture's own, which wants all steps
         watched, iteration = is_watched(*tensors), self._state.iteration
-        if not in_recompute():
+        if not _in_backward():
             if iteration != self._iteration:
                 self._iteration, self._met = iteration, set()
             self._met.add(watched)

@@ -22,11 +22,23 @@ class Compiled:
         self.kernel = kernel
         self.starts: list[tuple[Any, ...]] = []
         self.started = started
+        self.function, self.packed_metadata = object(), object()
+        self.described = 0
+
+    def run(self, *given: Any) -> None:
+        """As the launcher: sizes of the grid, a stream, the code, its options, three of hooks, arguments."""
+        grid, (stream, function, packed, *hooks), arguments = given[:3], given[3:9], given[9:]
+        assert function is self.function and packed is self.packed_metadata and hooks == [None] * 3
+        self._start(grid, stream, arguments)
+
+    def _start(self, grid: tuple[int, ...], stream: int, arguments: tuple[Any, ...]) -> None:
+        self.starts.append((grid, stream, *arguments))
+        self.started(self, self.starts[-1])
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def start(*arguments: Any, stream: int) -> None:
-            self.starts.append((grid, stream, *arguments))
-            self.started(self, self.starts[-1])
+            self.described += 1
+            self._start(grid, stream, arguments)
 
         return start
 

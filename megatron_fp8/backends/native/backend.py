@@ -27,7 +27,7 @@ from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
 from ..base import RESULTS, AmaxReduction, Quantized, Region, Running, gemm_in_turn, unfit
-from .direct import direct
+from .direct import Product, direct
 from .layout import (
     Mode,
     Operand,
@@ -287,9 +287,8 @@ def gemm(
         ValueError: contractions differ, both operands are E5M2, nothing here multiplies such operands, or another shape
             of bias or dtype of the result.
     """
-    refusal = refusals(a.codes.device, multiply)
-    if (product := direct(a, b, out_dtype, bias, fast_accumulation, refusal)) is not None:
-        return product(a, b, bias)
+    if (product := product_of(a, b, out_dtype, bias, fast_accumulation)) is not None:
+        return product(a.codes, a.scale_inv, b.codes, b.scale_inv, bias)
     contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
@@ -303,7 +302,7 @@ def gemm(
         out_dtype,
         None if bias is None else bias.dtype,
         fast_accumulation,
-        refusal,
+        refusals(a.codes.device, multiply),
     )
     acc = multiply(made, a, b, None if made.post_bias else bias)
     acc = acc[:m, :n]
@@ -380,6 +379,17 @@ def accumulate(a: QuantizedSide, b: QuantizedSide, into: torch.Tensor) -> bool:
         return False
     _multiply_blocks(a, b, torch.float32, None, into)
     return True
+
+
+def product_of(
+    a: QuantizedSide,
+    b: QuantizedSide,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    fast_accumulation: bool,
+) -> Product | None:
+    """What ``gemm`` calls for these, and for all that lie so, where that is one call; arguments as gemm's."""
+    return direct(a, b, out_dtype, bias, fast_accumulation, refusals(a.codes.device, multiply))
 
 
 def multiply(

@@ -16,11 +16,15 @@ from ...numerics.formats import E5M2
 from ...numerics.rule import BLOCK_128X128
 from ...tensor import QuantizedSide
 from ..base import RESULTS
-from .layout import Argument, Mode, Operand, ProductPlan, Refusal, place_scale, plan
+from .layout import Argument, Mode, Operand, ProductPlan, Refusal, plan, square_scales
 
 Facts = tuple[Any, ...]
-Place = Callable[[QuantizedSide], torch.Tensor]
-Product = Callable[[QuantizedSide, QuantizedSide, torch.Tensor | None], torch.Tensor]
+Place = Callable[[torch.Tensor], torch.Tensor]
+"""Makes an argument of scale_inv."""
+Product = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
+]
+"""Of a's codes and scale_inv, b's, and the bias."""
 
 
 def direct(
@@ -34,11 +38,12 @@ def direct(
     """What gives a @ b^T + bias, of these and of all that lie so; None where something is to be placed, padded, done
     to the result, or refused. Arguments as backend.gemm's."""
     return _direct(
-        _facts(a), _facts(b), out, None if bias is None else (bias.shape, bias.dtype), fast, refusal
+        facts_of(a), facts_of(b), out, None if bias is None else (bias.shape, bias.dtype), fast, refusal
     )
 
 
-def _facts(side: QuantizedSide) -> Facts:
+def facts_of(side: QuantizedSide) -> Facts:
+    """What a product asks of a side."""
     codes, scale = side.codes, side.scale_inv
     lies = (codes.shape, codes.stride(), codes.dtype, scale.shape, scale.stride(), scale.dtype)
     return (*lies, side.pow2, side.tiled, side.granularity)
@@ -71,10 +76,14 @@ def _direct(
 def _call(made: ProductPlan, scale_a: Place, scale_b: Place) -> Product:
     recipes, out, fast = made.request.mode.recipes, made.request.out, made.fast
 
-    def product(a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch._scaled_mm(
-            a.codes, b.codes.t(), scale_a(a), scale_b(b), bias=bias, out_dtype=out, use_fast_accum=fast
-        )
+    def product(
+        a: torch.Tensor,
+        a_scale: torch.Tensor,
+        b: torch.Tensor,
+        b_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return torch._scaled_mm(a, b.t(), scale_a(a_scale), scale_b(b_scale), bias, None, out, fast)
 
     if recipes is None or made.request.by == "torch v1":
         return product
@@ -82,11 +91,15 @@ def _call(made: ProductPlan, scale_a: Place, scale_b: Place) -> Product:
         raise RuntimeError("this torch has no _scaled_mm_v2, which block scales need: 2.10 and newer have")
     kind_a, kind_b = [recipes[0]], [recipes[1]]
 
-    def product_v2(a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None) -> torch.Tensor:
-        codes_b = b.codes.t()
-        return torch._scaled_mm_v2(
-            a.codes, codes_b, [scale_a(a)], kind_a, [], [scale_b(b)], kind_b, [], bias, out, [], fast
-        )
+    def product_v2(
+        a: torch.Tensor,
+        a_scale: torch.Tensor,
+        b: torch.Tensor,
+        b_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        first, second = [scale_a(a_scale)], [scale_b(b_scale)]
+        return torch._scaled_mm_v2(a, b.t(), first, kind_a, [], second, kind_b, [], bias, out, [], fast)
 
     return product_v2
 
@@ -106,12 +119,14 @@ class _Side:
         mode, cut = made.request.mode, self.operand.granularity
         if mode is Mode.MX:
             return _as_it_is if self.tiled else None
-        if mode is Mode.TENSOR or (
-            mode is Mode.ROW and (self.scale, self.scale_stride) == ((self.codes[0], 1), (1, 1))
-        ):
-            return partial(_viewed, shape=argument.shape)
+        if mode is Mode.TENSOR:
+            return _as_it_is  # one number, in whatever shape
+        if mode is Mode.ROW:
+            if (self.scale, self.scale_stride) != ((self.codes[0], 1), (1, 1)):
+                return None
+            return _as_it_is if first else _across
         if not first and mode is Mode.BLOCK and cut == BLOCK_128X128:
-            return partial(_block_scales, made)
+            return partial(square_scales, argument)
         wanted = argument.shape, argument.stride
         if cut.rows != 1:
             return None
@@ -120,17 +135,13 @@ class _Side:
         return _turned if (self.scale[::-1], self.scale_stride[::-1]) == wanted else None
 
 
-def _as_it_is(side: QuantizedSide) -> torch.Tensor:
-    return side.scale_inv
+def _as_it_is(scale: torch.Tensor) -> torch.Tensor:
+    return scale
 
 
-def _turned(side: QuantizedSide) -> torch.Tensor:
-    return side.scale_inv.t()
+def _turned(scale: torch.Tensor) -> torch.Tensor:
+    return scale.t()
 
 
-def _viewed(side: QuantizedSide, shape: tuple[int, ...]) -> torch.Tensor:
-    return side.scale_inv.view(shape)
-
-
-def _block_scales(made: ProductPlan, side: QuantizedSide) -> torch.Tensor:
-    return place_scale(made, side, first=False)
+def _across(scale: torch.Tensor) -> torch.Tensor:
+    return scale.view(1, -1)

@@ -7,7 +7,6 @@ runs Megatron's own code, so its numbers are Megatron's. ``linear_qkv`` and ``li
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...linear.function import fp8_linear, observe_high_precision, watch_high_precision
 from ...linear.share import Share
 from ...linear.site import GemmSite
-from ...linear.tensor_parallel import TensorParallel
+from ...linear.tensor_parallel import ALONE, TensorParallel
 from ...plan.switch import Forwards, Switch, in_recompute, layer_being_built, runs_fp8
 from ..checkpoint.fp8_state import sharded_slots, take_slots
 from ..owed import refuse_unsettled
@@ -75,13 +74,16 @@ class _Fp8Site:
             with _disable_current_modes():  # fake tensors and tracers go, the site stays
                 self.bind_fp8_site(make_site(self, type(self).__name__))
 
-    def _switch(self) -> Switch:
-        """The switch under which this call runs; in a recomputation, its forward's."""
-        return self._forwards.switch(self.fp8_site, self.training)
+    def _called(self) -> tuple[GemmSite, Switch, bool]:
+        """Of this call: its site; the switch under which it runs, in a recomputation that of its forward; whether it uses
+        FP8."""
+        site = self.fp8_site
+        switch, acting = self._forwards.switch(site, self.training), site.acting
+        return acting, switch, runs_fp8(acting, switch)
 
     def runs_fp8(self) -> bool:
         """Whether the next forward uses FP8."""
-        return runs_fp8(self.fp8_site.acting, self._switch())
+        return self._called()[2]
 
     def makes_codes_of(self, role: str) -> bool:
         """Whether the next call's kernels make codes of all that it reads of this operand, so that it may be a
@@ -107,26 +109,35 @@ class _Fp8Site:
         site = self.fp8_site.acting
         if site.state.owed and self.training and not in_recompute():
             refuse_unsettled()
-        fresh, self.is_first_microbatch = self.is_first_microbatch, False
+        if fresh := self.is_first_microbatch:
+            self.is_first_microbatch = False  # a module is slow to set attributes
         return site, fresh
 
     def _fp8_forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        site: GemmSite,
+        tp: TensorParallel,
     ) -> torch.Tensor:
-        options = {"training": self.training, "save_original_input": self.save_original_input}
+        training, saves_input = self.training, self.save_original_input
         # Traced code that read is_first_microbatch would guard on it; its operators do the rest as they run.
         if torch.compiler.is_compiling():
-            return fp8_linear(x, weight, bias, self.fp8_site.acting, tp, **options)
+            return fp8_linear(x, weight, bias, site, tp, training=training, save_original_input=saves_input)
         site, fresh = self.begin_fp8()
-        with nullcontext() if self.training else site.state.uncounted():
-            return fp8_linear(x, weight, bias, site, tp, fresh_weight=fresh, **options)
+        options = {"fresh_weight": fresh, "save_original_input": saves_input}
+        if training:
+            return fp8_linear(x, weight, bias, site, tp, **options)
+        with site.state.uncounted():
+            return fp8_linear(x, weight, bias, site, tp, training=False, **options)
 
     def _after_high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, switch: Switch, *, shard: bool = False
     ) -> torch.Tensor:
-        site = self.fp8_site.acting
         if not self.training:
             return y
+        site = self.fp8_site.acting
         count_high_precision(site.state, x, weight, y)
         watch_high_precision(x, weight, y, site, shard=shard)
         return y if switch.turns_off(site.plan) else observe_high_precision(x, weight, y, site)
@@ -142,8 +153,8 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        switch = self._switch()
-        if not runs_fp8(self.fp8_site.acting, switch):
+        site, switch, fp8 = self._called()
+        if not fp8:
             y = super()._forward_impl(input, weight, *args, **kwargs)
             return self._after_high_precision(input, weight, y, switch, shard=kwargs["sequence_parallel"])
         assert not args, "Megatron-Core 0.16 passes everything but input and weight by keyword"
@@ -151,12 +162,12 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
             "deferred wgrad is the output layer's, which is not FP8"
         )
         sequence_parallel, reduce_dgrad = kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]
-        tp = TensorParallel()
+        tp = ALONE
         if sequence_parallel or reduce_dgrad:
             tp = TensorParallel.of(
                 "column", kwargs["tp_group"], sequence_parallel=sequence_parallel, reduce_dgrad=reduce_dgrad
             )
-        return self._fp8_forward(input, weight, kwargs["bias"], tp)
+        return self._fp8_forward(input, weight, kwargs["bias"], site, tp)
 
 
 class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
@@ -169,18 +180,21 @@ class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        switch = self._switch()
-        if not runs_fp8(self.fp8_site.acting, switch):
+        site, switch, fp8 = self._called()
+        if not fp8:
             y = super()._forward_impl(input, weight, *args, **kwargs)
             return self._after_high_precision(input, weight, y, switch)
-        return self._fp8_forward(input, weight, kwargs["bias"], TensorParallel())
+        return self._fp8_forward(input, weight, kwargs["bias"], site, ALONE)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As Megatron's; with sequence parallelism the reduce-scatter is inside, so that its backward gathers codes."""
-        if not (self.sequence_parallel and self.runs_fp8()) or self.explicit_expert_comm:
+        if not self.sequence_parallel or self.explicit_expert_comm:
+            return super().forward(input_)
+        site, _, fp8 = self._called()
+        if not fp8:
             return super().forward(input_)
         tp = TensorParallel.of("row", self.tp_group, sequence_parallel=True)
-        output = self._fp8_forward(input_, self.weight, None, tp)
+        output = self._fp8_forward(input_, self.weight, None, site, tp)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None

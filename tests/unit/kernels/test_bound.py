@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from megatron_fp8.quantizer import Quantizer  # noqa: E402
 from megatron_fp8.state.arena import Arena  # noqa: E402
 from megatron_fp8.tensor import Float8Tensor, QuantizedSide  # noqa: E402
 from tests.support.sites import RECIPES  # noqa: E402
-from tests.support.triton_stand_in import Compiled, StandIn, in_place_of_triton  # noqa: E402
+from tests.support.triton_stand_in import STREAM, Compiled, StandIn, in_place_of_triton  # noqa: E402
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 SHAPES = [(128, 256), (70, 150), (256, 640)]
@@ -160,3 +161,33 @@ def test_the_slot_may_move(there: StandIn) -> None:
         assert arguments["amax"] == arena.rows.data_ptr()
         for _ in range(100):
             arena.add(None, rule.fmt)
+
+
+def test_hooks_that_are_added_later_are_called(there: StandIn) -> None:
+    """They are to see tensors, so Triton launches by itself; without them the cast is bound as before."""
+    casts, x = BoundCasts(rule_of("blockwise", "input")), torch.randn(128, 128).to(BF16)
+    cast = partial(casts, x, "both", scale=None, running=slot(), for_product=True)
+    for _ in range(3):
+        cast()
+    (bound,) = casts._bound.values()
+    assert bound is not None and bound.cast.ready() == STREAM
+    hook = lambda *_, **__: None  # noqa: E731
+    made = len(there.made)
+    quantize.quantize_tiles.add_pre_run_hook(hook)
+    assert bound.cast.ready() is None
+    cast()
+    assert len(there.made) == made + 1, "Triton's own way"
+    quantize.quantize_tiles.pre_run_hooks.remove(hook)
+    cast()
+    assert len(there.made) == made + 1 and bound.cast.ready() == STREAM
+
+
+def test_another_current_device_is_not_launched_on(there: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    casts, x = BoundCasts(rule_of("blockwise", "input")), torch.randn(128, 128).to(BF16)
+    for _ in range(3):
+        casts(x, "both", scale=None, running=slot(), for_product=True)
+    (bound,) = casts._bound.values()
+    assert bound is not None and bound.cast.ready() == STREAM
+    there.active.get_current_device = lambda: 1
+    assert bound.cast.ready() is None

@@ -16,7 +16,7 @@ from megatron_fp8.backends.native.layout import Mode, Operand, Request, place_co
 from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
-from megatron_fp8.tensor import QuantizedSide
+from tests.support.bound_casts import as_cast
 from tests.support.products import operands
 from tests.support.scaled_mm import fake_torch, unswizzle
 from tests.support.sites import RECIPES, randn
@@ -309,18 +309,6 @@ def test_what_triton_cannot_launch_is_refused_in_words():
     refusals.cache_clear()
 
 
-def as_cast(side: QuantizedSide) -> QuantizedSide:
-    """As the linear's casts lay it: codes in order, scales of 1x128 blocks turned, MX's in tiles, 128x128 contiguous."""
-    side = replace(side, codes=side.codes.contiguous())
-    if side.granularity == Granularity(1, 128):
-        return replace(side, scale_inv=side.scale_inv.t().contiguous().t())
-    if side.granularity == Granularity(1, 0):
-        return replace(side, scale_inv=side.scale_inv.flatten().clone().view(-1, 1))
-    if side.granularity == Granularity(1, 32):
-        return replace(side, scale_inv=swizzle(side.scale_inv), tiled=True)
-    return side
-
-
 @pytest.mark.parametrize("which", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_lies_right_is_multiplied_directly(name: str, which: str) -> None:
@@ -340,7 +328,8 @@ def test_what_lies_right_is_multiplied_directly(name: str, which: str) -> None:
                 True,
                 refusal,
             )
-            assert_same_bytes(product(a, b, added), native.multiply(made, a, b, added))
+            sides = a.codes, a.scale_inv, b.codes, b.scale_inv
+            assert_same_bytes(product(*sides, added), native.multiply(made, a, b, added))
             assert fake.last["fast"] == made.fast
         turned = replace(a, codes=a.codes.t().contiguous().t())
         assert direct(turned, b, torch.bfloat16, None, True, refusal) is None
