@@ -338,7 +338,11 @@ def test_a_quantizer_is_replaced(role: str, machine: Machine) -> None:
 
 def test_columnwise_codes_are_no_longer_kept(machine: Machine) -> None:
     pair, given = Pair(machine, "rowwise"), x_and_dy()
+    for linear in pair.both:
+        linear.options = {"fresh_weight": True}  # so that the weight's cast is bound
     pair.bind(*given)
+    for linear in pair.both:
+        linear.options = {}
     for keeps in (False, True):
         for linear in pair.both:
             linear.state.keeps_columnwise = keeps
@@ -502,17 +506,19 @@ def test_deterministic_algorithms_change_nothing(machine: Machine) -> None:
 
 
 def test_experiments_are_not_bound(machine: Machine) -> None:
-    """A stand-in multiplies otherwise."""
+    """A stand-in multiplies otherwise: here by a weight of three bits."""
     pair, (x, dy) = Pair(machine), x_and_dy()
     pair.bind(x, dy)
 
     def experiment(linear: Linear) -> list[Any]:
-        stand_in = StandIn(linear.site, {("fprop", "input"), ("fprop", "weight")}, {})
+        stand_in = StandIn(linear.site, {("fprop", "input")}, {("fprop", "weight"): 3})
+        stand_in.kinds = linear.site.kinds if isinstance(linear.site.kinds, Never) else stand_in.kinds
         for _ in range(5):
             with linear.site.replaced_by(stand_in):
                 mine = x.detach().requires_grad_()
-                fp8_linear(mine, linear.weight, None, linear.site.acting).backward(dy)
-        return [mine.grad, *linear.gradients()]
+                y = fp8_linear(mine, linear.weight, None, linear.site.acting)
+                y.backward(dy)
+        return [y, mine.grad, *linear.gradients()]
 
     assert pair.each(experiment) == 0
 
