@@ -131,9 +131,12 @@ class NotedSite(GemmSite):
     def accumulate(
         self, gemm: str, a: Operand, b: Operand, into: torch.Tensor, *, record: bool = True
     ) -> None:
-        """The site's, noted: a product that was added."""
+        """The site's, noted: a product that was added. One that adds as it multiplies is no product of a program's."""
+        before = len(self.noted.products)
         super().accumulate(gemm, a, b, into, record=record)
-        if self.noted.products:
+        if len(self.noted.products) == before:
+            self.noted.whole = False
+        else:
             self.noted.added = self.noted.products[-1].y
 
     def bind_forward(

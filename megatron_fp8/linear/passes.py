@@ -189,7 +189,7 @@ def _backward(
 
 
 def bias_gradient(grad_output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sums [N] of grad_output [..., N] in float32, rounded once: in one launch, but where float32 is to become 16 bits."""
+    """Sums [N] of grad_output [..., N] in float32, rounded once: one launch, but where float32 is to become 16 bits."""
     dy = as_matrix(grad_output)
     # Of 16-bit numbers torch sums in float32 and rounds the result itself.
     return dy.sum(0) if dy.dtype == dtype else dy.sum(0, dtype=torch.float32).to(dtype)

@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.backends.native import backend as native
 from megatron_fp8.linear import kinds
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.kinds import Kind, Kinds
@@ -176,6 +178,26 @@ def test_main_grad(machine: Machine) -> None:
     for linear in pair.both:
         del linear.weight.main_grad, linear.weight.grad_added_to_main_grad
     assert pair(*given) == 2
+
+
+def test_products_that_add_by_themselves(machine: Machine) -> None:
+    """As this package's kernel for blocks does: nothing of such a backward is bound."""
+
+    def accumulate(a: Any, b: Any, into: torch.Tensor) -> bool:
+        into.add_(native.gemm(a, b, out_dtype=torch.float32))
+        return True
+
+    pair, given = Pair(machine, "blockwise"), x_and_dy()
+    for linear in pair.both:
+        linear.weight.main_grad = torch.ones(128, 256)  # type: ignore[attr-defined]
+        linear.weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def added(linear: Linear) -> list[Any]:
+        y, dx, _, *others = linear(*given)
+        return [y, dx, *others]
+
+    with mock.patch.object(native, "accumulate", accumulate):
+        assert [pair.each(added) for _ in range(6)][-1] == 1, "the forward"
 
 
 # ----------------------------------------------------------------------------------------------------------- other calls
