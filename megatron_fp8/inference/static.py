@@ -33,6 +33,11 @@ class StaticQuantizer(Quantizer):
         self.scale = scale
         self._cast = replace(rule, granularity=TENSOR, delayed=False)
 
+    @property
+    def computes(self) -> bool:
+        """Never: casts that record as they go take their scale from the arena."""
+        return False
+
     def way(self) -> tuple[Rule, torch.Tensor | None]:
         """One scale for the whole tensor, whatever the rule says."""
         return self._cast, self.scale
