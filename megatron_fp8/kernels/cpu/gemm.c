@@ -257,8 +257,8 @@ static Cut cut_of(Job *job, int64_t held_rows, int64_t streamed_rows, int32_t th
         int64_t across = (held + most - 1) / most, high = (streamed + down - 1) / down;
         while (across * down % threads && across * down < 4 * threads) across++;
         int64_t wide = (held + across - 1) / across;
-        /* to pack a number that is held takes as long as about 200 products, in a piece about 20 */
-        int64_t time = (across * down + threads - 1) / threads * (wide * high * BLOCK + 200 * wide + 20 * high);
+        /* to pack a number that is held takes as long as about 200 products, in a piece about 130 */
+        int64_t time = (across * down + threads - 1) / threads * (wide * high * BLOCK + 200 * wide + 130 * high);
         if (best.down && time >= least_time) continue;
         least_time = time;
         job->width = wide * BLOCK;

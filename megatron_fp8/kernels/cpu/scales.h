@@ -76,9 +76,10 @@ static Range take_scales_of_rows(const Side *side, int64_t rows, int64_t k, uint
 static Range take_scales(const Side *side, int64_t rows, int64_t k, uint32_t *shifts, int64_t step, int32_t threads) {
     int32_t smallest = 128, largest = -128;
     if (side->scale == NULL) return (Range){0, 0};
+    int64_t height = side->block_rows ? side->block_rows : rows, depth = side->block_k ? side->block_k : k;
+    if (rows * ((k + depth - 1) / depth) < 1 << 15) threads = 1; /* to wait for others would take longer */
     if (shifts && side->block_rows == 1 && (side->scale_row_step == 1 || side->scale_k_step == 1))
         return take_scales_of_rows(side, rows, k, shifts, step, threads);
-    int64_t height = side->block_rows ? side->block_rows : rows, depth = side->block_k ? side->block_k : k;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(min : smallest) reduction(max : largest)
     for (int64_t block = 0; block < (k + depth - 1) / depth; block++)
         for (int64_t row = 0; row < rows; row += height) {
