@@ -54,6 +54,11 @@ class Fp8Layer(torch.nn.Module):
         self.fp8_group.leave(self.fp8_sites)
         del self.fp8_group, self.fp8_sites
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight as [out_features, in_features]: itself, or a view."""
+        return self.as_matrix(self.weight)
+
     def as_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight of this layer as [out_features, in_features]: itself, or a view."""
         return weight
@@ -164,9 +169,9 @@ class Fp8Layer(torch.nn.Module):
         y = self.plain_forward(x)
         if self.training:
             _count(site, x, self.weight, y)
-            watch_high_precision(x, self.as_matrix(self.weight), y, site)
+            watch_high_precision(x, self.matrix, y, site)
             if observe and site.is_fp8:
-                return observe_high_precision(x, self.as_matrix(self.weight), y, site)
+                return observe_high_precision(x, self.matrix, y, site)
         return y
 
     def plain_forward(self, x: torch.Tensor) -> torch.Tensor:
