@@ -76,10 +76,8 @@ def run_case(
 
 
 CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
-    **{
-        name: (1, Layout(), name, {}, {})
-        for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
-    },
+    **{name: (1, Layout(), name, {}, {}) for name in ("delayed", "tensorwise", "blockwise", "mxfp8")},
+    "etp2": (2, Layout(tp=2, sp=True), "rowwise", {"moe_token_dispatcher_type": "allgather"}, {}),
     "ep2-distributed": (2, Layout(ep=2), "blockwise", {}, DISTRIBUTED),
     "fp8-param": (2, Layout(ep=2), "delayed", {"fp8_param": True}, DISTRIBUTED),
     "recomputed": (
@@ -103,11 +101,11 @@ CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_experts_in_turn_do(ranks: RankPool, case: str) -> None:
-    world, *setting = CASES[case]
-    grouped, in_turn = (ranks(world).run(run_case, grouped, *setting)[0] for grouped in (True, False))
+    world, layout, *setting = CASES[case]
+    grouped, in_turn = (ranks(world).run(run_case, grouped, layout, *setting)[0] for grouped in (True, False))
     for what in ("losses", "norms", "gemms", "sites"):
         assert grouped[what] == in_turn[what], what
-    assert max(grouped["calls"]) == 4 // world and not in_turn["calls"]
+    assert max(grouped["calls"]) == 4 // layout.ep and not in_turn["calls"]
 
 
 def test_who_listens_to_one_expert_hears_it(ranks: RankPool) -> None:
