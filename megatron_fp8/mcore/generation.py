@@ -4,7 +4,8 @@
     logits = decoder(prompt)                   # prefill: every token of the prompt at once
     logits = decoder(token)                    # then one at a time
 
-``StaticInferenceContext`` holds keys and values of all layers; attention writes into it and reads from it. It runs on
+``StaticInferenceContext`` holds keys and values of all layers; attention writes into it and reads from it, keys rotated
+once (layers/rotary.py). It runs on
 the CPU through the engine's patches (``mcore.install()``), FP8 or not. Megatron-Core's other context, for batches that
 change, needs flash attention and a GPU, and is not used.
 
@@ -23,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.inference.contexts import StaticInferenceContext
 
 from ..inference import Sampler
+from .layers.rotary import RotatedKeys
 from .runtime import unwrap
 
 
@@ -47,7 +48,7 @@ class Decoder:
         if batch_size < 1 or max_length < 1:
             raise ValueError(f"batch_size={batch_size} and max_length={max_length} must be at least 1")
         self.model, self.batch_size, self.max_length = model, batch_size, max_length
-        self.context = StaticInferenceContext(batch_size, max_length)
+        self.context = RotatedKeys(batch_size, max_length)
         self.context.materialize_only_last_token_logits = not every_token
 
     @property

@@ -21,8 +21,11 @@
 #include "few_rows.h"
 #include "pack.h"
 
-#define PANEL 32  /* rows of b that are multiplied together */
-#define STEPS 16  /* steps of 32 columns whose exponents are read at a time */
+#define PANEL 32            /* rows of b that are multiplied together */
+#define STEP 32             /* columns of a tile product, and of one exponent */
+#define LINES 2             /* cache lines of each row that are decoded at a time */
+#define CHUNK (LINES * 64)  /* their columns */
+#define STEPS 16            /* steps whose exponents are read at a time: a multiple of a chunk's */
 
 /* Matrices that make the bytes of a number from the bits of its code (see decode_scaled). */
 #define LOW_BITS 0x0000000001020408
@@ -73,16 +76,22 @@ INLINE void decode_scaled(__m512i codes, Decoder *d, int32_t scaled, __m512i one
     }
 }
 
-/* Exponents of 512 columns of a panel of b, as they lie in two bfloat16 numbers: [row][step of 32 columns]; one row where
-   the panel's rows share blocks. */
+/* Exponents of 512 columns of a panel of b, as they lie in two bfloat16 numbers: [row][step]; one row where the panel's
+   rows share blocks. */
 static void read_exponents(const Product *p, int64_t first, int64_t at, uint32_t (*to)[STEPS]) {
-    int64_t across = (p->k + p->block_cols - 1) / p->block_cols, steps = least(STEPS, (p->k - at + 31) / 32);
+    int64_t across = (p->k + p->block_cols - 1) / p->block_cols, steps = least(STEPS, (p->k - at + STEP - 1) / STEP);
     for (int64_t r = 0; r < (p->block_rows % PANEL ? PANEL : 1); r++) {
         const uint8_t *from = p->exponents + least(first + r, p->n - 1) / p->block_rows * across;
         uint8_t biased[STEPS] = {0};
-        if (p->block_cols == 32) memcpy(biased, from + at / 32, (size_t)steps);
-        else for (int64_t i = 0; i < steps; i++) biased[i] = from[(at + 32 * i) / p->block_cols];
-        for (int64_t i = 0; i < STEPS; i++) to[r][i] = ((uint32_t)(biased[i] - 127) << 7 & 0xFFFF) * 0x10001;
+        __m128i bytes;
+        if (p->block_cols == STEP)
+            bytes = _mm_maskz_loadu_epi8((__mmask16)first_of(steps), from + at / STEP);
+        else {
+            for (int64_t i = 0; i < steps; i++) biased[i] = from[(at + STEP * i) / p->block_cols];
+            bytes = _mm_loadu_si128((const __m128i *)biased);
+        }
+        __m512i high = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(127)), 23);
+        _mm512_storeu_si512(to[r], _mm512_or_si512(high, _mm512_srli_epi32(high, 16)));
     }
 }
 
@@ -91,9 +100,9 @@ INLINE __m512i codes_at(const uint8_t *row, int64_t at, int64_t k) {
     return _mm512_maskz_loadu_epi8(first_of(k - at), row + at);
 }
 
-/* Fetches what the next panel reads where this one is now. */
-INLINE void fetch(const Product *p, int64_t first, int64_t at, int64_t r) {
-    _mm_prefetch((const char *)p->b + (first + PANEL + r) * p->k + at, _MM_HINT_T1);
+/* Fetches what the next panel reads where this one is now: the same columns of a row PANEL further on. */
+INLINE void fetch(const Product *p, const uint8_t *row, int64_t at) {
+    _mm_prefetch((const char *)row + PANEL * p->k + at, _MM_HINT_T1);
 }
 
 /* Where each row of a panel of b begins; rows beyond the last are the last one again, and their sums nobody's. */
@@ -101,15 +110,18 @@ INLINE void begin_rows(const Product *p, int64_t first, const uint8_t **row) {
     for (int64_t r = 0; r < PANEL; r++) row[r] = p->b + least(first + r, p->n - 1) * p->k;
 }
 
-/* a, two values of k side by side: [pairs, a multiple of 32][m], zeros beyond k. */
-static uint32_t *pairs_of(const Product *p) {
-    int64_t pairs = (p->k + 63) / 64 * 32;
-    uint32_t *packed = calloc((size_t)(pairs * p->m), sizeof(uint32_t));
+/* How many rows of a `panel_by_dot` takes. */
+INLINE int64_t padded_rows(int64_t m) { return m <= 2 ? m : m <= 4 ? 4 : m <= 8 ? 8 : 16; }
+
+/* a, two values of k side by side: [pairs, whole chunks][rows], zeros beyond k and m. */
+static uint32_t *pairs_of(const Product *p, int64_t rows) {
+    int64_t pairs = (p->k + CHUNK - 1) / CHUNK * (CHUNK / 2);
+    uint32_t *packed = calloc((size_t)(pairs * rows), sizeof(uint32_t));
     if (packed == NULL) return NULL;
     for (int64_t m = 0; m < p->m; m++) {
         const uint16_t *from = p->a + m * p->k;
-        for (int64_t i = 0; i < p->k / 2; i++) packed[i * p->m + m] = from[2 * i] | (uint32_t)from[2 * i + 1] << 16;
-        if (p->k % 2) packed[p->k / 2 * p->m + m] = from[p->k - 1];
+        for (int64_t i = 0; i < p->k / 2; i++) packed[i * rows + m] = from[2 * i] | (uint32_t)from[2 * i + 1] << 16;
+        if (p->k % 2) packed[p->k / 2 * rows + m] = from[p->k - 1];
     }
     return packed;
 }
@@ -135,74 +147,77 @@ static void finish(const Product *p, float sums[MOST][PANEL], int64_t first) {
 
 /* ------------------------------------------------------------------------------------------------------ AVX512-BF16 */
 
-/* 64 columns of a panel of b: values [pair][left and right half of the panel], from column `at` on. */
-INLINE void turned_values(const Product *p, const uint8_t **row, int64_t first, int64_t at, Decoder *d,
-                          uint32_t (*exponents)[STEPS], __m512i values[32][2]) {
+/* sums [rows][PANEL], of the panel's rows from `half` on, += a times 64 columns of them. Each vector of values is summed
+   as soon as it is made: written to memory first, decoding and sums take turns and not the same time. a: [pair][rows]. */
+INLINE void add_turned(const Product *p, const uint32_t *a, int64_t rows, const uint8_t **row, int64_t half, int64_t at,
+                       Decoder *d, uint32_t (*exponents)[STEPS], int32_t scaled, int32_t whole, float (*sums)[PANEL]) {
     /* words of one row hold four values of k: the first pairs of all words, then the second ones */
     const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-    for (int half = 0; half < 2; half++) {
-        __m512i word[16], exponent[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-        for (int r = 0; r < 16; r++) {
-            word[r] = codes_at(row[half * 16 + r], at, p->k);
-            fetch(p, first, at, half * 16 + r);
-        }
-        transpose(word);
-        if (p->exponents) {
-            uint32_t lanes[2][16];
-            for (int r = 0; r < 16; r++)
-                for (int i = 0; i < 2; i++)
-                    lanes[i][r] = exponents[p->block_rows % PANEL ? half * 16 + r : 0][at / 32 % STEPS + i];
-            for (int i = 0; i < 2; i++) exponent[i] = _mm512_loadu_si512(lanes[i]);
-        }
-        for (int i = 0; i < 16; i++)
-            decode_scaled(_mm512_shuffle_epi8(word[i], pairs), d, p->exponents != NULL, exponent[i / 8], exponent[i / 8],
-                          &values[2 * i][half], &values[2 * i + 1][half]);
+    __m512i word[16], exponent[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    __m512 sum[MOST];
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < 16; r++) {
+        word[r] = whole ? _mm512_loadu_si512(row[half + r] + at) : codes_at(row[half + r], at, p->k);
+        fetch(p, row[half + r], at);
     }
+    transpose(word);
+    if (scaled) {
+        uint32_t lanes[2][16];
+        for (int64_t r = 0; r < 16; r++)
+            for (int64_t i = 0; i < 2; i++)
+                lanes[i][r] = exponents[p->block_rows % PANEL ? half + r : 0][at / STEP % STEPS + i];
+        for (int64_t i = 0; i < 2; i++) exponent[i] = _mm512_loadu_si512(lanes[i]);
+    }
+#pragma GCC unroll 16
+    for (int64_t m = 0; m < rows; m++) sum[m] = _mm512_loadu_ps(sums[m] + half);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < 16; i++) {
+        __m512i values[2];
+        decode_scaled(_mm512_shuffle_epi8(word[i], pairs), d, scaled, exponent[i / 8], exponent[i / 8], values, values + 1);
+#pragma GCC unroll 2
+        for (int64_t j = 0; j < 2; j++, a += rows)
+#pragma GCC unroll 16
+            for (int64_t m = 0; m < rows; m++)
+                sum[m] = _mm512_dpbf16_ps(sum[m], (__m512bh)values[j], (__m512bh)_mm512_set1_epi32((int32_t)a[m]));
+    }
+#pragma GCC unroll 16
+    for (int64_t m = 0; m < rows; m++) _mm512_storeu_ps(sums[m] + half, sum[m]);
 }
 
-/* sums [rows][PANEL] += a times values over 32 pairs of k. */
-#define ADD_PAIRS(ROWS)                                                                                              \
-    static void add_pairs_##ROWS(const uint32_t *a, int64_t step, __m512i values[32][2], float (*sums)[PANEL]) {     \
-        __m512 sum[ROWS][2];                                                                                         \
-        for (int r = 0; r < ROWS; r++)                                                                               \
-            for (int half = 0; half < 2; half++) sum[r][half] = _mm512_loadu_ps(sums[r] + 16 * half);                \
-        for (int i = 0; i < 32; i++, a += step) {                                                                    \
-            __m512bh left = (__m512bh)values[i][0], right = (__m512bh)values[i][1];                                  \
-            for (int r = 0; r < ROWS; r++) {                                                                         \
-                __m512bh value = (__m512bh)_mm512_set1_epi32((int32_t)a[r]);                                         \
-                sum[r][0] = _mm512_dpbf16_ps(sum[r][0], value, left);                                                \
-                sum[r][1] = _mm512_dpbf16_ps(sum[r][1], value, right);                                               \
-            }                                                                                                        \
-        }                                                                                                            \
-        for (int r = 0; r < ROWS; r++)                                                                               \
-            for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums[r] + 16 * half, sum[r][half]);                \
-    }
-
-ADD_PAIRS(1)
-ADD_PAIRS(2)
-ADD_PAIRS(4)
-ADD_PAIRS(8)
-
-/* Branches, no conditional calls: of those GCC 12 makes one of add_pairs_2 where one row is left. */
-static void add_pairs(const uint32_t *a, int64_t m, __m512i values[32][2], float (*sums)[PANEL]) {
-    int64_t r = 0;
-    for (; m - r >= 8; r += 8) add_pairs_8(a + r, m, values, sums + r);
-    if (m - r >= 4) add_pairs_4(a + r, m, values, sums + r), r += 4;
-    if (m - r >= 2) add_pairs_2(a + r, m, values, sums + r), r += 2;
-    if (m - r >= 1) add_pairs_1(a + r, m, values, sums + r);
-}
-
-static void panel_by_dot(const Product *p, const uint32_t *a, Decoder *d, int64_t first) {
+INLINE void sum_by_dot(const Product *p, const uint32_t *a, int64_t rows, Decoder *d, int64_t first, int32_t scaled,
+                       float (*sums)[PANEL]) {
     const uint8_t *row[PANEL];
-    __m512i values[32][2];
-    float sums[MOST][PANEL] = {0};
     uint32_t exponents[PANEL][STEPS];
     begin_rows(p, first, row);
-    for (int64_t at = 0; at < p->k; at += 64) {
-        if (p->exponents && at % (32 * STEPS) == 0) read_exponents(p, first, at, exponents);
-        turned_values(p, row, first, at, d, exponents, values);
-        add_pairs(a + at / 2 * p->m, p->m, values, sums);
+    for (int64_t at = 0; at < p->k; at += 64, a += 32 * rows) {
+        if (scaled && at % (STEP * STEPS) == 0) read_exponents(p, first, at, exponents);
+        for (int64_t half = 0; half < PANEL; half += 16)
+            if (at + 64 <= p->k) add_turned(p, a, rows, row, half, at, d, exponents, scaled, 1, sums);
+            else add_turned(p, a, rows, row, half, at, d, exponents, scaled, 0, sums);
     }
+}
+
+/* One for each number of rows, which are registers; a is padded to it. */
+#define BY_DOT(ROWS)                                                                                                 \
+    static void by_dot_##ROWS(const Product *p, const uint32_t *a, Decoder *d, int64_t first, float (*sums)[PANEL]) { \
+        if (p->exponents) sum_by_dot(p, a, ROWS, d, first, 1, sums);                                                 \
+        else sum_by_dot(p, a, ROWS, d, first, 0, sums);                                                              \
+    }
+
+BY_DOT(1)
+BY_DOT(2)
+BY_DOT(4)
+BY_DOT(8)
+BY_DOT(16)
+
+static void panel_by_dot(const Product *p, const uint32_t *a, Decoder *d, int64_t first) {
+    float sums[MOST][PANEL] = {0};
+    int64_t rows = padded_rows(p->m); /* branches, no conditional calls: GCC 12 has merged such calls wrongly */
+    if (rows == 1) by_dot_1(p, a, d, first, sums);
+    else if (rows == 2) by_dot_2(p, a, d, first, sums);
+    else if (rows == 4) by_dot_4(p, a, d, first, sums);
+    else if (rows == 8) by_dot_8(p, a, d, first, sums);
+    else by_dot_16(p, a, d, first, sums);
     finish(p, sums, first);
 }
 
@@ -213,7 +228,7 @@ static void panel_by_dot(const Product *p, const uint32_t *a, Decoder *d, int64_
 /* Linux gives a process the tiles' registers once it asks for them. */
 static int32_t may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
 
-/* Tiles 0, 1: sums [16 rows of b][m]; 2, 3: a [16 pairs][m]; 4 to 7: b [16 rows][32 values]. */
+/* Tiles 0, 1: sums [16 rows of b][m]; 2: a [16 pairs][m]; 4, 5: b [16 rows][32 values]. */
 static void shape_tiles(int64_t m) {
     struct {
         uint8_t palette, start, zeros[14];
@@ -224,40 +239,68 @@ static void shape_tiles(int64_t m) {
     _tile_loadconfig(&shapes);
 }
 
-static void panel_by_tiles(const Product *p, const uint32_t *a, Decoder *d, int64_t first) {
+/* Values of a chunk as tiles: [step][row of the panel]. */
+typedef __m512i Tiles[CHUNK / STEP][PANEL];
+
+/* One step of the tile product: pairs [16][m] of a by both halves of a panel. */
+INLINE void multiply_step(const uint32_t *pairs, int64_t bytes, const __m512i *values) {
+    _tile_loadd(2, pairs, bytes);
+    _tile_loadd(4, values, 64);
+    _tile_dpbf16ps(0, 4, 2);
+    _tile_loadd(5, values + 16, 64);
+    _tile_dpbf16ps(1, 5, 2);
+}
+
+/* Decodes the chunk at column `at`; meanwhile multiplies the one before it, whose values are in `before`, if there is one:
+   a tile product takes longer than the processor looks ahead, so products and decoding go by turns. `whole`: all of the
+   chunk's columns exist. */
+INLINE void decode_and_multiply(const Product *p, const uint32_t *a, Decoder *d, const uint8_t **row, int64_t at,
+                                uint32_t (*exponents)[STEPS], int32_t scaled, int32_t whole, Tiles to, Tiles before) {
     const __m512i in_order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const int64_t each = p->block_rows % PANEL ? 1 : 0;
+    for (int64_t step = 0; step < CHUNK / STEP; step++) {
+        for (int64_t r = step * (PANEL * STEP / CHUNK); r < (step + 1) * (PANEL * STEP / CHUNK); r++)
+#pragma GCC unroll 2
+            for (int64_t line = 0; line < LINES; line++) {
+                int64_t column = at + 64 * line;
+                __m512i codes = whole ? _mm512_loadu_si512(row[r] + column) : codes_at(row[r], column, p->k);
+                __m512i one = codes, two = codes;
+                codes = _mm512_permutexvar_epi64(in_order, codes);
+                fetch(p, row[r], column);
+                if (scaled) {
+                    const uint32_t *exponent = exponents[r * each] + column / STEP % STEPS;
+                    one = _mm512_set1_epi32((int32_t)exponent[0]), two = _mm512_set1_epi32((int32_t)exponent[1]);
+                }
+                decode_scaled(codes, d, scaled, one, two, to[2 * line] + r, to[2 * line + 1] + r);
+            }
+        if (before)
+            multiply_step(a + ((at - CHUNK) / 2 + step * 16) * p->m, p->m * (int64_t)sizeof(uint32_t), before[step]);
+    }
+}
+
+INLINE void sum_by_tiles(const Product *p, const uint32_t *a, Decoder *d, int64_t first, int32_t scaled) {
     const uint8_t *row[PANEL];
-    __m512i values[2][2][PANEL]; /* by turns, so that one step's tiles are read while the next one's are decoded */
-    float found[PANEL][MOST], sums[MOST][PANEL];
+    Tiles values[2]; /* by turns */
     uint32_t exponents[PANEL][STEPS];
-    int64_t step = p->m * (int64_t)sizeof(uint32_t), each = p->block_rows % PANEL ? 1 : 0;
+    int64_t at = 0, chunk = 0;
     begin_rows(p, first, row);
+    for (; at < p->k; at += CHUNK, chunk++) {
+        __m512i(*to)[PANEL] = values[chunk % 2], (*before)[PANEL] = chunk ? values[1 - chunk % 2] : NULL;
+        if (scaled && at % (STEP * STEPS) == 0) read_exponents(p, first, at, exponents);
+        if (at + CHUNK <= p->k) decode_and_multiply(p, a, d, row, at, exponents, scaled, 1, to, before);
+        else decode_and_multiply(p, a, d, row, at, exponents, scaled, 0, to, before);
+    }
+    for (int64_t step = 0; step < CHUNK / STEP; step++)
+        multiply_step(a + ((at - CHUNK) / 2 + step * 16) * p->m, p->m * (int64_t)sizeof(uint32_t),
+                      values[(chunk - 1) % 2][step]);
+}
+
+static void panel_by_tiles(const Product *p, const uint32_t *a, Decoder *d, int64_t first) {
+    float found[PANEL][MOST], sums[MOST][PANEL];
     _tile_zero(0);
     _tile_zero(1);
-    for (int64_t at = 0; at < p->k; at += 64) {
-        __m512i *low = values[at / 64 % 2][0], *high = values[at / 64 % 2][1];
-        if (p->exponents && at % (32 * STEPS) == 0) read_exponents(p, first, at, exponents);
-        for (int r = 0; r < PANEL; r++) {
-            __m512i codes = _mm512_permutexvar_epi64(in_order, codes_at(row[r], at, p->k)), one = codes, two = codes;
-            fetch(p, first, at, r);
-            if (p->exponents) {
-                const uint32_t *exponent = exponents[r * each] + at / 32 % STEPS;
-                one = _mm512_set1_epi32((int32_t)exponent[0]), two = _mm512_set1_epi32((int32_t)exponent[1]);
-            }
-            decode_scaled(codes, d, p->exponents != NULL, one, two, low + r, high + r);
-        }
-        const uint32_t *pairs = a + at / 2 * p->m;
-        _tile_loadd(2, pairs, step);
-        _tile_loadd(4, low, 64);
-        _tile_dpbf16ps(0, 4, 2);
-        _tile_loadd(5, low + 16, 64);
-        _tile_dpbf16ps(1, 5, 2);
-        _tile_loadd(3, pairs + 16 * p->m, step);
-        _tile_loadd(6, high, 64);
-        _tile_dpbf16ps(0, 6, 3);
-        _tile_loadd(7, high + 16, 64);
-        _tile_dpbf16ps(1, 7, 3);
-    }
+    if (p->exponents) sum_by_tiles(p, a, d, first, 1);
+    else sum_by_tiles(p, a, d, first, 0);
     _tile_stored(0, found, sizeof found[0]);
     _tile_stored(1, found + 16, sizeof found[0]);
     for (int64_t i = 0; i < PANEL; i++)
@@ -285,7 +328,7 @@ int32_t has_few_rows(void) { return DOT + (may_use_tiles() ? TILES : 0); }
 
 /* loop: DOT or TILES, one that the processor has. Returns -1 without memory for a copy of a. */
 int32_t few_rows(const Product *p, int32_t loop, int32_t threads) {
-    uint32_t *a = pairs_of(p);
+    uint32_t *a = pairs_of(p, loop == TILES ? p->m : padded_rows(p->m));
     if (a == NULL) return -1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {

@@ -17,7 +17,7 @@ from .patching import Patch
 def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
     from .. import params
-    from ..layers import fusion
+    from ..layers import fusion, rotary
     from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from ..optimizer import fp8_params as param_optimizer
     from ..optimizer import grad_norm, loss_scaler, models, one_read
@@ -130,6 +130,7 @@ def patches() -> list[Patch]:
         *grad_norm.patches(),
         *one_read.patches(),
         *fusion.patches(),
+        *rotary.patches(),
         *loss_scaler.patches(),
         *models.patches(),
         *latent.patches(),
