@@ -56,17 +56,17 @@ def quantize_and_multiply(
     bias: torch.Tensor | None,
     fold: tuple[float, float],
 ) -> torch.Tensor | None:
-    """``multiply`` of x [M, K] as the rule quantises it, in one call; None where C does not take x, its rule or b.
+    """``multiply`` of x [..., K] as the rule quantises it, in one call; None where C does not take x, its rule or b.
 
     Args:
         fold: the smallest and largest that scales, and products of two, may be.
     """
-    (m, k), (n, contracted) = x.shape, b.codes.shape
+    (n, contracted), k = b.codes.shape, x.shape[-1]
     of_rows = b.granularity.cols == 0 and b.scale_inv.dtype == torch.float32
     if (
         k != contracted
         or not k
-        or not (few_rows.takes(m, b.codes, x.dtype) and few_tokens.takes(x, rule, scale))
+        or not (few_rows.takes(x.numel() // k, b.codes, x.dtype) and few_tokens.takes(x, rule, scale))
         or not (of_rows or (b.pow2 and b.finite and b.granularity in (BLOCK_1X32, BLOCK_128X128)))
         or not plain(b.scale_inv)
         or (bias is not None and bias.shape != (n,))

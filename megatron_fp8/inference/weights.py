@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.cpu.pages import in_huge_pages
 from ..params.fp8_parameter import Fp8Parameter, _Stored
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
@@ -77,6 +78,8 @@ def _from_fp8(weight: Fp8Parameter) -> Any:
 
 def _as_parameter(stored: _Stored, weight: torch.Tensor) -> Any:
     kind = RowwiseFp8Parameter if isinstance(stored, _StoredRows) else Fp8Parameter
+    for codes in stored.codes:
+        in_huge_pages(codes)
     made = torch.nn.Parameter(kind(stored), requires_grad=False)
     made.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
     return made

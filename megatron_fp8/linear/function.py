@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..backends.native import backend as native
 from ..numerics.rule import Granularity
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import in_recompute, without_autocast
+from ..plan.switch import in_recompute, is_watched, without_autocast
 from ..state.observer import SeenLinear
 from ..tensor import Operand, QuantizedSide
 from .bound import BoundBackward, BoundForward
 from .derivative import guard
 from .kinds import Kind
 from .noted import NotedSite
-from .passes import Call, added_to_main_grad, backward, bias_gradient, evaluate, forward, main_grad_of
+from .passes import Call, added_to_main_grad, backward, bias_gradient, forward, main_grad_of
 from .site import GemmSite
 from .tensor_parallel import ALONE, TensorParallel
 
@@ -94,6 +94,30 @@ def fp8_linear(
     return _eager_linear(*eager)
 
 
+def fp8_linear_at_once(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    site: GemmSite,
+    tp: TensorParallel = ALONE,
+) -> torch.Tensor | None:
+    """``fp8_linear`` of evaluation, with its bits, in one call of C; None, and nothing done, where that cannot be.
+
+    It is for a few tokens and a weight that was prepared for inference. One token's linear is so short that whatever is
+    looked at on the way to it, after a weight has gone through the caches, takes longer than its arithmetic. So layers
+    that are not in training ask here first, before anything else is made ready. Nothing is counted nor recorded.
+    """
+    if not isinstance(weight, Fp8Parameter) or tp.sequence_parallel or x.shape[-1] != weight.shape[1]:
+        return None
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.compiler.is_compiling() or is_watched():
+        return None
+    refuse_tracers(site)
+    y = site.multiply_at_once(x, weight, bias)
+    if y is not None:
+        site.note_forward()
+    return y
+
+
 def refuse_tracers(site: GemmSite) -> None:
     """RuntimeError where a program is made of the call, to run without the model, or where torch.func transforms it."""
     # Not is_exporting(): up to torch 2.12 Dynamo takes it to be true in everything that it traces.
@@ -132,7 +156,7 @@ def _eager_linear(
         return _LinearFunction.apply(x, weight, bias, _Way(call, True, _kind(x, weight, bias, call)))
     if forward_ad._current_level >= 0:
         return _LinearFunction.apply(x, weight, bias, _Way(call, False, None))  # for its jvp
-    y = evaluate(x, weight, bias, call)  # autograd's function takes as long as all of this for one token
+    y = forward(x, weight, bias, call, False).y
     if not site.state.keeps_weights:
         site.weights.forget()
     return y

@@ -94,16 +94,6 @@ def forward(
     return Forward(owned(y, shape), saved, quantized_weight)
 
 
-def evaluate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
-    """``forward``'s y, which no backward follows: with few tokens in one call where that is possible."""
-    if not (call.record or call.tp.sequence_parallel):
-        y = call.site.multiply_at_once(as_matrix(x), weight, bias)
-        if y is not None:
-            call.site.note_forward()
-            return owned(y, (*x.shape[:-1], y.shape[-1]))
-    return forward(x, weight, bias, call, False).y
-
-
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] as [tokens, K]; itself if it is."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])

@@ -196,9 +196,10 @@ class GemmSite:
     def multiply_at_once(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """fprop of x [M, K], cast and multiplied in one call, with the bits of doing both; None where that cannot be.
+        """fprop of x [..., K], cast and multiplied in one call, with the bits of doing both; None where that cannot be.
 
-        It is for inference: a weight that lives as FP8, few tokens on a CPU, nothing recorded and nobody watching.
+        It is for inference: a weight that lives as FP8, few tokens on a CPU, nothing recorded nor counted and nobody
+        watching.
         """
         quantizer = self.casts["input"].rowwise
         if quantizer is None or self.backend is not emulated or not isinstance(weight, Fp8Parameter):
@@ -206,11 +207,7 @@ class GemmSite:
         side = weight.quantized.rowwise
         if side is None or self.plan.gemms["fprop"] != "fp8" or self.state.observer is not None:
             return None
-        y = emulated.quantize_and_multiply(x, *quantizer.way(), side, bias)
-        if y is not None:
-            quantizer.slot.arena.counts.casts += 1
-            self.state.counts.fp8_gemms += 1
-        return y
+        return emulated.quantize_and_multiply(x, *quantizer.way(), side, bias)
 
     def wgrad_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """What wgrad's product is asked for, where its float32 sums are handed on in the wanted dtype: that itself of a

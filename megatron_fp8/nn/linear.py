@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..linear.function import fp8_linear, observe_high_precision, watch_high_precision
+from ..linear.function import (
+    fp8_linear,
+    fp8_linear_at_once,
+    observe_high_precision,
+    watch_high_precision,
+)
 from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
@@ -161,6 +166,8 @@ class Fp8Layer(torch.nn.Module):
     def _in_fp8(self, input: torch.Tensor, weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
         if self.training:
             return fp8_linear(input, self.as_matrix(weight), self.bias, site)
+        if (y := fp8_linear_at_once(input, self.as_matrix(weight), self.bias, site)) is not None:
+            return y
         with site.state.uncounted():
             return fp8_linear(input, self.as_matrix(weight), self.bias, site, training=False)
 

@@ -46,7 +46,7 @@ class Weight(NamedTuple):
 
 
 def takes(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None) -> bool:
-    """Whether x [M, K] is for ``multiply``, so quantised; few_rows.takes says it of the product."""
+    """Whether x [..., K] is for ``multiply``, so quantised; few_rows.takes says it of the product."""
     block = rule.granularity.rows, rule.granularity.cols
     whole = block[1] == 0 and rule.scale != "e8m0"
     in_blocks = block[0] == 1 and rule.scale != "fp32" and scale is None and blocks.divides(block)
@@ -67,7 +67,7 @@ def multiply(
     bias: torch.Tensor | None,
     fold: tuple[float, float],
 ) -> torch.Tensor | None:
-    """x [M, K] quantised rowwise by the rule, times the weight's transpose, + bias: [M, N] in x's dtype.
+    """x [..., K] quantised rowwise by the rule, times the weight's transpose, + bias: [..., N] in x's dtype.
 
     Args:
         x: 1 to few_rows.MOST rows; ``takes`` it.
@@ -78,14 +78,15 @@ def multiply(
     Returns:
         None where a scale is beyond that.
     """
-    (m, k), codes = x.shape, weight.codes
-    n, in_blocks = codes.shape[0], weight.block is not None
+    codes, in_blocks = weight.codes, weight.block is not None
+    n, k = codes.shape
+    m = x.numel() // k
     high, wide = weight.block or (1 if weight.scale_inv.ndim else n, k)
     e8m0 = in_blocks and weight.scale_inv.dtype != torch.float32
     kind = torch.float8_e8m0fnu if e8m0 else torch.float32
     scale_inv = address(weight.scale_inv, kind, -(-n // high) * -(-k // wide))
     short = x.dtype == torch.bfloat16
-    to = torch.empty(m, n, dtype=x.dtype, device="cpu")
+    to = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device="cpu")
     product = few_rows.Product(
         *(None, codes.data_ptr(), None, None, None if in_blocks else scale_inv),
         None if bias is None else address(bias, torch.float32, n),
