@@ -4,7 +4,8 @@ A Llama-like GPT on Megatron-Core with a KV cache, one rank, 6 layers whose larg
 5632 x 2048, so that its weights come from memory:
 
 * prefill: a prompt of 256 tokens at once; decode: one token after it, for 1 and for 8 sequences;
-* memory: the bytes of all parameters and buffers, each storage once, and of the linears of the layers alone.
+* memory: the bytes of all parameters and buffers, each storage once, and of the linears of the layers alone;
+* BF16 as torch allocates it, to which all is compared, and in huge pages, in which FP8 weights lie.
 
 The gate before any time: logits are, byte for byte, those of the training forward of the same recipe; with static scales,
 which no training has, they are within twice the distance of the dynamic ones from BF16.
@@ -49,7 +50,8 @@ from megatron_fp8 import mcore
 SIZES = {"layers": 6, "hidden": 2048, "heads": 16, "ffn": 5632}
 PROMPT, BATCHES = 256, (1, 8)
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
-CONTENDERS = ("bf16", *RECIPES, "tensorwise, static")
+HUGE_PAGES = "bf16, huge pages"
+CONTENDERS = ("bf16", HUGE_PAGES, *RECIPES, "tensorwise, static")
 
 
 @dataclass
@@ -88,20 +90,25 @@ def make_ready(name: str, bf16_logits: torch.Tensor | None) -> tuple[Contender, 
     """The contender, through the gate; and its logits."""
     from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes, tensors_of
     from megatron_fp8.inference.calibration import calibrate
+    from megatron_fp8.kernels.cpu.pages import in_huge_pages
     from megatron_fp8.mcore.generation import Decoder
 
-    model = small_gpt(None if name == "bf16" else name.partition(",")[0], PROMPT + 1, **SIZES)
+    in_fp8 = not name.startswith("bf16")
+    model = small_gpt(name.partition(",")[0] if in_fp8 else None, PROMPT + 1, **SIZES)
     ids = tokens(2, PROMPT)
     linears = [m for m in model.modules() if hasattr(type(m), "fp8_site")]
     assert len(linears) == SIZES["layers"] * 4, f"{len(linears)} linears"
-    calibration = calibrate(model, [ids], partial(forward, model)) if name != "bf16" else None
+    calibration = calibrate(model, [ids], partial(forward, model)) if in_fp8 else None
     if name == "delayed":
         assert calibration is not None
         calibration.fill_history(model)
     model.train()
     trained = forward(model, ids).detach()
-    if name == "bf16":
+    if not in_fp8:
         model.eval().requires_grad_(False)
+        if name == HUGE_PAGES:
+            for weight in model.parameters():
+                in_huge_pages(weight)
     else:
         static = calibration if name.endswith("static") else None
         assert len(prepare_for_inference(model, calibration=static).fp8_inference.sites) == len(linears)
@@ -193,11 +200,12 @@ def compare_linears(args: argparse.Namespace, clock: Callable[[], float]) -> tup
         x = inference_linears.activations(tokens)
         with torch.no_grad():
             runs = {name: partial(run, x) for name, run in contenders.items()}
-            times = interleave(runs, args.repetitions, warmup=2, clock=clock)
+            times = inference_linears.in_turns(runs, args.repetitions, clock)
         for name, timing in times.items():
-            cell, found[name][f"{tokens} tokens"] = told(
-                timing, times["torch BF16"], inference_linears.LAYERS
-            )
+            rounds = len(timing.seconds)
+            same_rounds = Timing(times["torch BF16"].seconds[:rounds])
+            cell, found[name][f"{tokens} tokens"] = told(timing, same_rounds, inference_linears.LAYERS)
+            print(f"{tokens} tokens, {name}: {rounds} rounds, {cell}", flush=True)
             rows[name].append(cell)
     n, k = inference_linears.N, inference_linears.K
     header = [f"a linear of {k} x {n}", *(f"{tokens} tokens, ms" for tokens in inference_linears.TOKENS)]

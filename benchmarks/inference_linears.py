@@ -6,24 +6,32 @@ caches when its turn comes again. Contenders take turns.
 * torch BF16: ``torch.nn.Linear``.
 * this package: the same linears converted and prepared, activations quantised too.
 * torchao's FP8 and int8 weights, as ``quantize_`` leaves them for eager code; and the ATen kernel for int8 weights that
-  compiled code of torchao calls (``torch._weight_int8pack_mm``).
+  compiled code of torchao calls (``torch._weight_int8pack_mm``). For FP8 torchao has no kernel on CPUs: each call
+  dequantises the weight, forty times as long as BF16's product.
 * ggml: Q8_0, the 8-bit format of llama.cpp, if a build of ggml is named (``--ggml``).
+
+A contender leaves after ``LONGEST`` seconds, with ``LEAST`` rounds at least: all rounds of the slowest took minutes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
+import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import Timing
+
 N, K, LAYERS = 5632, 2048, 24
 TOKENS = (1, 8, 256)
+LONGEST, LEAST = 8.0, 3
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 FARTHEST = 0.06
 """Root mean square error of 8-bit weights and activations, over that of the result. Measured: 0.01 to 0.04."""
@@ -49,6 +57,24 @@ def make() -> dict[str, Run]:
     return found
 
 
+def in_turns(
+    contenders: Mapping[str, Callable[[], Any]], repetitions: int, clock: Callable[[], float]
+) -> dict[str, Timing]:
+    """Each contender once a round, after a warm-up; the slow ones in the first rounds only."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():
+        run()
+    for _ in range(repetitions):
+        for name, run in contenders.items():
+            taken = seconds[name]
+            if len(taken) >= LEAST and sum(taken) >= LONGEST:
+                continue
+            start = clock()
+            run()
+            taken.append(clock() - start)
+    return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
+
+
 def activations(tokens: int) -> torch.Tensor:
     """bfloat16 [tokens, K], the same every time."""
     return torch.randn(tokens, K, generator=torch.Generator().manual_seed(tokens)).bfloat16()
@@ -70,7 +96,8 @@ def _fp8(layers: torch.nn.ModuleList, recipe: str) -> torch.nn.ModuleList:
     from megatron_fp8.inference import prepare_for_inference
     from megatron_fp8.nn import convert_to_fp8
 
-    model = convert_to_fp8(copy.deepcopy(layers), recipe)
+    with contextlib.redirect_stdout(io.StringIO()):  # a line for each layer
+        model = convert_to_fp8(copy.deepcopy(layers), recipe)
     trained = [_each(model, activations(tokens)).detach() for tokens in TOKENS]
     prepare_for_inference(model)
     with torch.no_grad():

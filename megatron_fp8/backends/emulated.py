@@ -212,8 +212,8 @@ def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) ->
 def quantize_and_multiply(
     x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, b: QuantizedSide, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """``gemm`` of x [..., K], quantised rowwise, and b, with few rows and in one call: [..., N] in x's dtype; None where C
-    does not take them. Nothing else of x is left: no codes, no amax, no count of NaN.
+    """``gemm`` of x [..., K], quantised rowwise, and b, with few rows and in one call: [..., N] in x's dtype; None where
+    C does not take them. Nothing else of x is left: no codes, no amax, no count of NaN.
 
     Args:
         scale: as of ``quantize``.

@@ -109,7 +109,12 @@ def fp8_linear_at_once(
     """
     if not isinstance(weight, Fp8Parameter) or tp.sequence_parallel or x.shape[-1] != weight.shape[1]:
         return None
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.compiler.is_compiling() or is_watched():
+    if (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch.compiler.is_compiling()
+        or is_watched()
+    ):
         return None
     refuse_tracers(site)
     y = site.multiply_at_once(x, weight, bias)

@@ -5,15 +5,14 @@
     logits = decoder(token)                    # then one at a time
 
 ``StaticInferenceContext`` holds keys and values of all layers; attention writes into it and reads from it, keys rotated
-once (layers/rotary.py). It runs on
-the CPU through the engine's patches (``mcore.install()``), FP8 or not. Megatron-Core's other context, for batches that
-change, needs flash attention and a GPU, and is not used.
+once (layers/rotary.py). It runs on the CPU through the engine's patches (``mcore.install()``), FP8 or not.
+Megatron-Core's other context, for batches that change, needs flash attention and a GPU, and is not used.
 
 How decoding differs from one forward over the whole sequence: attention sums the same numbers in another order, in any
 precision. FP8 adds nothing to that where a token's scales are its own (rowwise, blockwise, MXFP8) or known before
 (static, delayed with a history): each linear gives the same bytes for a token alone as among others. With one dynamic
-scale for the whole tensor (tensorwise) a token's codes depend on the tokens it came with, and the logits differ as those
-of two batches do.
+scale for the whole tensor (tensorwise) a token's codes depend on the tokens it came with, and the logits differ as
+those of two batches do.
 """
 
 from __future__ import annotations
@@ -69,7 +68,8 @@ class Decoder:
                 f"tokens {list(tokens.shape)}: {self.batch_size} sequences are needed, and from 1 to"
                 f" {self.max_length - self.length} tokens (the cache holds {self.max_length}, {self.length} are in it)"
             )
-        self.model.eval()
+        if self.model.training or unwrap(self.model).training:
+            self.model.eval()  # it goes through all modules, which takes a tenth of a token of a small model
         positions = torch.arange(
             self.length, self.length + count, device=tokens.device, dtype=torch.int64
         ).expand(batch, -1)

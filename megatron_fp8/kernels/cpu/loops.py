@@ -258,7 +258,8 @@ def inner_loops() -> tuple[int, ...]:
 def inner_loop() -> int | None:
     """The one that products take; None: there is none."""
     found = inner_loops()
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    limit = next((os.environ[name] for name in names if name in os.environ), "").upper()
     if limit in _BELOW_AMX:
         found = tuple(loop for loop in found if loop != AMX)
     return found[0] if found else None

@@ -42,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
             return DeferredTensor(
                 Normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape
             )
-        return (x * rstd).mul_(weight.to(rstd.dtype) + offset).to(x.dtype)
+        return _scaled(x, weight, rstd, offset)
 
     @staticmethod
     @first_derivative_only
@@ -58,6 +58,10 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = normed.mul_(grads[0]).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         return dx, dw, None, None, None
+
+
+def _scaled(x: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tensor:
+    return (x * rstd).mul_(weight.to(rstd.dtype) + offset).to(x.dtype)
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:
@@ -88,6 +92,11 @@ def rms_norm(
     With `deferred` the result is a DeferredTensor: the same bits, computed by whoever reads them. Kernels must run
     on x's device, and x must not be float64.
     """
+    if not (
+        deferred or torch.is_grad_enabled()
+    ):  # autograd's function takes as long as the rest of it for one token
+        x = written(x)
+        return _scaled(x, weight, _rstd(x, eps), float(zero_centered_gamma))
     return _RMSNorm.apply(x, weight, eps, float(zero_centered_gamma), deferred)
 
 
