@@ -189,11 +189,15 @@ INLINE void sum_by_dot(const Product *p, const uint32_t *a, int64_t rows, Decode
     const uint8_t *row[PANEL];
     uint32_t exponents[PANEL][STEPS];
     begin_rows(p, first, row);
-    for (int64_t at = 0; at < p->k; at += 64, a += 32 * rows) {
+    for (int64_t at = 0; at < p->k; at += CHUNK) {
         if (scaled && at % (STEP * STEPS) == 0) read_exponents(p, first, at, exponents);
         for (int64_t half = 0; half < PANEL; half += 16)
-            if (at + 64 <= p->k) add_turned(p, a, rows, row, half, at, d, exponents, scaled, 1, sums);
-            else add_turned(p, a, rows, row, half, at, d, exponents, scaled, 0, sums);
+            for (int64_t column = at; column < least(p->k, at + CHUNK); column += 64) {
+                const uint32_t *pairs = a + column / 2 * rows;
+                if (column + 64 <= p->k)
+                    add_turned(p, pairs, rows, row, half, column, d, exponents, scaled, 1, sums);
+                else add_turned(p, pairs, rows, row, half, column, d, exponents, scaled, 0, sums);
+            }
     }
 }
 
