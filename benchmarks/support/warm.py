@@ -1,4 +1,4 @@
-"""What forked.py imports before it forks: only imports, nothing that starts a thread or installs a hook."""
+"""What forked.py imports and makes before it forks: nothing that starts a thread or installs a hook."""
 
 import atexit
 import gc
@@ -8,7 +8,12 @@ import warnings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of each command and rank, its own imports would warn
     import megatron_fp8.commands.train
-    import megatron_fp8.train.loop  # noqa: F401
+    import megatron_fp8.mcore.spec
+    import megatron_fp8.train.loop
+    import megatron_fp8.train.model  # noqa: F401
+    from megatron_fp8.train.config.run_config import parse
+
+    parse([])  # the parser of options is kept: each command would make it in 0.2 s
 
 
 def _leave() -> None:

@@ -53,6 +53,7 @@ _FREE_FORM = frozenset({"model.fp8_overrides"})  # its keys are the user's
 _FREE_WORDS = 'a mapping, as \'{"*.linear_fc2": "bf16"}\' is, or {} for none'
 _LISTS = frozenset(f"telemetry.{name}" for name in ("sites", "tensors", "statistics", "what_if"))
 _FLAGS = frozenset({"dry_run", "debug"})
+_OWN = ("run_dir", "resume", *sorted(_FLAGS))  # keys outside the sections
 _NOT_IN_FILES = frozenset({"config", "print_config"})
 
 
@@ -116,17 +117,10 @@ def parse(arguments: list[str]) -> RunConfig:
             _check_key(name, "--")
             given[name] = (value, "")
     values = _typed(arguments, given)
-    sections = {name: kind(**values[name]) for name, kind in SECTIONS.items()}
-    run_dir = values["run_dir"]
-    if run_dir is None:
-        run_dir = f"runs/{Path(files[-1]).stem if files else 'train'}"
-    run = RunConfig(
-        **sections,
-        run_dir=run_dir,
-        resume=values["resume"],
-        dry_run=values["dry_run"],
-        debug=values["debug"],
-    )
+    sections = {name: kind(**values.get(name, {})) for name, kind in SECTIONS.items()}
+    own = {name: values[name] for name in _OWN if values.get(name) is not None}
+    own.setdefault("run_dir", f"runs/{Path(files[-1]).stem if files else 'train'}")
+    run = RunConfig(**sections, **own)
     for name in SECTIONS:
         check_rules(name, getattr(run, name))
     check_rules("", run)
@@ -144,9 +138,10 @@ def parse(arguments: list[str]) -> RunConfig:
 
 
 def _typed(arguments: list[str], given: dict[str, tuple[Any, str]]) -> dict[str, Any]:
-    """The values of all keys by section, each of its type; ValueError names the key, what was given and its rule."""
+    """The given values by section, each of its type; ValueError names the key, what was given and its rule."""
     try:
-        parsed = _parser().parse_args(arguments)
+        # Without defaults, which the dataclasses have: to go through all 300 keys takes eight times as long.
+        parsed = _parser().parse_args(arguments, defaults=False)
     except Exception as error:  # whatever the parser, YAML or a type stumbles over is in what was given
         message = " ".join(str(error).split()) or type(error).__name__
         key = next((key for key in _KEY.findall(message) if key in given), None)
