@@ -165,7 +165,7 @@ def loaded_megatron_modules() -> list[Any]:
     return [
         m
         for name, m in list(sys.modules.items())
-        if m is not None and name.split(".")[:2] == ["megatron", "core"]
+        if m is not None and f"{name}.".startswith("megatron.core.")
     ]
 
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+_TABLE = 1 << 10  # tokens of a vocabulary whose pairs are counted in a table: 8 MiB
+_PIECE = 1 << 20  # tokens that are counted at once
+
 
 def bigram_entropy(tokens: np.ndarray) -> float:
     """H(next token | token) in nats, from the counts of neighbouring pairs in `tokens` [n], any integer dtype.
@@ -15,12 +18,27 @@ def bigram_entropy(tokens: np.ndarray) -> float:
     """
     if len(tokens) < 2:
         return 0.0
-    first = tokens[:-1].astype(np.int64)
     width = int(tokens.max()) + 1
-    _, pairs = np.unique(first * width + tokens[1:], return_counts=True)
-    _, singles = np.unique(first, return_counts=True)
+    pairs, singles = (_counted if width <= _TABLE else _sorted)(tokens, width)
     # H(b | a) = H(a, b) - H(a), with p log p summed over counts and the common total factored out.
     return float((_sum_n_log_n(singles) - _sum_n_log_n(pairs)) / (len(tokens) - 1))
+
+
+def _counted(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often each pair, and each token that begins one, occurs: in a table of all pairs, without a sort."""
+    table = np.zeros(width * width, np.int64)
+    for start in range(0, len(tokens) - 1, _PIECE):
+        piece = tokens[start : start + _PIECE + 1].astype(np.int64)
+        table += np.bincount(piece[:-1] * width + piece[1:], minlength=len(table))
+    singles = table.reshape(width, width).sum(1)
+    return table[table > 0], singles[singles > 0]
+
+
+def _sorted(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same for vocabularies whose table would be larger than the data."""
+    first = tokens[:-1].astype(np.int64)
+    _, pairs = np.unique(first * width + tokens[1:], return_counts=True)
+    return pairs, np.unique(first, return_counts=True)[1]
 
 
 def _sum_n_log_n(counts: np.ndarray) -> float:
