@@ -270,7 +270,8 @@ class Fp8Parameter(CodedTensor):
             raise ValueError(
                 f"an FP8 parameter of {codes.numel()} bytes cannot live in {data.dtype} [{data.numel()}]"
             )
-        data = data.detach().view(codes.shape)
+        # .data: views share one version, and a gather into another's slice of the buffer is no change of this weight.
+        data = data.data.view(codes.shape)
         data.copy_(codes)
         self._stored.codes = [data]
         self._stored.view()

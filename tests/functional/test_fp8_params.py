@@ -66,6 +66,7 @@ CASES = {
     "dp1-distributed": (1, Layout(), "tensorwise", {}, DISTRIBUTED),
     "dp2-replicated": (2, Layout(), "delayed", {}, {}),
     "dp2-two-way-unshared": (2, Layout(), "mxfp8", {}, {**DISTRIBUTED, "unshared": True}),
+    "dp2-buckets": (2, Layout(), "delayed", {}, {**OVERLAP, "bucket_size": 10_000}),
     "tp2-sp": (2, Layout(tp=2, sp=True), "delayed", {}, DISTRIBUTED),
     "pp2": (2, Layout(pp=2), "delayed", {}, OVERLAP),
     "vpp-tensorwise": (2, Layout(pp=2, vpp=2), "tensorwise", VPP, OVERLAP),
