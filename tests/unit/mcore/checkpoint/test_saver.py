@@ -318,7 +318,8 @@ def test_tensors_of_an_offloaded_optimizer_are_checked_where_they_are(monkeypatc
     from megatron_fp8.mcore.checkpoint import store as checkpoint_store
 
     def shard(key: str, device: str, value: float) -> Any:
-        data = mock.Mock(wraps=torch.full((4,), value), device=torch.device(device))
+        values = torch.full((4,), value)
+        data = mock.Mock(numel=values.numel, isfinite=values.isfinite, device=torch.device(device))
         data.detach.return_value.sum.side_effect = lambda dtype: (device, torch.tensor(value, dtype=dtype))
         return key, data
 
