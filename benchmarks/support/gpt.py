@@ -155,15 +155,17 @@ def build_chunks(
     chunks = []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None
+        layers = spec(config)
         model = GPTModel(
             config,
-            spec(config),
+            layers,
             vocab_size=vocab,
             max_sequence_length=sequence,
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope" if config.gated_linear_unit else "learned_absolute",
+            mtp_block_spec=_mtp_spec(config, layers, vp_stage),
             vp_stage=vp_stage,
         )
         initialise(model, config, seed)
@@ -176,6 +178,15 @@ def build_chunks(
     for chunk in wrapped:
         chunk.broadcast_params()
     return wrapped
+
+
+def _mtp_spec(config: Any, layers: Any, vp_stage: int | None) -> Any:
+    """Of multi-token prediction, where the config asks for it."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron_fp8.mcore.spec import get_gpt_mtp_block_fp8_spec
+
+    return get_gpt_mtp_block_fp8_spec(config, layers, vp_stage)
 
 
 def build_optimizer(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..numerics.rule import BLOCK_1X128, Rule
 from .model import Chunk, Model
 from .settings import Settings
-from .sites import Plans, side_scales
+from .sites import OUTPUT, Plans, side_scales
 
 Bytes = Counter[str]
 """Kind -> bytes: 'norms', 'linear inputs', 'attention', 'activation function', 'dropout', 'layer inputs', 'routing' (of
@@ -47,7 +47,7 @@ def of_chunk(settings: Settings, chunk: Chunk, plans: Plans, device: Device = GP
         found["dropout"] += _dropout(settings, device)
     if chunk.last:
         found += _norm(settings, tokens // model.token_share)
-        found["ends"] += model.activation_bytes * tokens // model.token_share * model.hidden_size
+        found["ends"] += _input(settings, plans, OUTPUT, None, model.hidden_size, tokens // model.token_share)
         # Of the cross entropy: float32 exponentials, the mask and the ids of the targets.
         found["ends"] += 4 * tokens * (model.padded_vocabulary // tp) + 9 * tokens
     return found
@@ -140,7 +140,7 @@ def _dropout(settings: Settings, device: Device) -> int:
     return device.mask * settings.tokens // model.token_share * model.hidden_size
 
 
-def _input(settings: Settings, plans: Plans, site: str, layer: int, k: int, tokens: int) -> int:
+def _input(settings: Settings, plans: Plans, site: str, layer: int | None, k: int, tokens: int) -> int:
     """wgrad's operand [k, tokens]: codes and scales, or values."""
     rule = kept_rule(settings, plans, site, layer, tokens)
     if rule is None:
@@ -148,19 +148,22 @@ def _input(settings: Settings, plans: Plans, site: str, layer: int, k: int, toke
     return k * tokens + side_scales(rule, k, tokens)
 
 
-def kept_rule(settings: Settings, plans: Plans, site: str, layer: int, tokens: int) -> Rule | None:
+def kept_rule(settings: Settings, plans: Plans, site: str, layer: int | None, tokens: int) -> Rule | None:
     """How a linear's input is quantised that it keeps for wgrad; None where it keeps the values."""
     model = settings.model
     plan = plans.of(site, layer)
     cast = plan.operands["wgrad"]["input"]
     if plan.precision == "bf16" or cast is None:
         return None
-    gathers = (
-        model.sequence_parallel and site.endswith(("linear_qkv", "linear_fc1")) and ".experts." not in site
-    )
+    gathers = model.sequence_parallel and gathers_input(site)
     block = max(cast.rule.granularity.rows, cast.rule.granularity.cols)
     whole = cast.rule.granularity.is_tensor or not cast.rule.granularity.cols or tokens % block == 0
     return cast.rule if whole or not gathers else None
+
+
+def gathers_input(site: str) -> bool:
+    """Whether sequence parallelism gathers this linear's input."""
+    return site.endswith(("linear_qkv", "linear_fc1", OUTPUT)) and ".experts." not in site
 
 
 def _attention(

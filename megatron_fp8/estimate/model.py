@@ -62,6 +62,7 @@ class Model:
     fp8_param: bool = False
     fp8_wgrad: bool = True
     fp8_keep_columnwise: bool = True
+    fp8_output_layer: bool = False
     fp8_backend: str | None = None
     fp8_overrides: Mapping[str, Any] = field(default_factory=dict)
     fp8_options: Mapping[str, Any] = field(default_factory=dict)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .activations import kept_rule
+from .activations import gathers_input, kept_rule
 from .estimate import keeps_both
 from .peaks import Device
 from .settings import Settings
 from .sites import Plans, lives_as_fp8, side_scales, stored_weight
-from .time import GemmTime, Linear, gemm_times, linears
+from .time import GemmTime, Linear, gemm_times, linears, output_linear
 
 
 @dataclass(frozen=True)
@@ -53,38 +53,40 @@ class SitePayoff:
 
 
 def of_sites(settings: Settings, plans: Plans, device: Device, *, gpu: bool = True) -> Iterator[SitePayoff]:
-    """Every site of the model, layer by layer; ``gpu``: bytes as the native backend keeps them."""
-    size = settings.model.activation_bytes
-    for layer in range(settings.model.num_layers):
-        for linear in linears(settings, layer):
-            plan = plans.of(linear.site, layer)
-            gathers = linear.site.endswith(("linear_qkv", "linear_fc1")) and ".experts." not in linear.site
-            rows = linear.tokens // (settings.model.token_share if gathers else 1)
-            values, weight = rows * linear.k * linear.count, linear.n * linear.k * linear.count
-            rule = kept_rule(settings, plans, linear.site, layer, rows)
-            kept = size * values
-            if rule is not None:
-                kept = values + side_scales(rule, linear.k, rows) * linear.count
-            codes = 0
-            if plan.precision == "fp8":
-                lives = lives_as_fp8(settings, plan)
-                twice = not lives and keeps_both(settings, gpu=gpu)
-                codes = stored_weight(plan, linear.n, linear.k, both_contiguous=twice).total * linear.count
-            yield SitePayoff(
-                linear,
-                plan.precision,
-                plan.reason,
-                tuple(gemm_times(settings, linear, plans, device)),
-                kept,
-                size * values,
-                codes + (0 if lives_as_fp8(settings, plan) else size * weight),
-                size * weight,
-            )
+    """Every site of the model, layer by layer, and the output projection where fp8_output_layer makes it one.
+
+    ``gpu``: bytes as the native backend keeps them."""
+    model, size = settings.model, settings.model.activation_bytes
+    sites = [linear for layer in range(model.num_layers) for linear in linears(settings, layer)]
+    if model.fp8_output_layer:
+        sites.append(output_linear(settings))
+    for linear in sites:
+        plan = plans.of(linear.site, linear.layer)
+        rows = linear.tokens // (model.token_share if gathers_input(linear.site) else 1)
+        values, weight = rows * linear.k * linear.count, linear.n * linear.k * linear.count
+        rule = kept_rule(settings, plans, linear.site, linear.layer, rows)
+        kept = size * values
+        if rule is not None:
+            kept = values + side_scales(rule, linear.k, rows) * linear.count
+        codes, lives = 0, lives_as_fp8(settings, plan)
+        if plan.precision == "fp8":
+            twice = not lives and keeps_both(settings, gpu=gpu)
+            codes = stored_weight(plan, linear.n, linear.k, both_contiguous=twice).total * linear.count
+        yield SitePayoff(
+            linear,
+            plan.precision,
+            plan.reason,
+            tuple(gemm_times(settings, linear, plans, device)),
+            kept,
+            size * values,
+            codes + (0 if lives else size * weight),
+            size * weight,
+        )
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Sites of one kind that run alike, in one or more layers."""
+    """Sites of one kind that run alike, in one or more layers; in none the output projection."""
 
     name: str
     layers: tuple[int, ...]
@@ -99,6 +101,6 @@ def grouped(sites: Iterator[SitePayoff]) -> list[Alike]:
         alike = replace(site, linear=replace(site.linear, site=name, layer=0))
         found.setdefault((name, alike), []).append(site)
     return [
-        Alike(name, tuple(site.linear.layer for site in sites), sites[0])
+        Alike(name, tuple(layer for site in sites if (layer := site.linear.layer) is not None), sites[0])
         for (name, _), sites in found.items()
     ]

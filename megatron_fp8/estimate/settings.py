@@ -68,7 +68,7 @@ _MODEL_RULES: dict[str, Rule] = {
             "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "bias_activation_fusion",
             "activation_func_fp8_input_store", "fp8_param", "fp8_wgrad", "fp8_keep_columnwise", "fp16",
             "first_last_layers_bf16", "sequence_parallel", "moe_shared_expert_gate", "distribute_saved_activations",
-            "moe_grouped_gemm",
+            "moe_grouped_gemm", "fp8_output_layer",
             "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
             "share_embeddings_and_output_weights",
         ),

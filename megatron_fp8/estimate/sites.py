@@ -33,6 +33,10 @@ def recipe_of(model: Model) -> Callable[[str | None], Recipe]:
     return cache(lambda name: get_fp8_recipe(fields, name))
 
 
+OUTPUT = "output_layer"
+"""The site of the output projection, which is in no layer."""
+
+
 class Plans:
     """The plans of a model's sites, by name."""
 
@@ -57,7 +61,14 @@ class Plans:
             self._known[name] = self._of(name, layer)
         return self._known[name]
 
+    @property
+    def output(self) -> SitePlan:
+        """What the output projection runs."""
+        return self.of(OUTPUT, None)
+
     def _of(self, name: str, layer: int | None) -> SitePlan:
+        if name == OUTPUT and not self._model.fp8_output_layer:
+            return bf16_site(name, None, "fp8_output_layer is off")
         kept = layer is not None and self._model.in_high_precision(layer)
         if self._model.fp8_overrides:  # which may name a layer
             return self._make(name, layer, kept)
@@ -115,6 +126,8 @@ def travels_in_bf16(model: Model) -> bool:
 def lives_as_fp8(settings: Settings, plan: SitePlan) -> bool:
     """Whether this site's weight is an FP8 parameter."""
     if not (settings.model.fp8 and settings.model.fp8_param) or plan.precision == "bf16":
+        return False
+    if plan.name == OUTPUT:  # tied to the embedding or not
         return False
     rowwise, _ = weight_rules(plan)
     if rowwise is None or plan.operands["fprop"]["weight"] != plan.operands["dgrad"]["weight"]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from .buffers import Buffer, of_chunk_buffers
-from .model import Chunk
+from .model import Chunk, Model
 from .parameters import Parameter
 from .settings import Settings
 from .sites import Plans, lives_as_fp8, shares_gradient_buffer, stored_weight
@@ -59,6 +59,8 @@ def of_stage(
         for buffer in of_chunk_buffers(settings, chunk, plans):
             found += _buffer(settings, buffer, plans, both_contiguous)
             owned = _added(owned, _optimizer(settings, buffer))
+        if chunk.last:
+            found += StateBytes(kept_codes=output_codes(settings.model, plans, both_contiguous))
     masters, moments = max(owned, key=sum) if owned else (0, 0)
     return replace(found, masters=masters, moments=moments)
 
@@ -103,6 +105,20 @@ def kept_codes(settings: Settings, parameter: Parameter, plans: Plans, both_cont
         return 0
     matrix, keeps = _matrix(parameter), settings.model.fp8_keep_columnwise
     return stored_weight(plan, *matrix, both_contiguous=both_contiguous, keeps_columnwise=keeps).total
+
+
+def output_codes(model: Model, plans: Plans, both_contiguous: bool = False) -> int:
+    """Bytes of the codes of the output projection's weight, tied to the embedding or not: it stays BF16."""
+    if plans.output.precision == "bf16":
+        return 0
+    rows = model.padded_vocabulary // model.tensor_model_parallel_size
+    return stored_weight(
+        plans.output,
+        rows,
+        model.hidden_size,
+        both_contiguous=both_contiguous,
+        keeps_columnwise=model.fp8_keep_columnwise,
+    ).total
 
 
 def _optimizer(settings: Settings, buffer: Buffer) -> list[list[int]]:

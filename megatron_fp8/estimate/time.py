@@ -17,7 +17,7 @@ from .model import Chunk, Model
 from .peaks import Device
 from .pipeline import bubble
 from .settings import Settings
-from .sites import Plans, reads, two_rules
+from .sites import OUTPUT, Plans, reads, two_rules
 from .wire import Traffic, of_stage
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
@@ -28,7 +28,7 @@ class Linear:
     """A GEMM site on one rank: y [tokens, n] = x [tokens, k] w^T, ``count`` times in its layer (experts)."""
 
     site: str
-    layer: int
+    layer: int | None
     k: int
     n: int
     tokens: int
@@ -66,6 +66,13 @@ def linears(settings: Settings, layer: int) -> list[Linear]:
     return found
 
 
+def output_linear(settings: Settings) -> Linear:
+    """The output projection, which is in no layer."""
+    model = settings.model
+    rows = model.padded_vocabulary // model.tensor_model_parallel_size
+    return Linear(OUTPUT, None, model.hidden_size, rows, settings.tokens)
+
+
 def attention_flops(settings: Settings) -> int:
     """Of the two products of core attention of a layer, causal, forward, for one microbatch on a rank."""
     model, train = settings.model, settings.train
@@ -73,11 +80,11 @@ def attention_flops(settings: Settings) -> int:
     return 2 * settings.tokens * train.seq_length * width  # 4 s^2, of which half is masked
 
 
-def output_flops(settings: Settings) -> int:
-    """Of the output layer's forward GEMM."""
-    model = settings.model
-    rows = model.padded_vocabulary // model.tensor_model_parallel_size
-    return 2 * settings.tokens * model.hidden_size * rows
+def _output_time(settings: Settings, plans: Plans, device: Device) -> float:
+    """Seconds of the output projection's GEMMs and casts for one microbatch."""
+    linear, gemms = output_linear(settings), plans.output.gemms
+    seconds = sum(linear.flops / (device.fp8 if gemms[gemm] == "fp8" else device.bf16) for gemm in _GEMMS)
+    return seconds + sum(_quantisation(settings, linear, plans).values()) / device.casts
 
 
 def model_flops(settings: Settings) -> int:
@@ -89,7 +96,7 @@ def model_flops(settings: Settings) -> int:
     )
     tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     replicas = settings.data_parallel * settings.microbatches
-    return (layers + 3 * output_flops(settings)) * tp * cp * replicas
+    return (layers + 3 * output_linear(settings).flops) * tp * cp * replicas
 
 
 @dataclass(frozen=True)
@@ -211,7 +218,7 @@ def of_stage_time(
             attention += core * attention_flops(settings) / device.bf16
             elementwise += elementwise_bytes(settings, layer) / device.bandwidth
         if chunk.last:
-            output += 3 * output_flops(settings) / device.bf16
+            output += _output_time(settings, plans, device)
             rows = model.padded_vocabulary // model.tensor_model_parallel_size
             output += (
                 16 * settings.tokens * rows / device.bandwidth

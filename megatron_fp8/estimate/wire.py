@@ -8,7 +8,7 @@ tests/functional/test_estimate.py counts the same in trainings.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..numerics.rule import Granularity, Rule
@@ -19,7 +19,7 @@ from .buffers import Buffer, group_size, is_apart, of_chunk_buffers
 from .model import Chunk, Model
 from .parameters import of_chunk
 from .settings import Settings
-from .sites import Plans, shares_gradient_buffer, side_scales, two_rules, weight_rules
+from .sites import OUTPUT, Plans, shares_gradient_buffer, side_scales, two_rules, weight_rules
 
 Call = Literal["all-gather", "reduce-scatter", "all-reduce", "send", "all-to-all"]
 
@@ -149,6 +149,8 @@ def _iteration(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterato
         plan = plans.of(parameter.site, parameter.layer)
         apart = is_apart(model, parameter)
         slots[apart] = slots.get(apart, 0) + _slots(plan)
+    if any(chunk.last for chunk in chunks):
+        slots[False] = slots.get(False, 0) + _slots(plans.output)
     for apart, count in slots.items():
         ranks = settings.gpus // model.pipeline_model_parallel_size
         if apart:  # the ranks that hold the same experts, or parts of them
@@ -190,7 +192,10 @@ def _microbatch(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traf
         if model.sequence_parallel:
             yield Traffic("embedding", "all-gather", "tensor", tp, whole)
     if chunk.last:
-        if model.sequence_parallel:
+        if plans.output.precision == "fp8":
+            for one in _column(settings, plans, OUTPUT, None):
+                yield replace(one, what="output layer")
+        elif model.sequence_parallel:
             yield Traffic("output layer", "all-gather", "tensor", tp, 2 * whole, 2)
             yield Traffic("output layer", "reduce-scatter", "tensor", tp, whole)
         else:
@@ -252,7 +257,7 @@ def _to_experts(settings: Settings) -> Iterator[Traffic]:
             yield Traffic(f"tokens of cut experts, {when}", second, "expert tensor", etp, back * etp)
 
 
-def _column(settings: Settings, plans: Plans, site: str, layer: int) -> Iterator[Traffic]:
+def _column(settings: Settings, plans: Plans, site: str, layer: int | None) -> Iterator[Traffic]:
     """A linear that is cut by output features: its input is gathered, twice, and its gradient summed."""
     model, tokens = settings.model, settings.tokens
     tp, hidden = model.tensor_model_parallel_size, model.hidden_size

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..linear.share import weight_of
 from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
@@ -50,10 +51,11 @@ def fp8_modules(model: torch.nn.Module) -> list[Any]:
 
 def whole_shape(linear: Any) -> tuple[int, int]:
     """(N, K) of a linear's weight over all tensor-parallel ranks; Megatron-Core's weights say how they are split."""
-    rows, cols = getattr(linear, "matrix", linear.weight).shape
-    if getattr(linear.weight, "tensor_model_parallel", False):
+    weight: Any = weight_of(linear)
+    rows, cols = getattr(linear, "matrix", weight).shape
+    if getattr(weight, "tensor_model_parallel", False):
         size = linear.tp_group.size()
-        return (rows * size, cols) if linear.weight.partition_dim == 0 else (rows, cols * size)
+        return (rows * size, cols) if weight.partition_dim == 0 else (rows, cols * size)
     return rows, cols
 
 
@@ -329,7 +331,7 @@ def calibrate(
         site, shape = linear.fp8_site.plan.name, whole_shape(linear)
         ranges[f"{site}.input"] = _range(_over_ranks(seen[site], group), percentile, shape)
         weight = Seen()
-        weight.add(linear.weight.detach())
+        weight.add(weight_of(linear).detach())
         ranges[f"{site}.weight"] = _range(_over_ranks(weight, group), None, shape)
     method = "max" if percentile is None else f"percentile {percentile:g}"
     return Calibration(ranges, {"method": method, "batches": count})

@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 import torch
 
 from ..backends import emulated
+from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
+from ..plan.site_plan import bf16_site
 from ..recipe import recipe_name
 from ..state.phases import Phases
 from .calibration import Calibration, fp8_modules
@@ -89,11 +91,14 @@ def prepare_for_inference(
     if pad_tokens is not None and pad_tokens < 1:
         raise ValueError(f"pad_tokens={pad_tokens}: give a number of tokens from 1, or None")
     linears = fp8_modules(model)
-    active = [linear for linear in linears if linear.fp8_site.casts["weight"].rowwise is not None]
+    quantised = [linear for linear in linears if linear.fp8_site.casts["weight"].rowwise is not None]
+    active = [linear for linear in quantised if linear.weight is not None]
     if not active:
         raise ValueError(_nothing_to_prepare(linears))
     static = {} if calibration is None else _static_scales(active, calibration)
     report = InferenceReport(total_before=model_bytes(model))
+    for tied in (linear for linear in quantised if linear.weight is None):
+        _keep_in_high_precision(tied)
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if linear not in active]
     counts = Counter(id(linear.weight) for linear in active)
     shared: dict[
@@ -115,6 +120,14 @@ def prepare_for_inference(
     save_in_high_precision(model)
     model.fp8_inference = report  # type: ignore[assignment]
     return model
+
+
+def _keep_in_high_precision(linear: Any) -> None:
+    """Give a linear whose weight is an embedding's, which is looked up in high precision, a site without FP8: there
+    would be no codes to keep, and each call would make them again."""
+    site = linear.fp8_site
+    reason = "its weight is the embedding's, which inference keeps in high precision"
+    linear.bind_fp8_site(GemmSite(bf16_site(site.plan.name, site.plan.layer, reason), site.state, None))
 
 
 def _nothing_to_prepare(linears: list[Any]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -19,3 +22,9 @@ class Share:
     kind: Literal["none", "column", "row"] = "none"
     part: int = 0
     tokens: int = 0
+
+
+def weight_of(linear: Any) -> torch.Tensor:
+    """The weight that a linear's site multiplies by: its own, or the one that it is tied to and given with each call."""
+    weight: torch.Tensor = linear.tied_weight if linear.weight is None else linear.weight
+    return weight

@@ -30,6 +30,7 @@ from ..fp8_utils import get_fp8_recipe
 from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from ..plan.overrides import Override
 from ..recipe import RECIPES
+from .layers.output import Fp8OutputLayer
 from .patches.patching import Patch
 from .runtime import runtime_of, unwrap
 from .sites import fp8_linears, prepare
@@ -54,6 +55,9 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
             site, weight = linear.fp8_site, linear.weight
             quantizer = site.quantizers["weight"]
             if quantizer is None or isinstance(weight, Fp8Parameter):
+                continue
+            if isinstance(linear, Fp8OutputLayer):
+                site.notes.add(_OUTPUT_STAYS_BF16)
                 continue
             if quantizer is not site.casts["weight"].shared:
                 site.notes.add(_TWO_KINDS)
@@ -83,6 +87,8 @@ _STAYS_BF16 = (
     " cast every iteration"
 )
 
+
+_OUTPUT_STAYS_BF16 = "fp8_param: the output layer's weight stays BF16 and is cast every iteration"
 
 _TWO_KINDS = (
     "fp8_param: the weight stays BF16 and is cast every iteration: fprop and dgrad do not share codes"

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..fp8_utils import get_fp8_recipe
-from ..linear.share import Share
+from ..linear.share import Share, weight_of
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver
 from ..plan.notices import say_what_is_lost
@@ -77,7 +77,7 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
     """
     config = linear.config
     te = is_te_linear(linear)
-    plan = resolve(config, name, linear.fp8_layer, linear.weight.device, te=te)
+    plan = resolve(config, name, linear.fp8_layer, weight_of(linear).device, te=te)
     state = state or state_of(config)
     if not matching(name, getattr(config, "fp8_overrides", None) or {}):
         plan = filtered(config, plan, linear)
@@ -117,7 +117,7 @@ def _moved(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePlan:
     if move.to == "bf16" or plan.precision == "bf16":
         return bf16_site(plan.name, plan.layer, reason, "guard")
     wanted = dataclasses.replace(asked(config), overrides={plan.name: move.to})
-    moved = resolver.resolve(wanted, plan.name, plan.layer, linear.weight.device, layers=True)
+    moved = resolver.resolve(wanted, plan.name, plan.layer, weight_of(linear).device, layers=True)
     return dataclasses.replace(moved, reason=reason, cause="guard")
 
 
@@ -230,7 +230,8 @@ def _say_everywhere(refused: ValueError | None) -> None:
 
 
 def count_plain_linear(module: Any, state: Fp8State) -> None:
-    """Count the GEMMs of a linear that is no FP8 site (the output projection) as high-precision ones."""
+    """Count the GEMMs of a linear that is no FP8 site (the output projection, without fp8_output_layer) as
+    high-precision ones."""
 
     def count(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..files.say import say
+from ..linear.share import weight_of
 from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label
@@ -26,9 +27,9 @@ def filtered(config: Any, plan: SitePlan, linear: Any) -> SitePlan:
         return plan
     assert plan.backend is not None and plan.recipe is not None
     table = load_table(path)
-    table.check(device_label(linear.weight.device), plan.backend, plan.recipe)
+    table.check(device_label(weight_of(linear).device), plan.backend, plan.recipe)
     tokens = table.tokens(getattr(config, "fp8_size_filter_tokens", None))
-    n, k = linear.weight.shape
+    n, k = weight_of(linear).shape
     share = ""
     if linear.is_expert:
         tokens, share = expert_tokens(config, tokens), " (an expert's share of the tokens if all get as many)"

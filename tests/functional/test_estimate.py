@@ -26,6 +26,7 @@ TWO = {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": False
 DISTRIBUTED = {"optimizer__use_distributed_optimizer": True}
 PIPELINE = {**ONE, "model__pipeline_model_parallel_size": 2}
 FP8 = {"model__fp8_param": True}
+OUTPUT = {"model__fp8_output_layer": True}
 MOE = {
     "model__num_moe_experts": 4,
     "model__moe_ffn_hidden_size": 256,
@@ -38,6 +39,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "as shipped": (2, TINY, {}),
     "tied, biases": (2, GELU, {}),
     "tied over stages": (4, GELU, {**PIPELINE, **DISTRIBUTED, "model__fp8_format": "blockwise"}),
+    "FP8 output layer": (2, TINY, {**OUTPUT, "model__fp8_format": "mxfp8"}),
+    "FP8 output layer, tied over stages, fp8_param": (
+        4,
+        GELU,
+        {**PIPELINE, **DISTRIBUTED, **FP8, **OUTPUT, "model__fp8_format": "blockwise"},
+    ),
     "tensorwise, fp8_param, sharded": (4, TINY, {**DISTRIBUTED, **FP8}),
     "mxfp8, fp8_param, sharded": (2, TINY, {**ONE, **DISTRIBUTED, **FP8, "model__fp8_format": "mxfp8"}),
     "rowwise, fp8_param, not sharded": (2, TINY, {**TWO, **FP8, "model__fp8_format": "rowwise"}),
@@ -234,6 +241,7 @@ MANY = {
 
 SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "as shipped": (2, TINY, {"train__micro_batch_size": 2}),
+    "FP8 output layer": (1, TINY, {**ONE, **OUTPUT, "model__fp8_format": "blockwise"}),
     "BF16, fused": (1, TINY, {**ONE, "model__fp8": None, "model__bias_activation_fusion": True}),
     "mxfp8, biases, dropout": (1, GELU, {**ONE, "model__fp8_format": "mxfp8", "model__hidden_dropout": 0.1}),
     "rowwise, no wgrad in FP8": (2, GELU, {"model__fp8_format": "rowwise", "model__fp8_wgrad": False}),

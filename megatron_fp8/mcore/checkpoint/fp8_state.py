@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from ...linear.share import weight_of
 from ...numerics.scaling import compute_scale
 from ...params.fp8_parameter import Fp8Parameter
 from ...quantizer import Quantizer
@@ -131,7 +132,7 @@ def warm_from_weights(linears: list[Any], cold: set[str]) -> int:
     for linear in linears:
         quantizer = delayed_quantizers(linear).get("weight")
         if quantizer is not None and quantizer.slot.name in cold and not quantizer.slot.warm:
-            amax = _amax(linear.weight)
+            amax = _amax(weight_of(linear))
             by_arena.setdefault(id(quantizer.slot.arena), []).append((quantizer.slot, amax))
     for found in by_arena.values():
         arena = found[0][0].arena

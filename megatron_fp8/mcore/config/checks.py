@@ -50,6 +50,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
         check_fields(config)
         _check_size_filter(config)
         _check_guard(config)
+        _check_output_layer(config)
         _check_pow2(config)
         _check_margin(config)
         check_te_settings(config)
@@ -160,6 +161,15 @@ def _check_guard(config: TransformerConfig) -> None:
         )
 
 
+def _check_output_layer(config: TransformerConfig) -> None:
+    """Nothing that multiplies the output layer's gradient elsewhere."""
+    if config.fp8_output_layer and config.defer_embedding_wgrad_compute:
+        raise ValueError(
+            "fp8_output_layer=True with defer_embedding_wgrad_compute=True: Megatron-Core computes the deferred gradient"
+            " of the output layer's weight in BF16. Set one of the two to False."
+        )
+
+
 def _check_factory(config: TransformerConfig) -> None:
     path = config.fp8_quantizer_factory
     names_custom = "custom" in (config.fp8_recipe, *config.fp8_overrides.values())
@@ -219,6 +229,7 @@ def _warn_without_effect(config: TransformerConfig) -> None:
             "fp8_stochastic_rounding",
             "fp8_size_filter",
             "fp8_guard",
+            "fp8_output_layer",
             *_PHASES,
         ):
             if is_set(name):

@@ -43,6 +43,10 @@ _OWN_GRAPHS = (
 _SAVE_ON_CPU = (
     "wrap layers in torch.autograd.graph.save_on_cpu(), which keeps FP8 codes as they are, or recompute"
 )
+_ATTENTION_IN_BF16 = (
+    "attention itself runs in BF16, as DeepSeek-V3's does: PyTorch's scaled_dot_product_attention, which it is,"
+    " takes no FP8"
+)
 _LOCAL = "the layers here are Megatron-Core's own with this package's GEMMs"
 
 # Where fields are read, under megatron/core unless it says megatron_fp8.
@@ -156,8 +160,8 @@ FIELDS: dict[str, Field] = {
     "first_last_layers_bf16": works(FLAG, _OURS),
     "num_layers_at_start_in_bf16": works(integer(0, 2**16, "layers"), _OURS),
     "num_layers_at_end_in_bf16": works(integer(0, 2**16, "layers"), _OURS),
-    "fp8_dot_product_attention": refused("attention itself runs in BF16", here=lambda: False),
-    "fp8_multi_head_attention": refused("attention itself runs in BF16", here=lambda: False),
+    "fp8_dot_product_attention": refused(_ATTENTION_IN_BF16, here=lambda: False),
+    "fp8_multi_head_attention": refused(_ATTENTION_IN_BF16, here=lambda: False),
     "tp_only_amax_red": works(FLAG, "megatron_fp8/mcore/installed"),
     # ---- tensor, sequence, context and expert parallelism
     "tensor_model_parallel_size": works(RANKS, "transformer/transformer_config"),
@@ -374,6 +378,7 @@ OWN_RULES: dict[str, Rule] = {
     "fp8_pow2_scales": optional(FLAG),
     "fp8_stochastic_rounding": FLAG,
     "fp8_keep_columnwise": FLAG,
+    "fp8_output_layer": FLAG,
     "fp8_size_filter": optional(text("the path of a table that `megatron-fp8 bench --tune` wrote")),
     "fp8_size_filter_tokens": optional(integer(1, 2**40, "tokens of a microbatch")),
     "fp8_guard": either(FLAG, one_of(*LADDERS)),

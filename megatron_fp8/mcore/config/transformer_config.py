@@ -70,6 +70,10 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """Keep the codes that dgrad reads of a weight, where they are a copy of their own, from the forward to the backward.
     False: each backward makes them again from the weight, the same bits: less memory, one cast more a microbatch."""
 
+    fp8_output_layer: bool = False
+    """The output projection is an FP8 site too, `output_layer`. False: it stays in the model's dtype, as in Megatron-Core
+    and in DeepSeek-V3. first_last_layers_bf16 is about transformer layers, and does not concern it."""
+
     fp8_high_precision_warmup: float = 0.0
     """Fraction of training that runs in BF16 before FP8 starts; delayed scaling's histories are filled meanwhile."""
 

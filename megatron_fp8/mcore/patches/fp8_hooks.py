@@ -19,6 +19,7 @@ def patches() -> list[Patch]:
     from .. import params
     from ..layers import fusion, rotary
     from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
+    from ..layers.output import output_layer_in_fp8
     from ..optimizer import fp8_params as param_optimizer
     from ..optimizer import grad_norm, loss_scaler, models, one_read
     from ..substitute import build_own_modules, final_norm_of_the_layers
@@ -100,6 +101,13 @@ def patches() -> list[Patch]:
             "__init__",
             prepare_at_first_forward,
             "a training loop without Megatron's schedules says nothing before the first forward",
+            wrap=True,
+        ),
+        Patch(
+            f"{core}.models.common.language_module.language_module.LanguageModule",
+            "setup_embeddings_and_output_layer",
+            output_layer_in_fp8,
+            "a model makes its output layer itself, and no spec names it",
             wrap=True,
         ),
         Patch(

@@ -19,6 +19,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp8_size_filter", bool, "its table is of this package's GEMMs"),
     ("fp8_high_precision_warmup", bool, "phases in BF16 are this package's"),
     ("fp8_high_precision_healing", bool, "phases in BF16 are this package's"),
+    ("fp8_output_layer", bool, "the output projection is none of its layers"),
     ("fp8_guard", bool, "it keeps amaxes to itself, which the guard decides by"),
     ("num_moe_experts", bool, "it shares amaxes between ranks that hold different experts"),
 )

@@ -147,8 +147,29 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
         ({"fp8": "hybrid", "fp8_guard": "ladder", "tp_only_amax_red": True}, ["tp_only_amax_red=False"]),
         ({"fp8": "hybrid", "fp8_guard": "blockwise"}, ["fp8_guard='blockwise'", "'ladder'"]),
         ({"fp8": "hybrid", "fp8_guard": True, "fp8_guard_patience": 0}, ["fp8_guard_patience=0"]),
-        ({"fp8": "hybrid", "fp8_dot_product_attention": True}, ["fp8_dot_product_attention=True"]),
+        (
+            {"fp8": "hybrid", "fp8_dot_product_attention": True},
+            ["fp8_dot_product_attention=True", "attention itself runs in BF16", "takes no FP8"],
+        ),
         ({"fp8": "hybrid", "fp8_multi_head_attention": True}, ["fp8_multi_head_attention=True"]),
+        ({"fp8": "hybrid", "fp8_output_layer": "yes"}, ["fp8_output_layer='yes'"]),
+        (
+            {
+                "fp8": "hybrid",
+                "fp8_output_layer": True,
+                "defer_embedding_wgrad_compute": True,
+                "gradient_accumulation_fusion": False,
+                "pipeline_model_parallel_size": 2,
+                "pipeline_dtype": torch.bfloat16,
+                "bf16": True,
+                "params_dtype": torch.bfloat16,
+            },
+            ["fp8_output_layer=True", "defer_embedding_wgrad_compute=True"],
+        ),
+        (
+            {"fp8": "hybrid", "fp8_output_layer": True, "fp8_backend": "transformer_engine"},
+            ["fp8_output_layer=True", "transformer_engine"],
+        ),
         (
             {"fp8": "hybrid", "cuda_graph_impl": "local"},
             ["cuda_graph_impl='local'", "'none'", "CapturedStep"],
@@ -400,12 +421,13 @@ def test_two_interleaved_stages_need_overlapped_messages() -> None:
     "fields, said",
     [
         ({"fp8_guard": True}, "fp8_guard=True has no effect because fp8 is None"),
+        ({"fp8_output_layer": True}, "fp8_output_layer=True has no effect because fp8 is None"),
         (
             {"fp8": "hybrid", "fp8_guard_patience": 7},
             "fp8_guard_patience=7 has no effect with fp8_guard=False",
         ),
     ],
 )
-def test_a_guard_that_guards_nothing_is_said(fields, said):
+def test_what_does_nothing_is_said(fields, said):
     with pytest.warns(UserWarning, match=said):
         TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=2, bf16=True, **fields)

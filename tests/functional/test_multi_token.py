@@ -1,0 +1,69 @@
+"""Multi-token prediction in FP8: its linears are sites by name, on the last stage, dense, and with latent attention and
+grouped experts; the output layer that it shares may be one too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.support.fp8_gpt import MOE, NARROW, training
+from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
+
+ONE, PP = Layout(), Layout(pp=2)
+MTP = {"mtp_num_layers": 1, "fp8_output_layer": True}
+LATENT = {
+    "q_lora_rank": 64, "kv_lora_rank": 96, "qk_head_dim": 32, "qk_pos_emb_head_dim": 32, "v_head_dim": 64,
+    "num_query_groups": None, "qk_layernorm": True, "rope_type": "rope",
+}  # fmt: skip
+LAYER = "mtp.layers.0.transformer_layer."
+
+
+def test_its_linears_are_sites_of_the_last_stage(ranks: RankPool) -> None:
+    """Each multiplies once a microbatch and GEMM, the shared output layer once for each token that is predicted."""
+    fields = {**NARROW, **MTP}
+    first, last = training(ranks, 2, PP, "blockwise", fields, steps=2)
+    counted = {name: n for (name, gemm, runs), n in last.gemms.items() if (gemm, runs) == ("fprop", "fp8")}
+    sites = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    mtp = {"mtp.layers.0.eh_proj": 2} | {f"{LAYER}{site}": 2 for site in sites}
+    assert counted == {f"decoder.layers.1.{site}": 2 for site in sites} | mtp | {"output_layer": 4}
+    assert not any(name.startswith(("mtp", "output_layer")) for name, _, _ in first.gemms)
+    assert (last.counts[-1]["fp8_gemms"], last.counts[-1]["hp_gemms"]) == (3 * (4 * 2 + 5 * 2 + 4), 0)
+    assert {entry["name"] for entry in last.report} >= set(mtp)
+    one = training(ranks, 1, ONE, "blockwise", fields, steps=2)[0]
+    assert last.losses == pytest.approx(one.losses, rel=1e-5)
+
+
+def deepseek(fields: dict[str, Any]) -> dict[str, Any]:
+    """A rank case: latent attention, grouped experts and multi-token prediction on two stages: two steps."""
+    from megatron_fp8.mcore.config.latent import MLATransformerConfig
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.spec import get_gpt_decoder_block_fp8_spec
+    from megatron_fp8.telemetry import Telemetry
+
+    with model_parallel(PP):
+        fp8 = {"fp8": "hybrid", "fp8_format": "blockwise", "moe_grouped_gemm": True}
+        merged = {**NARROW, **LATENT, **MOE, **MTP, **fp8, **fields}
+        config = gpt_config(PP, cls=MLATransformerConfig, **merged)
+        chunks = build_chunks(config, spec=get_gpt_decoder_block_fp8_spec)
+        optimizer = build_optimizer(config, chunks)
+        with Telemetry(chunks) as telemetry:
+            losses = [train_step(config, chunks, optimizer, step)[0] for step in range(2)]
+        return {
+            "losses": losses,
+            "runs": {s["name"]: s["precision"] for s in site_report(chunks) if s["name"].startswith("mtp")},
+            "measured": {r["site"] for r in telemetry.records if r["site"].startswith("mtp")},
+        }
+
+
+def test_with_latent_attention_and_grouped_experts(ranks: RankPool) -> None:
+    overrides = {"mtp.*.eh_proj": "bf16", "mtp.*.linear_kv_up_proj": "mxfp8"}
+    found = ranks(2).run(deepseek, {"fp8_overrides": overrides})[0]
+    downs = ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
+    wanted = {f"{LAYER}self_attention.linear_{part}" for part in downs}
+    wanted |= {f"{LAYER}mlp.experts.local_experts.{i}.linear_fc{j}" for i in range(4) for j in (1, 2)}
+    assert {name for name, runs in found["runs"].items() if runs == "fp8"} == wanted
+    assert found["runs"]["mtp.layers.0.eh_proj"] == "bf16"
+    assert wanted <= found["measured"]
+    assert found["losses"][1] < found["losses"][0]
