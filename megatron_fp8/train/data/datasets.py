@@ -130,7 +130,7 @@ def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
     for prefix in prefixes:
         room = most - sum(map(len, parts))
         parts.append(np.fromfile(prefix + ".bin", dtype=corpus.check_indexed(prefix).dtype, count=room))
-    return bigram_entropy(np.concatenate(parts))
+    return bigram_entropy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 def batches(
