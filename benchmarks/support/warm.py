@@ -4,8 +4,14 @@ import atexit
 import gc
 import os
 import warnings
+from contextlib import nullcontext
 
-with warnings.catch_warnings():
+import torch
+
+from megatron_fp8.mcore.patches.plain_functions import plain_functions
+
+# As mcore.install() does; device_count() asks NVML: CUDA itself, once asked, works in no forked process.
+with warnings.catch_warnings(), nullcontext() if torch.cuda.device_count() else plain_functions():
     warnings.simplefilter("ignore")  # of each command and rank, its own imports would warn
     import megatron_fp8.commands.train
     import megatron_fp8.mcore.spec
