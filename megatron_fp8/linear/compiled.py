@@ -55,8 +55,9 @@ from ..tensor import Operand, QuantizedSide
 from .passes import Call, backward, forward, keeps_codes
 from .registry import site_by_handle
 from .saved_layout import SideLayout
-from .site import GemmSite, was_training
+from .site import GemmSite
 from .tensor_parallel import TensorParallel
+from .weight_again import columnwise_of, stamp_of, was_training
 
 # The first versions of torch that this runs on lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
@@ -156,7 +157,7 @@ def linear(
         found.traced.multiplied_by(weight)
     with nullcontext() if training else found.state.uncounted():
         done = forward(x, weight, bias, call, keeps)
-    stamp = found.weights.stamp(x.device, training=training)
+    stamp = stamp_of(found.weights, x.device, training=training)
     if not keeps:
         return done.y, x.new_empty(0), x.new_empty(0), *stamp
     assert isinstance(done.x, QuantizedSide)
@@ -243,7 +244,7 @@ def linear_backward(
         saved_x = kept[0].reshape(-1, kept[0].shape[-1]).t()
     elif kept:
         saved_x = SideLayout.parse(layout).put_together(*kept)
-    saved_w = found.weights.columnwise(weight, stamp, weight_scale) if needs_dgrad else None
+    saved_w = columnwise_of(found.weights, weight, stamp, weight_scale) if needs_dgrad else None
     parameter, needs = found.traced.parameter(weight), (needs_dgrad, needs_wgrad)
     done = backward(dy, saved_x, saved_w, parameter, call, needs, bias_dtype)
     empty = dy.new_empty(0)

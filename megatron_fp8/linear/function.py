@@ -32,6 +32,7 @@ from .noted import NotedSite
 from .passes import Call, added_to_main_grad, backward, bias_gradient, forward, main_grad_of
 from .site import GemmSite
 from .tensor_parallel import ALONE, TensorParallel
+from .weight_again import columnwise_of, stamp_of
 
 
 def fp8_linear(
@@ -279,7 +280,7 @@ def _forward(
     sides = done.x if needs_wgrad else None, done.weight.columnwise if needs_dgrad else None
     kept_x, kept_w = Kept.of(sides[0]), Kept.of(sides[1])
     if again:
-        kept_w = Kept((weight, *call.site.weights.stamp(x.device, training=call.training)), AGAIN)
+        kept_w = Kept((weight, *stamp_of(call.site.weights, x.device, training=call.training)), AGAIN)
     if not call.site.state.keeps_weights:
         call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
     told = _Told(x.shape, None if bias is None else bias.dtype, (kept_x.spec, kept_w.spec))
@@ -320,7 +321,7 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     with without_autocast(grad_output.device):  # backward() may be called inside it
         saved_x, saved_w = (None if spec == AGAIN else Kept.restore(spec, queue) for spec in specs)
         if specs[1] == AGAIN:
-            saved_w = call.site.weights.columnwise(*queue)
+            saved_w = columnwise_of(call.site.weights, *queue)
         done = backward(
             grad_output,
             saved_x,

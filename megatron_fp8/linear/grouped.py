@@ -40,6 +40,7 @@ from .passes import (
 )
 from .site import GemmSite
 from .tensor_parallel import TensorParallel
+from .weight_again import columnwise_of, stamp_of
 
 _ALONE = TensorParallel()
 
@@ -166,7 +167,7 @@ def _forward(
         coded.append(sides.rowwise)
         kept_x.append(Kept.of(saved))
         if needs_dgrad and sides.columnwise is None:
-            stamp = site.weights.stamp(x.device, training=call.training)
+            stamp = stamp_of(site.weights, x.device, training=call.training)
             kept_w.append(Kept((weight, *stamp), AGAIN))
         else:
             kept_w.append(Kept.of(sides.columnwise if needs_dgrad else None))
@@ -269,7 +270,7 @@ def _restored(ctx: Any) -> list[Operand | None]:
     for i, (count, spec) in enumerate(ctx.kept):
         these, tensors = tensors[:count], tensors[count:]
         if spec == AGAIN:
-            found.append(ctx.group.calls[i - len(ctx.group.calls)].site.weights.columnwise(*these))
+            found.append(columnwise_of(ctx.group.calls[i - len(ctx.group.calls)].site.weights, *these))
         else:
             found.append(Kept.restore(spec, these))
     return found

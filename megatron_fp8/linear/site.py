@@ -272,15 +272,6 @@ def _plain(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
 
 # ---------------------------------------------------------------------------------------------------------- the weight
 
-_DELAYED, _EVALUATED = 1, 2
-"""Flags of a forward's stamp. Rejected: an argument more of the backward's operator, which graphs that torch.compile
-has kept on the disk since an earlier version of this package would not give."""
-
-
-def was_training(stamp: torch.Tensor) -> bool:
-    """Whether the forward that made this stamp was one of training."""
-    return not int(stamp[1]) & _EVALUATED
-
 
 class Kept:
     """A quantised weight, of what memory in which state it is, and the delayed scale that was used, if one was.
@@ -333,12 +324,13 @@ class WeightCache:
         state: of the model: which iteration it is, and whether weights may be kept.
 
     Attributes:
-        casts: the role's.
+        casts, state: as given.
+        held: what is kept.
     """
 
     def __init__(self, casts: Casts, state: Fp8State):
-        self.casts, self._state = casts, state
-        self._kept: Kept | None = None
+        self.casts, self.state = casts, state
+        self.held: Kept | None = None
         self._memory: StorageWeakRef | None = None  # of what is kept, so that no other memory gets its number
         self._observed = -1  # the iteration in which the weight was recorded without a cast
         shared = casts.shared
@@ -355,12 +347,12 @@ class WeightCache:
     @property
     def _makes_again(self) -> bool:
         """Whether the columnwise side is made in each backward and not kept from the forward."""
-        return self._may_make_again and not self._state.keeps_columnwise
+        return self._may_make_again and not self.state.keeps_columnwise
 
     @property
     def kept(self) -> Float8Tensor | None:
         """The quantised weight that is held now."""
-        return None if self._kept is None else self._kept.quantized
+        return None if self.held is None else self.held.quantized
 
     def quantized(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Sides:
         """The weight [N, K], and [K, N] columnwise: each quantised, or as it is where the plan has high precision.
@@ -379,7 +371,7 @@ class WeightCache:
             )
             if record and self._first_this_iteration():
                 weight.record()
-                if (observer := self._state.observer) is not None:
+                if (observer := self.state.observer) is not None:
                     observer.stored(weight.quantizer.slot.name, weight)
             return Sides(weight.quantized.rowwise, weight.quantized.columnwise)
         if self.casts.rowwise is self.casts.columnwise is None:
@@ -398,9 +390,9 @@ class WeightCache:
 
     def serving(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Kept | None:
         """What was kept, if it is of the weight as it is now and may serve; arguments as those of ``quantized``."""
-        kept = self._kept
+        kept = self.held
         # Of a weight without a version nobody would notice that it was written.
-        if kept is None or fresh or not self._state.keeps_weights or weight.is_inference():
+        if kept is None or fresh or not self.state.keeps_weights or weight.is_inference():
             return None
         return kept if kept.serves(self.version(weight), record) else None
 
@@ -408,7 +400,7 @@ class WeightCache:
         """Keep what was just made of the weight."""
         if self._memory is None or self._memory.cdata != _storage_number(weight):
             self._memory = StorageWeakRef(weight.untyped_storage())
-        self._kept = kept
+        self.held = kept
         return kept
 
     def observe(self, weight: torch.Tensor) -> None:
@@ -416,50 +408,12 @@ class WeightCache:
         if self._first_this_iteration():
             self.casts.observe(weight)
 
-    def stamp(self, device: torch.device, *, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """What backward needs to know of a forward that has just quantised the weight, as tensors that a graph can
-        save.
-
-        (int64 [2] on the CPU: the weight_generation, and flags: a delayed scale was used, it was in evaluation; float32
-        []: that scale, or 1.)
-        """
-        scale = None if self._kept is None else self._kept.scale
-        stamp = torch.tensor(
-            [self._state.weight_generation, _DELAYED * (scale is not None) + _EVALUATED * (not training)],
-            dtype=torch.int64,
-            device="cpu",
-        )
-        used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
-        return stamp, used
-
-    def columnwise(self, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor) -> Operand:
-        """dgrad's operand [K, N] of the weight [N, K] that backward hands back.
-
-        It is what forward made of the weight, if that is still here. Else it is made again, with the same bits: the
-        state keeps no columnwise sides, ``fp8_step`` or another forward came in between, or offloading brought the weight
-        back as another tensor.
-
-        Args:
-            stamp, scale: the forward's.
-        """
-        quantizer = self.casts.columnwise
-        if quantizer is None:
-            return weight.t()
-        weight_generation, flags = stamp.tolist()
-        kept, side = self._kept, None
-        if kept is not None and kept.serves(self.version(weight, weight_generation), False):
-            side = kept.quantized.columnwise
-        if side is None:
-            side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
-        assert side is not None
-        return side
-
     def forget(self) -> None:
         """Drop what is kept: another weight took this one's place, or the next call will quantise anyway."""
-        self._kept = None
+        self.held = None
 
     def _first_this_iteration(self) -> bool:
-        first, self._observed = self._observed != self._state.iteration, self._state.iteration
+        first, self._observed = self._observed != self.state.iteration, self.state.iteration
         return first
 
     def version(self, weight: torch.Tensor, weight_generation: int | None = None) -> tuple[Any, ...]:
@@ -469,8 +423,8 @@ class WeightCache:
         its address freed memory gives to another. Codes made in the capture of a CUDA graph exist at its replay only, so
         they are another version.
         """
-        generation = self._state.weight_generation if weight_generation is None else weight_generation
-        captured = self._state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        generation = self.state.weight_generation if weight_generation is None else weight_generation
+        captured = self.state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         version = 0 if weight.is_inference() else weight._version
         lies = weight.dtype, weight.shape, weight.stride(), weight.storage_offset()
         return generation, _storage_number(weight), *lies, version, captured

@@ -10,6 +10,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.site import GemmSite, WeightCache
+from megatron_fp8.linear.weight_again import columnwise_of, stamp_of
 from megatron_fp8.plan.site_plan import bf16_site, fp8_site
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
@@ -137,10 +138,10 @@ def test_backward_gets_the_forwards_codes_also_from_a_copy_and_after_an_update(n
     for _ in range(2):  # the second has a delayed scale
         forward = cache.quantized(w, fresh=False, record=True)
         expected = forward.columnwise
-        stamp, scale = cache.stamp(w.device, training=True)
-        kept = cache.columnwise(w, stamp, scale)
+        stamp, scale = stamp_of(cache, w.device, training=True)
+        kept = columnwise_of(cache, w, stamp, scale)
         state.finish_iteration()
-        for found in (kept, cache.columnwise(w.clone(), stamp, scale)):
+        for found in (kept, columnwise_of(cache, w.clone(), stamp, scale)):
             if isinstance(found, torch.Tensor):
                 assert_same_bytes(found, expected)
             else:

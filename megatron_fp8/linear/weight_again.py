@@ -1,0 +1,64 @@
+"""dgrad's side of a weight that backward makes again: what it has to know of the forward, and how.
+
+A forward that keeps no columnwise side, or whose side somebody else may replace before the backward runs (compiled
+code, offloading, another forward), saves a stamp: which state of the weight it quantised, and by which delayed scale.
+Rejected: an argument more of the backward's operator, which graphs that torch.compile has kept on the disk since an
+earlier version of this package would not give.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..tensor import Operand
+from .site import WeightCache
+
+_DELAYED, _EVALUATED = 1, 2  # a stamp's flags
+
+
+def stamp_of(
+    weights: WeightCache, device: torch.device, *, training: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What backward needs to know of a forward that has just quantised the weight, as tensors that a graph can save.
+
+    (int64 [2] on the CPU: the weight_generation, and flags: a delayed scale was used, it was in evaluation; float32 []:
+    that scale, or 1.)
+    """
+    scale = None if weights.held is None else weights.held.scale
+    stamp = torch.tensor(
+        [weights.state.weight_generation, _DELAYED * (scale is not None) + _EVALUATED * (not training)],
+        dtype=torch.int64,
+        device="cpu",
+    )
+    used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
+    return stamp, used
+
+
+def was_training(stamp: torch.Tensor) -> bool:
+    """Whether the forward that made this stamp was one of training."""
+    return not int(stamp[1]) & _EVALUATED
+
+
+def columnwise_of(
+    weights: WeightCache, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor
+) -> Operand:
+    """dgrad's operand [K, N] of the weight [N, K] that backward hands back.
+
+    It is what forward made of the weight, if that is still here. Else it is made again, with the same bits: the state
+    keeps no columnwise sides, ``fp8_step`` or another forward came in between, or offloading brought the weight back
+    as another tensor.
+
+    Args:
+        stamp, scale: the forward's.
+    """
+    quantizer = weights.casts.columnwise
+    if quantizer is None:
+        return weight.t()
+    weight_generation, flags = stamp.tolist()
+    kept, side = weights.held, None
+    if kept is not None and kept.serves(weights.version(weight, weight_generation), False):
+        side = kept.quantized.columnwise
+    if side is None:
+        side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
+    assert side is not None
+    return side
