@@ -132,10 +132,11 @@ def sums_of(variant: Mapping[str, torch.Tensor], reference: Mapping[str, torch.T
     names = list(dict.fromkeys([*reference, *variant]))
     rows = []
     for name in names:
-        either = variant.get(name, reference.get(name))
+        v, r = variant.get(name), reference.get(name)
+        either = r if v is None else v
         assert either is not None
-        v = variant.get(name, torch.zeros_like(either)).to(torch.float32)
-        r = reference.get(name, torch.zeros_like(either)).to(torch.float32)
+        v = (torch.zeros_like(either) if v is None else v).to(torch.float32)
+        r = (torch.zeros_like(either) if r is None else r).to(torch.float32)
         rows.append(torch.stack([_square(v - r), _square(r), _square(v), (v * r).sum(dtype=torch.float64)]))
     values = torch.stack(rows).tolist() if rows else []
     return {name: tuple(row) for name, row in zip(names, values, strict=True)}
