@@ -97,7 +97,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    classifiers=["Programming Language :: Python :: 3.11", "Typing :: Typed"],  # what the suite ran with
+    classifiers=[
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),  # what tests ran with
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
     package_data={
         PACKAGE: ["py.typed"],
