@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.mcore.patches import cpu_stubs
+from tests.support.as_if_compiled import as_if_compiled
 
 
 def test_names_cuda() -> None:
@@ -166,7 +167,7 @@ def compiled_functions() -> tuple[list[str], bool]:
     """Which of Megatron-Core's functions would compile when called; is torch.compile still itself?"""
     from megatron_fp8.mcore.patches.patching import loaded_megatron_modules
 
-    with model_parallel():
+    with as_if_compiled("megatron.core.fusions.fused_bias_swiglu", "swiglu"), model_parallel():
         from megatron.core.jit import jit_fuser
 
         names = []
