@@ -161,6 +161,7 @@ def in_their_folders(folders: list[str]) -> tuple[str, str]:
     finally:
         from megatron_fp8.train.launch.parallel import _held
 
+        dist.barrier()  # as ranks that part do: a folder goes when each rank has taken its file out of it
         _held.close()
 
 
