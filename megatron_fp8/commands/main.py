@@ -25,7 +25,7 @@ FP8 training for Megatron-Core models.
   calibrate  measure a trained model's activations, for static scales
   generate   continue a prompt
   export     write a checkpoint for transformers and vLLM
-  import     make a run of a Llama, Qwen2 or Qwen3 directory
+  import     make a run of a Llama, Qwen, Mixtral or DeepSeek-V3 directory
   formats    the numbers behind FP8: values, range, error, scaling
   bench      time FP8 against BF16 here; --tune finds GEMMs for which FP8 pays
   estimate   what a run will need, before it is built

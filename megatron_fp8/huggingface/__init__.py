@@ -2,6 +2,8 @@
 
 architectures   what the models are called, and which tensor is which: data
 config          config.json <-> the run config's model section
+mixture, latent, rotary
+                its parts for experts, latent attention and positions
 layout          Megatron-Core's fused matrices <-> the parts they are made of
 formats         FP8 weights as compressed-tensors and as DeepSeek's 128x128 blocks write them
 directory       sharded safetensors, read and written

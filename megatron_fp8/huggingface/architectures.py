@@ -1,13 +1,24 @@
 """Which models are known, and which tensor of Hugging Face's is which of Megatron-Core's. Data; nothing is computed here.
 
-The families are one model with options: RMSNorm before attention and MLP, rotary positions, grouped queries, SwiGLU.
-Qwen2 adds a bias to the query, key and value projections, Qwen3 a norm over each head's query and key.
+The families are one model with options: RMSNorm before attention and MLP, rotary positions, SwiGLU. Attention has
+grouped queries: Qwen2 adds a bias to the query, key and value projections, Qwen3 a norm over each head's query and key;
+or, in DeepSeek-V3, latents. Mixtral, Qwen3-MoE and DeepSeek-V3 have experts in the MLP's place, in all layers or some;
+DeepSeek-V3 also experts that see every token, and layers that predict further tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How a family calls its experts: the module in a layer, and each expert's gate, up and down projection."""
+
+    block: str
+    projections: tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,9 @@ class Architecture:
         qkv_bias: the query, key and value projections have a bias.
         qk_norm: queries and keys are normalised, head by head.
         head_dim: of a config.json that does not give it; None: hidden size / heads.
+        rope_theta, rms_norm_eps: of a config.json that does not give them.
+        experts: the names of its experts; None: it is dense.
+        latent: attention has latents of queries, keys and values.
     """
 
     name: str
@@ -27,7 +41,13 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    experts: ExpertNames | None = None
+    latent: bool = False
 
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
 
 ARCHITECTURES = {
     architecture.name: architecture
@@ -35,6 +55,15 @@ ARCHITECTURES = {
         Architecture("LlamaForCausalLM", "llama"),
         Architecture("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
         Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, head_dim=128),
+        Architecture(
+            "MixtralForCausalLM",
+            "mixtral",
+            rope_theta=1e6,
+            rms_norm_eps=1e-5,
+            experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+        ),
+        Architecture("Qwen3MoeForCausalLM", "qwen3_moe", qk_norm=True, experts=ExpertNames("mlp", _GATED)),
+        Architecture("DeepseekV3ForCausalLM", "deepseek_v3", latent=True, experts=ExpertNames("mlp", _GATED)),
     )
 }
 
@@ -46,77 +75,197 @@ class Entry:
     Attributes:
         megatron: its name; of a layer's tensor without `decoder.layers.N.`.
         parts: Hugging Face's names, in the order in which they are fused; of a layer's without `model.layers.N.`.
-        qkv: queries, keys and values of each group of heads lie together (layout.py).
+        shape: names of its sizes (shapes.py); of the rows of queries, keys and values together, `qkv`.
         vocabulary: its rows are padded.
+        copy: the directory holds the tensor a second time, under this name.
+        as_stored: its dtype is its own, whatever the model computes in.
+        site: the linear whose weight it is, or a part of it; None: it is no linear's, or of one that is never FP8.
     """
 
     megatron: str
     parts: tuple[str, ...]
-    qkv: bool = False
+    shape: tuple[str, ...]
     vocabulary: bool = False
+    copy: bool = False
+    site: str | None = None
+    as_stored: bool = False
 
+    @property
+    def qkv(self) -> bool:
+        """Queries, keys and values of each group of heads lie together (layout.py)."""
+        return self.shape[0] == "qkv"
+
+    @property
+    def turned(self) -> bool:
+        """The last rows of each head make what rotary positions turn, in latent attention."""
+        return self.shape[0] in ("queries", "kv_rank_and_rope")
+
+
+def _weight(site: str, part: str, rows: str, cols: str, half: str = "") -> Entry:
+    """The weight of a linear. A checkpoint keeps the halves of a gated MLP's first projection apart: _w is the gate's."""
+    return Entry(f"{site}.weight{half}", (f"{part}.weight",), (rows, cols), site=site)
+
+
+def _norm(megatron: str, part: str, size: str = "hidden") -> Entry:
+    return Entry(megatron, (f"{part}.weight",), (size,))
+
+
+def _gated(ours: str, theirs: str, names: tuple[str, str, str], size: str) -> tuple[Entry, ...]:
+    """A gated MLP of `size` channels."""
+    gate, up, down = (f"{theirs}.{name}" for name in names)
+    return (
+        _weight(f"{ours}.linear_fc1", gate, size, "hidden", "_w"),
+        _weight(f"{ours}.linear_fc1", up, size, "hidden", "_v"),
+        _weight(f"{ours}.linear_fc2", down, "hidden", size),
+    )
+
+
+EMBEDDING = Entry(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ("vocab", "hidden"), vocabulary=True
+)
+FINAL_NORM = _norm("decoder.final_layernorm.weight", "model.norm")
+HEAD = Entry("output_layer.weight", ("lm_head.weight",), ("vocab", "hidden"), vocabulary=True)
 
 _QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
-
-EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary=True)
-FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",))
-HEAD = Entry("output_layer.weight", ("lm_head.weight",), vocabulary=True)
-
-_LAYER = (
-    # Megatron-Core stores a norm under the name of the linear that follows, as if it were fused into it.
-    Entry("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
-    Entry("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in _QKV), qkv=True),
-    Entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
-    Entry("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
-    # A checkpoint keeps the halves of the gated MLP's fused first projection apart: _w is the gate's.
-    Entry("mlp.linear_fc1.weight_w", ("mlp.gate_proj.weight",)),
-    Entry("mlp.linear_fc1.weight_v", ("mlp.up_proj.weight",)),
-    Entry("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+_HEADS = (
+    Entry(
+        "self_attention.linear_qkv.weight",
+        tuple(f"{name}.weight" for name in _QKV),
+        ("qkv", "hidden"),
+        site="self_attention.linear_qkv",
+    ),
+    _weight("self_attention.linear_proj", "self_attn.o_proj", "hidden", "heads"),
 )
-_QKV_BIAS = Entry("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), qkv=True)
+_QKV_BIAS = Entry("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), ("qkv",))
 _QK_NORM = tuple(
-    Entry(f"self_attention.{part}_layernorm.weight", (f"self_attn.{part}_norm.weight",)) for part in "qk"
+    _norm(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm", "head_dim") for part in "qk"
 )
 
-GEMMS = {
-    "self_attention.linear_qkv": _QKV,
-    "self_attention.linear_proj": ("self_attn.o_proj",),
-    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.linear_fc2": ("mlp.down_proj",),
-}
-"""The linears of a layer: Megatron-Core's, and the ones of Hugging Face's that it multiplies at once."""
+# Latent attention: queries from a latent of their own, or from the hidden state.
+_QUERY_LATENT = (
+    _weight("self_attention.linear_q_down_proj", "self_attn.q_a_proj", "q_rank", "hidden"),
+    _norm("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm", "q_rank"),
+    _weight("self_attention.linear_q_up_proj", "self_attn.q_b_proj", "queries", "q_rank"),
+)
+_QUERY = (_weight("self_attention.linear_q_proj", "self_attn.q_proj", "queries", "hidden"),)
+_LATENT = (
+    _weight(
+        "self_attention.linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa", "kv_rank_and_rope", "hidden"
+    ),
+    _norm("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm", "kv_rank"),
+    _weight("self_attention.linear_kv_up_proj", "self_attn.kv_b_proj", "keys_and_values", "kv_rank"),
+    _weight("self_attention.linear_proj", "self_attn.o_proj", "hidden", "values"),
+)
+
+# Multi-token prediction's layer, beside the decoder layer in it.
+_NEXT_TOKEN = (
+    _norm("enorm.weight", "enorm"),
+    _norm("hnorm.weight", "hnorm"),
+    # DeepSeek's own directories, and the engines that read them, have it in high precision.
+    Entry("eh_proj.weight", ("eh_proj.weight",), ("hidden", "two_hidden")),
+    _norm("final_layernorm.weight", "shared_head.norm"),
+)
 
 
-def entries(architecture: Architecture, layers: int, tied: bool) -> Iterator[Entry]:
+# ------------------------------------------------------------------------------------------------------ a whole model
+
+
+def entries(architecture: Architecture, section: dict[str, Any]) -> Iterator[Entry]:
     """Every tensor of a model, with full names, in the order of the forward pass.
 
     Args:
-        layers: number of layers.
-        tied: the output layer is the embedding.
+        section: the model section of a run (config.py).
     """
     yield EMBEDDING
-    of_layer = [*_LAYER]
-    if architecture.qkv_bias:
-        of_layer.append(_QKV_BIAS)
-    if architecture.qk_norm:
-        of_layer += _QK_NORM
-    for number in range(layers):
-        for entry in of_layer:
-            yield Entry(
-                f"decoder.layers.{number}.{entry.megatron}",
-                tuple(f"model.layers.{number}.{part}" for part in entry.parts),
-                entry.qkv,
-                entry.vocabulary,
-            )
+    layers = section["num_layers"]
+    for number, has_experts in enumerate(layers_of_experts(section)):
+        of_layer = _layer(architecture, section, has_experts)
+        yield from _placed(of_layer, f"decoder.layers.{number}.", f"model.layers.{number}.")
     yield FINAL_NORM
-    if not tied:
+    if not section.get("share_embeddings_and_output_weights"):
         yield HEAD
+    for number in range(section.get("mtp_num_layers") or 0):
+        theirs = f"model.layers.{layers + number}."
+        yield replace(EMBEDDING, parts=(f"{theirs}embed_tokens.weight",), copy=True)
+        yield from _placed(_NEXT_TOKEN, f"mtp.layers.{number}.", theirs)
+        of_layer = _layer(architecture, section, layers_of_experts(section)[-1])
+        yield from _placed(of_layer, f"mtp.layers.{number}.transformer_layer.", theirs)
+        head = EMBEDDING if section.get("share_embeddings_and_output_weights") else HEAD
+        yield replace(head, parts=(f"{theirs}shared_head.head.weight",), copy=True)
 
 
-def gemms(layers: int) -> dict[str, tuple[str, ...]]:
-    """Megatron-Core's name of every linear in the layers, and Hugging Face's names of its parts."""
-    return {
-        f"decoder.layers.{number}.{name}": tuple(f"model.layers.{number}.{part}" for part in parts)
-        for number in range(layers)
-        for name, parts in GEMMS.items()
-    }
+def gemms(listed: list[Entry]) -> dict[str, tuple[str, ...]]:
+    """Megatron-Core's name of every linear in the layers, and the ones of Hugging Face's that it multiplies at once."""
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in listed:
+        if entry.site is not None:
+            names = tuple(part.removesuffix(".weight") for part in entry.parts)
+            found[entry.site] = found.get(entry.site, ()) + names
+    return found
+
+
+def never_fp8(listed: list[Entry]) -> list[str]:
+    """Hugging Face's names of the linears in the layers that no format quantises: routers, and eh_proj."""
+    matrices = [
+        entry for entry in listed if len(entry.shape) == 2 and not entry.vocabulary and entry.site is None
+    ]
+    return [part.removesuffix(".weight") for entry in matrices for part in entry.parts]
+
+
+def layers_of_experts(section: dict[str, Any]) -> list[bool]:
+    """For each layer, whether it has experts: Megatron-Core's moe_layer_freq, a list or the distance of such layers."""
+    layers, frequency = section["num_layers"], section.get("moe_layer_freq") or 1
+    if not section.get("num_moe_experts"):
+        return [False] * layers
+    if isinstance(frequency, int):
+        return [number % frequency == 0 for number in range(layers)]
+    return [bool(each) for each in frequency]
+
+
+def _layer(architecture: Architecture, section: dict[str, Any], has_experts: bool) -> list[Entry]:
+    """The tensors of a layer."""
+    if architecture.latent:
+        attention = [*(_QUERY_LATENT if section.get("q_lora_rank") else _QUERY), *_LATENT]
+        norms = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+    else:
+        attention = [
+            *_HEADS,
+            *([_QKV_BIAS] if architecture.qkv_bias else ()),
+            *(_QK_NORM if architecture.qk_norm else ()),
+        ]
+        # Megatron-Core stores these norms under the name of the linear that follows, as if fused into it.
+        norms = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
+    return [
+        _norm(norms[0], "input_layernorm"),
+        *attention,
+        _norm(norms[1], "post_attention_layernorm"),
+        *(_experts(architecture, section) if has_experts else _gated("mlp", "mlp", _GATED, "ffn")),
+    ]
+
+
+def _experts(architecture: Architecture, section: dict[str, Any]) -> Iterator[Entry]:
+    """Router, experts and the expert that sees every token. A site is numbered as on one rank that has all experts."""
+    assert architecture.experts is not None
+    block, names = architecture.experts.block, architecture.experts.projections
+    yield Entry("mlp.router.weight", (f"{block}.gate.weight",), ("experts", "hidden"))
+    if section.get("moe_router_enable_expert_bias"):
+        yield Entry(
+            "mlp.router.expert_bias", (f"{block}.gate.e_score_correction_bias",), ("experts",), as_stored=True
+        )
+    for number in range(section["num_moe_experts"]):
+        for entry in _gated(f"mlp.experts.experts.{number}", f"{block}.experts.{number}", names, "moe_ffn"):
+            assert entry.site is not None
+            yield replace(entry, site=entry.site.replace(".experts.experts.", ".experts.local_experts."))
+    if section.get("moe_shared_expert_intermediate_size"):
+        yield from _gated("mlp.shared_experts", f"{block}.shared_experts", names, "shared_ffn")
+
+
+def _placed(of_layer: list[Entry] | tuple[Entry, ...], ours: str, theirs: str) -> Iterator[Entry]:
+    """A layer's tensors with full names."""
+    for entry in of_layer:
+        yield replace(
+            entry,
+            megatron=ours + entry.megatron,
+            parts=tuple(theirs + part for part in entry.parts),
+            site=entry.site and ours + entry.site,
+        )

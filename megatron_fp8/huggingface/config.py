@@ -1,7 +1,8 @@
 """config.json and the model section of a run's config, each from the other.
 
 Both directions refuse what the other side cannot say, by the name and value of the field: a model that is exported or
-imported computes the same function, or it is not exported or imported.
+imported computes the same function, or it is not exported or imported. Experts, latent attention and rotary positions
+have files of their own (mixture.py, latent.py, rotary.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from typing import Any
 
 from .architectures import ARCHITECTURES, Architecture
 from .config_types import check_types
+from .latent import check_latent, latent_config, latent_section
 from .layout import Heads
+from .mixture import check_experts, experts_config, experts_section
+from .rotary import rotary_config, rotary_section
 
 VOCABULARY_MULTIPLE = 128
 """Rows of an imported vocabulary are padded to a multiple of this, which most tensor-parallel sizes divide."""
@@ -22,12 +26,11 @@ _SAME = {
     "num_attention_heads": "num_attention_heads",
     "intermediate_size": "ffn_hidden_size",
     "vocab_size": "vocab_size",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
     "rms_norm_eps": "layernorm_epsilon",
     "tie_word_embeddings": "share_embeddings_and_output_weights",
 }
 _REQUIRED = tuple(_SAME)[:5]
+_SAME_OF_HEADS = {"num_key_value_heads": "num_query_groups", "head_dim": "kv_channels"}
 
 # Fields of config.json that change what is computed, and the only value that is known here.
 _CONFIG_MUST_BE: dict[str, Any] = {
@@ -44,6 +47,12 @@ _CONFIG_MUST_BE: dict[str, Any] = {
     "dual_chunk_attention_config": None,
     "auto_map": None,  # code of the directory's own, which nobody here has read
 }
+# DeepSeek's directories bring the code that transformers has taken over.
+_KNOWN_CODE = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+}
 
 # Fields of a model section, and the only values that the known families have; and Megatron-Core's defaults.
 _SECTION_MUST_BE: dict[str, tuple[Any, Any]] = {
@@ -54,8 +63,6 @@ _SECTION_MUST_BE: dict[str, tuple[Any, Any]] = {
     "position_embedding_type": ("rope", "rope"),
     "rotary_percent": (1.0, 1.0),
     "rotary_interleaved": (False, False),
-    "num_moe_experts": (None, None),
-    "multi_latent_attention": (False, False),
     "qk_l2_norm": (False, False),
     "layernorm_zero_centered_gamma": (False, False),
     "apply_residual_connection_post_layernorm": (False, False),
@@ -67,7 +74,6 @@ _SECTION_MUST_BE: dict[str, tuple[Any, Any]] = {
     "experimental_attention_variant": (None, None),
     "glu_linear_offset": (0.0, 0.0),
     "activation_func_clamp_value": (None, None),
-    "mtp_num_layers": (None, None),
 }
 
 # What an imported model's section says beside its sizes.
@@ -78,9 +84,6 @@ _IMPORTED: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 
-# Llama 3.1's scaling of rotary frequencies; Megatron-Core has all of it fixed but the factor.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
 
 # ------------------------------------------------------------------------------------------------ from config.json
 
@@ -90,8 +93,8 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     names = config.get("architectures") or [None]
     if not isinstance(names, list) or names[0] not in ARCHITECTURES:
         raise ValueError(
-            f"config.json has architectures={names}: only {', '.join(ARCHITECTURES)} can be imported (dense models "
-            "with rotary positions, RMSNorm and SwiGLU; no mixture of experts)."
+            f"config.json has architectures={names}: only {', '.join(ARCHITECTURES)} can be imported (rotary positions,"
+            " RMSNorm and SwiGLU)."
         )
     found = ARCHITECTURES[names[0]]
     if config.get("model_type") not in (None, found.model_type):  # by which some readers go
@@ -111,77 +114,44 @@ def model_section(config: dict[str, Any]) -> dict[str, Any]:
     architecture = architecture_of(config)
     if missing := [name for name in _REQUIRED if config.get(name) is None]:
         raise ValueError(f"config.json has no {missing[0]}: it is needed to build the model.")
-    for name, known in _CONFIG_MUST_BE.items():
-        value = known if config.get(name) is None else config[name]
-        # Qwen's files name a window and say beside it that it is not used.
-        unused = name == "sliding_window" and config.get("use_sliding_window") is False
-        if value != known and not unused:
-            raise ValueError(f"config.json has {name}={value!r}: only {name}={known!r} can be imported.")
-    windowed = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if windowed:
-        raise ValueError(f"config.json has layer_types {windowed}: only 'full_attention' can be imported.")
+    _check_known(config, architecture)
 
     hidden, count = config["hidden_size"], config["num_attention_heads"]
+    same = _SAME if architecture.latent else {**_SAME, **_SAME_OF_HEADS}
     values = {
         "num_key_value_heads": count,
         "head_dim": architecture.head_dim or hidden // count,
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": architecture.rms_norm_eps,
         "tie_word_embeddings": False,
     }
-    values |= {name: config[name] for name in _SAME if config.get(name) is not None}
-    section = {ours: values[theirs] for theirs, ours in _SAME.items()}
-    heads_of(section)
+    values |= {name: config[name] for name in same if config.get(name) is not None}
+    section = {ours: values[theirs] for theirs, ours in same.items()}
+    if architecture.latent:
+        section |= latent_section(config)
+    else:
+        heads_of(section)
+        section |= {"add_qkv_bias": architecture.qkv_bias, "qk_layernorm": architecture.qk_norm}
     return {
         **section,
         "padded_vocab_size": -(-values["vocab_size"] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
         **_IMPORTED,
-        "add_qkv_bias": architecture.qkv_bias,
-        "qk_layernorm": architecture.qk_norm,
-        **_rope_of(config),
+        **experts_section(config, architecture),
+        **rotary_section(config, architecture),
     }
 
 
-def _rope_kind(rope: dict[str, Any]) -> Any:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    return kind if isinstance(kind, str) else repr(kind)
-
-
-def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions, from rope_theta and rope_scaling, or from the rope_parameters of newer files."""
-    kinds = [_rope_kind(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)]
-    if len(set(kinds)) > 1:
-        raise ValueError(
-            f"config.json has a rope_scaling of type {kinds[0]!r} and rope_parameters of type {kinds[1]!r}: remove the"
-            " one that is not meant."
-        )
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    if nested := next((name for name, value in rope.items() if isinstance(value, dict)), None):
-        raise ValueError(
-            f"config.json has rope_parameters of its own for {nested!r}: only one set for all layers can be imported."
-        )
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    if theta != int(theta):
-        raise ValueError(f"config.json has rope_theta={theta}: Megatron-Core takes whole numbers only.")
-    partial = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ValueError(f"config.json has partial_rotary_factor={partial}: only 1.0 can be imported.")
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    if kind == "default":
-        return {"rotary_base": int(theta)}
-    if kind != "llama3":
-        raise ValueError(
-            f"config.json has a rope_scaling (rope_parameters) of type {kind!r}: 'default' and 'llama3' can be imported."
-        )
-    if not isinstance(rope.get("factor"), (int, float)):
-        raise ValueError(
-            f"config.json has factor={rope.get('factor')!r} in its rope scaling: a number is needed."
-        )
-    for name, known in _LLAMA3.items():
-        if rope.get(name) != known:
-            raise ValueError(
-                f"config.json has {name}={rope.get(name)!r} in its rope scaling: Megatron-Core's is fixed at {known}."
-            )
-    return {"rotary_base": int(theta), "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+def _check_known(config: dict[str, Any], architecture: Architecture) -> None:
+    """ValueError naming the field of a config.json that changes what is computed in a way that is not known here."""
+    for name, known in _CONFIG_MUST_BE.items():
+        value = known if config.get(name) is None else config[name]
+        # Qwen's files name a window and say beside it that it is not used.
+        unused = name == "sliding_window" and config.get("use_sliding_window") is False
+        taken_over = name == "auto_map" and architecture.latent and value == _KNOWN_CODE
+        if value != known and not (unused or taken_over):
+            raise ValueError(f"config.json has {name}={value!r}: only {name}={known!r} can be imported.")
+    windowed = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    if windowed:
+        raise ValueError(f"config.json has layer_types {windowed}: only 'full_attention' can be imported.")
 
 
 # ------------------------------------------------------------------------------------------------ from a model section
@@ -196,10 +166,29 @@ def exported_architecture(section: dict[str, Any]) -> Architecture:
                 f"model.{name}={value!r} has no counterpart in the exported families ({', '.join(ARCHITECTURES)}): "
                 f"only {name}={wanted!r} can be exported."
             )
-    kind = bool(section.get("add_qkv_bias")), bool(section.get("qk_layernorm"))
+    found = _of_this_kind(section)
+    check_experts(section, found)
+    return found
+
+
+def _of_this_kind(section: dict[str, Any]) -> Architecture:
+    if section.get("multi_latent_attention"):
+        check_latent(section)
+        return ARCHITECTURES["DeepseekV3ForCausalLM"]
+    kind = (
+        bool(section.get("add_qkv_bias")),
+        bool(section.get("qk_layernorm")),
+        bool(section.get("num_moe_experts")),
+    )
     for architecture in ARCHITECTURES.values():
-        if (architecture.qkv_bias, architecture.qk_norm) == kind:
+        has_experts = architecture.experts is not None
+        if (architecture.qkv_bias, architecture.qk_norm, has_experts) == kind and not architecture.latent:
             return architecture
+    if kind[2]:
+        raise ValueError(
+            f"model.add_qkv_bias=True with model.num_moe_experts={section['num_moe_experts']} has no counterpart: Mixtral"
+            " and Qwen3-MoE have no such bias."
+        )
     raise ValueError(
         "model.add_qkv_bias=True with model.qk_layernorm=True has no counterpart: Qwen2 has the one, Qwen3 the other."
     )
@@ -219,32 +208,31 @@ def hf_config(section: dict[str, Any], vocab_size: int, positions: int) -> dict[
         vocab_size: without padding.
         positions: the longest sequence (max_position_embeddings).
 
-    Rotary positions are written as rope_theta and rope_scaling, which old and new readers know.
-
     Raises ValueError as exported_architecture does.
     """
-    architecture, heads = exported_architecture(section), heads_of(section)
+    architecture = exported_architecture(section)
     filled = {
         "layernorm_epsilon": 1e-5,
         "share_embeddings_and_output_weights": False,
         **section,
         "vocab_size": vocab_size,
-        "num_query_groups": heads.groups,
-        "kv_channels": heads.head_dim,
         "ffn_hidden_size": section.get("ffn_hidden_size") or 4 * section["hidden_size"],
     }
-    scaling = None
-    if section.get("rope_scaling"):
-        scaling = {"rope_type": "llama3", "factor": float(section.get("rope_scaling_factor", 8.0)), **_LLAMA3}
-    own = {"attention_bias": False} if architecture.name != "Qwen2ForCausalLM" else {}
-    own |= {"mlp_bias": False} if architecture.name == "LlamaForCausalLM" else {"use_sliding_window": False}
+    if architecture.latent:
+        own = latent_config(section)
+    else:
+        heads = heads_of(section)
+        own = {"num_key_value_heads": heads.groups, "head_dim": heads.head_dim}
+        own |= {"attention_bias": False} if not architecture.qkv_bias else {}
+        own |= {"mlp_bias": False} if architecture.name == "LlamaForCausalLM" else {}
+        own |= {"use_sliding_window": False} if architecture.model_type.startswith("qwen") else {}
     return {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         **{theirs: filled[ours] for theirs, ours in _SAME.items()},
+        **own,
+        **experts_config(section, architecture),
         "hidden_act": "silu",
         "max_position_embeddings": positions,
-        "rope_theta": float(section.get("rotary_base", 10000)),
-        "rope_scaling": scaling,
-        **own,
+        **rotary_config(section),
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 LARGEST = 2**31 - 1
+MANY = 2**16  # of experts, or of layers of two kinds, for each of which something is made
 
 
 def _is_size(value: Any) -> bool:
@@ -33,6 +34,15 @@ _POSITIVE: _Rule = (_is_positive, "a finite number above 0")
 _FLAG: _Rule = (lambda value: isinstance(value, bool), "true or false")
 _TEXTS: _Rule = (_is_texts, "a list of texts")
 _IDS: _Rule = (_is_ids, "a token id, or a list of them")
+_COUNT: _Rule = (lambda value: type(value) is int and 1 <= value <= MANY, f"a whole number from 1 to {MANY}")
+_COUNT_OR_NONE: _Rule = (
+    lambda value: type(value) is int and 0 <= value <= MANY,
+    f"a whole number from 0 to {MANY}",
+)
+_NUMBERS: _Rule = (
+    lambda value: isinstance(value, list) and all(type(each) is int for each in value),
+    "a list of whole numbers",
+)
 _OBJECT: _Rule = (lambda value: isinstance(value, dict), "an object")
 
 _FIELDS: dict[str, _Rule] = {
@@ -54,6 +64,20 @@ _FIELDS: dict[str, _Rule] = {
     "rope_parameters": _OBJECT,
     "quantization_config": _OBJECT,
     "compression_config": _OBJECT,
+    "moe_intermediate_size": _SIZE,
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), _COUNT),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group", "decoder_sparse_step"), _COUNT),
+    "n_shared_experts": _COUNT_OR_NONE,
+    "first_k_dense_replace": _COUNT_OR_NONE,
+    "num_nextn_predict_layers": _COUNT_OR_NONE,
+    "num_mtp_layers": _COUNT_OR_NONE,
+    "mlp_only_layers": _NUMBERS,
+    "norm_topk_prob": _FLAG,
+    "routed_scaling_factor": _POSITIVE,
+    "rope_interleave": _FLAG,
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _SIZE
+    ),
     "eos_token_id": _IDS,
     "bos_token_id": _IDS,
 }

@@ -22,7 +22,7 @@ from ..numerics.scaling import compute_scale_inv
 from ..plan.operands import Choices
 from ..plan.overrides import FORMATS, matching
 from ..recipe import Float8CurrentScaling
-from .architectures import Entry, entries, gemms
+from .architectures import Entry, entries, gemms, never_fp8
 from .companions import describe, write_companions
 from .config import exported_architecture, heads_of
 from .directory import new_directory, write_tensors
@@ -78,25 +78,27 @@ def export(
     over or of another shape, a glob matches nothing, or the directory is there already.
     """
     architecture = exported_architecture(source.section)
-    tied = bool(source.section.get("share_embeddings_and_output_weights"))
-    listed = list(entries(architecture, source.section["num_layers"], tied))
+    listed = list(entries(architecture, source.section))
     config = describe(source, wanted.like, wanted.vocab_size, wanted.positions)
     _check_tensors(source, listed, config["vocab_size"])
-    kept = _kept_linears(source.section, wanted) if wanted.form else set()
+    sites = gemms(listed)
+    kept = _kept_linears(source.section, sites, wanted) if wanted.form else set()
     if wanted.calibration is not None:
-        _check_calibration(wanted.calibration, {**source.section, "vocab_size": config["vocab_size"]}, kept)
+        _check_calibration(
+            wanted.calibration, listed, {**source.section, "vocab_size": config["vocab_size"]}, kept
+        )
     with new_directory(out) as folder:
         parts = _parts(source, listed, config["vocab_size"])
         if wanted.form:
             config["quantization_config"] = quantization_config(
                 wanted.form,
-                ["lm_head", *sorted(kept, key=_by_layer)],
+                ["lm_head", *never_fp8(listed), *sorted(kept, key=_by_layer)],
                 static_inputs=wanted.calibration is not None,
             )
-            parts = _quantised(parts, source.section, kept, wanted)
+            parts = _quantised(parts, source.section, sites, kept, wanted)
         files = write_tensors(folder, progress(parts, len(listed)), wanted.shard_bytes)
         write_companions(folder, source, config, wanted.like)
-    linears = sum(map(len, gemms(source.section["num_layers"]).values()))
+    linears = sum(map(len, sites.values()))
     return Exported(config, files, linears - len(kept) if wanted.form else 0, sorted(kept, key=_by_layer))
 
 
@@ -125,37 +127,36 @@ def _check_tensors(source: Source, listed: list[Entry], vocab_size: int) -> None
 
 def _parts(source: Source, listed: list[Entry], vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Hugging Face's tensors in high precision, in order. ValueError naming one that holds NaN or Inf."""
-    heads = heads_of(source.section)
     for entry in listed:
-        tensor = source.tensor(entry.megatron)
+        tensor = source.tensor(entry.megatron, as_stored=entry.as_stored)
         if not bool(tensor.isfinite().all()):
             raise ValueError(
                 f"{entry.megatron} holds NaN or Inf: training diverged. Export an earlier checkpoint."
             )
         if entry.vocabulary:
             tensor = tensor[:vocab_size]
-        parts = split_qkv(tensor, heads) if entry.qkv else (tensor,)
+        parts = split_qkv(tensor, heads_of(source.section)) if entry.qkv else (tensor,)
         yield from zip(entry.parts, parts, strict=True)
 
 
 def _quantised(
-    parts: Iterator[tuple[str, torch.Tensor]], section: dict[str, Any], kept: set[str], wanted: Wanted
+    parts: Iterator[tuple[str, torch.Tensor]],
+    section: dict[str, Any],
+    sites: dict[str, tuple[str, ...]],
+    kept: set[str],
+    wanted: Wanted,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors with FP8 codes and scales in place of the linears' weights, GEMM by GEMM."""
     assert wanted.form is not None
     recipe = weight_recipe(wanted.form, section)
-    sites = {
-        f"{part}.weight": (site, names)
-        for site, names in gemms(section["num_layers"]).items()
-        for part in names
-    }
+    of_part = {f"{part}.weight": (site, names) for site, names in sites.items() for part in names}
     waiting: dict[str, torch.Tensor] = {}
     for name, tensor in parts:
-        if name not in sites or name.removesuffix(".weight") in kept:
+        if name not in of_part or name.removesuffix(".weight") in kept:
             yield name, tensor
             continue
         waiting[name] = tensor
-        site, names = sites[name]
+        site, names = of_part[name]
         if len(waiting) < len(names):  # its other parts come next
             continue
         yield from encode(waiting, wanted.form, recipe).items()
@@ -166,12 +167,15 @@ def _quantised(
     assert not waiting, list(waiting)
 
 
-def _check_calibration(calibration: Calibration, section: dict[str, Any], kept: set[str]) -> None:
+def _check_calibration(
+    calibration: Calibration, listed: list[Entry], section: dict[str, Any], kept: set[str]
+) -> None:
     """ValueError unless the input of every linear that will be FP8 was calibrated, in the linear's shape."""
-    for site, parts in gemms(section["num_layers"]).items():
+    shapes = _site_shapes(listed, section)
+    for site, parts in gemms(listed).items():
         if kept.issuperset(parts):
             continue
-        shape = megatron_shape(Entry(site, tuple(f"{part}.weight" for part in parts)), section)
+        shape = shapes[site]
         found = calibration.ranges.get(f"{site}.input")
         if found is None or list(found.shape) != shape:
             what = "nothing of it" if found is None else list(found.shape)
@@ -179,6 +183,16 @@ def _check_calibration(calibration: Calibration, section: dict[str, Any], kept: 
                 f"the calibration is of another model: {site} is {shape} here, and {what} there. Calibrate the "
                 "checkpoint that is exported."
             )
+
+
+def _site_shapes(listed: list[Entry], section: dict[str, Any]) -> dict[str, list[int]]:
+    """The shape of the whole weight of each linear in the layers."""
+    shapes: dict[str, list[int]] = {}
+    for entry in listed:
+        if entry.site is not None:
+            rows, cols = megatron_shape(entry, section)
+            shapes[entry.site] = [rows + shapes.get(entry.site, [0])[0], cols]
+    return shapes
 
 
 def _input_scale(calibration: Calibration, site: str) -> torch.Tensor:
@@ -189,12 +203,11 @@ def _input_scale(calibration: Calibration, site: str) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------- what stays high precision
 
 
-def _kept_linears(section: dict[str, Any], wanted: Wanted) -> set[str]:
+def _kept_linears(section: dict[str, Any], sites: dict[str, tuple[str, ...]], wanted: Wanted) -> set[str]:
     """Linears of the layers that are not quantised: what the user names, and what training kept in BF16.
 
     Raises ValueError: a glob matches nothing, or only a part of what an inference engine fuses.
     """
-    sites = gemms(section["num_layers"])
     kept: set[str] = set()
     for glob in wanted.ignore:
         found = {part for parts in sites.values() for part in parts if fnmatchcase(part, glob)}
@@ -221,8 +234,11 @@ def _kept_linears(section: dict[str, Any], wanted: Wanted) -> set[str]:
 def _was_bf16(site: str, section: dict[str, Any]) -> bool:
     """Whether training's forward read a linear's weight in BF16: by its name, or as one of the first and last layers."""
     layer, layers = int(site.split(".")[2]), section["num_layers"]
+    in_decoder = site.startswith("decoder.")  # layers of multi-token prediction are none of the first or last
     first, last = (section.get(f"num_layers_at_{end}_in_bf16", 1) for end in ("start", "end"))
-    at_an_end = section.get("first_last_layers_bf16") and (layer < first or layer >= layers - last)
+    at_an_end = (
+        section.get("first_last_layers_bf16") and in_decoder and (layer < first or layer >= layers - last)
+    )
     some = Float8CurrentScaling()  # whichever it was: a custom one's code is not imported from a checkpoint
     choices = Choices(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
     for override in matching(site, section.get("fp8_overrides") or {}):

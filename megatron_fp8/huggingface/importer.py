@@ -22,7 +22,7 @@ import yaml
 from ..files.checkpoint import Manifest
 from ..files.disk import write_file
 from ..train.data.tokenizers import load_tokenizer
-from .architectures import Entry, entries
+from .architectures import Entry, entries, layers_of_experts
 from .config import architecture_of, heads_of, model_section
 from .config_types import check_types
 from .directory import (
@@ -36,7 +36,7 @@ from .directory import (
     write_json,
 )
 from .formats import check_readable, decode, is_companion, is_of_cache, scale_name
-from .layout import join_qkv, pad_rows
+from .layout import interleave, join_qkv, pad_rows
 from .shapes import part_shapes
 
 LONGEST_SEQUENCE = 4096
@@ -81,19 +81,19 @@ def import_directory(
     section = model_section(config)
     check_readable(config)
     architecture = architecture_of(config)
-    tied = section["share_embeddings_and_output_weights"]
     given = tokenizer or find_tokenizer(source)
     with Tensors(source) as tensors, new_directory(run_dir) as folder:
-        if section["num_layers"] > len(tensors.names()):  # before anything is made for each layer
-            raise ValueError(
-                f"config.json has num_hidden_layers={section['num_layers']}, and {str(source)!r} holds"
-                f" {len(tensors.names())} tensors."
-            )
-        listed = list(entries(architecture, section["num_layers"], tied))
+        _check_size(source, section, tensors)
+        _settle_next_tokens(section, tensors.names())
+        listed = list(entries(architecture, section))
         _check_tensors(source, tensors, listed, section)
+        _check_copies(source, tensors, listed)
         found = {
-            entry.megatron: _megatron_tensor(entry, tensors, section)
+            entry.megatron: _megatron_tensor(
+                entry, tensors, section, halves=config.get("rope_interleave") is False
+            )
             for entry in progress(listed, len(listed))
+            if not entry.copy
         }
         run = _run_config(config, section, given is not None, run_dir)
         write_file(folder / "config.yaml", yaml.safe_dump(run, sort_keys=False))
@@ -108,15 +108,36 @@ def import_directory(
         fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
     parameters = sum(tensor.numel() for tensor in found.values())
     padding = section["padded_vocab_size"] - section["vocab_size"]
+    tied = section["share_embeddings_and_output_weights"]
     without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
     return Imported(architecture.name, without_padding, fp8, padding, given is not None)
+
+
+def _settle_next_tokens(section: dict[str, Any], names: set[str]) -> None:
+    """Leave multi-token prediction out of the section if the directory has no tensors of it: many copies have not."""
+    if section.get("mtp_num_layers") and f"model.layers.{section['num_layers']}.eh_proj.weight" not in names:
+        section["mtp_num_layers"] = None
+
+
+def _check_size(source: Path, section: dict[str, Any], tensors: Tensors) -> None:
+    """ValueError, before anything is made for each layer and expert, unless there are as many tensors at least."""
+    have, experts = len(tensors.names()), section.get("num_moe_experts") or 0
+    needed = {
+        f"num_hidden_layers={section['num_layers']}": section["num_layers"],
+        f"{experts} experts": experts * sum(layers_of_experts(section)),
+        f"num_nextn_predict_layers={section.get('mtp_num_layers')}": section.get("mtp_num_layers") or 0,
+    }
+    for what, least in needed.items():
+        if least > have:
+            raise ValueError(f"config.json has {what}, and {str(source)!r} holds {have} tensors.")
 
 
 def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section: dict[str, Any]) -> None:
     """ValueError unless the directory has the model's tensors, all of them and no others, in the config's shapes."""
     names = tensors.names()
     wanted = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
-    if missing := sorted(set(wanted) - names):
+    copies = {entry.parts[0]: entry for entry in listed if entry.copy}
+    if missing := sorted(set(wanted) - set(copies) - names):
         raise ValueError(f"{str(source)!r} has no {missing[0]}, which its config.json asks for.")
     for name in sorted(names - set(wanted)):
         belongs = is_companion(name) and f"{name.rpartition('.')[0]}.weight" in wanted
@@ -128,20 +149,41 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
         if not (belongs or tied or is_of_cache(name) or name.endswith(_IGNORED)):
             raise ValueError(f"{str(source)!r} has {name}, which its config.json does not ask for.")
     for name, shape in wanted.items():
-        if tensors.shape(name) != shape:
+        if name in names and tensors.shape(name) != shape:
             raise ValueError(
                 f"{name} is {tensors.shape(name)} in {str(source)!r}, and its config.json says {shape}."
             )
 
 
-def _megatron_tensor(entry: Entry, tensors: Tensors, section: dict[str, Any]) -> torch.Tensor:
-    """One tensor of a checkpoint, from its parts."""
+def _check_copies(source: Path, tensors: Tensors, listed: list[Entry]) -> None:
+    """ValueError unless what the directory holds twice is the same: Megatron-Core has it once."""
+    first = {entry.megatron: entry.parts[0] for entry in listed if not entry.copy}
+    for entry in listed:
+        name, main = entry.parts[0], first[entry.megatron]
+        if entry.copy and name in tensors.names() and not torch.equal(tensors[name], tensors[main]):
+            raise ValueError(
+                f"{str(source)!r} has a {name} of its own, other than {main}: Megatron-Core shares it."
+            )
+
+
+def _megatron_tensor(entry: Entry, tensors: Tensors, section: dict[str, Any], halves: bool) -> torch.Tensor:
+    """One tensor of a checkpoint, from its parts.
+
+    Args:
+        halves: the directory turns the first half of a latent head against the second.
+    """
     parts = [_high_precision(name, tensors) for name in entry.parts]
     if entry.qkv:
         dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else torch.float32
         query, key, value = (part.to(dtype) for part in parts)
         parts = [join_qkv(query, key, value, heads_of(section))]
     (tensor,) = parts
+    if halves and entry.turned:
+        tensor = interleave(
+            tensor,
+            section["num_attention_heads"] if entry.shape[0] == "queries" else 1,
+            section["qk_pos_emb_head_dim"],
+        )
     return pad_rows(tensor, section["padded_vocab_size"]) if entry.vocabulary else tensor
 
 

@@ -59,3 +59,15 @@ def join_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads:
 def pad_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
     """`matrix` with rows of zeros at its end, `rows` in all."""
     return torch.cat([matrix, matrix.new_zeros(rows - len(matrix), *matrix.shape[1:])])
+
+
+def interleave(matrix: torch.Tensor, heads: int, turned: int) -> torch.Tensor:
+    """[rows, ...] with the last `turned` rows of each head put in pairs of neighbours: 0 h 1 h+1 ..., h half of them.
+
+    Megatron-Core's latent attention turns neighbours, as DeepSeek's own weights have it; a directory with
+    rope_interleave=false turns the first half against the second.
+    """
+    grouped = matrix.reshape(heads, -1, *matrix.shape[1:])  # [heads, rows of a head, ...]
+    rest, rope = grouped.split([grouped.shape[1] - turned, turned], dim=1)
+    pairs = rope.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)  # [heads, turned, ...]
+    return torch.cat([rest, pairs], dim=1).reshape(matrix.shape)

@@ -10,34 +10,40 @@ from .config import heads_of
 
 def megatron_shape(entry: Entry, section: dict[str, Any]) -> list[int]:
     """The whole shape of a checkpoint's tensor; a vocabulary without its padding."""
-    first = sum(shape[0] for shape in part_shapes(entry, section).values())
-    return [first, *next(iter(part_shapes(entry, section).values()))[1:]]
+    shapes = list(part_shapes(entry, section).values())
+    return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
 
 def part_shapes(entry: Entry, section: dict[str, Any]) -> dict[str, list[int]]:
     """Name -> shape of each of Hugging Face's tensors that ``entry`` is made of."""
-    hidden, heads = section["hidden_size"], heads_of(section)
+    sizes = _sizes(section)
+    rest = [sizes[name] for name in entry.shape[1:]]
+    rows = heads_of(section).sizes if entry.qkv else (sizes[entry.shape[0]],)
+    return {name: [first, *rest] for name, first in zip(entry.parts, rows, strict=True)}
+
+
+def _sizes(section: dict[str, Any]) -> dict[str, int]:
+    """What the names of sizes in architectures.py stand for in this model."""
+    hidden, heads = section["hidden_size"], section["num_attention_heads"]
     ffn = section.get("ffn_hidden_size") or 4 * hidden
-    query, key, _ = heads.sizes
-    shapes = {
-        "model.embed_tokens.weight": [section["vocab_size"], hidden],
-        "lm_head.weight": [section["vocab_size"], hidden],
-        "self_attn.q_proj.weight": [query, hidden],
-        "self_attn.k_proj.weight": [key, hidden],
-        "self_attn.v_proj.weight": [key, hidden],
-        "self_attn.q_proj.bias": [query],
-        "self_attn.k_proj.bias": [key],
-        "self_attn.v_proj.bias": [key],
-        "self_attn.q_norm.weight": [heads.head_dim],
-        "self_attn.k_norm.weight": [heads.head_dim],
-        "self_attn.o_proj.weight": [hidden, query],
-        "mlp.gate_proj.weight": [ffn, hidden],
-        "mlp.up_proj.weight": [ffn, hidden],
-        "mlp.down_proj.weight": [hidden, ffn],
+    found = {
+        "vocab": section["vocab_size"],
+        "hidden": hidden,
+        "two_hidden": 2 * hidden,
+        "ffn": ffn,
+        "experts": section.get("num_moe_experts") or 0,
+        "moe_ffn": section.get("moe_ffn_hidden_size") or ffn,
+        "shared_ffn": section.get("moe_shared_expert_intermediate_size") or 0,
     }
-    return {name: shapes.get(_of_layer(name), [hidden]) for name in entry.parts}
-
-
-def _of_layer(name: str) -> str:
-    """A tensor's name without `model.layers.N.`."""
-    return name.split(".", 3)[3] if name.startswith("model.layers.") else name
+    if not section.get("multi_latent_attention"):
+        return {**found, "heads": heads_of(section).sizes[0], "head_dim": heads_of(section).head_dim}
+    latent, plain, rope = (section[name] for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"))
+    return {
+        **found,
+        "q_rank": section.get("q_lora_rank") or 0,
+        "queries": heads * (plain + rope),
+        "kv_rank": latent,
+        "kv_rank_and_rope": latent + rope,
+        "keys_and_values": heads * (plain + section["v_head_dim"]),
+        "values": heads * section["v_head_dim"],
+    }

@@ -61,9 +61,10 @@ class Source:
         """The shape of a tensor of the checkpoint."""
         return list(self.metadata.state_dict_metadata[name].size)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, whole, in the model's dtype."""
-        return read_tensor(self.folder, self.metadata, name).to(self.dtype)
+    def tensor(self, name: str, as_stored: bool = False) -> torch.Tensor:
+        """A tensor, whole, in the model's dtype, or in the checkpoint's."""
+        found = read_tensor(self.folder, self.metadata, name)
+        return found if as_stored else found.to(self.dtype)
 
 
 def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
@@ -107,7 +108,12 @@ def _agreeing(folder: Path, own: dict[str, Any], given: dict[str, Any]) -> dict[
 
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads")
-_OTHER_SIZES = ("num_query_groups", "kv_channels", "ffn_hidden_size", "vocab_size", "padded_vocab_size")
+_OTHER_SIZES = (
+    "num_query_groups", "kv_channels", "ffn_hidden_size", "vocab_size", "padded_vocab_size", "num_moe_experts",
+    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_num_groups",
+    "moe_router_group_topk", "mtp_num_layers", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim",
+)  # fmt: skip
 _NUMBERS = ("layernorm_epsilon", "rotary_base", "rope_scaling_factor")
 
 
@@ -132,7 +138,12 @@ def _check_types(folder: Path, section: dict[str, Any], tensors: int) -> None:
         value = section.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         require(name, whole or (value is None and name in _OTHER_SIZES), "a whole number of at least 1")
-    require("num_layers", section["num_layers"] <= tensors, f"at most the checkpoint's {tensors} tensors")
+    for name in ("num_layers", "num_moe_experts", "mtp_num_layers"):
+        require(name, (section.get(name) or 0) <= tensors, f"at most the checkpoint's {tensors} tensors")
+    frequency = section.get("moe_layer_freq", 1)
+    listed = isinstance(frequency, list) and len(frequency) == section["num_layers"]
+    whole = isinstance(frequency, int) and frequency >= 1
+    require("moe_layer_freq", whole or listed, "a distance, or a list with a number for each layer")
     for name in _NUMBERS:
         value = section.get(name, 1)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

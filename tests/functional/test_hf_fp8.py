@@ -16,7 +16,7 @@ from megatron_fp8 import quantize
 from megatron_fp8.commands.export import main as export_main
 from megatron_fp8.commands.import_ import main as import_main
 from megatron_fp8.files.checkpoint import Manifest, find_checkpoint, read_manifest, read_metadata, read_tensor
-from megatron_fp8.huggingface.architectures import gemms
+from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
 from megatron_fp8.huggingface.formats import FORMATS
 from megatron_fp8.huggingface.layout import Heads, split_qkv
 from megatron_fp8.inference.calibration import Calibration, Range
@@ -24,7 +24,7 @@ from tests.support.hf import VOCAB, build, hf_logits, hf_model, token_ids
 
 HEADS = Heads(4, 2, 128)
 LAYERS = 2
-GEMMS = gemms(LAYERS)
+GEMMS = gemms(list(entries(ARCHITECTURES["LlamaForCausalLM"], {"num_layers": LAYERS})))
 LINEARS = [part for parts in GEMMS.values() for part in parts]
 RECIPES = {"fp8-tensor": "tensorwise", "fp8-channel": "rowwise", "fp8-block": "blockwise"}
 

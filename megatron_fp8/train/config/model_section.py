@@ -166,7 +166,10 @@ def transformer_config(section: Any) -> TransformerConfig:
             value = ACTIVATIONS[value]
         if field.name not in megatrons or value != megatrons[field.name]:
             given[field.name] = value
-    given = {name: value for name, value in given.items() if value is not None}
+    latent = (
+        LATENT_FIELDS if kind is MLATransformerConfig else {}
+    )  # queries without a latent are a q_lora_rank of None
+    given = {name: value for name, value in given.items() if value is not None or name in latent}
     # Also where it is None: whether a recipe may be named without it is the run config's to say.
     given["fp8"] = section.fp8
     given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
+from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms, never_fp8
 from megatron_fp8.huggingface.config import exported_architecture, heads_of, hf_config, model_section
 from tests.support.hf_small import CONFIG
 
@@ -70,7 +70,7 @@ def test_other_forms(fields, section):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, r"architectures=\['MixtralForCausalLM'\].*no mixture of experts"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures=\['GPT2LMHeadModel'\].*Qwen3MoeForCausalLM"),
         ({"architectures": None}, "architectures=.*LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
@@ -101,7 +101,7 @@ def test_what_megatron_core_cannot_compute_is_refused_by_name(fields, words):
     [
         ("normalization", "LayerNorm"), ("gated_linear_unit", False), ("activation_func", "gelu"),
         ("add_bias_linear", True), ("position_embedding_type", "learned_absolute"), ("rotary_percent", 0.5),
-        ("rotary_interleaved", True), ("num_moe_experts", 8), ("layernorm_zero_centered_gamma", True),
+        ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True),
         ("window_size", (128, 0)), ("mtp_num_layers", 1),
     ],
 )  # fmt: skip
@@ -142,11 +142,26 @@ def test_sizes_left_out_of_a_section_are_megatron_cores():
     assert heads_of(section).sizes == (128, 128, 128)
 
 
+SECTION = {
+    "num_layers": 3, "num_moe_experts": 2, "moe_layer_freq": [0, 1, 1], "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 64, "q_lora_rank": 8, "mtp_num_layers": 1,
+}  # fmt: skip
+
+
 def test_every_linear_is_a_tensor_and_no_name_occurs_twice():
     for architecture in ARCHITECTURES.values():
-        listed = list(entries(architecture, 3, tied=False))
-        ours, theirs = [e.megatron for e in listed], [p for e in listed for p in e.parts]
+        section = SECTION if architecture.experts else {"num_layers": 3}
+        listed = list(entries(architecture, section))
+        ours, theirs = [e.megatron for e in listed if not e.copy], [p for e in listed for p in e.parts]
         assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs)
-        assert {f"{part}.weight" for parts in gemms(3).values() for part in parts} <= set(theirs)
-        tied = list(entries(architecture, 3, tied=True))
-        assert [e.megatron for e in listed if e not in tied] == ["output_layer.weight"]
+        linears = {f"{part}.weight" for parts in gemms(listed).values() for part in parts}
+        assert linears <= set(theirs)
+        tied = list(entries(architecture, {**section, "share_embeddings_and_output_weights": True}))
+        assert {e.megatron for e in listed} - {e.megatron for e in tied} == {"output_layer.weight"}
+        routers = {f"model.layers.{number}.mlp.gate.weight" for number in (1, 2, 3)}
+        if architecture.latent:  # DeepSeek's own directories have these in high precision
+            assert {f"{name}.weight" for name in never_fp8(listed)} == {
+                *routers,
+                "model.layers.3.eh_proj.weight",
+            }
+        assert set(theirs) - linears >= {f"{name}.weight" for name in never_fp8(listed)}

@@ -1,0 +1,134 @@
+"""Rotary positions: config.json's rope_theta and rope_scaling (or rope_parameters), and the model section's fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .architectures import Architecture
+
+# Llama 3.1's scaling of rotary frequencies; Megatron-Core has all of it fixed but the factor.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+# YaRN's, of latent attention: config.json's name -> ours, and the value where it is not given (None: it must be).
+_YARN: dict[str, tuple[str, float | None]] = {
+    "factor": ("rotary_scaling_factor", None),
+    "original_max_position_embeddings": ("original_max_position_embeddings", None),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+}
+
+
+# ------------------------------------------------------------------------------------------------ from config.json
+
+
+def rotary_section(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """The fields of a model section that turn queries and keys as config.json says.
+
+    Raises ValueError naming the field, if Megatron-Core cannot.
+    """
+    kinds = [_kind(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)]
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"config.json has a rope_scaling of type {kinds[0]!r} and rope_parameters of type {kinds[1]!r}: remove the"
+            " one that is not meant."
+        )
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if nested := next((name for name, value in rope.items() if isinstance(value, dict)), None):
+        raise ValueError(
+            f"config.json has rope_parameters of its own for {nested!r}: only one set for all layers can be imported."
+        )
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or architecture.rope_theta
+    if theta != int(theta):
+        raise ValueError(f"config.json has rope_theta={theta}: Megatron-Core takes whole numbers only.")
+    partial = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ValueError(f"config.json has partial_rotary_factor={partial}: only 1.0 can be imported.")
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    known = "yarn" if architecture.latent else "llama3"
+    if kind not in ("default", known):
+        raise ValueError(
+            f"config.json has a rope_scaling (rope_parameters) of type {kind!r}: 'default' and {known!r} can be"
+            f" imported of {architecture.name}."
+        )
+    scaling = {} if kind == "default" else _yarn(rope) if architecture.latent else _llama3(rope)
+    if architecture.latent and kind == "default":
+        # Megatron-Core's defaults for latent attention are YaRN's.
+        scaling = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    return {"rotary_base": int(theta), **scaling}
+
+
+def _kind(rope: dict[str, Any]) -> Any:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return kind if isinstance(kind, str) else repr(kind)
+
+
+def _number(rope: dict[str, Any], name: str, default: float | None) -> float:
+    value = default if rope.get(name) is None else rope[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"config.json has {name}={value!r} in its rope scaling: a number is needed.")
+    return value
+
+
+def _llama3(rope: dict[str, Any]) -> dict[str, Any]:
+    factor = _number(rope, "factor", None)
+    for name, known in _LLAMA3.items():
+        if rope.get(name) != known:
+            raise ValueError(
+                f"config.json has {name}={rope.get(name)!r} in its rope scaling: Megatron-Core's is fixed at {known}."
+            )
+    return {"rope_scaling": True, "rope_scaling_factor": float(factor)}
+
+
+def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
+    """Sines and cosines are multiplied by m(mscale) / m(mscale_all_dim), scores by m(mscale_all_dim)^2, in both, with
+    m(x) = 0.1 x ln(factor) + 1. Where one of the two is not given, transformers multiplies sines and cosines by m(1)."""
+    for name, known in {"attention_factor": None, "truncate": True}.items():
+        if rope.get(name, known) not in (None, known):
+            raise ValueError(
+                f"config.json has {name}={rope[name]!r} in its rope scaling: only {name}={known!r} can be imported."
+            )
+    section: dict[str, Any] = {"rope_type": "yarn"}
+    for theirs, (ours, default) in _YARN.items():
+        value = _number(rope, theirs, default)
+        section[ours] = int(value) if ours.startswith("original") else float(value)
+    mscale, all_dim = rope.get("mscale") or 0, rope.get("mscale_all_dim") or 0
+    if all_dim and not mscale:
+        raise ValueError(
+            f"config.json has mscale_all_dim={all_dim!r} without mscale in its rope scaling: Megatron-Core needs both."
+        )
+    return {**section, "mscale": float(mscale) if all_dim else 1.0, "mscale_all_dim": float(all_dim)}
+
+
+# ------------------------------------------------------------------------------------------------ from a model section
+
+
+def rotary_config(section: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling, which old and new readers know, of a model section.
+
+    Raises ValueError naming the field that no reader knows.
+    """
+    theta = {"rope_theta": float(section.get("rotary_base", 10000))}
+    if not section.get("multi_latent_attention"):
+        scaling = None
+        if section.get("rope_scaling"):
+            factor = float(section.get("rope_scaling_factor", 8.0))
+            scaling = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        return {**theta, "rope_scaling": scaling}
+    mscale, all_dim = section.get("mscale", 1.0), section.get("mscale_all_dim", 0.0)
+    if section.get("rope_type", "yarn") == "rope":
+        if all_dim:
+            raise ValueError(
+                f"model.mscale_all_dim={all_dim!r} with model.rope_type='rope' has no counterpart: it must be 0."
+            )
+        return {**theta, "rope_scaling": None}
+    if not mscale or (not all_dim and mscale != 1.0):
+        raise ValueError(
+            f"model.mscale={mscale!r} with model.mscale_all_dim={all_dim!r} has no counterpart: readers take an mscale"
+            " of 1 where mscale_all_dim is 0."
+        )
+    defaults = {"rotary_scaling_factor": 40.0, "original_max_position_embeddings": 4096}  # Megatron-Core's
+    filled = {
+        name: section.get(ours, default or defaults.get(ours)) for name, (ours, default) in _YARN.items()
+    }
+    both = {"mscale": float(mscale), "mscale_all_dim": float(all_dim)} if all_dim else {}
+    return {**theta, "rope_scaling": {"type": "yarn", "rope_type": "yarn", **filled, **both}}

@@ -1,0 +1,169 @@
+"""Experts, their router and latent attention: what maps both ways, and what is refused, by field and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_fp8.huggingface.architectures import layers_of_experts
+from megatron_fp8.huggingface.config import exported_architecture, hf_config, model_section
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 200,
+    "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTRAL = {
+    **COMMON, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_key_value_heads": 2, "head_dim": 16,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6,
+}  # fmt: skip
+QWEN = {
+    **COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 2,
+    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1e6,
+}  # fmt: skip
+DEEPSEEK = {  # as DeepSeek's own directory has it
+    **COMMON, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModel": "modeling_deepseek.DeepseekV3Model",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    },
+    "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1,
+}  # fmt: skip
+FAMILIES = {"mixtral": MIXTRAL, "qwen": QWEN, "deepseek": DEEPSEEK}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_config_becomes_a_section_and_comes_back(name):
+    given = FAMILIES[name]
+    back = hf_config(model_section(given), 200, 64)
+    unread = ("auto_map", "aux_loss_alpha", "seq_aux", "ep_size", "rope_scaling")
+    assert {key: back[key] for key in given if key not in unread} == {
+        key: value for key, value in given.items() if key not in unread
+    }
+    assert (back["rope_scaling"] or {}) | {"rope_type": "yarn"} == {
+        **given.get("rope_scaling", {}),
+        "rope_type": "yarn",
+    }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_section_is_one_that_megatron_core_takes(name):
+    from megatron_fp8.train.config.model_section import transformer_config
+    from megatron_fp8.train.config.run_config import ModelSection
+
+    given = {**FAMILIES[name], "q_lora_rank": None}
+    config = transformer_config(ModelSection(**model_section(given)))
+    assert config.num_moe_experts in (8, 16) and config.moe_router_dtype == "fp32"
+    assert getattr(config, "q_lora_rank", None) is None
+    if name == "deepseek":
+        assert (config.moe_layer_freq, config.mtp_num_layers) == ([0, 1, 1, 1], 1)
+        assert (config.moe_router_num_groups, config.moe_router_group_topk) == (4, 2)
+        assert (config.mscale, config.mscale_all_dim, config.rotary_scaling_factor) == (1.0, 1.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "section"),
+    [
+        ("mixtral", {}, {"moe_router_pre_softmax": False, "moe_ffn_hidden_size": 96, "moe_router_topk": 2}),
+        ("mixtral", {"rope_theta": None, "rms_norm_eps": None}, {"rotary_base": 1000000, "layernorm_epsilon": 1e-5}),
+        ("qwen", {"norm_topk_prob": None}, {"moe_router_pre_softmax": True, "qk_layernorm": True}),
+        ("qwen", {"mlp_only_layers": [2], "decoder_sparse_step": 2}, {"moe_layer_freq": [0, 1, 0, 1]}),
+        ("qwen", {"num_experts": None, "num_local_experts": 6}, {"num_moe_experts": 6}),
+        ("deepseek", {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}, {"mtp_num_layers": None}),
+        ("deepseek", {"n_shared_experts": None}, {"moe_shared_expert_intermediate_size": 32}),
+        ("deepseek", {"rope_scaling": None}, {"rope_type": "rope", "mscale_all_dim": 0.0}),
+        ("deepseek", {"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}},
+         {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32.0}),
+        ("deepseek", {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+         {"moe_router_topk": 1}),
+    ],
+)  # fmt: skip
+def test_other_forms(family, fields, section):
+    made = model_section({**FAMILIES[family], **fields})
+    assert {name: made[name] for name in section} == section
+    again = model_section(hf_config(made, 200, 64))
+    assert {name: made[name] for name in made if made[name] != again.get(name)} == {}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "words"),
+    [
+        ("mixtral", {"num_local_experts": None}, "has no num_local_experts"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9, and num_local_experts=8"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with scores that add up to 1"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("qwen", {"mlp_only_layers": [0, 1, 2, 3]}, r"mlp_only_layers=\[0, 1, 2, 3\].* no layer with experts"),
+        ("qwen", {"num_hidden_layers": 2**20}, "num_hidden_layers=1048576: at most 65536"),
+        ("qwen", {"num_experts": 2**17}, "num_experts=131072"),
+        ("deepseek", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("deepseek", {"topk_method": "greedy"}, "topk_method='greedy'"),
+        ("deepseek", {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=4"),
+        ("deepseek", {"topk_group": 1}, "topk_group=1 with num_experts_per_tok=4.*best 2 .*=4"),
+        ("deepseek", {"n_group": 3}, "n_group must divide n_routed_experts=16"),
+        ("deepseek", {"first_k_dense_replace": 4}, "first_k_dense_replace=4"),
+        ("deepseek", {"n_shared_experts": 0}, "n_shared_experts=0"),
+        ("deepseek", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05.*norms of latents"),
+        ("deepseek", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+        ("deepseek", {"kv_lora_rank": None}, "has no kv_lora_rank"),
+        ("deepseek", {"auto_map": {"AutoModel": "mine.Model"}}, "auto_map="),
+        ("deepseek", {"rope_scaling": {"rope_type": "llama3"}}, "type 'llama3': 'default' and 'yarn'"),
+        ("deepseek", {"rope_scaling": {"rope_type": "yarn"}}, "factor=None"),
+        ("deepseek", {"rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale": None}}, "mscale_all_dim=1.0 without mscale"),
+        ("deepseek", {"rope_scaling": {**DEEPSEEK["rope_scaling"], "attention_factor": 2.0}}, "attention_factor=2.0"),
+        ("deepseek", {"rope_scaling": {**DEEPSEEK["rope_scaling"], "truncate": False}}, "truncate=False"),
+    ],
+)  # fmt: skip
+def test_what_megatron_core_cannot_compute_is_refused_by_name(family, fields, words):
+    with pytest.raises(ValueError, match=words):
+        model_section({**FAMILIES[family], **fields})
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("mixtral", "moe_router_pre_softmax", True), ("mixtral", "moe_layer_freq", [0, 1, 1, 1]),
+        ("mixtral", "moe_router_score_function", "sigmoid"), ("mixtral", "add_qkv_bias", True),
+        ("mixtral", "moe_expert_capacity_factor", 1.0), ("mixtral", "mtp_num_layers", 1),
+        ("qwen", "moe_shared_expert_intermediate_size", 32), ("qwen", "moe_router_topk_scaling_factor", 2.0),
+        ("qwen", "moe_router_load_balancing_type", "sinkhorn"), ("qwen", "moe_router_group_topk", 2),
+        ("deepseek", "moe_layer_freq", [1, 0, 1, 1]), ("deepseek", "moe_shared_expert_intermediate_size", 40),
+        ("deepseek", "moe_router_enable_expert_bias", False), ("deepseek", "moe_router_group_topk", 1),
+        ("deepseek", "layernorm_epsilon", 1e-5), ("deepseek", "qk_layernorm", False),
+        ("deepseek", "num_moe_experts", None), ("deepseek", "moe_shared_expert_gate", True),
+    ],
+)  # fmt: skip
+def test_what_no_family_computes_is_not_exported(family, name, value):
+    section = model_section(FAMILIES[family])
+    assert exported_architecture(section).model_type == FAMILIES[family]["model_type"]
+    with pytest.raises(ValueError, match=f"model.{name}="):
+        exported_architecture({**section, name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rope_type": "rope"}, "model.mscale_all_dim=1.0 with model.rope_type='rope'"),
+        ({"mscale": 2.0, "mscale_all_dim": 0.0}, "model.mscale=2.0 with model.mscale_all_dim=0.0"),
+    ],
+)
+def test_scalings_that_no_reader_knows(fields, words):
+    with pytest.raises(ValueError, match=words):
+        hf_config({**model_section(DEEPSEEK), **fields}, 200, 64)
+
+
+def test_which_layers_have_experts():
+    assert layers_of_experts({"num_layers": 4}) == [False] * 4
+    section = {"num_layers": 4, "num_moe_experts": 2}
+    assert layers_of_experts(section) == [True] * 4
+    assert layers_of_experts({**section, "moe_layer_freq": 2}) == [True, False, True, False]
+    assert layers_of_experts({**section, "moe_layer_freq": [0, 0, 1, 1]}) == [False, False, True, True]
