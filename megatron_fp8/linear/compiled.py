@@ -113,8 +113,9 @@ def _handle_for(site: GemmSite, *given: Tensor) -> Tensor:
 
 
 @torch.compiler.disable(
-    reason="torch.compile cannot trace a weight that lives as FP8, a tensor of bytes (fp8_param, FP8 all-gather), nor"
-    " fp8_matmul, which has no layer to keep its state: compile without fullgraph, or use weights in BF16 and Fp8Linear"
+    reason="torch.compile cannot trace a weight that lives as FP8, a tensor of bytes (fp8_param, FP8 all-gather),"
+    " experts' tokens in FP8 (moe_fp8_dispatch), nor fp8_matmul, which has no layer to keep its state: compile without"
+    " fullgraph, or use weights in BF16, moe_fp8_dispatch=False, and Fp8Linear"
 )
 def break_graph(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """The function, outside any graph."""

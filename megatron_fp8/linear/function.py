@@ -26,6 +26,7 @@ from ..plan.switch import in_recompute, is_watched, without_autocast
 from ..state.observer import SeenLinear
 from ..tensor import Operand, QuantizedSide
 from .bound import BoundBackward, BoundForward
+from .coded_tokens import CodedTokens
 from .derivative import guard
 from .kinds import Kind
 from .noted import NotedSite
@@ -49,7 +50,8 @@ def fp8_linear(
     """y = x @ weight^T + bias with the GEMMs of ``site``.
 
     Args:
-        x: [..., K]; leading dimensions are tokens. With column and sequence parallelism: this rank's tokens.
+        x: [..., K]; leading dimensions are tokens. With column and sequence parallelism: this rank's tokens. CodedTokens
+            are multiplied as they are.
         weight: [N, K], this rank's part. If it has ``main_grad``, wgrad (float32) is added to it and the autograd
             gradient is an uninitialised dummy, as Megatron-Core's DistributedDataParallel expects of a fused wgrad.
         bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantised. None
@@ -86,7 +88,7 @@ def fp8_linear(
             return break_graph(_eager_linear, *eager)
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
     if site.forwards.as_operator(x, weight):
-        if isinstance(weight, Fp8Parameter):
+        if isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens):
             with _disable_current_modes():
                 return _eager_linear(*eager)
         from .compiled import traced_linear  # loads torch's compiler
@@ -109,6 +111,8 @@ def fp8_linear_at_once(
     that are not in training ask here first, before anything else is made ready. Nothing is counted nor recorded.
     """
     if not isinstance(weight, Fp8Parameter) or tp.sequence_parallel or x.shape[-1] != weight.shape[1]:
+        return None
+    if isinstance(x, CodedTokens):
         return None
     if (
         torch.is_grad_enabled()

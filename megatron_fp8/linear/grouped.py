@@ -58,7 +58,7 @@ def grouped_linear(
     """y_e = x_e @ weight_e^T for every expert e, with the GEMMs of ``sites[e]``; the bits of ``fp8_linear`` of each.
 
     Args:
-        x: [T, K], the tokens of all experts, expert by expert.
+        x: [T, K], the tokens of all experts, expert by expert; CodedTokens are multiplied as they are.
         weights: [N, K] each; one with ``main_grad`` has its gradient added there, as of ``fp8_linear``.
         tokens: T_e, any of which may be 0.
         sites: the experts' GEMMs.

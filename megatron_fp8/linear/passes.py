@@ -31,6 +31,7 @@ from ..backends.base import Region
 from ..numerics.rule import Granularity
 from ..quantizer import Casts, Quantizer
 from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
+from .coded_tokens import CodedTokens
 from .site import GemmSite
 from .tensor_parallel import Pending, TensorParallel
 
@@ -190,6 +191,8 @@ def bias_gradient(grad_output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple[Operand, Operand | None]:
     """(operand of fprop, what wgrad will need: this rank's tokens, columnwise; None if there will be no wgrad)."""
+    if isinstance(tokens, CodedTokens):
+        return tokens.side, derived(tokens, call, "input", record=call.record) if needs_wgrad else None
     site, tp, casts = call.site, call.tp, call.site.casts["input"]
     row = casts.rowwise
     keeps = needs_wgrad and keeps_codes(tokens.shape[0], call)
@@ -218,6 +221,19 @@ def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple
         return operand, plain
     done = casts(tokens, "columnwise", record=call.record, reduce_amax=reduce_amax)
     return operand, done.columnwise
+
+
+def derived(tokens: CodedTokens, call: Call, role: str, *, record: bool) -> Operand | None:
+    """wgrad's operand [features, M] of tokens [M, features] that came as codes: their values, exact in float32, quantised
+    by wgrad's rule (docs/numerics.md, Derived codes)."""
+    assert call.tp.kind == "none", "tokens are dispatched to experts, which gather none"
+    quantizer = call.site.casts[role].columnwise
+    assert quantizer is not None, "a wgrad in high precision would read values that were quantised"
+    values = tokens.dequantize(torch.float32)
+    region = _region(values, call) if role == "grad_output" and call.site.gradients.stochastic else None
+    return quantizer(
+        values, "columnwise", record=record, region=region, for_product=not call.traced
+    ).columnwise
 
 
 def keeps_codes(tokens: int, call: Call) -> bool:
@@ -289,6 +305,9 @@ def quantize_grad_output(
     dy: torch.Tensor, call: Call, needs_dgrad: bool, needs_wgrad: bool
 ) -> tuple[Operand | None, Operand | Pending | None]:
     """(dgrad's operand [M, N], wgrad's operand [N, M] or its gather under way), over all ranks' tokens, of dy [M, N]."""
+    if isinstance(dy, CodedTokens):
+        made = derived(dy, call, "grad_output", record=call.training) if needs_wgrad else None
+        return dy.side if needs_dgrad else None, made
     site, tp = call.site, call.tp
     casts = site.casts["grad_output"]
     row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None

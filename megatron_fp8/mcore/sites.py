@@ -147,6 +147,11 @@ def prepare(model_chunks: list[Any]) -> None:
                 module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer), state))
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 count_plain_linear(module, state)
+        for name, module in model.named_modules():
+            if (
+                dispatch := getattr(module, "fp8_dispatch", None)
+            ) is not None:  # its experts have their sites now
+                dispatch.bind(global_name(f"{name}.dispatch", dispatch.layer), state)
         plans = [linear.fp8_site.plan for linear in fp8_linears([model])]
         announce(plans)
         say_what_is_lost(plans, "fp8='e4m3' (--model.fp8=e4m3)")

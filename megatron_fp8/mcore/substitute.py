@@ -22,11 +22,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from . import installed as compat
 from .layers.attention import CoreAttention
+from .layers.dispatch import Fp8MoELayer
 from .layers.grouped import Fp8GroupedMLP
 from .layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from .patches.apex import norm_class
@@ -69,9 +72,21 @@ def build_own_modules(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is not None:
             fp8 = getattr(config, "fp8", None)
             spec_or_module = with_own_modules(spec_or_module, lambda theirs: fp8 or _refuses(theirs, config))
+            if fp8 and getattr(config, "moe_fp8_dispatch", False):
+                spec_or_module = _dispatching_in_fp8(spec_or_module)
         return original(spec_or_module, *args, **kwargs)
 
     return build_module
+
+
+def _dispatching_in_fp8(spec: Any) -> Any:
+    """The spec, of this package's layer of experts where it is of Megatron-Core's. Not before it is built: a transformer
+    layer asks which class it is, to know what to build it with."""
+    if not isinstance(spec, ModuleSpec) or spec.module is not MoELayer:
+        return spec
+    own = copy.copy(spec)
+    own.module = Fp8MoELayer
+    return own
 
 
 def final_norm_of_the_layers(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -190,6 +190,8 @@ def _sites(model: torch.nn.Module | Iterable[Any]) -> Iterator[tuple[str, Any, F
         if named is not None:
             named.name_sites(chunk)
         for module in modules:
+            if (dispatch := getattr(module, "fp8_dispatch", None)) is not None:  # casts, and has no weight
+                yield dispatch.fp8_site.plan.name, dispatch, dispatch.fp8_site.state
             if not hasattr(module, "name_sites"):
                 continue
             if weight_of(module).device.type == "meta":

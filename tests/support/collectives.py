@@ -17,6 +17,7 @@ SENT = {
     "all_gather": 1,
     "all_gather_into_tensor": 1,
     "reduce_scatter_tensor": 1,
+    "all_to_all_single": 1,
 }
 
 

@@ -16,6 +16,7 @@ from ...plan.settings import import_factory, takes
 from ...plan.size_table import load_table
 from ...recipe import RECIPES
 from ..te.checks import check_te_settings
+from .dispatch import check_dispatch
 from .fields import announce_fields, announce_unavailable, check_fields
 from .rules import check, integer
 from .table import FP8_FORMATS, OWN_RULES
@@ -51,6 +52,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
         _check_size_filter(config)
         _check_guard(config)
         _check_output_layer(config)
+        check_dispatch(config)
         _check_pow2(config)
         _check_margin(config)
         check_te_settings(config)
@@ -230,6 +232,7 @@ def _warn_without_effect(config: TransformerConfig) -> None:
             "fp8_size_filter",
             "fp8_guard",
             "fp8_output_layer",
+            "moe_fp8_dispatch",
             *_PHASES,
         ):
             if is_set(name):
@@ -237,6 +240,8 @@ def _warn_without_effect(config: TransformerConfig) -> None:
                     f"{name}={getattr(config, name)!r} has no effect because fp8 is None (training in BF16)"
                 )
         return
+    if config.moe_fp8_dispatch and not config.num_moe_experts:
+        _warn("moe_fp8_dispatch=True has no effect without num_moe_experts")
     recipes = {config.fp8_recipe, *config.fp8_overrides.values()} & set(RECIPES)
     for name, field in _OF_SOME_RECIPES.items():
         if is_set(name) and not any(takes(recipe, field) for recipe in recipes):

@@ -379,6 +379,7 @@ OWN_RULES: dict[str, Rule] = {
     "fp8_stochastic_rounding": FLAG,
     "fp8_keep_columnwise": FLAG,
     "fp8_output_layer": FLAG,
+    "moe_fp8_dispatch": FLAG,
     "fp8_size_filter": optional(text("the path of a table that `megatron-fp8 bench --tune` wrote")),
     "fp8_size_filter_tokens": optional(integer(1, 2**40, "tokens of a microbatch")),
     "fp8_guard": either(FLAG, one_of(*LADDERS)),

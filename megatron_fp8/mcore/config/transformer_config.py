@@ -74,6 +74,10 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """The output projection is an FP8 site too, `output_layer`. False: it stays in the model's dtype, as in Megatron-Core
     and in DeepSeek-V3. first_last_layers_bf16 is about transformer layers, and does not concern it."""
 
+    moe_fp8_dispatch: bool = False
+    """Tokens go to their experts as FP8 codes and scales, quantised once, and so does the gradient of what comes back. It
+    needs a recipe with scales of a row or of 1xN blocks. False: in the model's dtype, as in Megatron-Core."""
+
     fp8_high_precision_warmup: float = 0.0
     """Fraction of training that runs in BF16 before FP8 starts; delayed scaling's histories are filled meanwhile."""
 
@@ -223,7 +227,14 @@ TransformerConfig.__init__ = accept_fp8_format(TransformerConfig.__init__)  # ty
 TransformerConfig.fp8_format = property(_own_fp8_format, _assign_fp8_format)
 TransformerConfig.finalize_model_grads_func = property(_finalize, _assign_finalize)
 
-_ALSO_FP8 = frozenset({"first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"})
+_ALSO_FP8 = frozenset(
+    {
+        "first_last_layers_bf16",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+        "moe_fp8_dispatch",
+    }
+)
 
 
 def _is_fp8_setting(name: str) -> bool:

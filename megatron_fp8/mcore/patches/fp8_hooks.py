@@ -24,7 +24,7 @@ def patches() -> list[Patch]:
     from ..optimizer import grad_norm, loss_scaler, models, one_read
     from ..substitute import build_own_modules, final_norm_of_the_layers
     from ..te import context as te_context
-    from . import latent
+    from . import dispatch, latent
 
     core = "megatron.core"
     checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
@@ -142,6 +142,7 @@ def patches() -> list[Patch]:
         *loss_scaler.patches(),
         *models.patches(),
         *latent.patches(),
+        *dispatch.patches(),
     ]
 
 

@@ -1,0 +1,221 @@
+"""Experts' tokens sent between ranks in FP8 (`moe_fp8_dispatch`): quantised once, before Megatron-Core dispatches them.
+
+    forward    tokens [s, b, hidden] -> codes and scales -> permuted, sent, sorted by expert -> fc1's fprop reads them
+               experts' outputs, sent back and summed in BF16 (combine), as ever
+    backward   the gradient of that sum -> codes and scales -> permuted, sent, sorted -> fc2's dgrad reads them
+               the gradients of the tokens go back and are summed in BF16
+
+Each token is cast once, however many experts it goes to, by the rule that all experts' linears have for this operand; the
+experts cast it no more. wgrad's codes are derived from what arrived (linear/coded_tokens.py). Megatron-Core's MoELayer is
+hooked at two places: `preprocess`, which hands tokens to the dispatcher, and `postprocess`, which takes the sum from it.
+What dispatchers do between them is Megatron-Core's own (patches/dispatch.py has what is replaced of it).
+
+A layer sends BF16 where its experts do not all read codes that a token can bring along: its linears run in BF16, by plan,
+phase or context; they have several rules; scales span tokens; or wgrad wants values that never were quantised. Sites'
+notes, and so the report, have the reason.
+
+Rejected: dispatchers of this package's own. Permutation, padding to capacity and the points where the host waits would be
+written a second time. Rejected: codes as a BF16 tensor half as wide: autograd wants a gradient of the shape and bytes of
+what was sent, and that gradient stays in BF16.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from ...linear.coded_tokens import CodedTokens, is_by_token
+from ...linear.derivative import first_derivative_only
+from ...linear.share import Share
+from ...linear.site import GemmSite
+from ...numerics.rule import Rule
+from ...plan.operands import READERS, Cast
+from ...plan.site_plan import SitePlan, bf16_site
+from ...plan.switch import in_recompute, layer_being_built
+from ...recipe import GEMM_OPERANDS
+from ...state.fp8_state import Fp8State
+from .. import installed as compat
+from ..runtime import state_of
+
+_SENT = {"input": "tokens", "grad_output": "gradients"}
+
+
+class Fp8MoELayer(MoELayer):
+    """Megatron-Core's layer of experts; arguments as its. Tokens and gradients go to the experts in FP8."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.fp8_dispatch = Dispatch(self.config, list(self.experts.local_experts))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron-Core's; outside any graph of torch.compile, which cannot trace tokens in codes."""
+        if torch.compiler.is_compiling():
+            from ...linear.compiled import break_graph  # loads torch's compiler
+
+            return break_graph(super().forward, *args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
+        """As Megatron-Core's, of tokens in codes."""
+        tokens = self.fp8_dispatch.tokens(hidden_states, training=self.training)
+        return super().preprocess(tokens, probs, routing_map)
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """As Megatron-Core's; the gradient that goes back to the experts is in codes, that of shared experts is not."""
+        output = super().postprocess(output, None)
+        output = self.fp8_dispatch.with_gradient_in_fp8(output, training=self.training)
+        return output if shared_expert_output is None else output + shared_expert_output
+
+
+class Dispatch:
+    """What quantises a layer's tokens and their gradients before they are sent: a site without products.
+
+    Its casts are counted, recorded and observed as a linear's are, under the names NAME.input and NAME.grad_output.
+
+    Args:
+        experts: of this rank, MLPs of FP8 linears.
+
+    Attributes:
+        layer: that was being built.
+    """
+
+    def __init__(self, config: Any, experts: list[Any]):
+        self.layer = layer_being_built()
+        self._config = config
+        self._readers = {
+            "input": [expert.linear_fc1 for expert in experts],
+            "grad_output": [expert.linear_fc2 for expert in experts],
+        }
+        self._site: GemmSite | None = None
+
+    def bind(self, name: str, state: Fp8State) -> None:
+        """Take name and state; the rules are the experts', which have their sites."""
+        group, stream = None, 0
+        if parallel_state.model_parallel_is_initialized():
+            group = compat.amax_group(self._config, expert=False)
+            stream = dist.get_rank()
+        self._site = GemmSite(self._plan(name), state, group, seed=state.seed, stream=stream)
+
+    @property
+    def fp8_site(self) -> GemmSite:
+        """Its site; that of a layer outside any prepared model is made here."""
+        if self._site is None:
+            self.bind(type(self).__name__, state_of(self._config))
+        assert self._site is not None
+        return self._site
+
+    @property
+    def fp8_share(self) -> Share:
+        """Tokens that no other rank casts."""
+        return Share(tokens=dist.get_rank() if dist.is_initialized() else 0)
+
+    def tokens(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
+        """x [..., hidden] in codes, or as it is where the experts of this call do not read codes."""
+        if not self._sends_codes("input"):
+            return x
+        coded: torch.Tensor = _Tokens.apply(x, self, training)
+        return coded
+
+    def with_gradient_in_fp8(self, y: torch.Tensor, *, training: bool) -> torch.Tensor:
+        """y [..., hidden] as it is; its gradient goes on in codes, if the experts of this call read those."""
+        if not self._sends_codes("grad_output"):
+            return y
+        same: torch.Tensor = _Gradients.apply(y, self, training)
+        return same
+
+    def coded(self, x: torch.Tensor, role: str, *, training: bool, record: bool) -> CodedTokens:
+        """x [..., hidden] quantised as the role."""
+        site, matrix = self.fp8_site, x.reshape(-1, x.shape[-1])
+        quantizer = site.casts[role].rowwise
+        assert quantizer is not None
+        region = None
+        if role == "grad_output" and site.gradients.stochastic:
+            region = site.gradients.next_region(0, 0, matrix.shape[1], training=training)
+        with nullcontext() if training else site.state.uncounted():
+            side = quantizer(matrix, "rowwise", record=record, region=region).rowwise
+        assert side is not None
+        return CodedTokens.of_side(side, quantizer.rule, x.shape, x.dtype)
+
+    def _sends_codes(self, role: str) -> bool:
+        """Whether all experts run in FP8 here, and read this operand as it is planned to be sent."""
+        quantizer = self.fp8_site.casts[role].rowwise
+        if quantizer is None:
+            return False
+        return all(
+            linear.runs_fp8() and _refusal(linear.fp8_site.acting.plan, role, quantizer.rule) is None
+            for linear in self._readers[role]
+        )
+
+    def _plan(self, name: str) -> SitePlan:
+        """What is sent in codes; noted at the experts' sites."""
+        number = None if self.layer is None or self.layer.number < 0 else self.layer.number
+        found: dict[str, Cast | None] = {}
+        for role, linears in self._readers.items():
+            sites = [linear.fp8_site for linear in linears]
+            first = sites[0].plan.operands[READERS[role][0]][role]
+            rule = None if first is None else first.rule
+            why = next(filter(None, (_refusal(site.plan, role, rule) for site in sites)), None)
+            found[role] = first if why is None else None
+            note = f"arrive as {rule} codes" if why is None else f"travel in high precision: {why}"
+            for site in sites:
+                site.notes.add(f"moe_fp8_dispatch: {_SENT[role]} {note}")
+        if not any(found.values()):
+            return bf16_site(name, number, "the experts read no codes that tokens can bring along")
+        operands: dict[str, dict[str, Cast | None]] = {
+            gemm: dict.fromkeys(roles) for gemm, roles in GEMM_OPERANDS.items()
+        }
+        for role, cast in found.items():
+            operands[READERS[role][0]][role] = cast
+        plan = self._readers["input"][0].fp8_site.plan
+        return SitePlan(name, number, "fp8", plan.recipe, plan.backend, "moe_fp8_dispatch", operands)
+
+
+def _refusal(plan: SitePlan, role: str, rule: Rule | None) -> str | None:
+    """Why a linear of this plan cannot be sent an operand in codes by this rule; None if it can."""
+    (reader, wgrad), (one, other) = READERS[role], (plan.operands[gemm][role] for gemm in READERS[role])
+    if plan.precision != "fp8":
+        return f"{plan.name} is in high precision"
+    if one is None or rule is None:
+        return f"{reader} of {plan.name} reads its {role} in high precision"
+    if other is None:
+        return f"{wgrad} of {plan.name} reads its {role} in high precision"
+    if one.rule != rule:
+        return f"{plan.name} reads {one.rule}, and other experts {rule}"
+    return (
+        None
+        if is_by_token(rule)
+        else f"{plan.name} has a scale per {rule.granularity}, which no token brings along"
+    )
+
+
+class _Tokens(torch.autograd.Function):
+    """Tokens in codes; their gradient is the tokens'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dispatch: Dispatch, training: bool) -> torch.Tensor:
+        return dispatch.coded(x, "input", training=training, record=training and not in_recompute())
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The same values; their gradient in codes."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, dispatch: Dispatch, training: bool) -> torch.Tensor:
+        ctx.dispatch, ctx.training = dispatch, training
+        return y.view_as(y)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        training = ctx.training
+        return ctx.dispatch.coded(grad, "grad_output", training=training, record=training), None, None
