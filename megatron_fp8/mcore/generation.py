@@ -5,7 +5,8 @@
     logits = decoder(token)                    # then one at a time
 
 ``StaticInferenceContext`` holds keys and values of all layers; attention writes into it and reads from it, keys rotated
-once (layers/rotary.py). It runs on the CPU through the engine's patches (``mcore.install()``), FP8 or not.
+once (layers/rotary.py). Of multi-latent attention it holds the latents that keys and values are made of
+(layers/latent.py). It runs on the CPU through the engine's patches (``mcore.install()``), FP8 or not.
 Megatron-Core's other context, for batches that change, needs flash attention and a GPU, and is not used.
 
 How decoding differs from one forward over the whole sequence: attention sums the same numbers in another order, in any
@@ -18,6 +19,7 @@ those of two batches do.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..inference import Sampler
+from ..inference.memory import storage_bytes
 from .layers.rotary import RotatedKeys
 from .runtime import unwrap
 
@@ -34,6 +37,7 @@ class Decoder:
 
     Args:
         model: a GPTModel on one pipeline stage, without sequence and context parallelism, in Float16Module or not.
+            Its layers of multi-token prediction, if it has any, do not run.
         batch_size: sequences.
         max_length: tokens of each that the cache holds.
         every_token: logits of all tokens that are given; False: of the last one.
@@ -55,6 +59,12 @@ class Decoder:
         """Tokens of each sequence seen so far."""
         return self.context.sequence_len_offset
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of this rank's cache, for all tokens that it has room for; 0 before the first call."""
+        memory = self.context.key_value_memory_dict
+        return storage_bytes(tensor for of_layer in memory.values() for tensor in of_layer)
+
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [b, 1, V] after tokens int64 [b, n], or [b, n, V] with every_token; the same on all ranks.
@@ -73,9 +83,10 @@ class Decoder:
         positions = torch.arange(
             self.length, self.length + count, device=tokens.device, dtype=torch.int64
         ).expand(batch, -1)
-        logits = self.model(
-            tokens, positions, None, inference_context=self.context, runtime_gather_output=True
-        )
+        with _without_multi_token_prediction(unwrap(self.model)):
+            logits = self.model(
+                tokens, positions, None, inference_context=self.context, runtime_gather_output=True
+            )
         self.context.increment_sequence_len_offset(count)
         self.context.enable_decode_mode()
         return logits
@@ -83,6 +94,17 @@ class Decoder:
     def reset(self) -> None:
         """Forget every token; the memory stays."""
         self.context.reset()
+
+
+@contextmanager
+def _without_multi_token_prediction(model: Any) -> Iterator[None]:
+    """Megatron-Core's GPTModel runs those layers on whatever it is given, and then wants labels for them."""
+    before = model.mtp_process, model.config.mtp_num_layers
+    model.mtp_process, model.config.mtp_num_layers = False, None
+    try:
+        yield
+    finally:
+        model.mtp_process, model.config.mtp_num_layers = before
 
 
 def _check_layout(config: Any) -> None:

@@ -14,6 +14,7 @@ from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.fp8_gpt import RECIPES, fp8_config
 from benchmarks.support.gpt import VOCAB, build_chunks
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.decoding import exact_attention, forward
 
 LENGTH, BATCH = 40, 2
 GPT_LIKE = "rowwise, GPT-like"  # learned positions, biases, LayerNorm
@@ -22,11 +23,6 @@ PER_TOKEN = ("rowwise", "blockwise", "mxfp8", "static", "delayed", GPT_LIKE)
 
 def tokens(length: int = LENGTH) -> torch.Tensor:
     return torch.randint(VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(3))
-
-
-def forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    return model(ids, positions, None, runtime_gather_output=True)
 
 
 def build(layout: Layout, recipe: str | None, **fields: Any) -> Any:
@@ -63,17 +59,6 @@ def decode(model: Any, ids: torch.Tensor, parts: list[int]) -> torch.Tensor:
     found = torch.cat([decoder(part) for part in ids.split(parts, 1)], 1)
     assert decoder.length == ids.shape[1]
     return found
-
-
-def exact_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **mask: Any
-) -> torch.Tensor:
-    """Attention summed in float64, so that one rounding hides the order of the sums."""
-    q64, k64, v64 = (x.permute(1, 2, 0, 3).double() for x in (q, k, v))
-    found = torch.nn.functional.scaled_dot_product_attention(
-        q64, k64, v64, scale=scale, enable_gqa=True, **mask
-    )
-    return found.to(q.dtype).permute(2, 0, 1, 3).contiguous()
 
 
 def decoding(recipe: str) -> dict[str, torch.Tensor]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.fp8_gpt import RECIPES
 from benchmarks.support.gpt import build_chunks, gpt_config, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.decoding import exact_attention, forward, unwrap
 
 LATENT = {
     "q_lora_rank": 64, "kv_lora_rank": 96, "qk_head_dim": 32, "qk_pos_emb_head_dim": 32, "v_head_dim": 64,
@@ -84,24 +89,77 @@ def test_recompute_changes_no_bit(ranks: RankPool, recipe: str | None) -> None:
         assert pool.run(trained, layout, fields) == want, modules
 
 
-def decoded(recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rank case: logits of all tokens at once, and of the same tokens in parts, with a cache."""
+# --------------------------------------------------------------------------------------------------------------- decoding
+
+
+def decoded(layout: Layout, recipe: str | None, fields: dict[str, Any]) -> dict[str, Any]:
+    """A rank case: logits of all tokens at once, and of the same tokens in parts, with a cache, and the cache's bytes;
+    'exact' with attention that does not depend on the order of its sums."""
+    from megatron_fp8.inference import prepare_for_inference
     from megatron_fp8.mcore.generation import Decoder
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
-    with model_parallel(Layout()):
-        config = make(Layout(), {"fp8": "hybrid", "fp8_recipe": recipe})
-        model = build_chunks(config, spec=get_gpt_layer_fp8_spec)[0].module.eval()
+    with model_parallel(layout):
+        fp8 = {"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {}
+        model = build_chunks(make(layout, {**fp8, **fields}), spec=get_gpt_layer_fp8_spec)[0].module.eval()
         tokens = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(3))
+        found: dict[str, Any] = {}
         with torch.no_grad():
-            whole = model(tokens, torch.arange(24).expand(2, -1), None)
-        decoder = Decoder(model, 2, 24, every_token=True)
-        parts = torch.cat([decoder(part) for part in tokens.split([16, 1, 1, 4, 2], 1)], 1)
-        return whole.float(), parts.float()
+            for name, patch in (("", None), ("exact ", exact_attention)):
+                with (
+                    mock.patch("megatron_fp8.mcore.layers.attention._sdpa", patch) if patch else nullcontext()
+                ):
+                    with without_heads_ahead(model):
+                        found[f"{name}whole"] = forward(model, tokens).float()
+                    if recipe and not patch:
+                        prepare_for_inference(model)
+                    decoder = Decoder(model, 2, 32, every_token=True)
+                    parts = torch.cat([decoder(part) for part in tokens.split([16, 1, 1, 4, 2], 1)], 1)
+                    found[f"{name}parts"] = parts.float()
+        found["bytes"] = decoder.cache_bytes
+        found["predicts ahead"] = (unwrap(model).mtp_process, unwrap(model).config.mtp_num_layers)
+        return found
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
-def test_decoding_gives_the_logits_of_the_whole(ranks: RankPool, recipe: str) -> None:
-    whole, parts = ranks(1).run(decoded, recipe)[0]
-    assert (parts - whole).pow(2).mean().sqrt() < 0.01 * whole.pow(2).mean().sqrt()
-    assert torch.equal(parts.argmax(-1), whole.argmax(-1))
+@contextmanager
+def without_heads_ahead(model: Any) -> Iterator[None]:
+    """Megatron-Core's forward without labels cannot run layers of multi-token prediction."""
+    inner = unwrap(model)
+    with (
+        mock.patch.object(inner, "mtp_process", False),
+        mock.patch.object(inner.config, "mtp_num_layers", None),
+    ):
+        yield
+
+
+PER_TOKEN = ("rowwise", "blockwise", "mxfp8")
+DECODED = {
+    **{recipe: (Layout(), recipe, {}) for recipe in PER_TOKEN},
+    "bf16": (Layout(), None, {}),
+    "rope, one step of queries": (Layout(), "mxfp8", {"q_lora_rank": None, "rope_type": "rope"}),
+    "tp2": (Layout(tp=2), "blockwise", {}),
+    "predicting two tokens": (Layout(), "rowwise", {"mtp_num_layers": 1}),
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_decoding_from_latents_gives_the_logits_of_the_whole(ranks: RankPool, name: str) -> None:
+    """Byte for byte where attention's order of sums is hidden: latents are multiplied out by training's own layer."""
+    layout, recipe, fields = DECODED[name]
+    for found in ranks(layout.tp).run(decoded, layout, recipe, fields):
+        whole, parts = found["whole"], found["parts"]
+        assert (parts - whole).pow(2).mean().sqrt() < 0.01 * whole.pow(2).mean().sqrt()
+        assert torch.equal(parts.argmax(-1), whole.argmax(-1))
+        assert_same_bytes(found["exact parts"], found["exact whole"])
+        # Two layers, room for 2 x 32 tokens, BF16: the same on all ranks, whatever the number of heads.
+        assert found["bytes"] == 2 * (2 * 32) * (LATENT["kv_lora_rank"] + LATENT["qk_pos_emb_head_dim"]) * 2
+        ahead = fields.get("mtp_num_layers")
+        assert found["predicts ahead"] == (ahead is not None, ahead), "the model is as it was"
+
+
+def test_one_dynamic_scale_costs_less_than_fp8_does(ranks: RankPool) -> None:
+    """Tensorwise, a token's codes depend on its company."""
+    pool = ranks(1)
+    fp8, bf16 = (pool.run(decoded, Layout(), recipe, {})[0] for recipe in ("tensorwise", None))
+    cost = (fp8["exact whole"] - bf16["exact whole"]).pow(2).mean().sqrt()
+    assert 0 < (fp8["exact parts"] - fp8["exact whole"]).pow(2).mean().sqrt() < cost

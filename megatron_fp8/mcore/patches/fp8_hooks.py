@@ -18,6 +18,7 @@ def patches() -> list[Patch]:
     """All FP8 hooks of Megatron-Core 0.16."""
     from .. import params
     from ..layers import fusion, rotary
+    from ..layers import latent as latent_cache
     from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from ..layers.output import output_layer_in_fp8
     from ..optimizer import fp8_params as param_optimizer
@@ -139,6 +140,7 @@ def patches() -> list[Patch]:
         *one_read.patches(),
         *fusion.patches(),
         *rotary.patches(),
+        *latent_cache.patches(),
         *loss_scaler.patches(),
         *models.patches(),
         *latent.patches(),
