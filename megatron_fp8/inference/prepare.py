@@ -21,6 +21,7 @@ import torch
 
 from ..backends import emulated
 from ..linear.site import GemmSite
+from ..nn.experts import Fp8ExpertLinear
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.site_plan import bf16_site
 from ..recipe import recipe_name
@@ -79,7 +80,8 @@ def prepare_for_inference(
             transformers model writes dequantised weights.
         calibration: static activation scales; None scales activations as the recipe does (delayed: by its history).
         pad_tokens: pad every FP8 linear's tokens to a multiple of this; None: to the recipe's alignment, on backends
-            whose kernels like it; 1: never. The result is the same. Never in sequence parallelism.
+            whose kernels like it; 1: never. The result is the same. Never in sequence parallelism, nor those of experts
+            whose weights are stacked.
 
     Returns:
         The model; ``model.fp8_inference`` is its InferenceReport.
@@ -100,12 +102,13 @@ def prepare_for_inference(
     for tied in (linear for linear in quantised if linear.weight is None):
         _keep_in_high_precision(tied)
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if linear not in active]
-    counts = Counter(id(linear.weight) for linear in active)
+    counts = Counter(_which_weight(linear) for linear in active)
+    last = {linear.around: linear for linear in active if isinstance(linear, Fp8ExpertLinear)}
     shared: dict[
         int, Any
     ] = {}  # weights of several linears, kept until all have theirs; others are freed at once
     for linear in active:
-        number = id(linear.weight)
+        number = _which_weight(linear)
         weight = shared.get(number)
         if weight is None:
             weight = inference_weight(
@@ -114,12 +117,20 @@ def prepare_for_inference(
         if counts[number] > 1:
             shared[number] = weight
         report.sites.append(_prepare(linear, weight, static.get(linear.fp8_site.plan.name), pad_tokens))
+        if isinstance(linear, Fp8ExpertLinear) and last[linear.around] is linear:
+            linear.around.take_apart()
     model.requires_grad_(False)
     model.eval()
     report.total_after = model_bytes(model)
     save_in_high_precision(model)
     model.fp8_inference = report  # type: ignore[assignment]
     return model
+
+
+def _which_weight(linear: Any) -> int:
+    """A number that linears have in common whose weight is one tensor."""
+    own = linear._parameters.get("weight")
+    return id(linear if own is None else own)  # an expert's is a part of a stack, which no other shares
 
 
 def _keep_in_high_precision(linear: Any) -> None:
@@ -164,7 +175,7 @@ def _prepare(
     linear: Any, weight: Fp8Parameter, static: StaticScale | None, pad_tokens: int | None
 ) -> PreparedSite:
     site = linear.fp8_site
-    before = model_bytes(linear)
+    before = model_bytes(linear) or linear.weight.nbytes
     linear._parameters["weight"] = weight  # its place among the parameters stays
     site.weights.forget()
     # Not the phases of the training: inference is FP8 throughout.
@@ -178,7 +189,9 @@ def _prepare(
             static(site)
     multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))
     # With sequence parallelism a linear's output has other tokens than its input: all ranks', or this rank's part.
-    if multiple > 1 and not getattr(linear, "sequence_parallel", False):
+    # Experts that are multiplied in one call are not called one by one.
+    together = isinstance(linear, Fp8ExpertLinear)
+    if multiple > 1 and not (together or getattr(linear, "sequence_parallel", False)):
         Padding(linear, multiple)
     quantizer = site.casts["input"].rowwise
     if quantizer is None:

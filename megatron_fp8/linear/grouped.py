@@ -17,7 +17,7 @@ would each need a second form with a dimension more, to hold what a list holds a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -100,6 +100,31 @@ def grouped_linear(
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return _GroupedFunction.apply(x, group, *weights)
     return _forward(x, weights, group, [False] * len(weights), False).y
+
+
+def some_together(
+    x: torch.Tensor,
+    tokens: Sequence[int],
+    joins: Sequence[bool],
+    together: Callable[[list[int], torch.Tensor], torch.Tensor],
+    alone: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """[T, N] of tokens [T, K], where only some experts can be multiplied in one call.
+
+    Args:
+        tokens: T_e, in order.
+        joins: whether an expert can be.
+        together: gives the rows of these experts, of their tokens one after the other.
+        alone: gives one expert's.
+    """
+    if all(joins):
+        return together(list(range(len(tokens))), x)
+    parts = x.split(list(tokens))
+    done = {e: alone(e, parts[e]) for e, joined in enumerate(joins) if not joined}
+    if these := [e for e, joined in enumerate(joins) if joined]:
+        made = together(these, torch.cat([parts[e] for e in these]))
+        done.update(zip(these, made.split([tokens[e] for e in these]), strict=True))
+    return torch.cat([done[e] for e in range(len(tokens))])
 
 
 class _Group(NamedTuple):

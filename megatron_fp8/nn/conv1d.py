@@ -39,7 +39,7 @@ class Fp8Conv1D(Fp8Layer, Conv1D):
         """[in_features, out_features]."""
         return matrix.t()
 
-    def plain_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def plain_forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Conv1D's own."""
         return Conv1D.forward(self, x)
 

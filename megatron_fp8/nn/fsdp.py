@@ -47,7 +47,8 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
 
     Returns:
         Names of the linears whose weights will travel as codes; the others' recipes need both directions from high
-        precision (rowwise, mxfp8), or leave the weight unquantised, or they are Conv1Ds. The number is also printed.
+        precision (rowwise, mxfp8), or leave the weight unquantised, or they are Conv1Ds or experts. The number is also
+        printed.
 
     Raises:
         ValueError: the model has no FP8 linear, is sharded already, or none of its weights can travel as codes.
@@ -56,6 +57,8 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
     names = []
     linears = fp8_linears(model)
     for name, linear in linears.items():
+        if not isinstance(linear, Fp8Linear):
+            continue
         weight = linear.weight
         if hasattr(weight, "to_local"):
             raise ValueError(
@@ -63,7 +66,7 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
             )
         rule = linear.fp8_config.resolved_recipe.rule("weight")
         both_ways = rule is not None and rule.granularity.symmetric  # one set of codes serves both directions
-        if not both_ways or "weight" in linear.fp8_config.unquantized or not isinstance(linear, Fp8Linear):
+        if not both_ways or "weight" in linear.fp8_config.unquantized:
             continue
         if id(weight) not in made:
             value = weight.detach()

@@ -82,10 +82,15 @@ class Fp8Group:
     # -------------------------------------------------------------------------------------------------------- members
 
     def join(
-        self, linear: Fp8Layer, name: str, shape: tuple[int, int], prepared: Preparation | None = None
+        self,
+        linear: Fp8Layer,
+        name: str,
+        shape: tuple[int, int],
+        prepared: Preparation | None = None,
+        also: tuple[str, ...] = (),
     ) -> LinearSites:
         """Take in a linear of shape (out features, in features): its sites, of which none is made yet."""
-        self._members.append(LinearSites(self, linear, name, shape, prepared))
+        self._members.append(LinearSites(self, linear, name, shape, prepared, also))
         return self._members[-1]
 
     def leave(self, sites: LinearSites) -> None:
@@ -130,7 +135,7 @@ class Fp8Group:
         if self.root is not None:
             yield from self.root.parameters()
         for linear in self.linears:
-            yield from linear.parameters()
+            yield from linear.trained()
 
     # --------------------------------------------------------------------------------------------------- state and sites
 
@@ -149,19 +154,23 @@ class Fp8Group:
     def make_sites(self, device: torch.device) -> None:
         """Make the sites of every linear whose weight is on this device."""
         for sites, linear in self.members:
-            if linear.weight.device == device:
+            if linear.fp8_device == device:
                 sites.on(device)
 
     def make_all_sites(self) -> None:
         """Make the sites of every linear whose weight is somewhere."""
         # In module order, not a set's: ranks with GPUs of other numbers must reduce their states in the same order.
-        for device in dict.fromkeys(linear.weight.device for linear in self.linears):
+        for device in dict.fromkeys(linear.fp8_device for linear in self.linears):
             if device.type != "meta":
                 self.make_sites(device)
 
     def leave_device(self, device: torch.device) -> None:
         """Drop the state on a device when no weight is left there: its collectives may not even be possible any more."""
-        if device in self.states and all(linear.weight.device != device for linear in self.linears):
+        # From the last one on: modules are moved one by one, and while they are the last is still there.
+        members = ((sites, sites.linear) for sites in reversed(self._members))
+        if device in self.states and all(
+            linear is None or linear.fp8_device != device for _, linear in members
+        ):
             del self.states[device]
             for sites in self._members:
                 sites.forget(device)

@@ -8,6 +8,7 @@ Fp8Layer is what does not depend on how the weight lies; conv1d.py has the other
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..linear.function import (
 from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import autocasts, current_switch, in_recompute, runs_fp8, without_autocast
+from ..plan.switch import Switch, autocasts, current_switch, in_recompute, runs_fp8, without_autocast
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
 from .group import Fp8Group
@@ -49,15 +50,25 @@ class Fp8Layer(torch.nn.Module):
 
     # --------------------------------------------------------------------------------------------------- its place in FP8
 
-    def join_group(self, group: Fp8Group, name: str) -> None:
-        """Become one of a model's linears, under this name."""
+    def join_group(self, group: Fp8Group, name: str, *, also: tuple[str, ...] = ()) -> None:
+        """Become one of a model's linears, under this name; ``also``: other names by which overrides may call it."""
         self.fp8_group = group
-        self.fp8_sites = group.join(self, name, (self.out_features, self.in_features))
+        self.fp8_sites = group.join(self, name, (self.out_features, self.in_features), also=also)
 
     def leave_group(self) -> None:
         """Undo it: nothing of FP8 is left but the class."""
         self.fp8_group.leave(self.fp8_sites)
         del self.fp8_group, self.fp8_sites
+
+    @property
+    def fp8_device(self) -> torch.device:
+        """Where its weight is."""
+        device: torch.device = self.weight.device
+        return device
+
+    def trained(self) -> Iterator[torch.nn.Parameter]:
+        """What an optimizer of it steps."""
+        yield from self.parameters()
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -85,7 +96,7 @@ class Fp8Layer(torch.nn.Module):
     @property
     def fp8_site(self) -> GemmSite:
         """Its GEMM site on the weight's device: plan, quantizers and slots."""
-        return self.fp8_sites.on(self.weight.device)
+        return self.fp8_sites.on(self.fp8_device)
 
     @staticmethod
     def name_sites(model: torch.nn.Module) -> None:
@@ -102,7 +113,7 @@ class Fp8Layer(torch.nn.Module):
 
     def make_sites(self) -> None:
         """The sites that a call here and now uses."""
-        self.fp8_sites.get_ready(self.weight.device, current_switch().recipe)
+        self.fp8_sites.get_ready(self.fp8_device, current_switch().recipe)
 
     def _require_sites(self, device: torch.device, label: str) -> None:
         """make_sites, unless they are there: traced code then has nothing of this layer that others do not share."""
@@ -118,9 +129,9 @@ class Fp8Layer(torch.nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Layer:
         """Where .to() and .cuda() move it: no codes stay on the old device, and histories come along."""
-        before = self.weight.device
+        before = self.fp8_device
         super()._apply(fn, recurse)
-        if self.weight.device != before:
+        if self.fp8_device != before:
             self.fp8_sites.leave(before)
             self.fp8_group.leave_device(before)
         return self
@@ -139,14 +150,28 @@ class Fp8Layer(torch.nn.Module):
             return call_in_graph(self, input)
         if input.is_nested:
             return call_on_values(self, input)
+        return self.run(input, self.weight)  # asked for once: a module looks for its parameters in Python
+
+    def run(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The forward with this weight, as it lies."""
+        site, fp8, switch = self.way(weight)
+        if not fp8:
+            return self._high_precision(input, weight, site, observe=not switch.turns_off(site.plan))
+        device = weight.device
+        if autocasts(device):
+            with without_autocast(device):
+                return self._in_fp8(input.to(torch.get_autocast_dtype(device.type)), weight, site)
+        return self._in_fp8(input, weight, site)
+
+    def way(self, weight: torch.Tensor) -> tuple[GemmSite, bool, Switch]:
+        """The site that a call here and now runs, whether in FP8, and under which switch."""
         if self.fp8_group.owed and self.training and not in_recompute():
             raise RuntimeError(
                 "the optimizer stepped and fp8_step was not called: scales and histories would never be updated. Call"
                 " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
                 " register_fp8_step(optimizer, model) once, and again for copies: those of optimizers have no hooks"
             )
-        sites, weight = self.fp8_sites, self.weight  # once: a module looks for its parameters in Python
-        device = weight.device
+        sites, device = self.fp8_sites, weight.device
         self._require_sites(device, current_switch().label)
         site = sites.made[device, ""]
         switch = sites.forwards.switch(site, self.training)
@@ -155,13 +180,8 @@ class Fp8Layer(torch.nn.Module):
         site = site.acting
         fp8 = runs_fp8(site, switch)
         if type(weight) is not torch.nn.Parameter:
-            _check_weight(self.fp8_name, weight, fp8 and not switch.label)
-        if not fp8:
-            return self._high_precision(input, site, observe=not switch.turns_off(site.plan))
-        if autocasts(device):
-            with without_autocast(device):
-                return self._in_fp8(input.to(torch.get_autocast_dtype(device.type)), weight, site)
-        return self._in_fp8(input, weight, site)
+            check_weight(self.fp8_name, weight, fp8 and not switch.label)
+        return site, fp8, switch
 
     def _in_fp8(self, input: torch.Tensor, weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
         if self.training:
@@ -171,19 +191,22 @@ class Fp8Layer(torch.nn.Module):
         with site.state.uncounted():
             return fp8_linear(input, self.as_matrix(weight), self.bias, site, training=False)
 
-    def _high_precision(self, x: torch.Tensor, site: GemmSite, *, observe: bool) -> torch.Tensor:
+    def _high_precision(
+        self, x: torch.Tensor, weight: torch.Tensor, site: GemmSite, *, observe: bool
+    ) -> torch.Tensor:
         """y [..., N] by the unconverted layer's own forward. ``observe``: it fills delayed scaling's histories."""
-        y = self.plain_forward(x)
+        y = self.plain_forward(x, weight)
         if self.training:
-            _count(site, x, self.weight, y)
-            watch_high_precision(x, self.matrix, y, site)
+            matrix = self.as_matrix(weight)
+            _count(site, x, weight, y)
+            watch_high_precision(x, matrix, y, site)
             if observe and site.is_fp8:
-                return observe_high_precision(x, self.matrix, y, site)
+                return observe_high_precision(x, matrix, y, site)
         return y
 
-    def plain_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The forward of the class that it was converted from."""
-        return functional.linear(x, self.weight, self.bias)
+    def plain_forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The forward of the class that it was converted from, with the layer's weight."""
+        return functional.linear(x, weight, self.bias)
 
     def extra_repr(self) -> str:
         """nn.Linear's, and the recipe."""
@@ -269,7 +292,7 @@ def _count(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, y: torch.Tenso
         y.register_hook(count)
 
 
-def _check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
+def check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
     """RuntimeError for a weight that is no plain parameter, and that this call cannot use.
 
     ``as_built``: the call is in FP8 by the linear's own recipe, which codes that live as the weight were made by.

@@ -50,6 +50,7 @@ class LinearSites:
         name: the linear's, in the model that was converted.
         shape: (out features, in features).
         prepared: what inference has changed, told to each site that is made.
+        also: other names by which overrides may call the linear.
 
     Attributes:
         made: (device, '') -> the site by the linear's own recipe, (device, label) -> that by another (Switch.label).
@@ -64,12 +65,13 @@ class LinearSites:
         name: str,
         shape: tuple[int, int],
         prepared: Preparation | None = None,
+        also: tuple[str, ...] = (),
     ):
         self.name = name
         self.made: dict[tuple[torch.device, str], GemmSite] = {}
         self.ready_on: torch.device | None = None
         self.forwards = Forwards(by_recipe=True)
-        self._shape, self._prepared = shape, prepared
+        self._shape, self._prepared, self._also = shape, prepared, also
         self._left: dict[str, GemmSite] = {}  # label -> where it ran before it was moved, until it runs again
         self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # label -> histories, until its site is made
         self._group, self._linear = weakref.ref(group), weakref.ref(linear)
@@ -122,7 +124,7 @@ class LinearSites:
 
     def _make(self, device: torch.device, recipe: Recipe | None) -> GemmSite:
         group = self.group
-        plan = plan_linear(group.config, self.name or LONE, self._shape, device, recipe)
+        plan = plan_linear(group.config, self.name or LONE, self._shape, device, recipe, self._also)
         if recipe is not None:  # its slots are others than those of the own recipe
             plan = replace(plan, name=f"{plan.name}@{recipe_name(recipe)}")
         state = group.state(device)
@@ -182,7 +184,7 @@ class LinearSites:
     def of_copy(self, linear: Fp8Layer, group: Fp8Group, memo: dict[int, Any] | None = None) -> LinearSites:
         """Sites for a copy of the linear, of which nothing is made yet; inference's changes go along."""
         prepared = self._prepared if memo is None else copy.deepcopy(self._prepared, memo)
-        return group.join(linear, self.name, self._shape, prepared)
+        return group.join(linear, self.name, self._shape, prepared, self._also)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSites:
         """Those of the linear's copy, in its group's copy, with the histories of delayed scaling as they are now.
@@ -192,7 +194,7 @@ class LinearSites:
         linear = self.linear
         assert linear is not None, "a linear is alive while it is copied"
         copied = self.of_copy(memo[id(linear)], copy.deepcopy(self.group, memo), memo)
-        device = linear.weight.device
+        device = linear.fp8_device
         copied._loaded = copy.deepcopy(self.histories(device), memo)
         ran = self.made.get((device, "")) or self._left.get("")
         if ran is not None and ran.has_histories and device.type != "meta":
@@ -201,7 +203,7 @@ class LinearSites:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle has no slots: what is read back starts cold (fp8_state_dict keeps histories)."""
-        return _join, (self.group, self.linear, self.name, self._shape, self._prepared)
+        return _join, (self.group, self.linear, self.name, self._shape, self._prepared, self._also)
 
 
 def _join(group: Fp8Group, *of_linear: Any) -> LinearSites:
@@ -210,18 +212,24 @@ def _join(group: Fp8Group, *of_linear: Any) -> LinearSites:
 
 
 def plan_linear(
-    config: Fp8Config, name: str, shape: tuple[int, int], device: torch.device, recipe: Recipe | None = None
+    config: Fp8Config,
+    name: str,
+    shape: tuple[int, int],
+    device: torch.device,
+    recipe: Recipe | None = None,
+    also: tuple[str, ...] = (),
 ) -> SitePlan:
     """What a linear of shape (out features, in features) runs on a device, and why.
 
     Args:
         recipe: in place of the config's.
+        also: other names by which overrides may call it.
 
     Raises:
         ValueError: the backend cannot run there, unless config.fallback is 'warn'; or the size filter's table is wrong.
     """
-    plan = resolve(config.asked(recipe), name, None, device)
-    by_name = recipe is not None or matching(name, config.overrides)
+    plan = resolve(config.asked(recipe), name, None, device, also=also)
+    by_name = recipe is not None or matching(name, config.overrides, also)
     if config.size_filter is None or plan.precision == "bf16" or by_name:
         return plan
     assert plan.backend is not None and plan.recipe is not None

@@ -35,7 +35,7 @@ def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, linear in _linears(model):
         saved[f"{name}.iteration"] = torch.tensor(linear.fp8_group.iteration, dtype=torch.int64, device="cpu")
         saved.update(saved_slots(_own_slots(name, linear)))
-        for label, histories in linear.fp8_sites.histories(linear.weight.device).items():
+        for label, histories in linear.fp8_sites.histories(linear.fp8_device).items():
             saved.update({f"{name}@{label}.{key}": tensor for key, tensor in histories.items()})
     return saved
 
@@ -67,7 +67,7 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
             label: {key: saved[f"{name}@{label}.{key}"] for key in keys}
             for label, keys in by_recipe[name].items()
         }
-        linear.fp8_sites.load_histories(linear.weight.device, histories)
+        linear.fp8_sites.load_histories(linear.fp8_device, histories)
 
 
 def _by_recipe(linears: Iterable[str], keys: Iterable[str]) -> dict[str, dict[str, list[str]]]:
@@ -85,7 +85,7 @@ def _by_recipe(linears: Iterable[str], keys: Iterable[str]) -> dict[str, dict[st
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
     for group in groups_of(model):
         for linear in group.linears:
-            group.make_sites(linear.weight.device)
+            group.make_sites(linear.fp8_device)
     yield from fp8_linears(model).items()
 
 

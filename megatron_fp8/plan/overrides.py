@@ -55,10 +55,10 @@ class Override:
         return self.part not in ROLES or self.part == role
 
 
-def matching(name: str, overrides: Mapping[str, Any]) -> list[Override]:
-    """Those whose glob matches, in order."""
+def matching(name: str, overrides: Mapping[str, Any], also: Iterable[str] = ()) -> list[Override]:
+    """Those whose glob matches the name or one of those in ``also``, in order."""
     every = [Override.of(key, value) for key, value in overrides.items()]
-    return [override for override in every if override.matches(name)]
+    return [override for override in every if any(override.matches(called) for called in (name, *also))]
 
 
 def whole_override(name: str, overrides: Mapping[str, Any]) -> Override | None:

@@ -58,6 +58,7 @@ def resolve(
     bf16_reason: str | None = None,
     layers: bool = False,
     brings_own: bool = False,
+    also: tuple[str, ...] = (),
 ) -> SitePlan:
     """The plan of one linear. Overrides by name come last, and therefore can put a layer back.
 
@@ -69,12 +70,13 @@ def resolve(
         bf16_reason: why its layer stays in high precision, None if it does not.
         layers: whether backends that have layers of their own may be chosen.
         brings_own: whether the linear is one of such a backend's.
+        also: other names by which overrides may call it, such as that of the experts that it is one of.
 
     Raises:
         ValueError: FP8 was asked for and cannot run.
     """
     try:
-        choices = choose(asked, name, bf16_reason)
+        choices = choose(asked, name, bf16_reason, also)
         reason = "; ".join(choices.reasons)
         if choices.none_in_fp8:
             return bf16_site(name, layer, reason)
@@ -96,7 +98,7 @@ def resolve(
     return chosen_site(name, layer, backend.name, reason, choices)
 
 
-def choose(asked: Asked, name: str, bf16_reason: str | None = None) -> Choices:
+def choose(asked: Asked, name: str, bf16_reason: str | None = None, also: tuple[str, ...] = ()) -> Choices:
     """What a linear of that name multiplies, wherever it will run; arguments and errors as ``resolve``'s."""
     choices = Choices(
         asked.recipe(None),
@@ -105,7 +107,7 @@ def choose(asked: Asked, name: str, bf16_reason: str | None = None) -> Choices:
         fp8_wgrad=asked.fp8_wgrad,
         bf16_reason=bf16_reason,
     )
-    for override in matching(name, asked.overrides):
+    for override in matching(name, asked.overrides, also):
         choices.apply(override, _named(asked, override.value), f"{asked.prefix}overrides")
     if choices.edited:
         refuse_e5m2_twice(choices.products(), f"{name} ({'; '.join(choices.reasons)})")

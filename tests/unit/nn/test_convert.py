@@ -123,7 +123,7 @@ def test_report_says_which_share_runs_in_fp8(capsys):
     )
     assert (
         report.skipped["experts"]
-        == "a stack of matrices stays in high precision, of experts as a rule: up [4, 32, 64]"
+        == "a stack of matrices stays in high precision, of experts whose forward is not known here: up [4, 32, 64]"
     )
     assert report.skipped["conv"] == "not a linear"
     # The module that runs in FP8 counts the weight.

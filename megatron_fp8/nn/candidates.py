@@ -1,0 +1,325 @@
+"""What of a model could run in FP8: each module with parameters, whether it will, and why."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from ..params.fp8_parameter import Fp8Parameter
+from ..plan.resolve import choose
+from ..recipe import recipe_name
+from .config import DEFAULT_SKIP, Fp8Config
+from .expert_kinds import Stack, kind_of
+from .experts import Fp8ExpertLinear, Fp8Experts, also_called, count_of, site_name
+from .linear import Fp8Layer, Fp8Linear
+from .report import Row
+from .sites import plan_linear
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Candidate:
+    """A module of the model, or one linear of a module of experts, and what is said of it.
+
+    Attributes:
+        row: of the report, without sizes yet.
+        name, module: it, or the module of experts.
+        own: how many values each of its parameters has, by something that tells parameters apart.
+        multiplied: how many of them a token is multiplied by.
+        lazy: it has parameters without a shape yet.
+        also: other names by which overrides may call it.
+    """
+
+    row: Row
+    name: str
+    module: nn.Module
+    own: dict[Any, int] = field(default_factory=dict)
+    multiplied: int = 0
+    lazy: bool = False
+    also: tuple[str, ...] = ()
+
+
+def candidates(model: nn.Module, config: Fp8Config) -> list[Candidate]:
+    """All of them, in module order; a shared module once."""
+    tied = _embedding_weights(model) if config.skip == DEFAULT_SKIP else set()
+    found: list[Candidate] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Experts):
+            continue  # its linears are modules, too
+        if is_linear(module) or any(True for _ in module.parameters(recurse=False)):
+            found += _considered(name, module, config, tied)
+    return found
+
+
+def rows_with_sizes(found: list[Candidate]) -> tuple[Row, ...]:
+    """Their rows, with how much of the model each is. A shared parameter counts once: in an FP8 layer, if one uses it."""
+    counted: set[Any] = set()
+    rows = [candidate.row for candidate in found]
+    for i in sorted(range(len(rows)), key=lambda i: not rows[i].converted):
+        own = found[i].own
+        weights = sum(values for key, values in own.items() if key not in counted)
+        counted.update(own)
+        rows[i] = replace(rows[i], weights=weights, multiplied=found[i].multiplied, lazy=found[i].lazy)
+    return tuple(rows)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a glob matches the name, its last part, or those of a module that it is in."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        if fnmatchcase(".".join(parts[:end]), pattern) or fnmatchcase(parts[end - 1], pattern):
+            return True
+    return False
+
+
+def fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
+    """The FP8 class of a module that is exactly a linear, or of such a class; None of what is none."""
+    kind = module if isinstance(module, type) else type(module)
+    if kind is nn.Linear:
+        return Fp8Linear
+    transformers = sys.modules.get("transformers.pytorch_utils")  # not loaded: no model has a Conv1D
+    if transformers is not None and kind is transformers.Conv1D:
+        from .conv1d import Fp8Conv1D
+
+        return Fp8Conv1D
+    return None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear of some class, in FP8 or not."""
+    return isinstance(module, nn.Linear | Fp8Layer) or fp8_class(module) is not None
+
+
+def skipped_by(name: str, module: nn.Module, config: Fp8Config) -> str | None:
+    """Which entry of the skip list names the module, in words."""
+    for entry in config.skip:
+        if isinstance(entry, str) and matches(name, entry):
+            return f"skip {entry!r}"
+        if callable(entry) and any(entry(*asked) for asked in _linears_of(name, module)):
+            return f"skip {getattr(entry, '__name__', 'function')}"
+    return None
+
+
+def _linears_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What a function of a skip list is asked about: a linear; of experts the first one's linears, as modules without
+    memory that have their features."""
+    if is_linear(module):
+        return [(name, module)]
+    kind = kind_of(type(module))
+    if kind is None:
+        return []
+    found: list[tuple[str, nn.Module]] = []
+    for stack in kind.stacks(module):
+        rows, cols = stack.features(module)
+        found.append((site_name(name, 0, stack), nn.Linear(cols, rows, bias=False, device="meta")))
+    return found
+
+
+def _considered(name: str, module: nn.Module, config: Fp8Config, tied: set[int]) -> list[Candidate]:
+    if isinstance(module, Fp8Layer):
+        return [_converted_before(name, module)]
+    weight = next(module.parameters(recurse=False), None)
+    reason = _reason_to_skip(name, module, config, tied)
+    kind = kind_of(type(module))
+    if reason is None and kind is not None:
+        return list(_experts(name, module, kind.stacks(module), config))
+    shape: tuple[int, ...] = () if weight is None or is_lazy(weight) else tuple(weight.shape)
+    if shape and is_linear(module):
+        shape = _features(module)  # its first parameter need not be the weight: weight_norm's is a norm
+    found = _with_parameters(name, module)
+    dtype = "" if weight is None else _short(weight.dtype)
+    if reason is not None:
+        linear = is_linear(module) or bool(_stacks(module))
+        found.row = Row(name, type(module).__name__, shape, False, dtype, reason, linear=linear)
+        return [found]
+    found.row = _planned(name, type(module).__name__, _features(module), module.weight, config)
+    return [found]
+
+
+def _converted_before(name: str, module: Fp8Layer) -> Candidate:
+    recipe = recipe_name(module.fp8_config.resolved_recipe)
+    reason = f"is an {type(module).__name__} already: left as it is"
+    found = _with_parameters(name, module)
+    if isinstance(module, Fp8ExpertLinear) and not found.own:
+        found.own, found.multiplied = module.values(), math.prod(_features(module))
+    found.row = Row(name, type(module).__name__, _features(module), True, recipe, reason)
+    return found
+
+
+def _experts(
+    name: str, module: nn.Module, stacks: tuple[Stack, ...], config: Fp8Config
+) -> Iterator[Candidate]:
+    """One for each linear of each expert."""
+    count = count_of(module, stacks)
+    for number in range(count):
+        for stack in stacks:
+            also = also_called(name, stack)
+            weight, shape = getattr(module, stack.parameter), stack.features(module)
+            row = _planned(
+                site_name(name, number, stack), type(module).__name__, shape, weight, config, also=also
+            )
+            parameters = [getattr(module, of) for of in (stack.parameter, stack.bias) if of]
+            own = {(id(parameter), number): parameter.numel() // count for parameter in parameters}
+            yield Candidate(row, name, module, own, math.prod(shape), also=also)
+
+
+def _planned(
+    name: str,
+    kind: str,
+    shape: tuple[int, int],
+    weight: Any,
+    config: Fp8Config,
+    *,
+    also: tuple[str, ...] = (),
+) -> Row:
+    """The row of a linear for which the plan decides."""
+    dtype, device = _short(weight.dtype), weight.device
+    assert isinstance(device, torch.device)
+    if device.type == "meta":
+        choices = choose(config.asked(), name, also=also)
+        if choices.none_in_fp8:
+            return Row(name, kind, shape, False, dtype, "; ".join(choices.reasons), planned=True)
+        reason = "; ".join(
+            filter(None, [*choices.reasons, "on the meta device: the backend is chosen where it will run"])
+        )
+        return Row(name, kind, shape, True, recipe_name(choices.recipe), reason, planned=True)
+    plan = plan_linear(config, name, shape, device, also=also)
+    if plan.recipe is None:
+        return Row(name, kind, shape, False, dtype, plan.reason, planned=True)
+    runs = f"{recipe_name(plan.recipe)}, {plan.backend}"
+    return Row(name, kind, shape, True, runs, plan.reason, planned=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- why not
+
+
+def _reason_to_skip(name: str, module: nn.Module, config: Fp8Config, tied: set[int]) -> str | None:
+    skipped = skipped_by(name, module, config)
+    if skipped is not None:
+        return skipped
+    if kind_of(type(module)) is not None:
+        return _experts_stay(module, config)
+    if not is_linear(module):
+        return _what_it_is(module)
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "MultiheadAttention reads its weight and never calls it"
+    if isinstance(module, nn.LazyLinear):
+        return "has no shape yet: run a batch through the model, then convert"
+    if is_parametrized(module) and fp8_class(type(module).__bases__[0]) is not None:
+        return "is parametrised (weight_norm, ...), its weight computed in each call: convert first, then parametrise"
+    if fp8_class(module) is None:
+        return f"{type(module).__name__} is a subclass of nn.Linear, which may compute something else"
+    if id(module.weight) in tied:
+        return "tied to an embedding"
+    return _weights_stay(module, [module.weight], [_features(module)], config)
+
+
+def _experts_stay(module: nn.Module, config: Fp8Config) -> str | None:
+    """Why a module of experts of a kind that is known stays as it is."""
+    if is_parametrized(module):
+        return "is parametrised, its weights computed in each call: convert first, then parametrise"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are distributed over ranks by transformers: megatron_fp8.mcore runs such in FP8"
+    kind = kind_of(type(module))
+    assert kind is not None
+    stacks = kind.stacks(module)
+    weights = [getattr(module, stack.parameter, None) for stack in stacks]
+    for stack, weight in zip(stacks, weights, strict=True):
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
+            return f"its {stack.parameter} is no tensor of three dimensions, [experts, out, in]"
+        if hasattr(weight, "to_local"):
+            return "its weights are sharded already: convert before fully_shard"
+    return _weights_stay(module, weights, [stack.features(module) for stack in stacks], config)
+
+
+def _weights_stay(
+    module: nn.Module, weights: list[Any], features: list[tuple[int, int]], config: Fp8Config
+) -> str | None:
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance, and would go past FP8"
+    for weight in weights:
+        if _is_foreign(weight):
+            return f"its weight is a {type(weight).__name__}, which is no ordinary tensor"
+        if weight.dtype not in _DTYPES:
+            return f"{weight.dtype} weights cannot be quantised"
+    smallest = min(min(shape) for shape in features)
+    if smallest < config.min_features:
+        return f"{smallest} features: below {config.min_features} FP8 would multiply padding"
+    return None
+
+
+def _is_foreign(weight: Any) -> bool:
+    """Whether it is a tensor of a class of somebody's, such as quantised values: FP8 kernels read memory."""
+    known = (torch.Tensor, nn.Parameter, FakeTensor, Fp8Parameter)
+    return not (type(weight) in known or hasattr(weight, "to_local"))
+
+
+def _what_it_is(module: nn.Module) -> str:
+    """Why something that is no linear stays as it is."""
+    stacks = ", ".join(f"{name} {list(shape)}" for name, shape in _stacks(module).items())
+    if stacks:
+        return f"a stack of matrices stays in high precision, of experts whose forward is not known here: {stacks}"
+    weight = module._parameters.get("weight")
+    if type(module).__name__.endswith(("Router", "Gate")) and weight is not None and weight.ndim == 2:
+        return "a router, whose scores choose experts: stays in high precision"
+    return "not a linear"
+
+
+# ------------------------------------------------------------------------------------------------------------------ sizes
+
+
+def _with_parameters(name: str, module: nn.Module) -> Candidate:
+    """A candidate whose row is to come."""
+    every = list(module.parameters(recurse=False))
+    own = [p for p in every if not is_lazy(p)]
+    lazy = len(own) < len(every)
+    row = Row(name, "", (), False, "", "")
+    return Candidate(row, name, module, {id(p): p.numel() for p in own}, _multiplied(module, own), lazy)
+
+
+def _multiplied(module: nn.Module, own: list[nn.Parameter]) -> int:
+    """How many of its values a token is multiplied by. Of a module that is not known here: those of its matrices."""
+    if is_linear(module) and own:
+        return math.prod(_features(module))
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag | _ConvNd | ParametrizationList):
+        return 0  # a parametrization's values are multiplied by its layer, which is counted
+    return sum(p.numel() for p in own if p.squeeze().ndim == 2 or _is_stack(p))
+
+
+def _features(module: Any) -> tuple[int, int]:
+    """(out features, in features) of a linear."""
+    if isinstance(module, nn.Linear | Fp8Layer):
+        return module.out_features, module.in_features
+    return module.nf, module.nx  # of a Conv1D
+
+
+def _stacks(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Its parameters that are several matrices each, with their shapes."""
+    if isinstance(module, _ConvNd):
+        return {}
+    return {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if _is_stack(p)}
+
+
+def _is_stack(parameter: nn.Parameter) -> bool:
+    """Whether it is several matrices in one tensor, such as experts that one grouped product multiplies."""
+    return not is_lazy(parameter) and parameter.ndim == 3 and min(parameter.shape) > 1
+
+
+def _embedding_weights(model: nn.Module) -> set[int]:
+    return {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
