@@ -89,7 +89,7 @@ def test_static_scales() -> None:
     site = model.fp8_inference.sites[-1]
     assert site.activations == "static, one scale per tensor"
     y = model(hidden(), *routing())
-    assert 0 < (y - dynamic).norm() < 0.05 * dynamic.norm(), (
+    assert 0 < (y - dynamic).norm() < 0.1 * dynamic.norm(), (
         "calibration saw other inputs of the down projections"
     )
     assert_same_bytes(copy.deepcopy(model)(hidden(), *routing()), y)
