@@ -71,8 +71,11 @@ class Fp8ExpertLinear(Fp8Layer):
     @property
     def fp8_device(self) -> torch.device:
         """Where its weight is."""
-        own = self._parameters.get("weight")
-        return getattr(self.around, self._stack.parameter).device if own is None else own.device
+        held = self._parameters.get("weight")
+        if held is None:  # a stack that is parametrised is computed whenever it is asked for
+            held = self.around._parameters.get(self._stack.parameter)
+        device: torch.device = (self.weight if held is None else held).device
+        return device
 
     def values(self) -> dict[Any, int]:
         """How many values of the module's parameters are its own, by something that tells parameters apart."""
@@ -189,12 +192,11 @@ class Fp8Experts(torch.nn.Module):
         expert gets is read on the host."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if torch.compiler.is_compiling():
-            off = current_switch().off == "all"
-            return (
-                self.plain_class.forward(self, *args, **kwargs)
-                if off
-                else _outside_graphs(self, args, kwargs)
-            )
+            if current_switch().off == "all":
+                return self.plain_class.forward(self, *args, **kwargs)
+            from ..linear.compiled import break_graph  # loads torch's compiler
+
+            return break_graph(self.kind.forward, self, *args, **kwargs)
         if any(x.is_meta or isinstance(x, FakeTensor) for x in tensors):  # without numbers to route by
             return self.plain_class.forward(self, *args, **kwargs)
         return self.kind.forward(self, *args, **kwargs)
@@ -312,14 +314,6 @@ def _empty(plain_class: type[torch.nn.Module]) -> Any:
     in_fp8 = fp8_experts_class(plain_class)
     assert in_fp8 is not None
     return in_fp8.__new__(in_fp8)
-
-
-@torch.compiler.disable(
-    reason="torch.compile cannot trace FP8 experts: how many tokens each gets is read on the host. Compile without"
-    " fullgraph, or switch FP8 off around them (fp8_autocast(enabled=False))"
-)
-def _outside_graphs(experts: Fp8Experts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return experts.kind.forward(experts, *args, **kwargs)
 
 
 def count_of(module: torch.nn.Module, stacks: tuple[Stack, ...]) -> int:

@@ -21,6 +21,10 @@ from tests.support.manifests import edit
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
 FIELDS |= {"fp8_format": "tensorwise", "hidden_dropout": 0.0}
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16, "rope_type": "rope", "mtp_num_layers": 1,
+}  # fmt: skip
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 CONTEXT = 32
 Heard = dict[str, tuple[int, str, str]]
@@ -59,10 +63,14 @@ def heard(folder) -> Heard:
     config.write_text(yaml.safe_dump(content))
     other = folder / "other.yaml"
     other.write_text(yaml.safe_dump({**content, "model": {**FIELDS, "hidden_size": 32, "kv_channels": 16}}))
+    latent = folder / "latent.yaml"
+    fields = {key: value for key, value in FIELDS.items() if key != "num_query_groups"} | LATENT
+    latent.write_text(yaml.safe_dump({**content, "model": fields}))
     run_dir = folder / "run"
     generate = ["generate", run_dir, "--prompt", "abcde"]
     greedy = [*generate, "--temperature", "0"]
     static = [*greedy, "--activations", "static"]
+    of_latent = ["generate", folder / "latent", *greedy[2:]]
     first = run(
         folder,
         {
@@ -85,6 +93,9 @@ def heard(folder) -> Heard:
             "a document": ["generate", run_dir, "--prompt", "", "--max-new-tokens", "3"],
             "uneven stages": [*greedy, "--model.num_layers_in_first_pipeline_stage=1"],
             "options": [*greedy, "--model.fp8_pow2_scales=true", "--fp8", "e4m3"],
+            "latent train": ["train", f"--config={latent}", f"--run_dir={folder / 'latent'}"],
+            "latent": of_latent,
+            "latent, bf16": [*of_latent, "--recipe", "bf16"],
         },
     )  # fmt: skip
     damaged, foreign, unsaid = folder / "damaged", folder / "foreign", folder / "unsaid"
@@ -136,7 +147,8 @@ def heard(folder) -> Heard:
 
 
 DONE = ("train", "calibrate", "percentile", "greedy", "bf16", "mxfp8", "static", "static channels", "delayed", "hot",
-        "seed 1", "a document", "uneven stages", "options", "its config given")  # fmt: skip
+        "seed 1", "a document", "uneven stages", "options", "latent train", "latent", "latent, bf16",
+        "its config given")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DONE)
@@ -155,6 +167,8 @@ def test_the_text_is_the_prompt_and_what_follows_it(heard):
         "delayed",
         "uneven stages",
         "options",
+        "latent",
+        "latent, bf16",
     ):
         assert heard[name][2] == f"{(ALPHABET * 2)[:CONTEXT]}\n", name
     assert heard["greedy"][2] == heard["greedy again"][2] == heard["its config given"][2]
