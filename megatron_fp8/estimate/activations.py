@@ -7,50 +7,56 @@ counted. Weights and their codes are no activations (state.py).
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-
-from ..numerics.rule import BLOCK_1X128, Rule
-from .model import Chunk, Model
+from ..numerics.rule import BLOCK_1X128
+from .attention_kept import of_attention
+from .kept import GPU, Bytes, Device, dropout, kept_rule, linear_input, norm, recomputed_modules
+from .model import Chunk, Layer, Model
 from .settings import Settings
-from .sites import OUTPUT, Plans, side_scales
-
-Bytes = Counter[str]
-"""Kind -> bytes: 'norms', 'linear inputs', 'attention', 'activation function', 'dropout', 'layer inputs', 'routing' (of
-experts), 'ends'."""
-
-RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe_act", "moe", "shared_experts")
-"""recompute_modules that an estimate is known for; the last three for experts."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """What differs between devices in what is saved: bytes of one value of a dropout mask."""
-
-    mask: int = 1
-
-
-CPU = Device(mask=2)
-GPU = Device()
+from .sites import OUTPUT, Plans
 
 
 def of_chunk(settings: Settings, chunk: Chunk, plans: Plans, device: Device = GPU) -> Bytes:
     """What one microbatch leaves of a whole chunk until its backward pass."""
     model, found = settings.model, Bytes()
     layers = [of_layer(settings, layer, plans, device) for layer in chunk.layers]
-    for layer in _kept_after_recompute(settings, layers):
-        found += layer
+    found += sum(_kept_after_recompute(settings, layers), Bytes())
     tokens, tp = settings.tokens, model.tensor_model_parallel_size
     if chunk.first:
-        ids = 8 * tokens * (2 if model.position_embedding_type == "learned_absolute" else 1)
-        found["ends"] += ids + (tokens if tp > 1 else 0)
-        found["dropout"] += _dropout(settings, device)
+        found += _embedding(settings, device)
     if chunk.last:
-        found += _norm(settings, tokens // model.token_share)
-        found["ends"] += _input(settings, plans, OUTPUT, None, model.hidden_size, tokens // model.token_share)
-        # Of the cross entropy: float32 exponentials, the mask and the ids of the targets.
-        found["ends"] += 4 * tokens * (model.padded_vocabulary // tp) + 9 * tokens
+        sharded = tokens // model.token_share
+        found += norm(settings, sharded)
+        for layer in chunk.predicting:
+            found += _prediction(settings, layer, plans, device)
+        for _ in range(model.predictions):
+            found["ends"] += linear_input(settings, plans, OUTPUT, None, model.hidden_size, sharded)
+            # Of the cross entropy: float32 exponentials, the mask and the ids of the targets.
+            found["ends"] += 4 * tokens * (model.padded_vocabulary // tp) + 9 * tokens
     return found
+
+
+def _embedding(settings: Settings, device: Device) -> Bytes:
+    model, tokens = settings.model, settings.tokens
+    ids = 8 * tokens * (2 if model.position_embedding_type == "learned_absolute" else 1)
+    masked = tokens if model.tensor_model_parallel_size > 1 else 0
+    return Bytes({"ends": ids + masked, "dropout": dropout(settings, device)})
+
+
+def _prediction(settings: Settings, layer: Layer, plans: Plans, device: Device) -> Bytes:
+    """Of one depth of multi-token prediction: two norms and their projection, a layer, a norm."""
+    model = settings.model
+    sharded, hidden = settings.tokens // model.token_share, model.hidden_size
+    found = _embedding(settings, device)
+    found["ends"] += (4 + 8) * settings.tokens  # its loss and the mask of it
+    if model.recompute_granularity == "full" and model.recompute_method == "uniform":
+        found["layer inputs"] += 2 * model.activation_bytes * sharded * hidden
+        return found
+    found += norm(settings, sharded) + norm(settings, sharded) + norm(settings, sharded)
+    site = f"{layer.name.removesuffix('transformer_layer.')}eh_proj"
+    found["linear inputs"] += linear_input(settings, plans, site, None, 2 * hidden, sharded)
+    # The layer's first norm keeps a part of what ranks gathered, and so all of it.
+    found["norms"] += model.activation_bytes * (settings.tokens - sharded) * hidden
+    return found + of_layer(settings, layer, plans, device)
 
 
 def _kept_after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes]:
@@ -62,9 +68,8 @@ def _kept_after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes
         share = model.tensor_model_parallel_size
     hidden = Bytes({"layer inputs": model.activation_bytes * settings.tokens // share * model.hidden_size})
     positions = Bytes()
-    if (
-        model.position_embedding_type == "rope"
-    ):  # angles, float32: one tensor, which every recomputation keeps
+    if model.position_embedding_type == "rope" and not model.multi_latent_attention:
+        # angles, float32: one tensor, which every recomputation keeps
         positions["layer inputs"] = 4 * settings.tokens // settings.train.micro_batch_size * model.channels
     count = model.recompute_num_layers or 1
     if model.recompute_method == "block":
@@ -75,144 +80,46 @@ def _kept_after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes
 def working_set(settings: Settings, chunk: Chunk, plans: Plans, device: Device = GPU) -> int:
     """Bytes that recomputation brings back at once: the layers between two kept inputs."""
     model = settings.model
-    if model.recompute_granularity != "full" or not len(chunk.layers):
+    if model.recompute_granularity != "full" or not chunk.layers:
         return 0
     sizes = [of_layer(settings, layer, plans, device).total() for layer in chunk.layers]
     count = 1 if model.recompute_method == "block" else model.recompute_num_layers or 1
     return max(sum(sizes[at : at + count]) for at in range(0, len(sizes), count))
 
 
-def of_layer(settings: Settings, layer: int, plans: Plans, device: Device = GPU) -> Bytes:
+def of_layer(settings: Settings, layer: Layer, plans: Plans, device: Device = GPU) -> Bytes:
     """What one microbatch leaves of a layer that is not recomputed as a whole."""
     model = settings.model
-    recomputed = _recomputed(model)
+    recomputed = recomputed_modules(model)
     sharded = settings.tokens // model.token_share
-    found = Bytes()
-    name = f"decoder.layers.{layer}."
-    found += _norm(settings, sharded)
-    found += _attention(settings, layer, plans, recomputed, device)
-    found["dropout"] += 2 * _dropout(settings, device)
-    found += _norm(settings, sharded)
-    if model.has_experts(layer):
+    found = norm(settings, sharded) + of_attention(settings, layer, plans, recomputed, device)
+    found["dropout"] += 2 * dropout(settings, device)
+    found += norm(settings, sharded)
+    if layer.experts:
         return found + _experts(settings, layer, plans, recomputed)
     found += _mlp(
         settings,
-        f"{name}mlp.",
-        layer,
+        f"{layer.name}mlp.",
+        layer.number,
         plans,
         tokens_in=sharded,
         tokens=settings.tokens,
         ffn=model.ffn // model.tensor_model_parallel_size,
         recomputed="mlp" in recomputed,
     )
-    if "layernorm" in recomputed:
-        # The norms' results are made again, and the linears keep no codes of them (save_original_input).
-        norms = {"self_attention.linear_qkv": model.hidden_size}
-        if "mlp" not in recomputed:
-            norms["mlp.linear_fc1"] = model.hidden_size
-        for site, width in norms.items():
-            found["linear inputs"] -= _input(settings, plans, f"{name}{site}", layer, width, sharded)
-    return found
-
-
-def _recomputed(model: Model) -> frozenset[str]:
-    if model.recompute_granularity != "selective":
-        return frozenset()
-    modules = frozenset(model.recompute_modules or ["core_attn"])
-    for module in modules - set(RECOMPUTED):
-        raise ValueError(
-            f"model.recompute_modules: no estimate is known for {module!r}; it is for {', '.join(RECOMPUTED)}."
+    if "layernorm" in recomputed and "mlp" not in recomputed:
+        # The norm's result is made again, and the linear keeps no codes of it (save_original_input).
+        site = f"{layer.name}mlp.linear_fc1"
+        found["linear inputs"] -= linear_input(
+            settings, plans, site, layer.number, model.hidden_size, sharded
         )
-    return modules
-
-
-def _norm(settings: Settings, tokens: int) -> Bytes:
-    """Its input, and one number a row in float32 (RMSNorm), or two (LayerNorm; on CPUs in 16 bits)."""
-    model = settings.model
-    each = 4 if model.normalization == "RMSNorm" else 8
-    return Bytes({"norms": tokens * (model.activation_bytes * model.hidden_size + each)})
-
-
-def _dropout(settings: Settings, device: Device) -> int:
-    model = settings.model
-    if not model.hidden_dropout:
-        return 0
-    return device.mask * settings.tokens // model.token_share * model.hidden_size
-
-
-def _input(settings: Settings, plans: Plans, site: str, layer: int | None, k: int, tokens: int) -> int:
-    """wgrad's operand [k, tokens]: codes and scales, or values."""
-    rule = kept_rule(settings, plans, site, layer, tokens)
-    if rule is None:
-        return settings.model.activation_bytes * k * tokens
-    return k * tokens + side_scales(rule, k, tokens)
-
-
-def kept_rule(settings: Settings, plans: Plans, site: str, layer: int | None, tokens: int) -> Rule | None:
-    """How a linear's input is quantised that it keeps for wgrad; None where it keeps the values."""
-    model = settings.model
-    plan = plans.of(site, layer)
-    cast = plan.operands["wgrad"]["input"]
-    if plan.precision == "bf16" or cast is None:
-        return None
-    gathers = model.sequence_parallel and gathers_input(site)
-    block = max(cast.rule.granularity.rows, cast.rule.granularity.cols)
-    whole = cast.rule.granularity.is_tensor or not cast.rule.granularity.cols or tokens % block == 0
-    return cast.rule if whole or not gathers else None
-
-
-def gathers_input(site: str) -> bool:
-    """Whether sequence parallelism gathers this linear's input."""
-    return site.endswith(("linear_qkv", "linear_fc1", OUTPUT)) and ".experts." not in site
-
-
-def _attention(
-    settings: Settings, layer: int, plans: Plans, recomputed: frozenset[str], device: Device
-) -> Bytes:
-    model, size = settings.model, settings.model.activation_bytes
-    tp, cp, tokens = model.tensor_model_parallel_size, model.context_parallel_size, settings.tokens
-    sharded = tokens // model.token_share
-    prefix = f"decoder.layers.{layer}.self_attention."
-    found = Bytes()
-    found["linear inputs"] += _input(
-        settings, plans, f"{prefix}linear_qkv", layer, model.hidden_size, sharded
-    )
-    width = model.num_attention_heads * model.channels // tp
-    groups = model.query_groups * model.channels // tp
-    rope = model.position_embedding_type == "rope"
-    mixed, query, keys = tokens * (width + 2 * groups), tokens * width, tokens * groups
-    # Several groups of queries lie between their keys and values: heads of one size are a copy.
-    copied = tokens * width * (1 < model.query_groups // tp < model.num_attention_heads // tp)
-    if model.qk_layernorm:
-        found["norms"] += size * copied
-        heads = (model.num_attention_heads + model.query_groups) // tp
-        found["norms"] += tokens * heads * (4 if model.normalization == "RMSNorm" else 8)
-    if rope:
-        # Queries and keys turned, values as a part of all three; cosines and sines, of each in each layer.
-        positions = tokens // settings.train.micro_batch_size
-        found["attention"] += size * (query + 4 * positions * model.channels)
-        found["attention"] += size * (mixed + keys if cp == 1 else 0)
-    else:
-        found["attention"] += size * (mixed + (query + keys if model.qk_layernorm else copied))
-    if cp > 1:
-        found["attention"] += size * 2 * keys * cp  # keys and values of the whole sequence
-    if "core_attn" not in recomputed:
-        found["attention"] += 4 * tokens * model.num_attention_heads // tp  # a row's log of the sum
-        plain = kept_rule(settings, plans, f"{prefix}linear_proj", layer, tokens) is None
-        if not plain or cp > 1:  # a projection that keeps values keeps these very ones
-            found["attention"] += size * query
-        if model.attention_dropout:
-            heads, batch = model.num_attention_heads // tp, settings.train.micro_batch_size
-            scores = heads * batch * (tokens // batch) ** 2
-            found["attention"] += scores * (2 * size + device.mask)
-    found["linear inputs"] += _input(settings, plans, f"{prefix}linear_proj", layer, width, tokens)
     return found
 
 
 def _mlp(
     settings: Settings,
     prefix: str,
-    layer: int,
+    layer: int | None,
     plans: Plans,
     *,
     tokens_in: int,
@@ -228,12 +135,12 @@ def _mlp(
     if recomputed:
         found["layer inputs"] += size * tokens_in * model.hidden_size
         return found
-    found["linear inputs"] += _input(
+    found["linear inputs"] += linear_input(
         settings, plans, f"{prefix}linear_fc1", layer, model.hidden_size, tokens_in
     )
     found["activation function"] += size * tokens * ffn * model.gate
     if not act_recomputed:
-        found["linear inputs"] += _input(settings, plans, f"{prefix}linear_fc2", layer, ffn, tokens)
+        found["linear inputs"] += linear_input(settings, plans, f"{prefix}linear_fc2", layer, ffn, tokens)
         if model.gated_linear_unit:
             found["activation function"] += _gated_extra(model, tokens, ffn)
     return found
@@ -262,32 +169,42 @@ def _padded(model: Model, tokens: int) -> int:
 
 
 def _routing(settings: Settings, tokens: int) -> Bytes:
-    """What choosing and permuting ``tokens`` keeps: the router's input, probabilities, and int64 indices."""
+    """What choosing and permuting ``tokens`` keeps: the router's input, scores and probabilities, and int64 indices."""
     model = settings.model
-    experts, each = model.num_moe_experts or 0, probability_bytes(model)
-    # top-k: its indices and a float32 softmax; a mask and probabilities of all experts; the order of the tokens sent.
-    chosen = model.moe_router_topk * (8 + 4 + 8)
+    experts, topk, each = model.num_moe_experts or 0, model.moe_router_topk, probability_bytes(model)
+    # top-k: its indices and the scores chosen, float32; a mask and probabilities of all experts; the order of the tokens
+    # sent.
+    kept = topk * (8 + 4 + 8) + experts * (1 + each)
+    sigmoid = model.moe_router_score_function == "sigmoid"
+    if sigmoid or model.moe_router_pre_softmax:
+        kept += 4 * experts
+    if sigmoid:
+        kept += 4  # a token's sum of scores
+    if model.moe_router_group_topk and model.moe_router_num_groups:
+        chosen = topk // model.moe_router_group_topk  # of each group
+        kept += 8 * (model.moe_router_num_groups * chosen + model.moe_router_group_topk) + experts
+    if model.balancing_losses:  # scores of their own, and which they choose
+        kept += (each * experts + 4 if sigmoid else 4 * experts) + 8 * topk
+    if model.moe_z_loss_coeff is not None:
+        kept += each * experts + 8
     return Bytes(
-        {
-            "linear inputs": model.activation_bytes * tokens * model.hidden_size,
-            "routing": tokens * (chosen + experts * (1 + each)),
-        }
+        {"linear inputs": model.activation_bytes * tokens * model.hidden_size, "routing": tokens * kept}
     )
 
 
-def _experts(settings: Settings, layer: int, plans: Plans, recomputed: frozenset[str]) -> Bytes:
+def _experts(settings: Settings, layer: Layer, plans: Plans, recomputed: frozenset[str]) -> Bytes:
     """Of a mixture of experts under balanced routing: copies of tokens at their experts, and what those keep."""
     model, size = settings.model, settings.model.activation_bytes
     found = Bytes()
     sharded = settings.tokens // model.token_share
-    name = f"decoder.layers.{layer}.mlp."
+    name = f"{layer.name}mlp."
     if "moe" in recomputed:
         found["layer inputs"] += size * sharded * model.hidden_size
         return found
     found += _routing(settings, sharded)
     shared = f"{name}shared_experts."
     keeps = model.moe_shared_expert_intermediate_size and "shared_experts" not in recomputed
-    if keeps and kept_rule(settings, plans, f"{shared}linear_fc1", layer, sharded) is None:
+    if keeps and kept_rule(settings, plans, f"{shared}linear_fc1", layer.number, sharded) is None:
         found["linear inputs"] -= (
             size * sharded * model.hidden_size
         )  # values, which are the router's input too
@@ -298,7 +215,7 @@ def _experts(settings: Settings, layer: int, plans: Plans, recomputed: frozenset
         found += _mlp(
             settings,
             f"{name}experts.local_experts.{expert}.",
-            layer,
+            layer.number,
             plans,
             tokens_in=each,
             tokens=each,
@@ -313,7 +230,7 @@ def _experts(settings: Settings, layer: int, plans: Plans, recomputed: frozenset
         found += _mlp(
             settings,
             shared,
-            layer,
+            layer.number,
             plans,
             tokens_in=sharded,
             tokens=settings.tokens,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import off
-from .activations import CPU, GPU, of_chunk, working_set
+from .activations import of_chunk, working_set
+from .kept import CPU, GPU
 from .parameters import Totals, totals
 from .peaks import Device
 from .pipeline import peak
@@ -16,8 +17,8 @@ from .settings import Settings
 from .sites import Plans
 from .state import StateBytes, of_stage
 from .time import StepTime, step_time
-from .wire import Traffic
 from .wire import of_stage as wire_of_stage
+from .wire_linear import Traffic
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ def fullest(settings: Settings, plans: Plans) -> int:
 
 
 def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
-    """Changes one after the other: more tensor and pipeline parallelism, recomputation, FP8 weights, a sharded optimizer,
-    smaller micro-batches; then the last four one upon the other, and all of them with each split."""
+    """Changes one after the other: more tensor, expert and pipeline parallelism, recomputation, FP8 weights, a sharded
+    optimizer, smaller micro-batches; then the last four one upon the other, and all of them with each split."""
     splits = list(_splits(settings))
     rest = [change for group in (_recompute, _fp8_param, _sharded, _smaller) for change in group(settings)]
     for one in [*splits, *rest]:
@@ -102,8 +102,12 @@ def apply(settings: Settings, change: dict[str, Any]) -> Settings | None:
     divides = settings.gpus % model.model_ranks == 0 and made.data_parallel > 0
     if not divides or not at_once or made.train.global_batch_size % at_once:
         return None
+    if made.gpus % (model.expert_tp * model.expert_model_parallel_size * model.pipeline_model_parallel_size):
+        return None
     tp = model.tensor_model_parallel_size
-    cut = (model.num_attention_heads, model.query_groups, model.ffn, model.hidden_size)
+    cut = [model.num_attention_heads, model.query_groups, model.ffn, model.hidden_size]
+    if model.multi_latent_attention:
+        cut += [model.q_lora_rank or 0, model.kv_lora_rank + model.qk_pos_emb_head_dim]
     if any(size % tp for size in cut) or (model.sequence_parallel and made.train.seq_length % tp):
         return None
     return made
@@ -114,6 +118,9 @@ def _splits(settings: Settings) -> Iterator[dict[str, Any]]:
     for tp in (2, 4, 8):
         if tp > model.tensor_model_parallel_size:
             yield {"model.tensor_model_parallel_size": tp, "model.sequence_parallel": True}
+    for ep in (2, 4, 8, 16, 32, 64, 128):
+        if ep > model.expert_model_parallel_size and (model.num_moe_experts or 1) % ep == 0:
+            yield {"model.expert_model_parallel_size": ep}
     parts = model.virtual_pipeline_model_parallel_size or 1
     uneven = (
         model.num_layers_in_first_pipeline_stage

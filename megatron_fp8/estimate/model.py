@@ -8,20 +8,47 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A transformer layer.
+
+    Attributes:
+        name: what the names of its parameters and sites begin with, with a global number.
+        number: its global number, from 0; None of one of multi-token prediction, which plans know by its name alone.
+        experts: whether its MLP is a mixture of experts.
+    """
+
+    name: str
+    number: int | None
+    experts: bool
+
+
+@dataclass(frozen=True)
 class Chunk:
     """What one rank of a pipeline stage holds in one piece.
 
     Attributes:
         stage, part: the pipeline stage, and which of its virtual stages.
-        layers: global numbers of its layers, from 0.
+        layers: its layers.
         first, last: whether the embedding, and whether the output layer, are here.
+        predicting: the layers of multi-token prediction, which the last chunk has.
     """
 
     stage: int
     part: int
-    layers: range
+    layers: tuple[Layer, ...]
     first: bool
     last: bool
+    predicting: tuple[Layer, ...] = ()
+
+    @property
+    def embeds(self) -> bool:
+        """Whether a table of tokens is here: multi-token prediction looks tokens up again."""
+        return self.first or bool(self.predicting)
+
+    @property
+    def every(self) -> tuple[Layer, ...]:
+        """Its layers, those of multi-token prediction last."""
+        return self.layers + self.predicting
 
 
 @dataclass(frozen=True)
@@ -95,6 +122,21 @@ class Model:
     moe_router_topk: int = 2
     moe_grouped_gemm: bool = False
     moe_router_dtype: str | None = None
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_router_load_balancing_type: str | list[str] = "aux_loss"
+    moe_aux_loss_coeff: float | list[float] = 0.0
+    moe_z_loss_coeff: float | None = None
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = 512
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    mtp_num_layers: int | None = None
 
     def __post_init__(self) -> None:
         heads, groups = self.num_attention_heads, self.num_query_groups
@@ -108,8 +150,6 @@ class Model:
             "params_dtype": self.params_dtype
             or ("float16" if self.fp16 else "bfloat16" if bf16 else "float32"),
             "fp8_recipe": self.fp8_recipe or "delayed",
-            "expert_tensor_parallel_size": self.expert_tensor_parallel_size
-            or self.tensor_model_parallel_size,
         }
         if self.num_moe_experts:
             filled["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or filled["ffn_hidden_size"]
@@ -195,8 +235,56 @@ class Model:
         """Ranks among which a tensor-parallel group's tokens are split between linears."""
         return self.tensor_model_parallel_size if self.sequence_parallel else 1
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether that layer's MLP is a mixture of experts."""
+    @property
+    def heads(self) -> int:
+        """Of queries on one rank."""
+        return self.num_attention_heads // self.tensor_model_parallel_size
+
+    @property
+    def key_width(self) -> int:
+        """Channels of a query and of a key: of latent attention those with positions and without."""
+        if not self.multi_latent_attention:
+            return self.channels
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a value."""
+        return self.v_head_dim if self.multi_latent_attention else self.channels
+
+    @property
+    def predictions(self) -> int:
+        """Tokens that are predicted at each position: the next, and those of multi-token prediction."""
+        return 1 + (self.mtp_num_layers or 0)
+
+    @property
+    def balancing_losses(self) -> tuple[str, ...]:
+        """Auxiliary losses that keep experts equally busy, those with a coefficient."""
+        kinds, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if not isinstance(coefficients, list):
+            coefficients = [coefficients] * len(kinds)
+        known = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+        pairs = zip(kinds, coefficients, strict=False)
+        return tuple(kind for kind, coefficient in pairs if coefficient and kind in known)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Of the decoder, in order."""
+        return tuple(
+            Layer(f"decoder.layers.{number}.", number, self._has_experts(number))
+            for number in range(self.num_layers)
+        )
+
+    @property
+    def predicting(self) -> tuple[Layer, ...]:
+        """Of multi-token prediction, in order: each is of the kind of the decoder's last one."""
+        return tuple(
+            Layer(f"mtp.layers.{depth}.transformer_layer.", None, self._has_experts(self.num_layers - 1))
+            for depth in range(self.mtp_num_layers or 0)
+        )
+
+    def _has_experts(self, layer: int) -> bool:
         if not self.num_moe_experts:
             return False
         every = self.moe_layer_freq
@@ -211,16 +299,17 @@ class Model:
         """Every chunk of one pipeline, in the order in which a token passes through them."""
         stages, parts = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size or 1
         if stages == 1:
-            return [Chunk(0, 0, range(self.num_layers), True, True)]
+            return [Chunk(0, 0, self.layers, True, True, self.predicting)]
         counts = [count // parts for count in self._layers_of_stages(stages, parts)]
-        found, at = [], 0
+        found, at, layers = [], 0, self.layers
         for part in range(parts):
             for stage in range(stages):
                 first, last = (part, stage) == (0, 0), (part, stage) == (parts - 1, stages - 1)
                 count = counts[stage]
                 count -= first and self.account_for_embedding_in_pipeline_split
                 count -= last and self.account_for_loss_in_pipeline_split
-                found.append(Chunk(stage, part, range(at, at + count), first, last))
+                predicting = self.predicting if last else ()
+                found.append(Chunk(stage, part, layers[at : at + count], first, last, predicting))
                 at += count
         return found
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from .model import Chunk, Model
+from .attention import norms, projections
+from .model import Chunk, Layer, Model
 
 Kind = Literal["embedding", "output", "norm", "bias", "linear", "router"]
 
@@ -25,10 +27,11 @@ class Parameter:
         shape: on this rank.
         kind: what it is; a 'linear' is the weight of a GEMM site, whose name is ``site``.
         cut: ranks that hold another part of it.
-        layer: global number of its layer, None outside the layers.
+        layer: global number of its layer, None outside the decoder's layers.
         expert: whether it is an expert's, and so has data-parallel ranks of its own.
-        tied: a second copy of the embedding's weight, or one that has such a copy.
-        sequence: whether its gradient is summed over the tensor-parallel ranks, which see parts of the sequence.
+        tied: shared by the first and the last stage, which sum their gradients.
+        copy: a second one of what another stage or module has, which the model counts once.
+        sequence: whether its gradient is summed over the tensor-parallel ranks, which mostly see parts of the sequence.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Parameter:
     layer: int | None = None
     expert: bool = False
     tied: bool = False
+    copy: bool = False
     sequence: bool = False
 
     @property
@@ -55,82 +59,88 @@ def of_chunk(model: Model, chunk: Chunk) -> list[Parameter]:
     """The parameters that one rank holds of a chunk, in the module's order."""
     found: list[Parameter] = []
     hidden, tp = model.hidden_size, model.tensor_model_parallel_size
-    stages = model.pipeline_model_parallel_size
     tied = model.share_embeddings_and_output_weights
     rows = model.padded_vocabulary // tp
-    if chunk.first:
+    # Stages share the table where the output layer is tied to it, and where the last one predicts several tokens.
+    shared = (tied or model.predictions > 1) and model.pipeline_model_parallel_size > 1
+    if chunk.embeds:
         found.append(
             Parameter(
                 "embedding.word_embeddings.weight",
                 (rows, hidden),
                 "embedding",
                 tp,
-                tied=tied and stages > 1,
+                tied=shared,
+                copy=not chunk.first,
             )
         )
         if model.position_embedding_type == "learned_absolute":
             found.append(
-                Parameter("embedding.position_embeddings.weight", (model.positions, hidden), "embedding")
+                Parameter(
+                    "embedding.position_embeddings.weight",
+                    (model.positions, hidden),
+                    "embedding",
+                    copy=not chunk.first,
+                )
             )
     for layer in chunk.layers:
         found += _layer(model, layer)
     if chunk.last:
         found += _norm(model, "decoder.final_layernorm", hidden, None)
-        if not tied or not chunk.first:
-            found.append(Parameter("output_layer.weight", (rows, hidden), "output", tp, tied=tied))
+        for layer in chunk.predicting:
+            found += _prediction(model, layer)
+    if chunk.last and not (tied and chunk.first):
+        # Beside a table of the stage's own, which calls are given, a tied output layer's weight is of no use.
+        used = tied and not chunk.predicting
+        found.append(Parameter("output_layer.weight", (rows, hidden), "output", tp, tied=used, copy=tied))
     return found
 
 
-def _layer(model: Model, layer: int) -> Iterator[Parameter]:
-    prefix = f"decoder.layers.{layer}."
-    hidden, channels, tp = model.hidden_size, model.channels, model.tensor_model_parallel_size
-    yield from _norm(model, f"{prefix}input_layernorm", hidden, layer)
-    heads, groups = model.num_attention_heads, model.query_groups
-    attention = f"{prefix}self_attention."
-    yield from _row(model, f"{attention}linear_proj", heads * channels, hidden, layer)
-    yield from _column(
-        model,
-        f"{attention}linear_qkv",
-        hidden,
-        (heads + 2 * groups) * channels,
-        layer,
-        bias=model.add_bias_linear or model.add_qkv_bias,
-    )
-    if model.qk_layernorm:
-        yield from _norm(model, f"{attention}q_layernorm", channels, layer)
-        yield from _norm(model, f"{attention}k_layernorm", channels, layer)
-    yield from _norm(model, f"{prefix}pre_mlp_layernorm", hidden, layer)
-    if not model.has_experts(layer):
-        yield from _mlp(model, f"{prefix}mlp.", model.ffn, layer, tp)
+def _prediction(model: Model, layer: Layer) -> Iterator[Parameter]:
+    """Of one depth of multi-token prediction: a hidden state and a token are normed, joined and projected."""
+    prefix, hidden = layer.name.removesuffix("transformer_layer."), model.hidden_size
+    yield from _norm(model, f"{prefix}enorm", hidden)
+    yield from _norm(model, f"{prefix}hnorm", hidden)
+    yield from _column(model, f"{prefix}eh_proj", 2 * hidden, hidden, None, bias=False)
+    yield from _layer(model, layer)
+    yield from _norm(model, f"{prefix}final_layernorm", hidden)
+
+
+def _layer(model: Model, layer: Layer) -> Iterator[Parameter]:
+    prefix, hidden, number = layer.name, model.hidden_size, layer.number
+    yield from _norm(model, f"{prefix}input_layernorm", hidden, number)
+    *others, last = projections(model)
+    for one in (last, *others):
+        make = _row if one.row else _column
+        yield from make(model, f"{prefix}{one.name}", one.k, one.n, number, bias=one.bias)
+    for name, size in norms(model):
+        yield from _norm(model, f"{prefix}{name}", size, number)
+    yield from _norm(model, f"{prefix}pre_mlp_layernorm", hidden, number)
+    if not layer.experts:
+        yield from _mlp(model, f"{prefix}mlp.", model.ffn, number, model.tensor_model_parallel_size)
         return
+    yield from _experts(model, f"{prefix}mlp.", number)
+
+
+def _experts(model: Model, prefix: str, layer: int | None) -> Iterator[Parameter]:
     assert model.num_moe_experts is not None
-    yield Parameter(
-        f"{prefix}mlp.router.weight",
-        (model.num_moe_experts, hidden),
-        "router",
-        layer=layer,
-        sequence=model.sequence_parallel,
-    )
+    router = partial(Parameter, kind="router", layer=layer, sequence=model.sequence_parallel)
+    yield router(f"{prefix}router.weight", (model.num_moe_experts, model.hidden_size))
+    if model.add_bias_linear:
+        yield router(f"{prefix}router.bias", (model.num_moe_experts,))
     for expert in range(model.local_experts):
-        yield from _mlp(
-            model,
-            f"{prefix}mlp.experts.local_experts.{expert}.",
-            model.expert_ffn,
-            layer,
-            model.expert_tp,
-            expert=True,
-        )
+        name = f"{prefix}experts.local_experts.{expert}."
+        yield from _mlp(model, name, model.expert_ffn, layer, model.expert_tp, expert=True)
     if model.moe_shared_expert_intermediate_size:
-        shared = f"{prefix}mlp.shared_experts."
+        shared = f"{prefix}shared_experts."
         if model.moe_shared_expert_gate:
-            yield Parameter(
-                f"{shared}gate_weight", (1, hidden), "router", layer=layer, sequence=model.sequence_parallel
-            )
+            yield router(f"{shared}gate_weight", (1, model.hidden_size))
+        tp = model.tensor_model_parallel_size
         yield from _mlp(model, shared, model.moe_shared_expert_intermediate_size, layer, tp)
 
 
 def _mlp(
-    model: Model, prefix: str, ffn: int, layer: int, cut: int, *, expert: bool = False
+    model: Model, prefix: str, ffn: int, layer: int | None, cut: int, *, expert: bool = False
 ) -> Iterator[Parameter]:
     hidden = model.hidden_size
     yield from _column(model, f"{prefix}linear_fc1", hidden, model.gate * ffn, layer, cut=cut, expert=expert)
@@ -142,7 +152,7 @@ def _column(
     name: str,
     k: int,
     n: int,
-    layer: int,
+    layer: int | None,
     *,
     bias: bool | None = None,
     cut: int | None = None,
@@ -156,20 +166,32 @@ def _column(
 
 
 def _row(
-    model: Model, name: str, k: int, n: int, layer: int, *, cut: int | None = None, expert: bool = False
+    model: Model,
+    name: str,
+    k: int,
+    n: int,
+    layer: int | None,
+    *,
+    bias: bool | None = None,
+    cut: int | None = None,
+    expert: bool = False,
 ) -> Iterator[Parameter]:
     """A linear [n, k] that is cut by its input features; its bias is whole on every rank."""
     parts = cut or model.tensor_model_parallel_size
     yield Parameter(f"{name}.weight", (n, k // parts), "linear", parts, layer, expert)
-    if model.add_bias_linear:
+    if model.add_bias_linear if bias is None else bias:
         yield Parameter(
             f"{name}.bias", (n,), "bias", 1, layer, expert, sequence=model.sequence_parallel and not expert
         )
 
 
-def _norm(model: Model, name: str, size: int, layer: int | None) -> Iterator[Parameter]:
+def _norm(model: Model, name: str, size: int, layer: int | None = None) -> Iterator[Parameter]:
+    # Megatron-Core sums gradients of what it takes for norms of heads also where ranks see the whole sequence.
+    of_heads = model.qk_layernorm and name.endswith(("q_layernorm", "k_layernorm"))
     for part in ("weight", "bias")[: 2 if model.normalization == "LayerNorm" else 1]:
-        yield Parameter(f"{name}.{part}", (size,), "norm", layer=layer, sequence=model.sequence_parallel)
+        yield Parameter(
+            f"{name}.{part}", (size,), "norm", layer=layer, sequence=model.sequence_parallel or of_heads
+        )
 
 
 @dataclass(frozen=True)
@@ -177,37 +199,43 @@ class Totals:
     """Parameters of the whole model, each once.
 
     Attributes:
-        total: the vocabulary without its padding.
+        total: without multi-token prediction's; the vocabulary without its padding.
         active: of those, what one token is multiplied by: of the experts only as many as it is sent to.
+        prediction: of multi-token prediction, besides: they serve training, and published totals leave them out.
         padding: what the padded vocabulary adds to the total.
         embedding: of the total, tables of tokens and positions and the output layer.
     """
 
     total: int
     active: int
+    prediction: int
     padding: int
     embedding: int
 
 
 def totals(model: Model) -> Totals:
     """Parameters of the whole model by what counts."""
-    total = active = embedding = 0
+    total = active = prediction = embedding = 0
     padding_rows = model.padded_vocabulary - model.vocabulary
     padding = 0
     for chunk in model.chunks():
         for parameter in of_chunk(model, chunk):
-            if parameter.kind == "output" and parameter.tied:
-                continue  # the embedding's second copy
+            if parameter.copy:
+                continue
             whole = parameter.size * parameter.cut
+            if parameter.expert:
+                whole *= model.expert_model_parallel_size
+            if parameter.name.startswith("mtp."):
+                prediction += whole
+                continue
             if parameter.kind in ("embedding", "output") and "position" not in parameter.name:
                 padding += padding_rows * model.hidden_size
                 whole -= padding_rows * model.hidden_size
             embedding += whole * (parameter.kind in ("embedding", "output"))
             if parameter.expert:
                 assert model.num_moe_experts is not None
-                whole *= model.expert_model_parallel_size
                 active += whole * model.moe_router_topk // model.num_moe_experts
             else:
                 active += whole
             total += whole
-    return Totals(total, active, padding, embedding)
+    return Totals(total, active, prediction, padding, embedding)

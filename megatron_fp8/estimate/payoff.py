@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .activations import gathers_input, kept_rule
+from .attention import gathers_input
 from .estimate import keeps_both
+from .kept import kept_rule
 from .peaks import Device
 from .settings import Settings
 from .sites import Plans, lives_as_fp8, side_scales, stored_weight
@@ -57,7 +58,7 @@ def of_sites(settings: Settings, plans: Plans, device: Device, *, gpu: bool = Tr
 
     ``gpu``: bytes as the native backend keeps them."""
     model, size = settings.model, settings.model.activation_bytes
-    sites = [linear for layer in range(model.num_layers) for linear in linears(settings, layer)]
+    sites = [linear for layer in (*model.layers, *model.predicting) for linear in linears(settings, layer)]
     if model.fp8_output_layer:
         sites.append(output_linear(settings))
     for linear in sites:

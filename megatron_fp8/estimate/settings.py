@@ -20,28 +20,13 @@ from typing import Any
 import yaml
 
 from ..files.shipped import find_config
+from ..mcore.config.latent_fields import LATENT_RELATIONS
 from ..mcore.config.relations import RELATIONS
-from ..mcore.config.rules import (
-    COUNT,
-    FLAG,
-    PROBABILITY,
-    RANKS,
-    SIZE,
-    Rule,
-    check,
-    check_relation,
-    either,
-    integer,
-    list_of,
-    one_of,
-    optional,
-    shown,
-    text,
-)
+from ..mcore.config.rules import check, check_relation, shown
 from ..plan.overrides import check_overrides, check_overrides_match
-from ..recipe import RECIPES, check_recipe_name
+from ..recipe import check_recipe_name
 from ..train.config.config_file import by_dotted_key, read_config
-from ..train.config.field_rules import RULES, check_rules
+from ..train.config.field_rules import check_rules
 from ..train.config.model_fields import known_fields
 from ..train.config.sections import (
     CheckpointSection,
@@ -51,73 +36,8 @@ from ..train.config.sections import (
     TrainSection,
 )
 from .model import Model
+from .model_rules import FORMATS, MODEL_RULES, UNKNOWN_SHAPES
 from .parameters import of_chunk
-
-_FORMATS = ("hybrid", "e4m3")
-
-
-_MODEL_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("num_layers", "num_attention_heads"), COUNT),
-    "hidden_size": SIZE,
-    **dict.fromkeys(("num_query_groups", "kv_channels"), optional(COUNT)),
-    **dict.fromkeys(
-        ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), optional(SIZE)
-    ),
-    **dict.fromkeys(
-        (
-            "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "bias_activation_fusion",
-            "activation_func_fp8_input_store", "fp8_param", "fp8_wgrad", "fp8_keep_columnwise", "fp16",
-            "first_last_layers_bf16", "sequence_parallel", "moe_shared_expert_gate", "distribute_saved_activations",
-            "moe_grouped_gemm", "fp8_output_layer",
-            "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-            "share_embeddings_and_output_weights",
-        ),
-        FLAG,
-    ),
-    "bf16": optional(FLAG),
-    "normalization": one_of("LayerNorm", "RMSNorm"),
-    "activation_func": one_of("gelu", "silu", "relu", "squared_relu"),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout"), PROBABILITY),
-    "params_dtype": optional(one_of("bfloat16", "float16", "float32")),
-    "fp8": optional(one_of(*_FORMATS)),
-    "fp8_recipe": optional(one_of(*RECIPES)),
-    "fp8_backend": optional(one_of("auto", "emulated", "native", "transformer_engine")),
-    **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), integer(0, 2**16, "layers")),
-    **dict.fromkeys(
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-         "expert_model_parallel_size"),
-        RANKS,
-    ),
-    "expert_tensor_parallel_size": optional(RANKS),
-    **dict.fromkeys(
-        ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
-         "num_layers_in_last_pipeline_stage", "microbatch_group_size_per_vp_stage", "recompute_num_layers",
-         "num_moe_experts"),
-        optional(COUNT),
-    ),
-    "recompute_granularity": optional(one_of("full", "selective")),
-    "recompute_method": optional(one_of("uniform", "block")),
-    "recompute_modules": optional(list_of(text())),
-    "moe_layer_freq": either(COUNT, list_of(integer(0, 1))),
-    "moe_router_topk": COUNT,
-    "moe_router_dtype": optional(one_of("fp32", "fp64")),
-    **{name: RULES["model"][name] for name in (
-        "vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size", "position_embedding_type",
-        "share_embeddings_and_output_weights",
-    )},
-}  # fmt: skip
-
-_UNKNOWN_SHAPES: dict[str, Any] = {
-    "multi_latent_attention": False,
-    "mtp_num_layers": None,
-    "pipeline_model_parallel_layout": None,
-    "attention_output_gate": False,
-    "softmax_type": "vanilla",
-    "moe_latent_size": None,
-    "heterogeneous_block_specs": False,
-    "experimental_attention_variant": None,
-}
-"""Fields that change shapes or layouts in ways no file here knows: anything but these values is refused."""
 
 _SECTIONS: dict[str, Any] = {
     "train": TrainSection,
@@ -302,7 +222,7 @@ def _check_key(key: str, where: str) -> None:
 def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tuple[Model, list[str]]:
     section = dict(section)
     if (other := section.pop("fp8_format", None)) is not None:
-        name = "fp8" if other in _FORMATS else "fp8_recipe"
+        name = "fp8" if other in FORMATS else "fp8_recipe"
         if name == "fp8_recipe":
             check_recipe_name(other)
         if name == "fp8_recipe" and "fp8" not in section:
@@ -322,14 +242,14 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
                 f"model.{name}={shown(section.get(name))} must be at least 1: give it, or a config file such as --config"
                 " tiny_gpt_cpu."
             )
-    for name, only in _UNKNOWN_SHAPES.items():
+    for name, only in UNKNOWN_SHAPES.items():
         if section.get(name, only) != only:
             raise ValueError(
                 f"model.{name}={shown(section[name])}: no estimate is known for it. Leave it {shown(only)} to have one"
                 " of the rest."
             )
     values = {}
-    for name, rule in _MODEL_RULES.items():
+    for name, rule in MODEL_RULES.items():
         if name in section:
             check(f"model.{name}", section[name], rule)
             values[name] = section[name]
@@ -356,7 +276,7 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
             f"model.fp8_param=True needs FP8 training, and model.fp8 is {model.fp8!r}. Set model.fp8=hybrid or e4m3, or"
             " drop it."
         )
-    for relation in RELATIONS:
+    for relation in (*RELATIONS, *LATENT_RELATIONS):
         if all(hasattr(model, name) for name in relation.names):
             check_relation(model, relation, "model.")
     notes = []
@@ -380,6 +300,14 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         model = dataclasses.replace(model, vocab_size=_BYTES_VOCABULARY)
     if has_experts:
         notes.append("experts: every expert is taken to get as many tokens as any other")
+    if has_experts and section.get("moe_token_dispatcher_type", "allgather") != "alltoall":
+        notes.append(
+            "moe_token_dispatcher_type: what it sends is not known; these are the bytes of 'alltoall'"
+        )
+    if has_experts and section.get("moe_expert_capacity_factor") is not None:
+        notes.append(
+            "moe_expert_capacity_factor: not read; no token is dropped here, and no expert filled up"
+        )
     if has_experts and model.expert_tp > 1:
         notes.append("experts that tensor parallelism cuts: what their ranks send was never counted in a run")
     return model, notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +11,7 @@ from .estimate import Estimate
 from .fit import Fit
 from .payoff import Alike
 from .peaks import Device
-from .wire import Traffic
+from .wire_linear import Traffic
 
 WIDTH = 80
 
@@ -89,6 +90,8 @@ def _parameters(found: Estimate) -> str:
     lines = [f"parameters {p.total:,}"]
     if p.active != p.total:
         lines.append(f"active     {p.active:,} for a token")
+    if p.prediction:
+        lines.append(f"prediction {p.prediction:,} more, of multi-token prediction")
     if p.padding:
         lines.append(f"padding    {p.padding:,} more, of the vocabulary")
     lines.append(f"operations {found.time.flops:.4g} a step (FLOPs of the model, forward and backward)")
@@ -233,6 +236,7 @@ def _doubtful(found: Estimate, bf16: Estimate, doubt: str) -> str:
 
 
 def _short(name: str) -> str:
+    name = re.sub(r"^mtp\.layers\.(\d+)\.(transformer_layer\.)?", r"mtp \1: ", name)
     return name.replace("self_attention.", "").replace("local_experts.0.", "").replace("mlp.", "")
 
 

@@ -13,19 +13,25 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .model import Chunk, Model
+from .attention import projections
+from .kept import recomputed_modules, runs_again
+from .model import Chunk, Layer, Model
 from .peaks import Device
 from .pipeline import bubble
 from .settings import Settings
 from .sites import OUTPUT, Plans, reads, two_rules
-from .wire import Traffic, of_stage
+from .wire import of_stage, recomputed_layers
+from .wire_linear import Traffic
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A GEMM site on one rank: y [tokens, n] = x [tokens, k] w^T, ``count`` times in its layer (experts)."""
+    """A GEMM site on one rank: y [tokens, n] = x [tokens, k] w^T, ``count`` times in its layer (experts).
+
+    ``calls``: of each of its GEMMs in a microbatch; moe_grouped_gemm has one for all experts.
+    """
 
     site: str
     layer: int | None
@@ -33,6 +39,7 @@ class Linear:
     n: int
     tokens: int
     count: int = 1
+    calls: int = 1
 
     @property
     def flops(self) -> int:
@@ -40,22 +47,23 @@ class Linear:
         return 2 * self.k * self.n * self.tokens * self.count
 
 
-def linears(settings: Settings, layer: int) -> list[Linear]:
+def linears(settings: Settings, layer: Layer) -> list[Linear]:
     """The GEMM sites of a layer; of experts one stands for all of a rank."""
     model, tokens, tp = settings.model, settings.tokens, settings.model.tensor_model_parallel_size
-    hidden, name = model.hidden_size, f"decoder.layers.{layer}."
-    heads = model.num_attention_heads * model.channels // tp
-    groups = model.query_groups * model.channels // tp
-    found = [
-        Linear(f"{name}self_attention.linear_qkv", layer, hidden, heads + 2 * groups, tokens),
-        Linear(f"{name}self_attention.linear_proj", layer, heads, hidden, tokens),
-    ]
+    hidden, number, found = model.hidden_size, layer.number, []
+    if number is None:
+        site = f"{layer.name.removesuffix('transformer_layer.')}eh_proj"
+        found.append(Linear(site, None, 2 * hidden, hidden // tp, tokens))
+    for one in projections(model):
+        n, k = one.part(tp)
+        found.append(Linear(f"{layer.name}{one.name}", number, k, n, tokens))
 
     def mlp(prefix: str, ffn: int, rows: int, count: int = 1) -> None:
-        found.append(Linear(f"{name}mlp.{prefix}linear_fc1", layer, hidden, model.gate * ffn, rows, count))
-        found.append(Linear(f"{name}mlp.{prefix}linear_fc2", layer, ffn, hidden, rows, count))
+        site, calls = f"{layer.name}mlp.{prefix}", 1 if model.moe_grouped_gemm else count
+        found.append(Linear(f"{site}linear_fc1", number, hidden, model.gate * ffn, rows, count, calls))
+        found.append(Linear(f"{site}linear_fc2", number, ffn, hidden, rows, count, calls))
 
-    if not model.has_experts(layer):
+    if not layer.experts:
         mlp("", model.ffn // tp, tokens)
         return found
     routed = tokens // model.token_share * model.moe_router_topk * model.expert_tp
@@ -75,9 +83,9 @@ def output_linear(settings: Settings) -> Linear:
 
 def attention_flops(settings: Settings) -> int:
     """Of the two products of core attention of a layer, causal, forward, for one microbatch on a rank."""
-    model, train = settings.model, settings.train
-    width = model.num_attention_heads * model.channels // model.tensor_model_parallel_size
-    return 2 * settings.tokens * train.seq_length * width  # 4 s^2, of which half is masked
+    model = settings.model
+    width = model.heads * (model.key_width + model.value_width)
+    return settings.tokens * settings.train.seq_length * width  # 2 s^2 of each, of which half is masked
 
 
 def _output_time(settings: Settings, plans: Plans, device: Device) -> float:
@@ -92,11 +100,12 @@ def model_flops(settings: Settings) -> int:
     model = settings.model
     layers = sum(
         3 * sum(linear.flops for linear in linears(settings, layer)) + 3 * attention_flops(settings)
-        for layer in range(model.num_layers)
+        for layer in (*model.layers, *model.predicting)
     )
     tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     replicas = settings.data_parallel * settings.microbatches
-    return (layers + 3 * output_linear(settings).flops) * tp * cp * replicas
+    output = 3 * output_linear(settings).flops * model.predictions
+    return (layers + output) * tp * cp * replicas
 
 
 @dataclass(frozen=True)
@@ -158,18 +167,38 @@ def _quantisation(settings: Settings, linear: Linear, plans: Plans) -> Counter[s
     return found
 
 
-def elementwise_bytes(settings: Settings, layer: int) -> int:
+def elementwise_bytes(settings: Settings, layer: Layer) -> int:
     """Bytes that norms, residuals, rotary positions and the activation function move, forward and backward."""
     model, size = settings.model, settings.model.activation_bytes
-    tp, sharded = model.tensor_model_parallel_size, settings.tokens // model.token_share
+    sharded = settings.tokens // model.token_share
     norms = 2 * (2 + 3) * sharded * model.hidden_size  # x, y; x, dy, dx
     residuals = 2 * (3 + 2) * sharded * model.hidden_size
-    turned = settings.tokens * (model.num_attention_heads + model.query_groups) * model.channels // tp
-    rotary = 4 * turned if model.position_embedding_type == "rope" else 0
+    attention = _latent_bytes(settings) if model.multi_latent_attention else _rotary_bytes(settings)
+    joined = (
+        (3 * (2 + 3) + 2 * 4) * sharded * model.hidden_size if layer.number is None else 0
+    )  # three norms, and two as one
     ffn = sum(linear.k * linear.tokens * linear.count for linear in linears(settings, layer)
               if linear.site.endswith("linear_fc2"))  # fmt: skip
     activation = ffn * (model.gate + 1 + 2 * model.gate + 1)
-    return size * (norms + residuals + rotary + activation)
+    return size * (norms + residuals + attention + joined + activation)
+
+
+def _rotary_bytes(settings: Settings) -> int:
+    """Values that turning queries and keys moves."""
+    model = settings.model
+    if model.position_embedding_type != "rope":
+        return 0
+    heads = model.num_attention_heads + model.query_groups
+    return 4 * settings.tokens * heads * model.channels // model.tensor_model_parallel_size
+
+
+def _latent_bytes(settings: Settings) -> int:
+    """Values that norms of latents, turning positions and putting heads together move."""
+    model = settings.model
+    latents = (model.q_lora_rank or 0) + model.kv_lora_rank if model.qk_layernorm else 0
+    turned = (model.heads + 1) * model.qk_pos_emb_head_dim
+    heads = model.heads * (2 * model.key_width + model.value_width)
+    return (2 + 3) * settings.tokens // model.token_share * latents + 4 * settings.tokens * (turned + heads)
 
 
 @dataclass(frozen=True)
@@ -207,22 +236,21 @@ def of_stage_time(
     model = settings.model
     gemms = attention = elementwise = output = 0.0
     for chunk in chunks:
-        again = _again(model, chunk)
-        for layer in chunk.layers:
+        again = recomputed_layers(model, chunk)
+        for layer in chunk.every:
             forwards = 1 + (layer in again)
             for linear in linears(settings, layer):
+                runs = forwards + runs_again(model, linear.site)
                 for one in gemm_times(settings, linear, plans, device):
-                    gemms += one.seconds * (forwards if one.gemm == "fprop" else 1)
+                    gemms += one.seconds * (runs if one.gemm == "fprop" else 1)
             # Forward, and a backward that computes scores again: two products there, five here.
-            core = forwards + 2.5 + _core_again(model)
+            core = forwards + 2.5 + ("core_attn" in recomputed_modules(model))
             attention += core * attention_flops(settings) / device.bf16
             elementwise += elementwise_bytes(settings, layer) / device.bandwidth
         if chunk.last:
-            output += _output_time(settings, plans, device)
             rows = model.padded_vocabulary // model.tensor_model_parallel_size
-            output += (
-                16 * settings.tokens * rows / device.bandwidth
-            )  # logits, 16 and 32 bits, and their gradient
+            logits = 16 * settings.tokens * rows  # 16 and 32 bits, and their gradient
+            output += model.predictions * (_output_time(settings, plans, device) + logits / device.bandwidth)
     traffic = of_stage(settings, chunks, plans)
     inside = sum(exchange_time(settings, one, device) for one in traffic if _stops_work(one))
     outside = sum(exchange_time(settings, one, device) for one in traffic if not _stops_work(one))
@@ -235,24 +263,11 @@ def of_stage_time(
     )
 
 
-def _again(model: Model, chunk: Chunk) -> range:
-    if model.recompute_granularity != "full":
-        return range(0)
-    return (
-        chunk.layers[: model.recompute_num_layers or 1] if model.recompute_method == "block" else chunk.layers
-    )
-
-
-def _core_again(model: Model) -> int:
-    modules = model.recompute_modules or ["core_attn"]
-    return int(model.recompute_granularity == "selective" and "core_attn" in modules)
+_INSIDE = ("tensor", "context", "tensor and context", "expert", "expert tensor", "pipeline")
 
 
 def _stops_work(traffic: Traffic) -> bool:
-    return (
-        traffic.axis in ("tensor", "context", "expert", "expert tensor", "pipeline")
-        and traffic.what != "gradients of norms"
-    )
+    return traffic.axis in _INSIDE and traffic.what != "gradients of norms"
 
 
 def exchange_time(settings: Settings, traffic: Traffic, device: Device) -> float:
@@ -261,7 +276,8 @@ def exchange_time(settings: Settings, traffic: Traffic, device: Device) -> float
     tp = model.tensor_model_parallel_size
     # Ranks lie as Megatron-Core orders them: tensor, context, (expert,) data, pipeline.
     apart = {"tensor": 1, "expert tensor": 1, "context": tp, "expert": model.expert_tp, "data": tp,
-             "expert data": model.expert_tp * model.expert_model_parallel_size, "amax": 1}  # fmt: skip
+             "expert data": model.expert_tp * model.expert_model_parallel_size, "amax": 1,
+             "tensor and context": 1, "tensor and data": 1}  # fmt: skip
     distance = apart.get(traffic.axis, settings.gpus // model.pipeline_model_parallel_size)
     return traffic.sent / device.between(traffic.ranks, distance)
 

@@ -8,52 +8,19 @@ tests/functional/test_estimate.py counts the same in trainings.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
-from ..numerics.rule import Granularity, Rule
 from ..params.fp8_parameter import granularities
 from ..plan.site_plan import SitePlan
-from .activations import kept_rule, probability_bytes
+from .activations import probability_bytes
+from .attention import Projection, projections
 from .buffers import Buffer, group_size, is_apart, of_chunk_buffers
-from .model import Chunk, Model
+from .kept import recomputed_modules
+from .model import Chunk, Layer, Model
 from .parameters import of_chunk
 from .settings import Settings
-from .sites import OUTPUT, Plans, shares_gradient_buffer, side_scales, two_rules, weight_rules
-
-Call = Literal["all-gather", "reduce-scatter", "all-reduce", "send", "all-to-all"]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """One kind of exchange.
-
-    Attributes:
-        what: in words, the key of the estimate's ``wire``.
-        call: the collective.
-        axis: the group: 'tensor', 'data', 'context', 'pipeline', 'expert', 'expert tensor', 'embedding', 'expert data',
-            'amax'.
-        ranks: in the group.
-        bytes: of the whole tensor, over an iteration.
-        calls: in an iteration.
-    """
-
-    what: str
-    call: Call
-    axis: str
-    ranks: int
-    bytes: int
-    calls: int = 1
-
-    def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.what, self.call, self.axis, self.ranks, self.bytes * times, self.calls * times)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a rank sends, by rings and, to the next or previous stage, directly."""
-        if self.call == "send":
-            return self.bytes
-        return self.bytes * (self.ranks - 1) // self.ranks * (2 if self.call == "all-reduce" else 1)
+from .sites import OUTPUT, Plans, shares_gradient_buffer, weight_rules
+from .wire_linear import Call, Traffic, column, row
 
 
 def of_stage(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traffic]:
@@ -136,12 +103,19 @@ def _iteration(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterato
     parameters = [parameter for chunk in chunks for parameter in of_chunk(model, chunk)]
     tp = model.tensor_model_parallel_size
     norms = sum(parameter.size for parameter in parameters if parameter.sequence)
-    if model.sequence_parallel:
+    if norms:
         yield Traffic("gradients of norms", "all-reduce", "tensor", tp, 4 * norms)
     tied = [parameter for parameter in parameters if parameter.tied]
     if model.pipeline_model_parallel_size > 1:
         for parameter in tied:
             yield Traffic("gradient of the tied embedding", "all-reduce", "embedding", 2, 4 * parameter.size)
+    if model.moe_router_enable_expert_bias:
+        routers = sum(layer.experts for chunk in chunks for layer in chunk.every)
+        counts, ranks = (
+            model.activation_bytes * routers * (model.num_moe_experts or 0),
+            settings.gpus // model.pipeline_model_parallel_size,
+        )
+        yield Traffic("tokens of each expert, for its bias", "all-reduce", "tensor and data", ranks, counts)
     slots: dict[bool, int] = {}
     for parameter in parameters:
         if parameter.site is None:
@@ -181,57 +155,118 @@ def _microbatch(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traf
     model, tokens = settings.model, settings.tokens
     tp = model.tensor_model_parallel_size
     whole = model.activation_bytes * tokens * model.hidden_size
-    again = _recomputed_layers(model, chunk)
-    for layer in chunk.layers:
+    again = recomputed_layers(model, chunk)
+    for layer in chunk.every:
         for one in of_layer(settings, layer, plans):
             yield one * (2 if layer in again and one.what.endswith("forward") else 1)
-    if chunk.first:
+    for _ in range(chunk.first + len(chunk.predicting)):
         # Where learned positions are added, tokens are summed on all ranks and split afterwards.
         split = model.sequence_parallel and model.position_embedding_type != "learned_absolute"
         yield Traffic("embedding", "reduce-scatter" if split else "all-reduce", "tensor", tp, whole)
         if model.sequence_parallel:
             yield Traffic("embedding", "all-gather", "tensor", tp, whole)
     if chunk.last:
-        if plans.output.precision == "fp8":
-            for one in _column(settings, plans, OUTPUT, None):
-                yield replace(one, what="output layer")
-        elif model.sequence_parallel:
-            yield Traffic("output layer", "all-gather", "tensor", tp, 2 * whole, 2)
-            yield Traffic("output layer", "reduce-scatter", "tensor", tp, whole)
-        else:
-            yield Traffic("output layer", "all-reduce", "tensor", tp, whole)
-        yield Traffic("cross entropy", "all-reduce", "tensor", tp, 3 * 4 * tokens, 3)
+        for one in _output(settings, plans):
+            yield one * model.predictions
 
 
-def _recomputed_layers(model: Model, chunk: Chunk) -> range:
+def _output(settings: Settings, plans: Plans) -> Iterator[Traffic]:
+    """Of the output layer and the loss, for one of the tokens that are predicted at a position."""
+    model, tokens = settings.model, settings.tokens
+    tp, whole = model.tensor_model_parallel_size, model.activation_bytes * tokens * model.hidden_size
+    if plans.output.precision == "fp8":
+        for one in column(settings, plans, OUTPUT, None, model.hidden_size):
+            yield replace(one, what="output layer")
+    elif model.sequence_parallel:
+        yield Traffic("output layer", "all-gather", "tensor", tp, 2 * whole, 2)
+        yield Traffic("output layer", "reduce-scatter", "tensor", tp, whole)
+    else:
+        yield Traffic("output layer", "all-reduce", "tensor", tp, whole)
+    yield Traffic("cross entropy", "all-reduce", "tensor", tp, 3 * 4 * tokens, 3)
+
+
+def recomputed_layers(model: Model, chunk: Chunk) -> tuple[Layer, ...]:
     """Layers whose forward runs twice."""
     if model.recompute_granularity != "full":
-        return range(0)
-    if model.recompute_method == "block":
+        return ()
+    if model.recompute_method == "block":  # which leaves multi-token prediction out
         return chunk.layers[: model.recompute_num_layers or 1]
-    return chunk.layers
+    return chunk.every
 
 
-def of_layer(settings: Settings, layer: int, plans: Plans) -> Iterator[Traffic]:
-    """A layer's traffic for one microbatch, forward and backward."""
+def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
+    """A layer's traffic for one microbatch, forward and backward; of multi-token prediction with its projection."""
     model, tokens = settings.model, settings.tokens
-    name = f"decoder.layers.{layer}."
-    yield from _column(settings, plans, f"{name}self_attention.linear_qkv", layer)
+    if layer.number is None:
+        yield from _joined(settings, plans, f"{layer.name.removesuffix('transformer_layer.')}eh_proj")
+    for one in projections(model):
+        site = f"{layer.name}{one.name}"
+        if one.row:
+            yield from row(settings, plans, site, layer.number)
+            continue
+        yield from column(settings, plans, site, layer.number, one.k)
+        if one.latent:
+            yield from _latent(settings, one)
     cp = model.context_parallel_size
     if cp > 1:
-        keys = 2 * model.query_groups * model.channels // model.tensor_model_parallel_size
-        size = model.activation_bytes * tokens * cp * keys
-        yield Traffic("keys and values, forward", "all-gather", "context", cp, size)
+        groups = model.num_attention_heads if model.multi_latent_attention else model.query_groups
+        both = groups * (model.key_width + model.value_width) // model.tensor_model_parallel_size
+        size = model.activation_bytes * tokens * cp * both
+        times = 1 + ("core_attn" in recomputed_modules(model))
+        yield Traffic("keys and values, forward", "all-gather", "context", cp, size) * times
         yield Traffic("keys and values, backward", "reduce-scatter", "context", cp, size)
-    yield from _row(settings, plans, f"{name}self_attention.linear_proj", layer)
-    if not model.has_experts(layer):
-        yield from _column(settings, plans, f"{name}mlp.linear_fc1", layer)
-        yield from _row(settings, plans, f"{name}mlp.linear_fc2", layer)
+    if not layer.experts:
+        yield from column(settings, plans, f"{layer.name}mlp.linear_fc1", layer.number, model.hidden_size)
+        yield from row(settings, plans, f"{layer.name}mlp.linear_fc2", layer.number)
         return
-    yield from _to_experts(settings)
+    yield from _balance(settings)
+    times = 1 + ("moe" in recomputed_modules(model))
+    for traffic in _to_experts(settings):
+        yield traffic * (times if traffic.what.endswith("forward") else 1)
     if model.moe_shared_expert_intermediate_size:
-        yield from _column(settings, plans, f"{name}mlp.shared_experts.linear_fc1", layer)
-        yield from _row(settings, plans, f"{name}mlp.shared_experts.linear_fc2", layer)
+        shared = f"{layer.name}mlp.shared_experts."
+        yield from column(settings, plans, f"{shared}linear_fc1", layer.number, model.hidden_size)
+        yield from row(settings, plans, f"{shared}linear_fc2", layer.number)
+
+
+def _latent(settings: Settings, down: Projection) -> Iterator[Traffic]:
+    """Parts of a latent that ranks exchange, so that each has all columns of its tokens (mcore/patches/latent.py)."""
+    model, tokens = settings.model, settings.tokens
+    tp, size = model.tensor_model_parallel_size, model.activation_bytes
+    if not model.sequence_parallel:
+        yield Traffic("latents, forward", "all-gather", "tensor", tp, size * tokens * down.n)
+        yield Traffic("latents, backward", "all-reduce", "tensor", tp, size * tokens * down.rotary)
+        return
+    for when in ("forward", "backward"):
+        yield Traffic(f"latents, {when}", "all-to-all", "tensor", tp, size * tokens * down.n // tp)
+    yield Traffic("latents, forward", "all-gather", "tensor", tp, size * tokens * down.rotary)
+    yield Traffic("latents, backward", "reduce-scatter", "tensor", tp, size * tokens * down.rotary)
+
+
+def _joined(settings: Settings, plans: Plans, site: str) -> Iterator[Traffic]:
+    """Multi-token prediction's projection, of hidden states and tokens side by side; ranks gather its columns."""
+    model = settings.model
+    tp, whole = model.tensor_model_parallel_size, model.activation_bytes * settings.tokens * model.hidden_size
+    yield from column(settings, plans, site, None, 2 * model.hidden_size)
+    yield Traffic("activations, forward", "all-gather", "tensor", tp, whole)
+    if model.sequence_parallel:
+        yield Traffic("gradients of activations, backward", "all-gather", "tensor", tp, whole)
+
+
+def _balance(settings: Settings) -> Iterator[Traffic]:
+    """Tokens of each expert, which ranks add up for the auxiliary losses."""
+    model = settings.model
+    near = model.tensor_model_parallel_size * model.context_parallel_size
+    for loss in model.balancing_losses:
+        counts = 8 * (model.num_moe_experts or 0)
+        if loss == "global_aux_loss":
+            ranks = settings.gpus // model.pipeline_model_parallel_size
+            yield Traffic("tokens of each expert, for a loss", "all-reduce", "tensor and data", ranks, counts)
+            continue
+        each = settings.train.micro_batch_size if loss == "seq_aux_loss" else 1
+        yield Traffic(
+            "tokens of each expert, for a loss", "all-reduce", "tensor and context", near, counts * each
+        )
 
 
 def _to_experts(settings: Settings) -> Iterator[Traffic]:
@@ -255,94 +290,3 @@ def _to_experts(settings: Settings) -> Iterator[Traffic]:
         for when, (first, second) in (("forward", spread), ("backward", spread[::-1])):
             yield Traffic(f"tokens of cut experts, {when}", first, "expert tensor", etp, there * etp, 2)
             yield Traffic(f"tokens of cut experts, {when}", second, "expert tensor", etp, back * etp)
-
-
-def _column(settings: Settings, plans: Plans, site: str, layer: int | None) -> Iterator[Traffic]:
-    """A linear that is cut by output features: its input is gathered, twice, and its gradient summed."""
-    model, tokens = settings.model, settings.tokens
-    tp, hidden = model.tensor_model_parallel_size, model.hidden_size
-    whole = model.activation_bytes * tokens * hidden
-    if not model.sequence_parallel:
-        yield Traffic("gradients of activations, backward", "all-reduce", "tensor", tp, whole)
-        return
-    plan = plans.of(site, layer)
-    rowwise, columnwise = two_rules(plan, "input", "fprop", "wgrad")
-    kept = kept_rule(settings, plans, site, layer, tokens // tp)
-    if rowwise is not None and aligned(rowwise, tokens // tp):
-        codes = tokens * hidden + gathered_scales(rowwise, tokens, hidden)
-        yield Traffic("activations, forward", "all-gather", "tensor", tp, codes, _calls(rowwise, False))
-    else:
-        yield Traffic("activations, forward", "all-gather", "tensor", tp, whole)
-    if kept is not None:
-        codes = tokens * hidden + gathered_scales(kept, tokens, hidden, by_column=True)
-        yield Traffic("activations, backward", "all-gather", "tensor", tp, codes, _calls(kept, True))
-    else:
-        yield Traffic("activations, backward", "all-gather", "tensor", tp, whole)
-    for rule in dict.fromkeys((rowwise, columnwise)):
-        if rule is not None and aligned(rule, tokens // tp):
-            sides = (rule is rowwise or rule == rowwise, rule == columnwise)
-            yield from _shared_amaxes(rule, tokens // tp, hidden, sides, tp, "forward")
-    yield Traffic("gradients of activations, backward", "reduce-scatter", "tensor", tp, whole)
-
-
-def _row(settings: Settings, plans: Plans, site: str, layer: int) -> Iterator[Traffic]:
-    """A linear that is cut by input features: its output is summed, and the gradient of that gathered."""
-    model, tokens = settings.model, settings.tokens
-    tp, hidden = model.tensor_model_parallel_size, model.hidden_size
-    whole = model.activation_bytes * tokens * hidden
-    if not model.sequence_parallel:
-        yield Traffic("activations, forward", "all-reduce", "tensor", tp, whole)
-        return
-    yield Traffic("activations, forward", "reduce-scatter", "tensor", tp, whole)
-    plan, shard = plans.of(site, layer), tokens // tp
-    rules = two_rules(plan, "grad_output", "dgrad", "wgrad")
-    if any(rule is None or not aligned(rule, shard) for rule in rules):
-        yield Traffic("gradients of activations, backward", "all-gather", "tensor", tp, whole)
-    rowwise, columnwise = (rule if rule is not None and aligned(rule, shard) else None for rule in rules)
-    if rowwise is not None:
-        codes = tokens * hidden + gathered_scales(rowwise, tokens, hidden)
-        yield Traffic(
-            "gradients of activations, backward", "all-gather", "tensor", tp, codes, _calls(rowwise, False)
-        )
-    serves_both = rowwise == columnwise and rowwise is not None and rowwise.granularity.symmetric
-    if columnwise is not None and not serves_both:
-        codes = tokens * hidden + gathered_scales(columnwise, tokens, hidden, by_column=True)
-        yield Traffic(
-            "gradients of activations, backward", "all-gather", "tensor", tp, codes, _calls(columnwise, True)
-        )
-    for rule in dict.fromkeys((rowwise, columnwise)):
-        if rule is not None:
-            yield from _shared_amaxes(
-                rule, shard, hidden, (rule == rowwise, rule == columnwise), tp, "backward"
-            )
-
-
-def aligned(rule: Rule, tokens: int) -> bool:
-    """Whether a shard of so many tokens holds whole blocks, so that its codes may be gathered."""
-    granularity: Granularity = rule.granularity
-    block = max(granularity.rows, granularity.cols)
-    return granularity.is_tensor or granularity.cols == 0 or tokens % block == 0
-
-
-def gathered_scales(rule: Rule, tokens: int, width: int, *, by_column: bool = False) -> int:
-    """Bytes of the scales that travel beside the codes of [tokens, width]; none where the ranks share them."""
-    if rule.granularity.is_tensor or (by_column and rule.granularity.cols == 0):
-        return 0
-    return side_scales(rule, width, tokens) if by_column else side_scales(rule, tokens, width)
-
-
-def _calls(rule: Rule, by_column: bool) -> int:
-    return 1 if rule.granularity.is_tensor or (by_column and rule.granularity.cols == 0) else 2
-
-
-def _shared_amaxes(
-    rule: Rule, tokens: int, width: int, sides: tuple[bool, bool], tp: int, when: str
-) -> Iterator[Traffic]:
-    """Amaxes that shards of tokens share before a cast: one a tensor (delayed scaling has them already), or of the
-    columnwise side one a column."""
-    granularity = rule.granularity
-    if granularity.is_tensor:
-        if not rule.delayed:
-            yield Traffic(f"amaxes of shards, {when}", "all-reduce", "tensor", tp, 4)
-    elif granularity.cols == 0 and sides[1]:
-        yield Traffic(f"amaxes of shards, {when}", "all-reduce", "tensor", tp, 4 * width)

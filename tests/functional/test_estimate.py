@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.support.fp8_gpt import RECIPES
 from benchmarks.support.ranks import RankPool
-from megatron_fp8.estimate.activations import CPU
 from megatron_fp8.estimate.activations import of_chunk as saved_by_chunk
+from megatron_fp8.estimate.kept import CPU
 from megatron_fp8.estimate.model import Chunk
 from megatron_fp8.estimate.parameters import of_chunk, totals
 from megatron_fp8.estimate.settings import Settings, read
@@ -32,6 +32,28 @@ MOE = {
     "model__moe_ffn_hidden_size": 256,
     "model__moe_router_load_balancing_type": "none",
     "model__moe_token_dispatcher_type": "alltoall",
+}
+LATENT = {
+    "model__multi_latent_attention": True,
+    "model__num_query_groups": None,
+    "model__kv_channels": None,
+    "model__qk_layernorm": True,
+    "model__q_lora_rank": 128,
+    "model__kv_lora_rank": 96,
+    "model__qk_head_dim": 32,
+    "model__qk_pos_emb_head_dim": 32,
+    "model__v_head_dim": 64,
+}
+MTP = {"model__mtp_num_layers": 1}
+BIASED = {
+    "model__moe_router_score_function": "sigmoid",
+    "model__moe_router_enable_expert_bias": True,
+    "model__moe_router_num_groups": 2,
+    "model__moe_router_group_topk": 1,
+    "model__moe_router_load_balancing_type": "seq_aux_loss",
+    "model__moe_aux_loss_coeff": 1e-4,
+    "model__moe_router_dtype": "fp32",
+    "model__moe_shared_expert_intermediate_size": 256,
 }
 
 # Title -> (ranks, shipped config, changes). Each recipe, fp8_param, optimizer and kind of layout is in one of these.
@@ -136,6 +158,39 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__fp8_format": "tensorwise",
         },
     ),
+    "latent attention": (2, TINY, {**TWO, **LATENT, "model__fp8_format": "blockwise"}),
+    "latent attention, gathered codes, no latent of queries": (
+        2,
+        TINY,
+        {
+            **LATENT,
+            **FP8,
+            "model__q_lora_rank": None,
+            "model__fp8_format": "rowwise",
+            "train__seq_length": 256,
+        },
+    ),
+    "two tokens predicted, tied over stages": (4, GELU, {**PIPELINE, **DISTRIBUTED, **MTP, **OUTPUT}),
+    "three tokens predicted": (2, TINY, {**ONE, "model__mtp_num_layers": 2, "model__fp8_format": "mxfp8"}),
+    "latent attention, experts, two tokens, all layouts": (
+        4,
+        TINY,
+        {
+            **MOE,
+            **BIASED,
+            **LATENT,
+            **MTP,
+            **DISTRIBUTED,
+            "model__pipeline_model_parallel_size": 2,
+            "model__expert_model_parallel_size": 2,
+            "model__expert_tensor_parallel_size": 1,
+            "model__moe_layer_freq": [0, 1, 1, 1],
+            "model__num_moe_experts": 16,
+            "model__moe_ffn_hidden_size": 128,
+            "model__moe_grouped_gemm": True,
+            "model__fp8_format": "blockwise",
+        },
+    ),
 }
 
 # Experts that tensor parallelism cuts are not here: gloo does not gather the pieces of different sizes that they need.
@@ -193,7 +248,11 @@ def hold(ranks: RankPool, world: int, config: str, changes: dict[str, Any]) -> N
     model, plans = settings.model, Plans(settings.model)
     found = totals(model)
     if not model.num_moe_experts:  # of experts count_parameters has one rank's
-        assert found.total + found.padding == counts[0]["parameters"]
+        unshared = sum(
+            p.size for chunk in model.chunks() for p in of_chunk(model, chunk) if p.copy and not p.tied
+        )
+        everything = found.total + found.padding + found.prediction + unshared
+        assert everything == counts[0]["parameters"]
     for stage in range(model.pipeline_model_parallel_size):
         chunks = [chunk for chunk in model.chunks() if chunk.stage == stage]
         there = next(count for count in counts if count["stage"] == stage)
@@ -316,6 +375,60 @@ SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
         },
     ),
     "normed queries": (1, TINY, {**ONE, "model__qk_layernorm": True}),
+    "latent attention": (2, TINY, {**LATENT, "train__seq_length": 256}),
+    "latent attention, narrow values, no latent of queries": (
+        1,
+        TINY,
+        {
+            **ONE,
+            **LATENT,
+            "model__q_lora_rank": None,
+            "model__v_head_dim": 32,
+            "model__fp8_format": "blockwise",
+        },
+    ),
+    "latent attention, its up projections recomputed": (
+        1,
+        TINY,
+        {
+            **ONE,
+            **LATENT,
+            "model__recompute_granularity": "selective",
+            "model__recompute_modules": "[mla_up_proj]",
+        },
+    ),
+    "three tokens predicted": (2, TINY, {"model__mtp_num_layers": 2, "train__seq_length": 256}),
+    "two tokens predicted, recomputed": (
+        1,
+        TINY,
+        {
+            **ONE,
+            **MTP,
+            **OUTPUT,
+            "model__recompute_granularity": "full",
+            "model__recompute_method": "uniform",
+            "model__recompute_num_layers": 1,
+        },
+    ),
+    "latent attention, biased experts in groups, two tokens": (
+        2,
+        TINY,
+        {
+            **ONE,
+            **MOE,
+            **MANY,
+            **BIASED,
+            **LATENT,
+            **MTP,
+            "model__num_layers": 2,
+            "model__first_last_layers_bf16": False,
+            "model__num_moe_experts": 8,
+            "model__moe_layer_freq": [0, 1],
+            "model__moe_grouped_gemm": True,
+            "model__expert_model_parallel_size": 2,
+            "model__fp8_format": "blockwise",
+        },
+    ),
     "context parallel": (2, TINY, {**ONE, "model__context_parallel_size": 2}),
 }
 

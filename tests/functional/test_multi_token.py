@@ -67,3 +67,10 @@ def test_with_latent_attention_and_grouped_experts(ranks: RankPool) -> None:
     assert found["runs"]["mtp.layers.0.eh_proj"] == "bf16"
     assert wanted <= found["measured"]
     assert found["losses"][1] < found["losses"][0]
+
+
+def test_recomputed_it_is_trained_as_it_is_otherwise(ranks: RankPool) -> None:
+    """Its tensors come to the checkpoint by keyword: without them its weights would get no gradient, and say nothing."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    found = [training(ranks, 1, ONE, "blockwise", {**NARROW, **MTP, **more})[0] for more in ({}, full)]
+    assert found[0].digests == found[1].digests and found[0].norms == found[1].norms

@@ -196,7 +196,8 @@ def _collectives() -> Iterator[Counter[str]]:
     gather = buffers.dist_all_gather_func  # this package's own, which knows torch's by another name
 
     def gathered(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found["all-gather"] += output.numel() * output.element_size()
+        if dist.get_world_size(kwargs["group"]) > 1:
+            found["all-gather"] += output.numel() * output.element_size()
         return gather(output, *args, **kwargs)
 
     patches.append(mock.patch.object(buffers, "dist_all_gather_func", gathered))

@@ -156,11 +156,23 @@ def fp8_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation meets the same ambient FP8."""
+    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation meets the same ambient FP8.
+
+    Tensors that come by keyword, as those of multi-token prediction do, are given by position: gradients flow to no
+    others.
+    """
     from megatron.core import tensor_parallel
 
-    run = remember_fp8(functools.partial(forward, **kwargs))
-    return tensor_parallel.checkpoint(run, distribute_saved_activations, *args)
+    tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    rest = {name: value for name, value in kwargs.items() if name not in tensors}
+
+    def run(*inputs: Any) -> Any:
+        named = dict(zip(tensors, inputs[len(args) :], strict=True))
+        return forward(*inputs[: len(args)], **named, **rest)
+
+    return tensor_parallel.checkpoint(
+        remember_fp8(run), distribute_saved_activations, *args, *tensors.values()
+    )
 
 
 def checkpoint_of_backend(theirs: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -224,18 +224,23 @@ def checkpointed() -> None:
 
     reasons, scales = [], []
 
-    def region(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def region(x: torch.Tensor, scale: float = 1.0, other: torch.Tensor | None = None) -> torch.Tensor:
         reasons.append(current_switch().reason)
         scales.append(scale)
-        return (x * scale).sin()
+        return (x * scale).sin() if other is None else x.sin() * other
 
     with model_parallel():
         x = torch.randn(4, requires_grad=True)
         with fp8_disabled("here"):
             y = fp8_checkpoint(region, False, None, None, x, scale=2.0)
         y.sum().backward()
-    assert reasons == ["here", "here"] and scales == [2.0, 2.0]
-    assert torch.allclose(x.grad, 2 * (2 * x.detach()).cos())
+        assert reasons == ["here", "here"] and scales == [2.0, 2.0]
+        assert torch.allclose(x.grad, 2 * (2 * x.detach()).cos())
+        # Tensors by keyword alone, as multi-token prediction gives them, get gradients too.
+        x, other = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+        fp8_checkpoint(region, False, None, None, x=x, scale=1.0, other=other).sum().backward()
+    assert torch.allclose(x.grad, x.detach().cos() * other.detach())
+    assert torch.allclose(other.grad, x.detach().sin())
 
 
 def test_checkpoint_takes_its_surroundings_along(ranks: RankPool) -> None:
