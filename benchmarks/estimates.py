@@ -1,4 +1,5 @@
-"""Tables of estimates for Llama-3 8B and 70B on 8 to 2,048 GPUs: `python -m benchmarks.estimates [--write]`
+"""Tables of estimates on 8 to 2,048 GPUs, of Llama-3 8B and 70B, Qwen3-30B-A3B and DeepSeek-V3:
+`python -m benchmarks.estimates [--write]`
 
 Bytes of the fullest rank, and the step's time by a roofline of data-sheet peaks: no GPU is needed, and none was measured.
 --write puts them into docs/estimates.md, between its marks.
@@ -14,6 +15,7 @@ from benchmarks.common import put_between, table
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import Estimate, estimate
 from megatron_fp8.estimate.fit import RESERVE
+from megatron_fp8.estimate.parameters import totals
 from megatron_fp8.estimate.settings import read
 
 PAGE = Path(__file__).parents[1] / "docs" / "estimates.md"
@@ -24,7 +26,7 @@ RUNS = {
     "FP8": [],
     "FP8, fp8_param": ["--model.fp8_param=true"],
 }
-"""Title of a run -> its options over the shipped config (FP8 tensorwise, the first and last layer in BF16)."""
+"""Title of a run -> its options over the shipped config."""
 
 # GPUs -> (layout in words, options), as far as it is not the shipped one.
 _STAGES = "--model.pipeline_model_parallel_size={}", "--model.virtual_pipeline_model_parallel_size={}"
@@ -34,6 +36,15 @@ def _pipeline(stages: int, parts: str) -> list[str]:
     return [option.format(value) for option, value in zip(_STAGES, (stages, parts), strict=True)]
 
 
+def _uneven(stages: int, first: int, last: int, experts: int) -> list[str]:
+    return [
+        f"--model.pipeline_model_parallel_size={stages}",
+        f"--model.num_layers_in_first_pipeline_stage={first}",
+        f"--model.num_layers_in_last_pipeline_stage={last}",
+        f"--model.expert_model_parallel_size={experts}",
+    ]
+
+
 LAYOUTS: dict[str, dict[int, tuple[str, list[str]]]] = {
     "llama3_8b": {gpus: ("TP 4", []) for gpus in (8, 64, 256, 1024, 2048)},
     "llama3_70b": {
@@ -41,8 +52,19 @@ LAYOUTS: dict[str, dict[int, tuple[str, list[str]]]] = {
         16: ("TP 8, PP 2", _pipeline(2, "5")),
         **{gpus: ("TP 8, PP 4 x 5", []) for gpus in (32, 64, 256, 1024, 2048)},
     },
+    "qwen3_30b_a3b": {gpus: ("PP 2, EP 8", []) for gpus in (64, 256, 1024, 2048)},
+    "deepseek_v3": {
+        64: ("PP 8, EP 8", _uneven(8, 8, 5, experts=8)),
+        256: ("PP 16, EP 16", _uneven(16, 4, 1, experts=16)),
+        **{gpus: ("PP 16, EP 64", []) for gpus in (1024, 2048)},
+    },
 }
-TITLES = {"llama3_8b": "Llama-3 8B", "llama3_70b": "Llama-3 70B"}
+TITLES = {
+    "llama3_8b": "Llama-3 8B",
+    "llama3_70b": "Llama-3 70B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "deepseek_v3": "DeepSeek-V3 671B",
+}
 
 
 def estimates(name: str, gpus: int, on: str) -> dict[str, Estimate]:
@@ -75,12 +97,14 @@ def rows(name: str, on: str) -> Iterator[list[str]]:
 
 def section(name: str, on: str) -> str:
     """One table with its title and what it is."""
+    counted = totals(read([f"--config={CONFIGS / name}.yaml"]).model)
     header = ["GPUs", "layout", *(f"{title} GB" for title in RUNS), "BF16 s", "FP8 s", "FP8 / BF16"]
     return "\n".join(
         [
             f"### {TITLES[name]} on {on}",
             "",
             f"A roofline from a data sheet ({device(on).source}), not a measurement: times are lower bounds.",
+            f"{counted.total:,} parameters, {counted.active:,} of them for a token.",
             "",
             table(header, list(rows(name, on))),
         ]

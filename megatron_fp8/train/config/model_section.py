@@ -40,6 +40,7 @@ _TYPES: dict[str, Any] = {
     "autocast_dtype": typing.Optional[_DTYPE],  # noqa: UP045
     "activation_func": Literal["gelu", "silu", "relu", "squared_relu"],
     "pipeline_model_parallel_layout": typing.Optional[str],  # noqa: UP045
+    "q_lora_rank": typing.Optional[int],  # noqa: UP045 (queries without a latent; Megatron-Core says int)
     "cuda_graph_scope": str,
     # TransformerConfig says what is wrong with these, and knows more than their types do.
     "fp8": typing.Optional[str],  # noqa: UP045

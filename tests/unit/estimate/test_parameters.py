@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron_fp8.estimate.parameters import totals
+from megatron_fp8.estimate.parameters import of_chunk, totals
 from megatron_fp8.estimate.settings import read
 
 
@@ -15,6 +15,19 @@ def test_llama_has_as_many_parameters_as_published(name: str, published: int) ->
     found = totals(read([f"--config=examples/configs/{name}.yaml"]).model)
     assert found.total == found.active == published
     assert found.padding > 0, "the vocabulary is padded for eight or four ranks, and that is apart"
+
+
+# Total; of a token; of multi-token prediction. DeepSeek-V3's published total has its experts' biases too.
+PUBLISHED = {
+    "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, 0),
+    "deepseek_v3": (671_026_419_200 - 58 * 256, 37_552_282_624, 11_610_067_968),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_experts_have_as_many_parameters_as_published(name: str) -> None:
+    found = totals(read([f"--config=examples/configs/{name}.yaml"]).model)
+    assert (found.total, found.active, found.prediction) == PUBLISHED[name]
 
 
 def test_totals_do_not_depend_on_the_layout() -> None:
@@ -34,3 +47,17 @@ def test_of_experts_a_token_uses_as_many_as_it_is_sent_to() -> None:
     found = totals(read(options).model)
     experts = 4 * 8 * 3 * 256 * 768  # layers, experts, gate and up and down
     assert found.total - found.active == experts * 6 // 8
+
+
+def test_what_a_second_stage_copies_counts_once() -> None:
+    """The last stage has a table of tokens of its own for multi-token prediction, and a tied output layer besides."""
+    model = read(["--config=examples/configs/tiny_gelu_cpu.yaml", "--model.mtp_num_layers=1"]).model
+    once = totals(model)
+    cut = dataclasses.replace(model, pipeline_model_parallel_size=2)
+    assert totals(cut) == once and once.prediction > 0
+    copies = [p.name for chunk in cut.chunks() for p in of_chunk(cut, chunk) if p.copy]
+    assert copies == [
+        "embedding.word_embeddings.weight",
+        "embedding.position_embeddings.weight",
+        "output_layer.weight",
+    ]

@@ -67,7 +67,9 @@ def test_later_options_win_and_dashes_are_underscores() -> None:
     [
         ("--model.num_layer=2", "not a known key. Did you mean model.num_layers?"),
         ("--model.num_layers=two", "model.num_layers='two' must be a whole number"),
-        ("--model.multi_latent_attention=true", "no estimate is known for it"),
+        ("--model.pipeline_model_parallel_layout=Et*4L", "no estimate is known for it"),
+        ("--model.multi_latent_attention=true", "leave num_query_groups out"),
+        ("--model.mtp_num_layers=0", "model.mtp_num_layers=0 must be"),
         ("--model.recompute_modules=[x]", None),
         ("--model.fp8_format=fp7", "is unknown"),
         ("--model.fp8_recipe=mxfp8", "conflicts with model.fp8_recipe='mxfp8'"),
@@ -104,3 +106,12 @@ def test_an_estimate_is_quick_and_imports_no_megatron() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "does not fit" in done.stdout and "It fits" in done.stdout
+
+
+def test_what_is_not_known_of_experts_is_noted() -> None:
+    experts = [TINY, "--model.num_moe_experts=4"]
+    notes = " ".join(read(experts).notes)
+    assert "these are the bytes of 'alltoall'" in notes and "capacity" not in notes
+    sent = ["--model.moe_token_dispatcher_type=alltoall", "--model.moe_expert_capacity_factor=1.0"]
+    notes = " ".join(read([*experts, *sent]).notes)
+    assert "alltoall" not in notes and "no token is dropped here" in notes

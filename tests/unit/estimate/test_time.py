@@ -11,7 +11,7 @@ from megatron_fp8.estimate.estimate import Estimate, estimate
 from megatron_fp8.estimate.payoff import grouped, of_sites
 from megatron_fp8.estimate.settings import read
 from megatron_fp8.estimate.sites import Plans
-from megatron_fp8.estimate.time import model_flops
+from megatron_fp8.estimate.time import linears, model_flops
 
 LLAMA = "--config=examples/configs/llama3_8b.yaml"
 
@@ -74,3 +74,40 @@ def test_faster_networks_show() -> None:
     slow = estimate(settings, dataclasses.replace(h100, network=h100.network / 10)).time
     fast = estimate(settings, h100).time
     assert slow.stage.reduced > fast.stage.reduced
+
+
+def test_operations_of_latent_attention_and_of_a_second_token() -> None:
+    """Six a parameter and token that it meets, the table of tokens left out, and both products of attention."""
+    settings = read(["--config=deepseek_v3"], gpus=2048)
+    tokens = 15360 * 4096
+    expert, norms, router, table = 3 * 7168 * 2048, 2 * 7168 + 1536 + 512, 256 * 7168, 129280 * 7168
+    model = 37_552_282_624 - table - 61 * norms - 7168 - 58 * router
+    # Eight of its experts and the shared one, and the output layer once more.
+    second = 11_610_067_968 - 248 * expert - router - norms - 3 * 7168 + table
+    attention = 62 * 3 * 4096 * 128 * (192 + 128)
+    assert model_flops(settings) == pytest.approx(tokens * (6 * (model + second) + attention), rel=1e-3)
+
+
+def test_experts_in_one_call_are_called_once_and_take_as_long() -> None:
+    options = ["--config=qwen3_30b_a3b", "--model.moe_grouped_gemm={}"]
+    sites = []
+    for grouped_gemm in ("true", "false"):
+        settings = read([option.format(grouped_gemm) for option in options], gpus=64)
+        sites.append(
+            next(linear for linear in linears(settings, settings.model.layers[0]) if linear.count > 1)
+        )
+    assert (sites[0].calls, sites[1].calls) == (1, 16)
+    assert dataclasses.replace(sites[0], calls=16) == sites[1]
+
+
+def test_parts_that_run_again_take_longer() -> None:
+    again = "--model.recompute_modules=[{}]"
+    times = {
+        modules: estimate(
+            read(["--config=deepseek_v3", again.format(modules)], gpus=2048), device("h100")
+        ).time
+        for modules in ("core_attn", "mla_up_proj", "moe", "mla_up_proj,moe")
+    }
+    assert times["mla_up_proj"].stage.gemms < times["moe"].stage.gemms < times["mla_up_proj,moe"].stage.gemms
+    assert times["mla_up_proj"].stage.exchange < times["moe"].stage.exchange, "tokens go to experts once more"
+    assert times["core_attn"].stage.attention > times["moe"].stage.attention

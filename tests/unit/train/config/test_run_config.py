@@ -222,6 +222,8 @@ LAYOUTS = {
     "dense_182m": 8,
     "llama3_8b": 64,
     "llama3_70b": 256,
+    "qwen3_30b_a3b": 64,
+    "deepseek_v3": 2048,
 }
 
 
@@ -233,10 +235,12 @@ def test_every_shipped_config_is_listed_here():
 def test_shipped_configs_are_valid(name, world_size):
     run = load(CONFIGS / f"{name}.yaml")
     config = transformer_config(run.model)
-    assert config.fp8 == "hybrid"
-    assert config.first_last_layers_bf16 == (name != "padded_heads_cpu")  # which has two layers in all
+    experts = config.num_moe_experts is not None  # trained as DeepSeek-V3 was: E4M3, all layers in FP8
+    assert config.fp8 == ("e4m3" if experts else "hybrid")
+    # padded_heads_cpu has two layers in all
+    assert config.first_last_layers_bf16 == (name != "padded_heads_cpu" and not experts)
     check_layout(run.model, run.train, world_size)
-    assert config.num_layers % config.pipeline_model_parallel_size == 0
+    assert name == "deepseek_v3" or config.num_layers % config.pipeline_model_parallel_size == 0
     for recipe in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
         again = load(CONFIGS / f"{name}.yaml", f"--model.fp8_format={recipe}")
         assert transformer_config(again.model).fp8_recipe == recipe
