@@ -61,6 +61,10 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
     return chunks
 
 
+LEFT_OUT = ("mtp.",)
+"""What names of weights begin with that ``build_model`` leaves out of a model."""
+
+
 def build_model(config: TransformerConfig, run: RunConfig, vocab_size: int) -> Any:
     """The whole model of one pipeline stage, not wrapped for data parallelism: for inference.
 

@@ -30,7 +30,7 @@ from .config.run_config import RunConfig, tokens_of_microbatch
 from .data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from .launch import parallel
 from .launch.facts import run_facts
-from .model import build_model
+from .model import LEFT_OUT, build_model
 
 # What a run's model section says of training, and not of the model.
 _FOR_INFERENCE: dict[str, Any] = {
@@ -132,7 +132,7 @@ def restore(
     parallel.join(launch, run.model, run.train)
     parallel.on_first_rank(lambda: check_files(folder, manifest))
     model = build_model(settings, run, vocab_size)
-    bad = load_weights(folder, model)
+    bad = load_weights(folder, model, left_out=LEFT_OUT)
     check_plan([model])
     lines = without_checksum(manifest)
     if bad:

@@ -166,8 +166,10 @@ def _anywhere(key: str) -> str:
     return next((f"{name} on rank {rank}" for rank, name in enumerate(found) if name), "")
 
 
-def load_weights(folder: Path, model: Any) -> str:
+def load_weights(folder: Path, model: Any, *, left_out: tuple[str, ...] = ()) -> str:
     """Put a checkpoint's weights, and its delayed-scaling state, into a model without an optimizer. Collective.
+
+    ``left_out``: what names of weights begin with that the checkpoint may have and the model has not.
 
     Delayed weights that the checkpoint has no scale of get one from their largest values. Weights that hold NaN or Inf
     are loaded too, for whoever looks for the cause: returns which one does first and on which rank, '' if none does.
@@ -178,7 +180,7 @@ def load_weights(folder: Path, model: Any) -> str:
     stored = read_metadata(folder).state_dict_metadata
     wanted = model_state([model])
     missing, _ = fit_to_checkpoint(wanted["model0"], stored)
-    _check_same_model(folder, wanted, stored, "")
+    _check_same_model(folder, wanted, {k: v for k, v in stored.items() if not k.startswith(left_out)}, "")
     loaded = load_shards(folder, wanted)
     unwrap(model).load_state_dict(loaded.state["model0"])
     warm_from_weights(fp8_linears([model]), _slots(missing))
