@@ -36,7 +36,8 @@ def _import(options: argparse.Namespace) -> None:
     if tokenizer and not tokenizer.is_file():
         raise ValueError(f"--tokenizer={str(tokenizer)!r} is not a file: give a tokenizer.json.")
     done = import_directory(Path(options.source), Path(options.run_dir), tensors_shown, tokenizer)
-    fp8 = f", {done.fp8_weights} FP8 weights decoded" if done.fp8_weights else ""
+    kept = f" ({done.kept_scales} keep their scales beside them)" if done.kept_scales else ""
+    fp8 = f", {done.fp8_weights} FP8 weights decoded{kept}" if done.fp8_weights else ""
     padding = f"; vocabulary padded by {done.padding} rows" if done.padding else ""
     print(f"{done.architecture}, {done.parameters:,} parameters{fp8}{padding}: {options.run_dir}")
     if not done.has_tokenizer:

@@ -97,7 +97,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def _kind(name: str) -> str:
     if _STATE in name:
-        return "delayed scaling"
+        return "scales of FP8 weights" if name.endswith(".block_scale_inv") else "delayed scaling"
     return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "weights")
 
 
@@ -160,7 +160,7 @@ def format_description(found: dict[str, Any]) -> str:
         *([f"not finite  {', '.join(found['not_finite'])}"] if found["not_finite"] else []),
         *(f"            {note}" for note in found["notes"]),
     ]
-    for kind in ("weights", "delayed scaling", "optimizer", "random streams"):
+    for kind in ("weights", "scales of FP8 weights", "delayed scaling", "optimizer", "random streams"):
         of_kind = [tensor for tensor in found["tensors"] if tensor["kind"] == kind]
         if of_kind:
             lines += ["", f"{kind}: {len(of_kind)} tensors, {sum(t['bytes'] for t in of_kind):,} bytes"]

@@ -6,6 +6,7 @@ mixture, latent, rotary
                 its parts for experts, latent attention and positions
 layout          Megatron-Core's fused matrices <-> the parts they are made of
 formats         FP8 weights as compressed-tensors and as DeepSeek's 128x128 blocks write them
+block_scales    scales that a weight came with, kept until it goes out again
 directory       sharded safetensors, read and written
 source          a checkpoint, as an export reads it
 companions      what stands beside the tensors: config.json, the tokenizer

@@ -7,7 +7,7 @@ so the codes are the same (docs/export.md says for which layouts).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +23,7 @@ from ..plan.operands import Choices
 from ..plan.overrides import FORMATS, matching
 from ..recipe import Float8CurrentScaling
 from .architectures import Entry, entries, gemms, never_fp8
+from .block_scales import as_it_came, came_as_blocks, came_in_high_precision
 from .companions import describe, write_companions
 from .config import exported_architecture, heads_of
 from .directory import new_directory, write_tensors
@@ -67,7 +68,7 @@ class Exported:
 
 
 def export(
-    source: Source, out: Path, wanted: Wanted, progress: Callable[[Iterator[Any], int], Iterator[Any]]
+    source: Source, out: Path, wanted: Wanted, progress: Callable[[Iterable[Any], int], Iterable[Any]]
 ) -> Exported:
     """Write `source` into the new directory `out`.
 
@@ -83,20 +84,25 @@ def export(
     _check_tensors(source, listed, config["vocab_size"])
     sites = gemms(listed)
     kept = _kept_linears(source.section, sites, wanted) if wanted.form else set()
+    in_blocks = wanted.form is not None and wanted.form.in_blocks
+    if in_blocks and wanted.follow_training:
+        kept |= came_in_high_precision(source, listed)
     if wanted.calibration is not None:
         _check_calibration(
             wanted.calibration, listed, {**source.section, "vocab_size": config["vocab_size"]}, kept
         )
     with new_directory(out) as folder:
-        parts = _parts(source, listed, config["vocab_size"])
+        parts = _parts(source, progress(listed, len(listed)), config["vocab_size"], in_blocks)
         if wanted.form:
             config["quantization_config"] = quantization_config(
                 wanted.form,
                 ["lm_head", *never_fp8(listed), *sorted(kept, key=_by_layer)],
                 static_inputs=wanted.calibration is not None,
             )
-            parts = _quantised(parts, source.section, sites, kept, wanted)
-        files = write_tensors(folder, progress(parts, len(listed)), wanted.shard_bytes)
+            written = _quantised(parts, source, sites, kept, wanted)
+        else:
+            written = (named for _, tensors in parts for named in tensors.items())
+        files = write_tensors(folder, written, wanted.shard_bytes)
         write_companions(folder, source, config, wanted.like)
     linears = sum(map(len, sites.values()))
     return Exported(config, files, linears - len(kept) if wanted.form else 0, sorted(kept, key=_by_layer))
@@ -125,10 +131,13 @@ def _check_tensors(source: Source, listed: list[Entry], vocab_size: int) -> None
             )
 
 
-def _parts(source: Source, listed: list[Entry], vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face's tensors in high precision, in order. ValueError naming one that holds NaN or Inf."""
+def _parts(
+    source: Source, listed: Iterable[Entry], vocab_size: int, in_blocks: bool
+) -> Iterator[tuple[Entry, dict[str, torch.Tensor]]]:
+    """Hugging Face's tensors in high precision, entry by entry. ValueError naming one that holds NaN or Inf."""
     for entry in listed:
-        tensor = source.tensor(entry.megatron, as_stored=entry.as_stored)
+        as_stored = entry.as_stored or (in_blocks and came_as_blocks(source, entry))
+        tensor = source.tensor(entry.megatron, as_stored)
         if not bool(tensor.isfinite().all()):
             raise ValueError(
                 f"{entry.megatron} holds NaN or Inf: training diverged. Export an earlier checkpoint."
@@ -136,32 +145,35 @@ def _parts(source: Source, listed: list[Entry], vocab_size: int) -> Iterator[tup
         if entry.vocabulary:
             tensor = tensor[:vocab_size]
         parts = split_qkv(tensor, heads_of(source.section)) if entry.qkv else (tensor,)
-        yield from zip(entry.parts, parts, strict=True)
+        yield entry, dict(zip(entry.parts, parts, strict=True))
 
 
 def _quantised(
-    parts: Iterator[tuple[str, torch.Tensor]],
-    section: dict[str, Any],
+    parts: Iterator[tuple[Entry, dict[str, torch.Tensor]]],
+    source: Source,
     sites: dict[str, tuple[str, ...]],
     kept: set[str],
     wanted: Wanted,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors with FP8 codes and scales in place of the linears' weights, GEMM by GEMM."""
-    assert wanted.form is not None
-    recipe = weight_recipe(wanted.form, section)
-    of_part = {f"{part}.weight": (site, names) for site, names in sites.items() for part in names}
+    form = wanted.form
+    assert form is not None
+    recipe = weight_recipe(form, source.section)
     waiting: dict[str, torch.Tensor] = {}
-    for name, tensor in parts:
-        if name not in of_part or name.removesuffix(".weight") in kept:
-            yield name, tensor
+    for entry, tensors in parts:
+        if entry.site is None or entry.parts[0].removesuffix(".weight") in kept:
+            yield from tensors.items()
             continue
-        waiting[name] = tensor
-        site, names = of_part[name]
-        if len(waiting) < len(names):  # its other parts come next
+        if form.in_blocks and came_as_blocks(source, entry):
+            yield from as_it_came(source, entry, tensors).items()
             continue
-        yield from encode(waiting, wanted.form, recipe).items()
+        waiting |= tensors
+        names = sites[entry.site]
+        if not form.in_blocks and len(waiting) < len(names):  # its other parts come next
+            continue
+        yield from encode(waiting, form, recipe).items()
         if wanted.calibration is not None:
-            scale = _input_scale(wanted.calibration, site)
+            scale = _input_scale(wanted.calibration, entry.site)
             yield from ((f"{part}.input_scale", scale.clone()) for part in names)
         waiting = {}
     assert not waiting, list(waiting)

@@ -56,6 +56,11 @@ class WeightFormat:
     scale: str
     strategy: str | None
 
+    @property
+    def in_blocks(self) -> bool:
+        """One scale for each 128x128 block."""
+        return self.strategy is None
+
 
 FORMATS = {
     name: WeightFormat(name, recipe, scale, strategy)

@@ -21,8 +21,10 @@ import yaml
 
 from ..files.checkpoint import Manifest
 from ..files.disk import write_file
+from ..params.block_codes import is_scales_key, scales_key
 from ..train.data.tokenizers import load_tokenizer
 from .architectures import Entry, entries, layers_of_experts
+from .block_scales import block_scales
 from .config import architecture_of, heads_of, model_section
 from .config_types import check_types
 from .directory import (
@@ -53,11 +55,20 @@ _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 
 @dataclass
 class Imported:
-    """What was imported: the family, sizes, how many of the matrices were FP8, and whether a tokenizer came along."""
+    """What was imported.
+
+    Attributes:
+        architecture: the family.
+        parameters: without padding.
+        fp8_weights: matrices that were FP8, and are decoded.
+        kept_scales: how many of those have their scales beside them (params/block_codes.py).
+        padding: rows of the vocabulary.
+    """
 
     architecture: str
     parameters: int
     fp8_weights: int
+    kept_scales: int
     padding: int
     has_tokenizer: bool
 
@@ -88,13 +99,17 @@ def import_directory(
         listed = list(entries(architecture, section))
         _check_tensors(source, tensors, listed, section)
         _check_copies(source, tensors, listed)
-        found = {
-            entry.megatron: _megatron_tensor(
-                entry, tensors, section, halves=config.get("rope_interleave") is False
-            )
-            for entry in progress(listed, len(listed))
-            if not entry.copy
-        }
+        halves = config.get("rope_interleave") is False
+        found: dict[str, torch.Tensor] = {}
+        kept = 0
+        for entry in progress(listed, len(listed)):
+            if entry.copy:
+                continue
+            found[entry.megatron] = _megatron_tensor(entry, tensors, section, halves)
+            scales = None if halves and entry.turned else block_scales(entry, tensors, section)
+            if scales is not None:
+                found[scales_key(entry.megatron)] = scales
+                kept += len(entry.parts)
         run = _run_config(config, section, given is not None, run_dir)
         write_file(folder / "config.yaml", yaml.safe_dump(run, sort_keys=False))
         for name in TOKENIZER_FILES:
@@ -106,11 +121,11 @@ def import_directory(
             _check_tokenizer(folder, source, section["vocab_size"])
         _save(folder, found, run)
         fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
-    parameters = sum(tensor.numel() for tensor in found.values())
+    parameters = sum(tensor.numel() for name, tensor in found.items() if not is_scales_key(name))
     padding = section["padded_vocab_size"] - section["vocab_size"]
     tied = section["share_embeddings_and_output_weights"]
     without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
-    return Imported(architecture.name, without_padding, fp8, padding, given is not None)
+    return Imported(architecture.name, without_padding, fp8, kept, padding, given is not None)
 
 
 def _settle_next_tokens(section: dict[str, Any], names: set[str]) -> None:

@@ -52,8 +52,8 @@ def rotary_section(config: dict[str, Any], architecture: Architecture) -> dict[s
         )
     scaling = {} if kind == "default" else _yarn(rope) if architecture.latent else _llama3(rope)
     if architecture.latent and kind == "default":
-        # Megatron-Core's defaults for latent attention are YaRN's.
-        scaling = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        # Megatron-Core's default for latent attention is YaRN.
+        scaling = {"rope_type": "rope"}
     return {"rotary_base": int(theta), **scaling}
 
 

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from ...files.checkpoint import Manifest, read_metadata, use_another
 from ...fp8_utils import is_float8tensor
+from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
 from ...state.guard import Move, saved_moves
 from ..guard import take
@@ -35,6 +36,7 @@ from ..optimizer.loss_scaler import scalers
 from ..report import parallel_layout
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
+from .block_codes import take_codes
 from .fp8_state import fit_to_checkpoint, is_slot_key, recipes_of, warm_from_weights
 from .rng import fit_here, put_back, sharded_streams
 from .store import load_shards
@@ -113,7 +115,8 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     master or moment in it holds NaN or Inf.
     """
     prepare(chunks)
-    stored = read_metadata(folder).state_dict_metadata
+    metadata = read_metadata(folder)
+    stored = metadata.state_dict_metadata
     resumed = Resumed(manifest)
     resumed.notes += _take_moves(saved_moves(manifest.state), chunks)
     if manifest.facts.get("layout") != layout_facts(chunks)["layout"]:
@@ -154,6 +157,7 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     _take_numbers(manifest.state, chunks, optimizer)
     resumed.notes += _settle_fp8(chunks, stored, set(missing), present)
     _weights_to_model(chunks, optimizer)
+    resumed.notes += take_codes(folder, metadata, model_state(chunks))
     if resumed.new_streams is None:
         put_back(loaded["rng"])
     return resumed
@@ -337,7 +341,9 @@ def _settle_fp8(
     used = {key for _, part in everyone for key in part}
     notes = []
     now = " and ".join(recipes) if recipes else "BF16"
-    if dropped := _slots([key for key in stored if is_slot_key(key) and key not in used]):
+    if dropped := _slots(
+        [key for key in stored if is_slot_key(key) and key not in used and not is_scales_key(key)]
+    ):
         notes.append(f"the delayed-scaling state of {len(dropped)} tensors is dropped: this run uses {now}")
     cold = _slots(list(missing))
     warmed = warm_from_weights(linears, cold)

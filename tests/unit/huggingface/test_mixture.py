@@ -81,7 +81,7 @@ def test_the_section_is_one_that_megatron_core_takes(name):
         ("qwen", {"num_experts": None, "num_local_experts": 6}, {"num_moe_experts": 6}),
         ("deepseek", {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}, {"mtp_num_layers": None}),
         ("deepseek", {"n_shared_experts": None}, {"moe_shared_expert_intermediate_size": 32}),
-        ("deepseek", {"rope_scaling": None}, {"rope_type": "rope", "mscale_all_dim": 0.0}),
+        ("deepseek", {"rope_scaling": None}, {"rope_type": "rope"}),
         ("deepseek", {"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}},
          {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32.0}),
         ("deepseek", {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},

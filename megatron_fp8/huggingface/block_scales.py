@@ -1,0 +1,93 @@
+"""Scales of 128x128 blocks that travel with a weight: from a DeepSeek-V3's directory into a checkpoint, and out again.
+
+A weight comes in decoded, and its scales beside it, where its codes follow from both (params/block_codes.py). It goes
+out with the bytes that it came with, until training changes it: checkpoints of training have no such scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..params.block_codes import BLOCK, codes_of, scales_key
+from .architectures import Entry
+from .config import heads_of
+from .directory import Tensors
+from .formats import decode, scale_name
+from .layout import Heads, join_qkv, split_qkv
+from .source import Source
+
+
+def block_scales(entry: Entry, tensors: Tensors, section: dict[str, Any]) -> torch.Tensor | None:
+    """float32 [rows / 128, cols / 128], rounded up: the scales of a checkpoint's tensor; None if it has none to keep.
+
+    Of queries, keys and values they are the fused matrix's, whose heads must be whole blocks.
+    """
+    found = [_scale(name, tensors) for name in entry.parts] if entry.site is not None else [None]
+    scales = [scale for scale in found if scale is not None]
+    if len(scales) < len(entry.parts):
+        return None
+    if not entry.qkv:
+        return scales[0]
+    blocks = _blocks(section)
+    query, key, value = scales
+    return None if blocks is None else join_qkv(query, key, value, blocks)
+
+
+def _scale(name: str, tensors: Tensors) -> torch.Tensor | None:
+    """A part's scales, if they are float32 for blocks, and its codes follow from them and from the decoded weight."""
+    beside = scale_name(name, tensors.names())
+    if beside is None or not beside.endswith("_scale_inv"):
+        return None
+    codes, scale = tensors[name], tensors[beside]
+    if scale.dtype != torch.float32 or list(scale.shape) != [-(-size // BLOCK) for size in codes.shape]:
+        return None
+    again = codes_of(decode(name, codes, scale), scale)
+    return scale if torch.equal(again.view(torch.uint8), codes.view(torch.uint8)) else None
+
+
+def _blocks(section: dict[str, Any]) -> Heads | None:
+    """Sizes of attention in rows of blocks; None where blocks are not whole in a head."""
+    heads = heads_of(section)
+    if heads.head_dim % BLOCK:
+        return None
+    return Heads(heads.heads, heads.groups, heads.head_dim // BLOCK)
+
+
+# ------------------------------------------------------------------------------------------------------------- going out
+
+
+def came_as_blocks(source: Source, entry: Entry) -> bool:
+    """Whether the scales of a checkpoint's tensor are there."""
+    return scales_key(entry.megatron) in source.metadata.state_dict_metadata
+
+
+def came_in_high_precision(source: Source, listed: list[Entry]) -> set[str]:
+    """Linears of a directory in blocks that were not in blocks there; none of a checkpoint that has no such scales."""
+    if not any(came_as_blocks(source, entry) for entry in listed):
+        return set()
+    stored = source.metadata.state_dict_metadata
+    plain = [
+        entry
+        for entry in listed
+        if entry.site is not None
+        and stored[entry.megatron].properties.dtype == torch.bfloat16  # what is decoded is float32
+    ]
+    return {part.removesuffix(".weight") for entry in plain for part in entry.parts}
+
+
+def as_it_came(source: Source, entry: Entry, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Codes and scales by name, byte for byte those of the directory, of the parts of a checkpoint's tensor.
+
+    Args:
+        parts: by name, in the checkpoint's dtype.
+    """
+    scale = source.tensor(scales_key(entry.megatron), as_stored=True)
+    blocks = _blocks(source.section) if entry.qkv else None
+    scales = split_qkv(scale, blocks) if blocks is not None else (scale,)
+    found = {}
+    for (name, weight), own in zip(parts.items(), scales, strict=True):
+        found[name] = codes_of(weight, own)
+        found[f"{name}_scale_inv"] = own
+    return found
