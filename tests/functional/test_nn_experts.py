@@ -90,6 +90,22 @@ def test_a_model_trains_generates_and_is_saved(name: str, tmp_path: Path) -> Non
         assert (saved(ids).logits - wanted).float().norm() < 0.08 * wanted.float().norm()
 
 
+@pytest.mark.parametrize("on_experts", [False, True])
+def test_adapters_beside_experts_and_on_their_parameters(on_experts: bool) -> None:
+    """Adapters of a parameter make it anew in each call, out of its low ranks."""
+    peft = pytest.importorskip("peft")
+    model, ids = convert_to_fp8(build("deepseek_v3"), "tensorwise"), tokens()
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if on_experts else None
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["o_proj"], target_parameters=parameters)
+    )
+    adapted(ids, labels=ids).loss.backward()
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert all(adapted.get_parameter(name).grad is not None for name in trained)
+    assert any(".experts." in name for name in trained if "shared" not in name) == on_experts
+    assert fp8_step(adapted).fp8_gemms > 0
+
+
 # ------------------------------------------------------------------------------------------------------------ two ranks
 
 
