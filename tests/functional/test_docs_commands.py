@@ -16,7 +16,7 @@ from tests.support.pages import PAGES, SMALL, name
 
 RUN = "runs/tiny_gpt_cpu"
 ELSEWHERE = {
-    "docs/start.md": "tests/unit/docs/test_blocks.py",
+    "docs/start.md": "tests/functional/test_docs_blocks.py",
     "docs/diagnose.md": "tests/functional/test_story.py",
 }
 NOT_HERE = {

@@ -37,7 +37,7 @@ def texts() -> dict[str, tuple[int, str, list[str]]]:
         [sys.executable, "-c", SCRIPT],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[2],
         check=True,
     )
     found: list[Any] = json.loads(done.stdout)
@@ -61,6 +61,6 @@ assert megatron_fp8.recipe.RECIPES and megatron_fp8.quantize and megatron_fp8.Fl
 assert megatron_fp8.convert_to_fp8 is megatron_fp8.nn.convert_to_fp8 and "megatron" not in sys.modules
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 0, done.stderr

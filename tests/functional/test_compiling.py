@@ -1,0 +1,68 @@
+"""The C kernels are compiled by the first process that needs them; where they cannot be, torch gives the same codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.support.forked import python
+
+QUANTISE = """
+import hashlib
+import torch
+from megatron_fp8.kernels.codes import cast
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.kernels.cpu import loops as cpu
+from megatron_fp8.kernels.cpu import products
+cpu.FLAGS = cpu.FLAGS.replace("-O3", "-O1")  # it is not the compiler that is tried
+codes = cast(torch.linspace(-500, 500, 1 << 15), None, E4M3).view(torch.uint8)
+print(hashlib.sha256(codes.numpy()).hexdigest())
+print(cpu.reason())
+"""
+
+
+def quantised(folder: Path, cache: str, environment: dict[str, str]) -> list[str]:
+    """What a process prints, with an empty cache or one that another process fills now."""
+    variables = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(folder / cache), **environment}
+    done = python(str(folder / "quantise.py"), env=variables, timeout=200)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return done.stdout.splitlines()
+
+
+def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
+    """Two ranks share one empty cache; one has a compiler that fails, one has none. All codes are equal."""
+    broken = tmp_path / "cc"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "loops.c:1: error: broken" >&2\nexit 1\n'
+    )
+    broken.chmod(0o755)
+    (tmp_path / "quantise.py").write_text(QUANTISE)
+    compilers = {"shared": [None, None], "a": ["false"], "b": ["/not/there/cc"], "c": [str(broken)]}
+    with ThreadPoolExecutor() as pool:
+        started = [
+            pool.submit(quantised, tmp_path, cache, {"CC": compiler} if compiler else {})
+            for cache, wanted in compilers.items()
+            for compiler in wanted
+        ]
+        results = [process.result() for process in started]
+    assert len({codes for codes, _ in results}) == 1
+    assert [why for _, why in results[:2]] == ["None", "None"]
+    assert "false --version exits with 1" in results[2][1]
+    assert "/not/there/cc is not there; install one or set CC" in results[3][1]
+    assert "cannot compile the kernels: loops.c:1: error: broken" in results[4][1]
+    left = [path.name for path in (tmp_path / "shared" / "megatron_fp8" / "kernels").iterdir()]
+    assert len(left) == 1 and left[0].startswith("cpu-") and left[0].endswith(".so"), left
+
+
+def test_importing_compiles_nothing():
+    code = "import megatron_fp8; from megatron_fp8.kernels.cpu import loops; print(loops._load.cache_info().currsize)"
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert out.stdout.strip() == "0"
