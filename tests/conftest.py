@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
+
+gc.disable()  # until tests are collected: what is imported and collected stays
 
 if not torch.cuda.is_available():
     # Triton kernels are interpreted; Triton's own functions are too, if it is told before anybody imports it.
@@ -32,6 +35,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In the processes of pytest-xdist; without it files run in the order of their names."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         order.longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """Cycles are looked for among what tests make: modules and 9,000 tests need not be gone through each time."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries say at exit that their objects were leaked
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -40,27 +40,27 @@ class Described:
     values: torch.Tensor
     rounded: Callable[[torch.Tensor], torch.Tensor] | None
 
-    @property
+    @cached_property
     def positive(self) -> torch.Tensor:
         """float64, ascending: the finite values above zero, each once."""
         return self.values[self.values.isfinite() & (self.values > 0)].unique()
 
-    @property
+    @cached_property
     def mantissa_bits(self) -> int:
         """Bits behind the binary point: 2^bits values lie in [1, 2)."""
         return round(math.log2(int(((self.positive >= 1) & (self.positive < 2)).sum())))
 
-    @property
+    @cached_property
     def max(self) -> float:
         """The largest finite value."""
         return float(self.positive[-1])
 
-    @property
+    @cached_property
     def smallest(self) -> float:
         """The smallest value above zero."""
         return float(self.positive[0])
 
-    @property
+    @cached_property
     def smallest_normal(self) -> float:
         """The smallest value with all mantissa bits; values below it are evenly spaced (subnormal)."""
         return float(self.positive[2**self.mantissa_bits - 1])
