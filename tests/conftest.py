@@ -7,8 +7,6 @@ import os
 
 import torch
 
-gc.disable()  # until tests are collected: what is imported and collected stays
-
 if not torch.cuda.is_available():
     # Triton kernels are interpreted; Triton's own functions are too, if it is told before anybody imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,6 +21,7 @@ from tests.support import order
 from tests.support.interpreter import lean_interpreter
 from tests.support.left_behind import left_behind, state
 
+gc.disable()  # until tests are collected: what is imported and collected stays
 lean_interpreter()
 
 
