@@ -101,11 +101,13 @@ def gemm_in_turn(
     Args:
         gemm: a backend's.
         outs: each of a dtype that gemm gives. M and K may be 0: of no K the product is 0.
-        add: to outs as they are, float32, instead; of no K nothing changes.
+        add: to outs as they are instead, of any dtype: the float32 product, rounded once, as ``out.add_`` does. Of no K
+            nothing changes.
         fast_accumulation: as gemm's.
     """
     for left, right, out in zip(a, b, outs, strict=True):
         if out.numel() == 0 or (add and left.codes.shape[1] == 0):
             continue
-        product = gemm(left, right, out_dtype=out.dtype, fast_accumulation=fast_accumulation)
+        wanted = torch.float32 if add else out.dtype
+        product = gemm(left, right, out_dtype=wanted, fast_accumulation=fast_accumulation)
         out.add_(product) if add else out.copy_(product)

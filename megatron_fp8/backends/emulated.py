@@ -258,11 +258,13 @@ def grouped_gemm(
     inside, products = [], []
     loop = loops.inner_loop()
     for i, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
-        _check(left, right, out.dtype)
-        if loop is None or _has_few_rows(left, right, out.dtype):
+        wanted = torch.float32 if add else out.dtype
+        _check(left, right, wanted)
+        if loop is None or _has_few_rows(left, right, wanted):
             continue
         operands = _as_c_reads(left), _as_c_reads(right)
-        if loops.fits(*operands) and loops.plain(out) and out.dtype in _IN_C:
+        writes = (torch.float32,) if add else _IN_C
+        if loops.fits(*operands) and loops.plain(out) and out.dtype in writes:
             inside.append(i)
             products.append(grouped.Product(*operands, out, add))
     made = grouped.multiply_each(products, loop=loop)

@@ -334,7 +334,8 @@ def grouped_gemm(
         by_kind.setdefault(kind if out.numel() and left.codes.shape[1] else (), []).append(i)
     for kind, these in by_kind.items():
         first = these[0]
-        if kind and _is_by_kernel(a[first], b[first], outs[first].dtype, refusal):
+        adds_there = not add or outs[first].dtype == torch.float32
+        if kind and adds_there and _is_by_kernel(a[first], b[first], outs[first].dtype, refusal):
             _multiply_blocks_grouped([(a[i], b[i], outs[i]) for i in these], add)
         else:
             gemm_in_turn(

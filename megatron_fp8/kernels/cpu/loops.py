@@ -363,6 +363,7 @@ def side_of(of: Operand, values: torch.Tensor) -> Side:
 
 def out_of(out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> Out:
     """What C is told of the result, float32 or bfloat16 [m, n]; add: to the float32 that is there."""
+    assert not add or out.dtype == torch.float32, "C adds to float32 alone"
     return Out(
         address(out, out.dtype, out.numel()),
         int(out.dtype == torch.bfloat16),

@@ -55,15 +55,15 @@ def in_turn(x: Any, weights: Any, tokens: Any, sites: Any, **options: Any) -> to
 
 
 def train(
-    linear: Any, recipe: str, *, main_grad: bool, iterations: int = 2, **options: Any
+    linear: Any, recipe: str, *, main_grad: torch.dtype | None, iterations: int = 2, **options: Any
 ) -> SimpleNamespace:
-    """Results and gradients of a few iterations, and what the state holds afterwards."""
+    """Results and gradients of a few iterations, and what the state holds afterwards; main_grad: of that dtype, if any."""
     state, sites = experts(recipe, **options)
     x, weights, dy = matrices()
     found = []
     parameters: list[Any] = [torch.nn.Parameter(weight) for weight in weights]
     for parameter in parameters if main_grad else ():
-        parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(N, K), False
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(N, K, dtype=main_grad), False
     for _ in range(iterations):
         leaf = x.clone().requires_grad_()
         y = linear(leaf, parameters, TOKENS, sites)
@@ -78,9 +78,9 @@ def train(
     return SimpleNamespace(results=found, arena=arena, counts=state.last)
 
 
-@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("main_grad", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipe", list(ALL_RECIPES))
-def test_it_is_each_expert_alone_to_the_bit(recipe: str, main_grad: bool) -> None:
+def test_it_is_each_expert_alone_to_the_bit(recipe: str, main_grad: torch.dtype | None) -> None:
     """Results, gradients, scales, amaxes, health and counts, over two iterations."""
     together = train(grouped_linear, recipe, main_grad=main_grad)
     alone = train(in_turn, recipe, main_grad=main_grad)
@@ -104,18 +104,18 @@ def test_one_call_of_the_backend_for_each_gemm(monkeypatch: pytest.MonkeyPatch) 
         real(a, b, outs, add=add, **options)
 
     monkeypatch.setattr(emulated, "grouped_gemm", counted)
-    train(grouped_linear, "blockwise", main_grad=True, iterations=1)
+    train(grouped_linear, "blockwise", main_grad=torch.float32, iterations=1)
     assert calls == [(5, False), (5, False), (5, True)]
     calls.clear()
-    train(grouped_linear, "blockwise", main_grad=False, iterations=1, overrides={"experts.2.*": "bf16"})
+    train(grouped_linear, "blockwise", main_grad=None, iterations=1, overrides={"experts.2.*": "bf16"})
     assert calls == [(4, False), (4, False), (4, False)]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_an_expert_planned_otherwise_is_multiplied_beside_the_others(recipe: str) -> None:
     options: Any = {"overrides": {"experts.2.*": "bf16", "experts.4.*": "mxfp8"}}
-    together = train(grouped_linear, recipe, main_grad=True, **options)
-    alone = train(in_turn, recipe, main_grad=True, **options)
+    together = train(grouped_linear, recipe, main_grad=torch.float32, **options)
+    alone = train(in_turn, recipe, main_grad=torch.float32, **options)
     for i, (one, other) in enumerate(zip(together.results, alone.results, strict=True)):
         assert_same_bytes(one, other, f"tensor {i}")
 
@@ -153,7 +153,7 @@ def test_recomputed_it_records_once_and_is_the_same() -> None:
     def recomputed(*args: Any) -> torch.Tensor:
         return checkpoint(grouped_linear, *args, use_reentrant=False)
 
-    plain, again = (train(linear, "delayed", main_grad=True) for linear in (grouped_linear, recomputed))
+    plain, again = (train(linear, "delayed", main_grad=torch.float32) for linear in (grouped_linear, recomputed))
     for i, (one, other) in enumerate(zip(again.results, plain.results, strict=True)):
         assert_same_bytes(one, other, f"tensor {i}")
     assert_same_bytes(again.arena.scale, plain.arena.scale)
