@@ -97,9 +97,10 @@ def grouped_linear(
         for site, again in zip(sites, fresh, strict=True)
     )
     group = _Group(calls, tuple(tokens), torch.is_grad_enabled())
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        return _GroupedFunction.apply(x, group, *weights)
-    return _forward(x, weights, group, [False] * len(weights), False).y
+    with without_autocast(x.device):
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            return _GroupedFunction.apply(x, group, *weights)
+        return _forward(x, weights, group, [False] * len(weights), False).y
 
 
 def some_together(
@@ -149,11 +150,16 @@ def _check(
             " every expert is needed"
         )
     if x.ndim != 2 or any(
-        weight.shape != weights[0].shape or weight.shape[1] != x.shape[1] for weight in weights
+        weight.ndim != 2 or weight.shape != weights[0].shape or weight.shape[1] != x.shape[1]
+        for weight in weights
     ):
         raise ValueError(
             f"{name}: input {tuple(x.shape)} and weights {sorted({tuple(w.shape) for w in weights})}: tokens [T, K] and"
             " weights that are all [N, K] are needed"
+        )
+    if not all(isinstance(count, int) for count in tokens):
+        raise ValueError(
+            f"{name}: numbers of tokens {list(tokens)} must be whole numbers: use tokens.tolist() of int64"
         )
     if min(tokens) < 0 or sum(tokens) != len(x):
         raise ValueError(

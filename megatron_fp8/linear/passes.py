@@ -29,6 +29,7 @@ import torch
 
 from ..backends.base import Region
 from ..numerics.rule import Granularity
+from ..plan.switch import without_autocast
 from ..quantizer import Casts, Quantizer
 from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
 from .coded_tokens import CodedTokens
@@ -79,6 +80,13 @@ def forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, needs_wgrad: bool
 ) -> Forward:
     """y [..., N] of x [..., K], with what backward needs of it (``x`` only if there will be a wgrad)."""
+    with without_autocast(x.device):
+        return _forward(x, weight, bias, call, needs_wgrad)
+
+
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, needs_wgrad: bool
+) -> Forward:
     site, tp = call.site, call.tp
     site.note_forward()
     tokens = as_matrix(x)  # [M, K]

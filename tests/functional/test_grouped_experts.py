@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks.support.gpt import gpt_config, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
@@ -29,11 +30,11 @@ def run_case(
     recipe: str,
     fields: dict[str, Any],
     ddp: dict[str, Any],
-    hooked: bool = False,
+    change: str = "",
 ) -> dict[str, Any]:
-    """A rank case. ``hooked``: after the first step the last expert's second linear has a forward hook.
+    """A rank case. ``change``: one of CHANGES, made to the last expert after the first step.
 
-    Returns losses, norms, gemms, sites; calls: of how many experts each made products; heard: what the hook heard.
+    Returns losses, norms, gemms, sites; calls: of how many experts each made products; heard: calls that hooks heard.
     """
     from megatron_fp8 import TransformerConfig
     from megatron_fp8.backends import emulated
@@ -49,10 +50,11 @@ def run_case(
         calls.append(len(outs))
         real(a, b, outs, **options)
 
-    def listen(step: int, run: Any) -> None:
-        if hooked and step == 0:
-            last = fp8_linears(run.chunks)[-1]
-            last.register_forward_hook(lambda *args: heard.append(last.fp8_site.plan.name))
+    def make_change(step: int, run: Any) -> None:
+        if change and step == 0:
+            CHANGES[change](
+                run.chunks[0].module.module.decoder.layers[-1].mlp.experts.local_experts[-1], heard
+            )
 
     fp8 = {"fp8": "hybrid", "fp8_format": recipe, "moe_grouped_gemm": grouped}
     options: dict[str, Any] = {
@@ -60,7 +62,7 @@ def run_case(
         "micro_batch": 1,
         "global_batch": 4,
         "ddp": ddp,
-        "on_step": listen,
+        "on_step": make_change,
     }
     with model_parallel(layout), mock.patch.object(emulated, "grouped_gemm", counted):
         config = gpt_config(layout, cls=TransformerConfig, **{**MOE, **fp8, **fields})
@@ -110,11 +112,53 @@ def test_it_trains_as_experts_in_turn_do(ranks: RankPool, case: str) -> None:
     assert max(grouped["calls"]) == 4 // layout.ep and not in_turn["calls"]
 
 
+def listen(expert: Any, heard: list[str]) -> None:
+    expert.linear_fc2.register_forward_hook(lambda linear, *args: heard.append(linear.fp8_site.plan.name))
+
+
+def change_input(expert: Any, heard: list[str]) -> None:
+    expert.linear_fc1.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+
+
+def change_expert_input(expert: Any, heard: list[str]) -> None:
+    expert.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2, inputs[1] / 2))
+
+
+def change_expert_output(expert: Any, heard: list[str]) -> None:
+    expert.register_forward_hook(lambda _, inputs, output: (output[0] * 2, output[1]))
+
+
+def wrap(expert: Any, heard: list[str]) -> None:
+    class Adapter(torch.nn.Module):
+        def __init__(self, linear: torch.nn.Module):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y, bias = self.linear(x)
+            return y * 2, bias
+
+    expert.linear_fc1 = Adapter(expert.linear_fc1)
+
+
+CHANGES = {
+    each.__name__: each for each in (listen, change_input, change_expert_input, change_expert_output, wrap)
+}
+
+
 def test_who_listens_to_one_expert_hears_it(ranks: RankPool) -> None:
     """It is then called by itself, with the same losses."""
     world, *setting = CASES["blockwise"]
-    hooked, plain = (ranks(world).run(run_case, True, *setting, listens)[0] for listens in (True, False))
+    hooked, plain = (ranks(world).run(run_case, True, *setting, change)[0] for change in ("listen", ""))
     assert hooked["losses"] == plain["losses"]
     assert sum(plain["calls"]) - sum(hooked["calls"]) == 2 * 4 * 3  # steps, microbatches, products
     assert set(hooked["heard"]) == {"decoder.layers.1.mlp.experts.local_experts.3.linear_fc2"}
     assert len(hooked["heard"]) == 2 * 4
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if name != "listen"])
+def test_who_changes_one_expert_changes_it(ranks: RankPool, change: str) -> None:
+    world, *setting = CASES["blockwise"]
+    grouped, in_turn = (ranks(world).run(run_case, grouped, *setting, change)[0] for grouped in (True, False))
+    plain = ranks(world).run(run_case, True, *setting)[0]
+    assert grouped["losses"] == in_turn["losses"] and grouped["losses"][1:] != plain["losses"][1:]

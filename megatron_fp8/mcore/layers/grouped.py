@@ -12,13 +12,14 @@ activation, with the router's probabilities applied as there. Tokens are not pad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from torch.nn.modules.module import _has_any_global_hook
 
 from ...linear.grouped import grouped_linear
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
@@ -52,12 +53,15 @@ class Fp8GroupedMLP(SequentialMLP):
 
         The host reads tokens_per_expert, int [experts], once; the dispatcher that sends tokens has read it before.
         """
+        if not all(_is_plain(expert) for expert in self.local_experts):
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         x, probs = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
             assert self.config.moe_router_topk == 1, "moe_apply_probs_on_input works with one expert a token"
             x = (probs.unsqueeze(-1) * x).to(x.dtype)
             probs = torch.ones_like(probs)
         tokens = tokens_per_expert.tolist()
+        x, probs = _after_pre_hooks(self.local_experts, tokens, x, probs)
         mlp = _Mlp(
             self.config,
             self.local_experts[0].activation_func,
@@ -85,10 +89,10 @@ class _Linears(NamedTuple):
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         traced = torch.compiler.is_compiling()
-        joins = [not (traced or _is_heard(linear)) and linear.runs_fp8() for linear in self.linears]
+        joins = [not traced and _is_ours(linear) and linear.runs_fp8() for linear in self.linears]
         if all(joins):
             return self._multiplied(x), None
-        # Experts in BF16, and those that somebody listens to, are called as Megatron-Core calls them.
+        # Experts in BF16, wrapped ones, and those that somebody listens to, are called as Megatron-Core calls them.
         parts = x.split(self.tokens)
         done: list[Any] = [None if joined else self.linears[e](parts[e])[0] for e, joined in enumerate(joins)]
         if any(joins):
@@ -101,11 +105,7 @@ class _Linears(NamedTuple):
 
     def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
         """[T, N], in FP8 and in one call."""
-        for linear, part in zip(self.linears, x.split(self.tokens), strict=True):
-            for (
-                hook
-            ) in linear._forward_pre_hooks.values():  # DistributedDataParallel waits for parameters in one
-                hook(linear, (part,))
+        (x,) = _after_pre_hooks(self.linears, self.tokens, x)
         begun = [linear.begin_fp8() for linear in self.linears]
         first, site = self.linears[0], begun[0][0]
         with nullcontext() if first.training else site.state.uncounted():
@@ -120,11 +120,38 @@ class _Linears(NamedTuple):
             )
 
 
-def _is_heard(linear: Any) -> bool:
-    """Whether somebody listens to calls of this very linear, so that it has to be called by itself."""
+def _is_plain(expert: Any) -> bool:
+    """Whether calling an expert is no more than MLP.forward and the hooks before it, as here."""
+    return type(expert).forward is MLP.forward and not _is_heard(expert) and not _has_any_global_hook()
+
+
+def _is_ours(linear: Any) -> bool:
+    """Whether a linear is this package's, called by nobody's hooks but those before it."""
+    return isinstance(linear, Fp8ColumnParallelLinear | Fp8RowParallelLinear) and not _is_heard(linear)
+
+
+def _is_heard(module: Any) -> bool:
+    """Whether somebody listens to calls of this very module, so that it has to be called by itself."""
     return bool(
-        linear._forward_hooks
-        or linear._forward_pre_hooks_with_kwargs
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks_with_kwargs
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )
+
+
+def _after_pre_hooks(
+    modules: Sequence[Any], tokens: Sequence[int], *arguments: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What the modules' own hooks before forward make of their rows of each argument [T, ...], as calls of each would;
+    DistributedDataParallel waits for gathered parameters in such a hook."""
+    if not any(module._forward_pre_hooks for module in modules):
+        return arguments
+    parts = list(zip(*(argument.split(list(tokens)) for argument in arguments), strict=True))
+    changed = False
+    for e, module in enumerate(modules):
+        for hook in module._forward_pre_hooks.values():
+            given = hook(module, parts[e])
+            if given is not None:
+                parts[e], changed = given if isinstance(given, tuple) else (given,), True
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True)) if changed else arguments

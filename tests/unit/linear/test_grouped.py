@@ -57,7 +57,7 @@ def in_turn(x: Any, weights: Any, tokens: Any, sites: Any, **options: Any) -> to
 def train(
     linear: Any, recipe: str, *, main_grad: torch.dtype | None, iterations: int = 2, **options: Any
 ) -> SimpleNamespace:
-    """Results and gradients of a few iterations, and what the state holds afterwards; main_grad: of that dtype, if any."""
+    """Results and gradients of a few iterations, and what the state holds afterwards; main_grad: its dtype, if any."""
     state, sites = experts(recipe, **options)
     x, weights, dy = matrices()
     found = []
@@ -153,7 +153,9 @@ def test_recomputed_it_records_once_and_is_the_same() -> None:
     def recomputed(*args: Any) -> torch.Tensor:
         return checkpoint(grouped_linear, *args, use_reentrant=False)
 
-    plain, again = (train(linear, "delayed", main_grad=torch.float32) for linear in (grouped_linear, recomputed))
+    plain, again = (
+        train(linear, "delayed", main_grad=torch.float32) for linear in (grouped_linear, recomputed)
+    )
     for i, (one, other) in enumerate(zip(again.results, plain.results, strict=True)):
         assert_same_bytes(one, other, f"tensor {i}")
     assert_same_bytes(again.arena.scale, plain.arena.scale)
@@ -240,3 +242,30 @@ def test_numbers_that_do_not_fit(tokens: tuple[int, ...], said: str) -> None:
         grouped_linear(x, weights, tokens, experts("blockwise")[1])
     with pytest.raises(ValueError, match="all \\[N, K\\]"):
         grouped_linear(x[:, :-1], weights, TOKENS, experts("blockwise")[1])
+
+
+@pytest.mark.parametrize("linear", [grouped_linear, in_turn], ids=["together", "in turn"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_autocast_changes_no_bit(recipe: str, linear: Any) -> None:
+    """It would round the emulated products' operands, or refuse their dtypes."""
+    plain = train(linear, recipe, main_grad=None)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = train(linear, recipe, main_grad=None)
+    for i, (one, other) in enumerate(zip(cast.results, plain.results, strict=True)):
+        assert_same_bytes(one, other, f"tensor {i}")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weights", "says"),
+    [
+        ((5.0, 0.0, 6.0), [(N, K)] * 3, "must be whole numbers"),
+        ((5, 0, 6), [(K,)] * 3, "weights that are all"),
+        ((5, 0, 7), [(N, K)] * 3, "sum to 12, and the input has 11 rows"),
+        ((5, -1, 7), [(N, K)] * 3, "and the input has 11 rows"),
+        ((5, 6), [(N, K)] * 3, "one of each for every expert"),
+    ],
+)
+def test_what_does_not_fit_is_named(tokens: Any, weights: Any, says: str) -> None:
+    _, sites = experts("tensorwise", count=3)
+    with pytest.raises(ValueError, match=says):
+        grouped_linear(torch.zeros(11, K), [torch.zeros(shape) for shape in weights], tokens, sites)
