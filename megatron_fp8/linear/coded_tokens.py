@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..numerics.rule import Rule
+from ..plan.dispatch import is_by_token
 from ..tensor import QuantizedSide
 
 aten = torch.ops.aten
@@ -102,11 +103,6 @@ class CodedTokens(torch.Tensor):
                 " Take tokens.dequantize(), or set moe_fp8_dispatch=False"
             )
         return move(*args, **(kwargs or {}))
-
-
-def is_by_token(rule: Rule) -> bool:
-    """Whether each scale belongs to one row alone, so that a row can travel with its scales."""
-    return rule.granularity.rows == 1
 
 
 def _leading(tokens: CodedTokens, dim: int) -> int:

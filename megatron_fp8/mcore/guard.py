@@ -37,9 +37,11 @@ def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -
     if guard is None:
         return []
     moves = []
+    sent = _slots_of_senders(model_chunks)
     for linear in fp8_linears(model_chunks):
         site = linear.fp8_site
         slots = {q.slot.name: role for role, q in site.quantizers.items() if q is not None}
+        slots |= sent.get(site.plan.name, {})
         found = [finding for finding in state.ill if finding.slot in slots]
         overrides = getattr(unwrap(model_chunks[0]).config, "fp8_overrides", None) or {}
         if not found or not site.is_fp8 or matching(site.plan.name, overrides):
@@ -55,6 +57,17 @@ def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -
                 f"megatron_fp8: guard: {move.site} runs in {move.to} from iteration {move.iteration + 1} on: {move.why}"
             )
     return moves
+
+
+def _slots_of_senders(model_chunks: list[Any]) -> dict[str, dict[str, str]]:
+    """Site -> slot -> role, of operands that are quantised before they are sent to the site (moe_fp8_dispatch)."""
+    found: dict[str, dict[str, str]] = {}
+    for chunk in model_chunks:
+        for module in unwrap(chunk).modules():
+            if (dispatch := getattr(module, "fp8_dispatch", None)) is not None:
+                for linear, slot, role in dispatch.slots():
+                    found.setdefault(linear.fp8_site.plan.name, {})[slot] = role
+    return found
 
 
 def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:

@@ -1,4 +1,4 @@
-"""Experts' tokens sent in FP8 (moe_fp8_dispatch): what goes over the wire, what is cast, and that layouts agree."""
+"""A layer of experts with tokens in FP8 (moe_fp8_dispatch): bytes on the wire, casts, and that ranks agree to the bit."""
 
 from __future__ import annotations
 
@@ -6,115 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.support.compare import assert_same_bytes
-from benchmarks.support.gpt import gpt_config
-from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from tests.support.collectives import recorded
-
-HIDDEN, SEQUENCE = 256, 96
-MOE = {
-    "hidden_size": HIDDEN,
-    "ffn_hidden_size": 256,
-    "moe_ffn_hidden_size": 128,
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_grouped_gemm": True,
-    "moe_fp8_dispatch": True,
-}
-
-
-def config_of(layout: Layout, recipe: str, **fields: Any) -> Any:
-    from megatron_fp8 import TransformerConfig
-
-    fp8 = {"fp8": "e4m3", "fp8_format": recipe}
-    return gpt_config(layout, cls=TransformerConfig, **{**MOE, **fp8, **fields})
-
-
-# ------------------------------------------------------------------------------------------------- one layer of experts
-
-
-def layer_case(layout: Layout, recipe: str, fields: dict[str, Any], loud: bool = False) -> dict[str, Any]:
-    """A rank case: forward and backward of one layer of experts over this rank's part of a sequence.
-
-    Returns its tokens' results and gradients, the experts' weights' gradients by global number, what was cast (slot,
-    rows, direction), what was sent (name, dtype, bytes), and the counts of casts.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer import spec_utils
-
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.substitute import with_own_modules
-
-    seen: list[tuple[str, int, str]] = []
-
-    class Watching:
-        def wants(self, iteration: int) -> bool:
-            return True
-
-        def cast(self, cast: Any) -> None:
-            if cast.recorded:
-                seen.append((cast.slot, len(cast.x), cast.direction))
-
-        def stored(self, *_: Any) -> None: ...
-        def product(self, *_: Any) -> None: ...
-        def high_precision(self, *_: Any) -> None: ...
-        def ended(self, *_: Any) -> None: ...
-
-    with model_parallel(layout):
-        config = config_of(layout, recipe, **fields)
-        spec = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=config.moe_grouped_gemm)
-        moe = spec_utils.build_module(with_own_modules(spec), config=config, pg_collection=None)
-        first = parallel_state.get_expert_model_parallel_rank() * (4 // layout.ep)
-        generator = torch.Generator().manual_seed(3)
-        values = {
-            name: torch.randn(shape, generator=generator) * 0.05
-            for name, shape in (
-                ("router", (4, HIDDEN)),
-                *((f"{e}.fc1", (256, HIDDEN)) for e in range(4)),
-                *((f"{e}.fc2", (HIDDEN, 128)) for e in range(4)),
-            )
-        }
-        with torch.no_grad():
-            moe.router.weight.copy_(values["router"])
-            for e, expert in enumerate(moe.experts.local_experts):
-                expert.linear_fc1.weight.copy_(values[f"{first + e}.fc1"])
-                expert.linear_fc2.weight.copy_(values[f"{first + e}.fc2"])
-        x = torch.randn(SEQUENCE, 1, HIDDEN, generator=generator)
-        dy = torch.randn(SEQUENCE, 1, HIDDEN, generator=generator) * 0.01
-        if loud:
-            x[:, :, ::17] *= 3000
-        part = slice(*(i * SEQUENCE // layout.ep for i in (dist.get_rank(), dist.get_rank() + 1)))
-        x, dy = x[part].bfloat16().requires_grad_(), dy[part].bfloat16()
-        state = state_of(config)
-        moe.train()
-        moe.fp8_dispatch.fp8_site  # noqa: B018 sites first, so that all of their casts are seen
-        for expert in moe.experts.local_experts:
-            expert.linear_fc1.fp8_site, expert.linear_fc2.fp8_site  # noqa: B018
-        state.watch(Watching())
-        with recorded() as log:
-            y, _ = moe(x)
-            y.backward(dy)
-        state.watch(None)
-        assert x.grad is not None
-        return {
-            "y": y.detach(),
-            "dx": x.grad,
-            "dw": {
-                (first + e, name): getattr(expert, name).weight.grad
-                for e, expert in enumerate(moe.experts.local_experts)
-                for name in ("linear_fc1", "linear_fc2")
-            },
-            "sent": [(s.name, s.dtype, s.bytes) for s in log.sent],
-            "casts": seen,
-            "counted": state.counts.casts,
-            "notes": sorted(moe.experts.local_experts[0].linear_fc1.fp8_site.notes),
-        }
-
+from benchmarks.support.ranks import Layout, RankPool
+from tests.support.dispatched import HIDDEN, SEQUENCE, layer_case
 
 BY_TOKEN = ("rowwise", "blockwise", "mxfp8")
 
@@ -132,3 +27,72 @@ def test_two_expert_parallel_ranks_are_one_to_the_bit(ranks: RankPool, recipe: s
         assert found.keys() == whole["dw"].keys()
         for name, grad in whole["dw"].items():
             assert_same_bytes(found[name], grad, f"{dispatcher} {name}")
+
+
+def _all_to_alls(sent: list[tuple[str, Any, int]], dtype: Any) -> list[int]:
+    """Bytes of the all-to-alls of whole tokens in this dtype that a rank sent, in order; not of the router's weights."""
+    return [
+        size for name, kind, size in sent if (name, kind) == ("all_to_all_single", dtype) and size >= HIDDEN
+    ]
+
+
+@pytest.mark.parametrize("recipe", BY_TOKEN)
+def test_bytes_on_the_wire(ranks: RankPool, recipe: str) -> None:
+    """Tokens, and the gradient of their sum: at most 0.52 of BF16's; the way back stays BF16, forward and backward."""
+    rows = SEQUENCE // 2 * 2  # of each rank, whose tokens go to two experts each
+    scales = {"rowwise": 4, "blockwise": 4 * HIDDEN // 128, "mxfp8": HIDDEN // 32}[recipe]
+    assert (HIDDEN + scales) / (2 * HIDDEN) <= 0.52
+    fp8, bf16 = (
+        ranks(2).run(layer_case, Layout(ep=2), recipe, {"moe_fp8_dispatch": on}) for on in (True, False)
+    )
+    for codes, plain in zip(fp8, bf16, strict=True):
+        tokens, outputs, gradient, gradient_of_tokens = _all_to_alls(plain["sent"], torch.bfloat16)
+        assert tokens == gradient == 2 * rows * HIDDEN and outputs == gradient_of_tokens
+        assert _all_to_alls(codes["sent"], torch.uint8) == [rows * (HIDDEN + scales)] * 2
+        assert _all_to_alls(codes["sent"], torch.bfloat16) == [outputs, gradient_of_tokens]
+        assert not _all_to_alls(plain["sent"], torch.uint8)
+
+
+def test_bytes_of_the_all_gather_dispatcher(ranks: RankPool) -> None:
+    """What it gathers, of each rank's tokens, and of the gradient of their sum."""
+    fields = {"moe_token_dispatcher_type": "allgather"}
+    found = {}
+    for on in (True, False):
+        first, _ = ranks(2).run(layer_case, Layout(ep=2), "blockwise", {**fields, "moe_fp8_dispatch": on})
+        gathers = [(kind, size) for name, kind, size in first["sent"] if name == "all_gather_into_tensor"]
+        found[on] = [(kind, size) for kind, size in gathers if size >= HIDDEN * SEQUENCE // 2]
+        sums = [size for name, _, size in first["sent"] if name == "reduce_scatter_tensor"]
+        assert sums.count(2 * SEQUENCE * HIDDEN) == 2  # combine, and the gradient of the tokens
+    own = SEQUENCE // 2
+    assert found == {
+        True: [(torch.uint8, own * (HIDDEN + 8))] * 2,
+        False: [(torch.bfloat16, own * 2 * HIDDEN)] * 2,
+    }
+
+
+def _rows_cast(casts: list[tuple[str, int, str]], role: str, linear: str) -> dict[str, int]:
+    """Direction -> how many tokens were cast for this operand: by the experts' linears, or before they were sent."""
+    found: dict[str, int] = {}
+    for slot, rows, direction in casts:
+        if slot in (f"{linear}.{role}", f"Dispatch.{role}"):
+            for one in ("rowwise", "columnwise") if direction == "both" else (direction,):
+                found[one] = found.get(one, 0) + rows
+    return found
+
+
+@pytest.mark.parametrize("recipe", BY_TOKEN)
+def test_casts_of_a_layer_before_and_after(ranks: RankPool, recipe: str) -> None:
+    """A token is cast rowwise once, not once for each of its experts; columnwise codes are each expert's own as ever."""
+    routed = 2 * SEQUENCE
+    plain, codes = (
+        ranks(1).run(layer_case, Layout(), recipe, {"moe_fp8_dispatch": on})[0] for on in (False, True)
+    )
+    operands = (("input", "Fp8ColumnParallelLinear"), ("grad_output", "Fp8RowParallelLinear"))
+    for role, linear in operands:
+        assert _rows_cast(plain["casts"], role, linear) == {"rowwise": routed, "columnwise": routed}
+        assert _rows_cast(codes["casts"], role, linear) == {"rowwise": SEQUENCE, "columnwise": routed}
+    # Calls: of four experts each of two weights and four operands; two more, of one pass over a token each.
+    assert (plain["counted"], codes["counted"]) == (24, 26)
+    assert len([cast for cast in codes["casts"] if cast[0].startswith("Dispatch.")]) == 2
+    kind = {"rowwise": "row pow2", "blockwise": "1x128 pow2", "mxfp8": "1x32 e8m0"}[recipe]
+    assert codes["notes"] == [f"moe_fp8_dispatch: tokens arrive as e4m3 {kind} codes"]

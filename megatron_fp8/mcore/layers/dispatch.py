@@ -21,6 +21,7 @@ what was sent, and that gradient stays in BF16.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,11 +30,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from ...linear.coded_tokens import CodedTokens, is_by_token
+from ...linear.coded_tokens import CodedTokens
 from ...linear.derivative import first_derivative_only
 from ...linear.share import Share
 from ...linear.site import GemmSite
 from ...numerics.rule import Rule
+from ...plan.dispatch import refusal, sent_as
 from ...plan.operands import READERS, Cast
 from ...plan.site_plan import SitePlan, bf16_site
 from ...plan.switch import in_recompute, layer_being_built
@@ -43,6 +45,7 @@ from .. import installed as compat
 from ..runtime import state_of
 
 _SENT = {"input": "tokens", "grad_output": "gradients"}
+_NOTED = "moe_fp8_dispatch: "
 
 
 class Fp8MoELayer(MoELayer):
@@ -114,6 +117,13 @@ class Dispatch:
         """Tokens that no other rank casts."""
         return Share(tokens=dist.get_rank() if dist.is_initialized() else 0)
 
+    def slots(self) -> Iterator[tuple[Any, str, str]]:
+        """(linear, slot, role) of each operand that is quantised here and read there."""
+        for role, linears in self._readers.items():
+            quantizer = self.fp8_site.casts[role].rowwise
+            for linear in linears if quantizer is not None else ():
+                yield linear, quantizer.slot.name, role
+
     def tokens(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
         """x [..., hidden] in codes, or as it is where the experts of this call do not read codes."""
         if not self._sends_codes("input"):
@@ -143,54 +153,40 @@ class Dispatch:
 
     def _sends_codes(self, role: str) -> bool:
         """Whether all experts run in FP8 here, and read this operand as it is planned to be sent."""
-        quantizer = self.fp8_site.casts[role].rowwise
-        if quantizer is None:
+        quantizer, linears = self.fp8_site.casts[role].rowwise, self._readers[role]
+        if quantizer is None or not all(linear.runs_fp8() for linear in linears):
             return False
-        return all(
-            linear.runs_fp8() and _refusal(linear.fp8_site.acting.plan, role, quantizer.rule) is None
-            for linear in self._readers[role]
-        )
+        for linear in linears:  # of which experiments and the guard change the plan
+            why = refusal(linear.fp8_site.acting.plan, role, quantizer.rule)
+            if why is not None:
+                self._note(role, None, why)
+                return False
+        return True
+
+    def _note(self, role: str, rule: Rule | None, why: str | None) -> None:
+        """Say at the experts' sites in what they are sent an operand."""
+        said = f"arrive as {rule} codes" if why is None else f"travel in high precision: {why}"
+        for linear in self._readers[role]:
+            notes = linear.fp8_site.notes
+            notes -= {note for note in notes if note.startswith(_NOTED)}
+            notes.add(f"{_NOTED}{_SENT[role]} {said}")
 
     def _plan(self, name: str) -> SitePlan:
         """What is sent in codes; noted at the experts' sites."""
         number = None if self.layer is None or self.layer.number < 0 else self.layer.number
-        found: dict[str, Cast | None] = {}
-        for role, linears in self._readers.items():
-            sites = [linear.fp8_site for linear in linears]
-            first = sites[0].plan.operands[READERS[role][0]][role]
-            rule = None if first is None else first.rule
-            why = next(filter(None, (_refusal(site.plan, role, rule) for site in sites)), None)
-            found[role] = first if why is None else None
-            note = f"arrive as {rule} codes" if why is None else f"travel in high precision: {why}"
-            for site in sites:
-                site.notes.add(f"moe_fp8_dispatch: {_SENT[role]} {note}")
-        if not any(found.values()):
-            return bf16_site(name, number, "the experts read no codes that tokens can bring along")
         operands: dict[str, dict[str, Cast | None]] = {
             gemm: dict.fromkeys(roles) for gemm, roles in GEMM_OPERANDS.items()
         }
-        for role, cast in found.items():
+        for role, linears in self._readers.items():
+            cast, why = sent_as([linear.fp8_site.plan for linear in linears], role)
             operands[READERS[role][0]][role] = cast
+            self._note(role, None if cast is None else cast.rule, why)
+        if not any(cast for casts in operands.values() for cast in casts.values()):
+            return bf16_site(name, number, "the experts read no codes that tokens can bring along")
         plan = self._readers["input"][0].fp8_site.plan
+        if plan.precision != "fp8":
+            plan = self._readers["grad_output"][0].fp8_site.plan
         return SitePlan(name, number, "fp8", plan.recipe, plan.backend, "moe_fp8_dispatch", operands)
-
-
-def _refusal(plan: SitePlan, role: str, rule: Rule | None) -> str | None:
-    """Why a linear of this plan cannot be sent an operand in codes by this rule; None if it can."""
-    (reader, wgrad), (one, other) = READERS[role], (plan.operands[gemm][role] for gemm in READERS[role])
-    if plan.precision != "fp8":
-        return f"{plan.name} is in high precision"
-    if one is None or rule is None:
-        return f"{reader} of {plan.name} reads its {role} in high precision"
-    if other is None:
-        return f"{wgrad} of {plan.name} reads its {role} in high precision"
-    if one.rule != rule:
-        return f"{plan.name} reads {one.rule}, and other experts {rule}"
-    return (
-        None
-        if is_by_token(rule)
-        else f"{plan.name} has a scale per {rule.granularity}, which no token brings along"
-    )
 
 
 class _Tokens(torch.autograd.Function):

@@ -1,0 +1,44 @@
+"""In what tokens are sent to their experts: in codes, where all experts of a layer read the same ones, and each scale
+belongs to one token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..numerics.rule import Rule
+from .operands import READERS, Cast
+from .site_plan import SitePlan
+
+
+def is_by_token(rule: Rule) -> bool:
+    """Whether each scale belongs to one row alone, so that a row can travel with its scales."""
+    return rule.granularity.rows == 1
+
+
+def sent_as(plans: Sequence[SitePlan], role: str) -> tuple[Cast | None, str | None]:
+    """How tokens ('input', for the experts' first linears) or gradients ('grad_output', for their second ones) are
+    quantised before they are sent to the linears of these plans; or None, and why they are not."""
+    first = plans[0].operands[READERS[role][0]][role]
+    rule = None if first is None else first.rule
+    for plan in plans:
+        if (why := refusal(plan, role, rule)) is not None:
+            return None, why
+    return first, None
+
+
+def refusal(plan: SitePlan, role: str, rule: Rule | None) -> str | None:
+    """Why a linear of this plan cannot be sent an operand in codes by this rule; None if it can."""
+    (reader, wgrad), (one, other) = READERS[role], (plan.operands[gemm][role] for gemm in READERS[role])
+    if plan.precision != "fp8":
+        return f"{plan.name} is in high precision"
+    if one is None or rule is None:
+        return f"{reader} of {plan.name} reads its {role} in high precision"
+    if other is None:
+        return f"{wgrad} of {plan.name} reads its {role} in high precision"
+    if one.rule != rule:
+        return f"{plan.name} reads {one.rule}, and other experts {rule}"
+    return (
+        None
+        if is_by_token(rule)
+        else f"{plan.name} has a scale per {rule.granularity}, which no token brings along"
+    )
