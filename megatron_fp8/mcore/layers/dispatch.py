@@ -120,9 +120,9 @@ class Dispatch:
     def slots(self) -> Iterator[tuple[Any, str, str]]:
         """(linear, slot, role) of each operand that is quantised here and read there."""
         for role, linears in self._readers.items():
-            quantizer = self.fp8_site.casts[role].rowwise
-            for linear in linears if quantizer is not None else ():
-                yield linear, quantizer.slot.name, role
+            if (quantizer := self.fp8_site.casts[role].rowwise) is not None:
+                for linear in linears:
+                    yield linear, quantizer.slot.name, role
 
     def tokens(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
         """x [..., hidden] in codes, or as it is where the experts of this call do not read codes."""
