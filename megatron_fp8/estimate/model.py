@@ -121,6 +121,7 @@ class Model:
     moe_layer_freq: int | list[int] = 1
     moe_router_topk: int = 2
     moe_grouped_gemm: bool = False
+    moe_fp8_dispatch: bool = False
     moe_router_dtype: str | None = None
     moe_router_score_function: str = "softmax"
     moe_router_pre_softmax: bool = False

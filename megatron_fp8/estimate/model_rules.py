@@ -39,7 +39,7 @@ MODEL_RULES: dict[str, Rule] = {
             "activation_func_fp8_input_store", "fp8_param", "fp8_wgrad", "fp8_keep_columnwise", "fp16",
             "first_last_layers_bf16", "sequence_parallel", "moe_shared_expert_gate", "distribute_saved_activations",
             "moe_grouped_gemm", "fp8_output_layer", "multi_latent_attention", "moe_router_pre_softmax",
-            "moe_router_enable_expert_bias",
+            "moe_router_enable_expert_bias", "moe_fp8_dispatch",
             "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
             "share_embeddings_and_output_weights",
         ),

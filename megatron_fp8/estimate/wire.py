@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..params.fp8_parameter import granularities
+from ..plan.dispatch import sent_as
+from ..plan.operands import Cast
 from ..plan.site_plan import SitePlan
 from .activations import probability_bytes
 from .attention import Projection, projections
@@ -20,7 +22,7 @@ from .model import Chunk, Layer, Model
 from .parameters import of_chunk
 from .settings import Settings
 from .sites import OUTPUT, Plans, shares_gradient_buffer, weight_rules
-from .wire_linear import Call, Traffic, column, row
+from .wire_linear import Call, Traffic, column, gathered_scales, row
 
 
 def of_stage(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traffic]:
@@ -123,6 +125,9 @@ def _iteration(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterato
         plan = plans.of(parameter.site, parameter.layer)
         apart = is_apart(model, parameter)
         slots[apart] = slots.get(apart, 0) + _slots(plan)
+    for layer in (layer for chunk in chunks for layer in chunk.every if layer.experts):
+        casts = (_sent_to_experts(model, layer, plans, role) for role in ("input", "grad_output"))
+        slots[False] = slots.get(False, 0) + sum(cast is not None for cast in casts)
     if any(chunk.last for chunk in chunks):
         slots[False] = slots.get(False, 0) + _slots(plans.output)
     for apart, count in slots.items():
@@ -221,7 +226,7 @@ def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic
         return
     yield from _balance(settings)
     times = 1 + ("moe" in recomputed_modules(model))
-    for traffic in _to_experts(settings):
+    for traffic in _to_experts(settings, layer, plans):
         yield traffic * (times if traffic.what.endswith("forward") else 1)
     if model.moe_shared_expert_intermediate_size:
         shared = f"{layer.name}mlp.shared_experts."
@@ -269,7 +274,19 @@ def _balance(settings: Settings) -> Iterator[Traffic]:
         )
 
 
-def _to_experts(settings: Settings) -> Iterator[Traffic]:
+def _sent_to_experts(model: Model, layer: Layer, plans: Plans, role: str) -> Cast | None:
+    """How tokens ('input'), or gradients of their sums ('grad_output'), are quantised before they are sent to experts."""
+    if not model.moe_fp8_dispatch:
+        return None
+    experts, linear = (
+        f"{layer.name}mlp.experts.local_experts",
+        "linear_fc1" if role == "input" else "linear_fc2",
+    )
+    sites = [f"{experts}.{e}.{linear}" for e in range(model.local_experts)]
+    return sent_as([plans.of(site, layer.number) for site in sites], role)[0]
+
+
+def _to_experts(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
     """Each rank's tokens go to the ranks of their experts, with the router's weights, and come back; the gradients go the
     other way. What a rank gets depends on the routing: these are the bytes that it has to send, and the mean of the rest.
     """
@@ -277,16 +294,23 @@ def _to_experts(settings: Settings) -> Iterator[Traffic]:
     sharded = settings.tokens // model.token_share
     ep, etp = model.expert_model_parallel_size, model.expert_tp
     routed = sharded * model.moe_router_topk
-    there, back = (
-        routed * (model.activation_bytes * model.hidden_size + weight)
-        for weight in (probability_bytes(model), 0)
-    )
+    plain, weights = routed * model.activation_bytes * model.hidden_size, routed * probability_bytes(model)
+    there = {"forward": plain, "backward": plain}
+    for when, role in (("forward", "input"), ("backward", "grad_output")):
+        if (cast := _sent_to_experts(model, layer, plans, role)) is not None:
+            there[when] = routed * model.hidden_size + gathered_scales(cast.rule, routed, model.hidden_size)
     counts = 8 * (model.num_moe_experts or 0) * ep * etp
     yield Traffic("tokens of each expert, forward", "all-gather", "expert", ep * etp, counts)
     for when in ("forward", "backward"):
-        yield Traffic(f"tokens to experts, {when}", "all-to-all", "expert", ep, there + back, 3)
+        yield Traffic(
+            f"tokens to experts, {when}", "all-to-all", "expert", ep, there[when] + weights + plain, 3
+        )
     if etp > 1:  # experts that are cut: their ranks work on the tokens of all of them
-        spread: tuple[Call, Call] = ("all-gather", "reduce-scatter")
-        for when, (first, second) in (("forward", spread), ("backward", spread[::-1])):
-            yield Traffic(f"tokens of cut experts, {when}", first, "expert tensor", etp, there * etp, 2)
-            yield Traffic(f"tokens of cut experts, {when}", second, "expert tensor", etp, back * etp)
+        exchanged: tuple[tuple[str, Call, int, int], ...] = (
+            ("forward", "all-gather", there["forward"] + weights, 2),
+            ("forward", "reduce-scatter", plain, 1),
+            ("backward", "reduce-scatter", plain + weights, 2),
+            ("backward", "all-gather", there["backward"], 1),
+        )
+        for when, call, size, calls in exchanged:
+            yield Traffic(f"tokens of cut experts, {when}", call, "expert tensor", etp, size * etp, calls)

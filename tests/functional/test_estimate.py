@@ -188,6 +188,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__num_moe_experts": 16,
             "model__moe_ffn_hidden_size": 128,
             "model__moe_grouped_gemm": True,
+            "model__moe_fp8_dispatch": True,
             "model__fp8_format": "blockwise",
         },
     ),
