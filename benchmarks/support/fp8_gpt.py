@@ -42,6 +42,15 @@ MOE: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "alltoall",
 }
+DEEPSEEK: dict[str, Any] = {
+    **NARROW, **MOE, "moe_ffn_hidden_size": 128, "moe_grouped_gemm": True, "moe_shared_expert_intermediate_size": 128,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-2, "mtp_num_layers": 1,
+    "multi_latent_attention": True, "num_query_groups": None, "q_lora_rank": 64, "kv_lora_rank": 96,
+    "qk_head_dim": 32, "qk_pos_emb_head_dim": 32, "v_head_dim": 32, "qk_layernorm": True, "rope_type": "rope",
+}  # fmt: skip
+"""DeepSeek-V3's architecture, small: latent attention, grouped experts beside a shared one, a bias of each expert that
+balances them, multi-token prediction."""
 
 
 @dataclass
@@ -67,11 +76,13 @@ class Watched:
 
 
 def fp8_config(layout: Layout, recipe: str | None, **fields: Any) -> Any:
-    """This package's TransformerConfig of the small GPT; recipe None trains in the model's own dtype."""
-    from megatron_fp8 import TransformerConfig
+    """This package's config of the small GPT, with latent attention where the fields have it; recipe None trains in the
+    model's own dtype."""
+    from megatron_fp8 import MLATransformerConfig, TransformerConfig
 
     fp8 = {} if recipe is None else {"fp8": "hybrid", "fp8_format": recipe}
-    return gpt_config(layout, cls=TransformerConfig, **{**fp8, **fields})
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    return gpt_config(layout, cls=kind, **{**fp8, **fields})
 
 
 def watched_training(

@@ -279,36 +279,37 @@ def initialise(model: torch.nn.Module, config: Any, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert names[id(parameter)] == name
-            whole = _slice(_noise(_global_name(model, name), parameter, seed), parameter)
+            parts = _partitions(name)
+            whole = _slice(_noise(_global_name(model, name), parameter, seed, parts[0]), parameter, parts)
             parameter.copy_(whole if parameter.dim() > 1 else parameter.float() + whole)
 
 
-def _noise(name: str, parameter: Any, seed: int) -> Tensor:
-    """The whole tensor of which `parameter` is this rank's part, float32."""
+def _noise(name: str, parameter: Any, seed: int, parts: int) -> Tensor:
+    """The whole tensor, of which `parameter` may be one of so many parts, float32."""
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= _partitions(parameter)[0]
+        shape[parameter.partition_dim] *= parts
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(shape, generator=generator) * 0.02
 
 
-def _slice(whole: Tensor, parameter: Any) -> Tensor:
+def _slice(whole: Tensor, parameter: Any, parts: tuple[int, int]) -> Tensor:
     """This tensor-parallel rank's part; stride 2 (fused gate and up projection) is a part of each half."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    size, rank = _partitions(parameter)
+    size, rank = parts
     dim = parameter.partition_dim
     halves = whole.chunk(parameter.partition_stride, dim)
     return torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
 
 
-def _partitions(parameter: Tensor) -> tuple[int, int]:
-    """(size, rank) of the tensor-parallel group that shares `parameter`; experts may have another one."""
+def _partitions(name: str) -> tuple[int, int]:
+    """(size, rank) of the tensor-parallel group that shares a parameter; experts may have another one."""
     from megatron.core import parallel_state as ps
 
-    if getattr(parameter, "allreduce", True):
-        return ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
-    return ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
+    if "local_experts." in name:
+        return ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
+    return ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
 
 
 def _global_name(model: Any, name: str) -> str:
@@ -320,9 +321,10 @@ def _global_name(model: Any, name: str) -> str:
     if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
         layer = model.decoder.layers[int(match[1])]
         name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
-        if expert := re.search(r"local_experts\.(\d+)", name):
-            first = ps.get_expert_model_parallel_rank() * layer.mlp.num_local_experts
-            name = name.replace(expert[0], f"experts.{first + int(expert[1])}")
+    if expert := re.search(r"local_experts\.(\d+)", name):
+        here = model.config.num_moe_experts // ps.get_expert_model_parallel_world_size()
+        first = ps.get_expert_model_parallel_rank() * here
+        name = name.replace(expert[0], f"experts.{first + int(expert[1])}")
     return name
 
 

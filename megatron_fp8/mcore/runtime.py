@@ -40,6 +40,7 @@ class Fp8Runtime:
         prepared: models the sites of which have their names, plans and slots.
         fp8_params: models the weights of which were made FP8 parameters, where the plan has FP8.
         optimizers: Megatron-Core's, that step these models.
+        moved_biases: experts' biases that were moved after the last batch, with what they were (patches/router.py).
         sequence_ends: numbers of integer tensors that layers have read, with the tensor's version (layers/attention.py).
     """
 
@@ -50,6 +51,7 @@ class Fp8Runtime:
     prepared: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     fp8_params: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    moved_biases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     sequence_ends: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.support.fp8_gpt import MOE, NARROW
+from benchmarks.support.fp8_gpt import DEEPSEEK, MOE, NARROW
 from benchmarks.support.ranks import Layout, model_parallel
 from tests.support.resume import Training, loads_and_saves, tensors_of, trains_and_saves
 
@@ -142,6 +142,28 @@ def test_experts_move_to_one_rank(ranks, tmp_path, name):
     tensors = tensors_of(tmp_path / "two" / NAME)
     assert "decoder.layers.0.mlp.experts.experts.3.linear_fc2.fp8_state.weight.scale" in tensors
     assert_same(tensors, tensors_of(tmp_path / "one" / NAME))
+
+
+def test_experts_move_between_ranks(ranks, tmp_path):
+    """From whole experts on each rank to parts of all of them and back, one at a time and grouped, each with its bias."""
+    gather = {"moe_token_dispatcher_type": "allgather"}
+    way = [
+        (2, Layout(ep=2), {}),
+        (2, Layout(tp=2, sp=True), {"moe_grouped_gemm": False}),
+        (4, Layout(tp=2, sp=True, ep=2), gather),
+        (2, Layout(pp=2), {}),
+    ]
+    fields = {**HISTORY, **DEEPSEEK}
+    world, layout, own = way[0]
+    ranks(world).run(trains_and_saves, layout, "delayed", {**fields, **own}, SHARDED, str(tmp_path / "0"))
+    first = tensors_of(tmp_path / "0" / NAME)
+    for number, (world, layout, own) in enumerate(way[1:]):
+        case = (layout, "delayed", {**fields, **own}, SHARDED)
+        folders = str(tmp_path / f"{number}" / NAME), str(tmp_path / f"{number + 1}")
+        assert ranks(world).run(loads_and_saves, *case, *folders)[0][0] == []
+        assert_same(first, tensors_of(tmp_path / f"{number + 1}" / NAME))
+    biases = [tensor for name, tensor in first.items() if name.endswith("router.expert_bias")]
+    assert len(biases) == 3 and all(bias.dtype == torch.float32 and bias.any() for bias in biases)
 
 
 def test_megatrons_own_loader_reads_it(ranks, delayed):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.fp8_gpt import MOE, NARROW, RECIPES
+from benchmarks.support.fp8_gpt import DEEPSEEK, MOE, NARROW, RECIPES
 from benchmarks.support.ranks import Layout
 from tests.support.resume import resumes_exactly
 
@@ -51,6 +51,9 @@ CASES |= {
     "delayed-vpp2": (Layout(pp=2, vpp=2), "delayed", {**HISTORY, "num_layers": 4}, {}),
     "delayed-ep2": (Layout(ep=2), "delayed", {**HISTORY, **MOE}, SHARDED),
     "tensorwise-cp2": (Layout(cp=2), "tensorwise", {}, SHARDED),
+    "delayed-deepseek-ep2": (Layout(ep=2), "delayed", {**HISTORY, **DEEPSEEK}, SHARDED),
+    # An embedding that stages share has a bucket of its own, after one that is padded.
+    "delayed-deepseek-pp2": (Layout(pp=2), "delayed", {**HISTORY, **DEEPSEEK}, SHARDED),
 }
 
 

@@ -90,6 +90,8 @@ class Training:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         weights = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
+        buffers = {name: b for chunk in self.chunks for name, b in chunk.named_buffers()}
+        weights |= {name: b for name, b in buffers.items() if name.endswith("expert_bias")}
         for name, parameter in list(weights.items()):
             if isinstance(parameter, Fp8Parameter):
                 for way in ("rowwise", "columnwise"):

@@ -28,6 +28,7 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 
 from ...state.loss_scaler import LossScaler, agree
 from ..patches.patching import Patch
+from ..patches.router import settle_biases
 from .models import parts_of, runtimes_stepped_by
 
 MAX_SCALE = 2.0**32
@@ -127,8 +128,11 @@ def one_verdict(original: Callable[[Any], Any]) -> Callable[[Any], bool]:
             found = bool(original(self))
         finally:
             _preparing.reset(token)
-        ill = [runtime for runtime in runtimes_stepped_by(self) if runtime.found_nonfinite]
-        return _settle(self, found or bool(ill))
+        stepped = runtimes_stepped_by(self)
+        skipped = _settle(self, found or any(runtime.found_nonfinite for runtime in stepped))
+        for runtime in stepped:
+            settle_biases(runtime, skipped=skipped)
+        return skipped
 
     return prepare_grads
 

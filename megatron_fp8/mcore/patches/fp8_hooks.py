@@ -25,7 +25,7 @@ def patches() -> list[Patch]:
     from ..optimizer import grad_norm, loss_scaler, models, one_read
     from ..substitute import build_own_modules, final_norm_of_the_layers
     from ..te import context as te_context
-    from . import dispatch, latent
+    from . import buckets, dispatch, experts, latent, mtp, router
 
     core = "megatron.core"
     checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
@@ -145,6 +145,10 @@ def patches() -> list[Patch]:
         *models.patches(),
         *latent.patches(),
         *dispatch.patches(),
+        *buckets.patches(),
+        *experts.patches(),
+        *mtp.patches(),
+        *router.patches(),
     ]
 
 

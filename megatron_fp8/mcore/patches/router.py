@@ -1,0 +1,82 @@
+"""Patches for routers that a bias of each expert balances, and for those that balance over a whole batch.
+
+After each batch Megatron-Core moves an expert's bias up where fewer tokens than the mean came to it, down where more did
+(DeepSeek-V3's balance without a loss, arXiv:2408.15664). Two things are wrong with it:
+
+* It moves them while gradients are finalised, when nobody knows yet whether the step will be taken. A step that a NaN or
+  an overflow makes the optimizer skip has moved them nevertheless. Here they are put back (optimizer/loss_scaler.py).
+* Tokens are counted in a buffer that Float16Module rounds to the model's dtype: from 256 on BF16 loses the odd ones, from
+  512 on a token that comes alone, and what is left depends on micro-batches and ranks. Here counts are float32, exact to
+  2^24 tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..runtime import Fp8Runtime, runtime_of
+from .patching import Patch
+
+_COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+
+
+def patches() -> list[Patch]:
+    """Where biases are moved, and where their own dtype is seen to."""
+    return [
+        Patch(
+            "megatron.core.distributed.finalize_model_grads",
+            "_update_router_expert_bias",
+            remember_biases,
+            "experts' biases move before it is known whether the step is skipped",
+            wrap=True,
+        ),
+        Patch(
+            "megatron.core.transformer.moe.router.TopKRouter",
+            "_maintain_float32_expert_bias",
+            count_in_float32,
+            "tokens are counted in the model's dtype, which loses some of them",
+            wrap=True,
+        ),
+    ]
+
+
+def remember_biases(original: Callable[..., None]) -> Callable[..., None]:
+    """_update_router_expert_bias; what the biases were is kept until the optimizer says whether it steps."""
+
+    @functools.wraps(original)
+    def update(model: list[Any], config: Any) -> None:
+        biases = [
+            bias
+            for chunk in model
+            for module in chunk.modules()
+            if (bias := getattr(module, "expert_bias", None)) is not None
+        ]
+        runtime_of(config).moved_biases = [(bias, bias.clone()) for bias in biases]
+        original(model, config)
+
+    return update
+
+
+def settle_biases(runtime: Fp8Runtime, *, skipped: bool) -> None:
+    """The verdict on the step after the biases of a runtime's models were moved: of a skipped one they are put back."""
+    moved, runtime.moved_biases = runtime.moved_biases, []
+    for bias, before in moved if skipped else []:
+        bias.copy_(before)
+
+
+def count_in_float32(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """_maintain_float32_expert_bias, which sees to the counts of tokens too."""
+
+    @functools.wraps(original)
+    def maintain(self: Any) -> None:
+        original(self)
+        for name in _COUNTS:
+            counts = getattr(self, name, None)
+            if counts is not None and counts.dtype != torch.float32:
+                counts.data = counts.data.float()
+
+    return maintain
