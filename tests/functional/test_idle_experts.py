@@ -1,0 +1,92 @@
+"""An expert to which no token comes, and a rank none of whose experts have any: training goes on, in any dispatcher, and
+what their tensors were scaled by is kept until tokens come back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from benchmarks.support.fp8_gpt import DEEPSEEK, OPTIONS, fp8_config
+from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
+
+IDLE = 6  # iterations without a token, more than a history remembers
+HISTORY = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
+FIXED = {
+    "moe_router_bias_update_rate": 0.0,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "none",
+}
+
+
+def idles(recipe: str, idle: tuple[int, ...], fields: dict[str, Any]) -> dict[str, Any]:
+    """A rank case of two expert parallel ranks: two steps, IDLE ones in which a bias keeps tokens from the
+    ``idle`` experts, and two more. Returns losses; of this rank's idle experts the delayed scales by slot before and
+    after; and this rank's products in the last step of each kind."""
+    from megatron.core import parallel_state
+
+    from megatron_fp8.mcore.iteration import iteration_counts
+    from megatron_fp8.mcore.runtime import state_of
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    with model_parallel(Layout(ep=2)):
+        config = fp8_config(Layout(ep=2), recipe, **{**DEEPSEEK, **FIXED, **fields})
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=OPTIONS["sequence"])
+        optimizer = build_optimizer(config, chunks)
+        biases = [buffer for name, buffer in chunks[0].named_buffers() if name.endswith("expert_bias")]
+        here = [
+            f".local_experts.{e % 2}."
+            for e in idle
+            if e // 2 == parallel_state.get_expert_model_parallel_rank()
+        ]
+        losses, products = [], []
+
+        def steps(count: int, bias: float) -> dict[str, float]:
+            for each in biases:
+                each[list(idle)] = bias
+            for _ in range(count):
+                losses.append(train_step(config, chunks, optimizer, len(losses), **OPTIONS)[0])
+            products.append(iteration_counts()["fp8_gemms"])
+            return {
+                slot.name: float(slot.scale)
+                for slot in state_of(config).slots()
+                if slot.delayed is not None and any(part in slot.name for part in here)
+            }
+
+        busy, kept, _ = steps(2, 0.0), steps(IDLE, -10.0), steps(2, 0.0)
+        return {"losses": losses, "busy": busy, "kept": kept, "products": products}
+
+
+WHO = {"an expert": (1,), "a rank": (2, 3)}
+HOW: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "one at a time": {"moe_grouped_gemm": False},
+    "all-gather": {"moe_token_dispatcher_type": "allgather"},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("who", WHO)
+def test_nobody_waits_and_scales_are_kept(ranks: RankPool, who: str, how: str) -> None:
+    everyone = ranks(2).run(idles, "delayed", WHO[who], {**HISTORY, **HOW[how]})
+    one, other = everyone
+    assert one["losses"] == other["losses"] and all(map(math.isfinite, one["losses"]))
+    assert one["losses"][-1] < one["losses"][0]
+    seen = {**one["busy"], **other["busy"]}
+    assert seen and set(seen.values()) != {1.0}
+    for found in everyone:
+        for name, scale in found["kept"].items():
+            if not name.endswith(".weight"):
+                assert scale == found["busy"][name], name
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_other_recipes(ranks: RankPool, recipe: str) -> None:
+    """What an idle expert does not multiply is seen in the count of products; afterwards it multiplies again."""
+    everyone = ranks(2).run(idles, recipe, WHO["a rank"], {})
+    assert everyone[0]["losses"] == everyone[1]["losses"]
+    assert all(map(math.isfinite, everyone[0]["losses"]))
+    before, without, after = everyone[1]["products"]
+    assert before == after > without
