@@ -261,7 +261,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         stepper,
         start,
         model_flops_per_token(
-            parameters["non_embedding"],
+            parameters.get("active", parameters["non_embedding"]),
             vocab_size,
             config.hidden_size,
             config.num_layers,

@@ -1,8 +1,9 @@
 """Initial weights that do not depend on the layout: tensor, pipeline or no parallelism start from one model.
 
 Megatron-Core draws weights in the order in which each rank builds its layers, so other pipeline stages give another
-model. Here every matrix is drawn whole, from a generator seeded by the run's seed and the matrix's global name, with
-the deviation that Megatron-Core's config gives it, and each rank keeps its part.
+model, and expert parallel ranks draw the same experts. Here every matrix is drawn whole, from a generator seeded by the
+run's seed and the matrix's global name, with the deviation that Megatron-Core's config gives it, and each rank keeps its
+part.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 @torch.no_grad()
@@ -24,8 +26,9 @@ def draw_weights(model: Any, config: Any, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             continue
+        group = _tensor_parallel_group(name)
         name = _global_name(model, name)
-        whole = torch.empty(_whole_shape(parameter), dtype=torch.float32, device="cpu")
+        whole = torch.empty(_whole_shape(parameter, group), dtype=torch.float32, device="cpu")
         if "embedding" in name:
             draw = config.embedding_init_method
         else:
@@ -34,33 +37,47 @@ def draw_weights(model: Any, config: Any, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             draw(whole)
-        parameter.copy_(_own_part(whole, parameter))
+        parameter.copy_(_own_part(whole, parameter, group))
 
 
 def _global_name(model: Any, name: str) -> str:
-    """The name in the whole model: layers numbered over all stages, a tied output layer as the embedding."""
+    """The name in the whole model: layers numbered over all stages, experts over all ranks, a tied output layer as the
+    embedding."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
-    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-    if layer is None:
-        return name
-    number = model.decoder.layers[int(layer[1])].layer_number - 1
-    return f"decoder.layers.{number}.{name[layer.end() :]}"
+    if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
+        number = model.decoder.layers[int(layer[1])].layer_number - 1
+        name = f"decoder.layers.{number}.{name[layer.end() :]}"
+    if expert := _EXPERT.search(name):
+        here = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        number = parallel_state.get_expert_model_parallel_rank() * here + int(expert[1])
+        name = f"{name[: expert.start()]}.experts.{number}.{name[expert.end() :]}"
+    return name
 
 
-def _whole_shape(parameter: Any) -> list[int]:
+def is_expert(name: str) -> bool:
+    """Whether a parameter is one expert's, which other ranks share than those of other parameters."""
+    return bool(_EXPERT.search(name))
+
+
+def _tensor_parallel_group(name: str) -> Any:
+    """The ranks that share a matrix, which is called ``name`` on this rank."""
+    if is_expert(name):
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _whole_shape(parameter: Any, group: Any) -> list[int]:
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()
+        shape[parameter.partition_dim] *= group.size()
     return shape
 
 
-def _own_part(whole: Tensor, parameter: Any) -> Tensor:
+def _own_part(whole: Tensor, parameter: Any, group: Any) -> Tensor:
     """This tensor-parallel rank's part; of a fused gate and up projection (stride 2) a part of each."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
     dim = parameter.partition_dim
     fused = whole.chunk(parameter.partition_stride, dim)
-    return torch.cat([part.chunk(size, dim)[rank] for part in fused], dim)
+    return torch.cat([part.chunk(group.size(), dim)[group.rank()] for part in fused], dim)

@@ -89,11 +89,9 @@ def bf16_peak() -> float | None:
     return next((peak for part, peak in _BF16_PEAK if part in name), None)
 
 
-def model_flops_per_token(
-    non_embedding: int, vocab_rows: int, hidden: int, layers: int, sequence: int
-) -> float:
-    """Forward and backward FLOPs per token: 6 per weight that multiplies, and causal attention's 6 L h s."""
-    return 6.0 * (non_embedding + vocab_rows * hidden) + 6.0 * layers * hidden * sequence
+def model_flops_per_token(active: int, vocab_rows: int, hidden: int, layers: int, sequence: int) -> float:
+    """Forward and backward FLOPs per token: 6 per weight that multiplies it, and causal attention's 6 L h s."""
+    return 6.0 * (active + vocab_rows * hidden) + 6.0 * layers * hidden * sequence
 
 
 def lacks_validation(folder: Path, iteration: int) -> bool:

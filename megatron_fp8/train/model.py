@@ -23,10 +23,11 @@ from ..mcore.config.transformer_config import TransformerConfig
 from ..mcore.optimizer.compact_moments import compact_state
 from ..mcore.optimizer.loss_scaler import set_max_scale
 from ..mcore.params import gather_settings
+from ..mcore.runtime import unwrap
 from ..mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_spec
 from .config.model_section import what_failed
 from .config.run_config import RunConfig
-from .initial import draw_weights
+from .initial import draw_weights, is_expert
 from .launch.parallel import PASSING
 
 
@@ -100,9 +101,7 @@ def _build_stage(config: TransformerConfig, run: RunConfig, vocab_size: int, sta
         rope_scaling_factor=run.model.rope_scaling_factor,
         vp_stage=stage,
     )
-    # On CPU the weights are drawn by name; experts have names of their own on each rank, and stay as Megatron
-    # drew them.
-    if config.use_cpu_initialization and not config.num_moe_experts:
+    if config.use_cpu_initialization:
         draw_weights(model, config, run.train.seed)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
@@ -185,20 +184,36 @@ def build_scheduler(run: RunConfig, optimizer: Any) -> OptimizerParamScheduler:
 
 def count_parameters(chunks: list[Any]) -> dict[str, int]:
     """Parameters of the whole model over all its ranks: 'total', and 'non_embedding' (no token or position table, no
-    output projection). Tied weights count once. Collective."""
-    counts = torch.zeros(2, dtype=torch.int64, device=_device())
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-        for name, parameter in _named_parameters(chunks):
-            split = getattr(parameter, "tensor_model_parallel", False)
-            first = parallel_state.get_tensor_model_parallel_rank() == 0
-            if not (split or first) or (getattr(parameter, "shared", False) and _is_second_copy()):
-                continue
-            counts[0] += parameter.numel()
-            if not ("embedding." in name or "output_layer." in name):
-                counts[1] += parameter.numel()
+    output projection). Tied weights count once. With experts also 'active': of the latter, those that one token meets.
+    Collective."""
+    config = unwrap(chunks[0]).config
+    counts = torch.zeros(3, dtype=torch.int64, device=_device())
+    for name, parameter in _named_parameters(chunks):
+        expert = is_expert(name)
+        replica, part = _place(expert)
+        split = getattr(parameter, "tensor_model_parallel", False)
+        if replica or (part and not split) or (getattr(parameter, "shared", False) and _is_second_copy()):
+            continue
+        counts[0] += parameter.numel()
+        if not ("embedding." in name or "output_layer." in name):
+            counts[1] += parameter.numel()
+            counts[2] += parameter.numel() if expert else 0
     dist.all_reduce(counts)
-    total, non_embedding = counts.tolist()
-    return {"total": total, "non_embedding": non_embedding}
+    total, non_embedding, experts = counts.tolist()
+    found = {"total": total, "non_embedding": non_embedding}
+    if config.num_moe_experts:
+        left_out = config.num_moe_experts - config.moe_router_topk
+        found["active"] = non_embedding - experts * left_out // config.num_moe_experts
+    return found
+
+
+def _place(expert: bool) -> tuple[int, int]:
+    """Which replica of its parameters, and which tensor parallel part of them, this rank has; of experts, theirs."""
+    if expert:
+        replica = parallel_state.get_expert_data_parallel_rank()
+        return replica, parallel_state.get_expert_tensor_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return replica, parallel_state.get_tensor_model_parallel_rank()
 
 
 def _named_parameters(chunks: list[Any]) -> Iterable[tuple[str, torch.nn.Parameter]]:

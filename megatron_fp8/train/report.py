@@ -122,13 +122,20 @@ def format_report(report: dict[str, Any]) -> str:
         f"{sizes or 'no model parallelism'}"
         + (", sequence parallel" if parallel["sequence_parallel"] else "")
         + f", {parallel['threads_per_rank']} CPU threads each",
-        f"parameters  {report['parameters']['total']:,} total, {report['parameters']['non_embedding']:,} "
-        "without embeddings and output projection",
+        f"parameters  {_parameters(report['parameters'])}",
         f"precision   {what}",
         *_weights(precision.get("fp8_param")),
         *([f"phases      {_phases(precision['phases'])}"] if precision.get("phases") else []),
     ]
     return "\n".join([*lines, *_precision_map(report["sites"])])
+
+
+def _parameters(counted: dict[str, int]) -> str:
+    """How many the model has, and where it has experts how many of them one token meets."""
+    text = (
+        f"{counted['total']:,} total, {counted['non_embedding']:,} without embeddings and output projection"
+    )
+    return text + (f", of which a token meets {counted['active']:,}" if "active" in counted else "")
 
 
 def _weights(fp8_param: dict[str, Any] | None) -> list[str]:

@@ -248,12 +248,11 @@ def hold(ranks: RankPool, world: int, config: str, changes: dict[str, Any]) -> N
     settings = read(arguments, gpus=world)
     model, plans = settings.model, Plans(settings.model)
     found = totals(model)
-    if not model.num_moe_experts:  # of experts count_parameters has one rank's
-        unshared = sum(
-            p.size for chunk in model.chunks() for p in of_chunk(model, chunk) if p.copy and not p.tied
-        )
-        everything = found.total + found.padding + found.prediction + unshared
-        assert everything == counts[0]["parameters"]
+    unshared = sum(
+        p.size for chunk in model.chunks() for p in of_chunk(model, chunk) if p.copy and not p.tied
+    )
+    everything = found.total + found.padding + found.prediction + unshared
+    assert everything == counts[0]["parameters"]
     for stage in range(model.pipeline_model_parallel_size):
         chunks = [chunk for chunk in model.chunks() if chunk.stage == stage]
         there = next(count for count in counts if count["stage"] == stage)

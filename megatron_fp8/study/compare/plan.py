@@ -20,7 +20,7 @@ from ...recipe import check_recipe_name
 from ...train.config import run_config
 from ...train.config.model_section import ModelSection, transformer_config
 from ...train.config.run_config import RunConfig
-from ...train.launch.parallel import check_layout
+from ...train.launch.parallel import check_layout, least_ranks
 
 BASELINE = "bf16"
 """The model without FP8: in its own dtype, BF16 unless the config says otherwise."""
@@ -139,10 +139,7 @@ def plan(
     base = run_config.parse([f"--config={config}", *overrides])
     numbers = _seeds(seeds, base.train.seed)
     model = base.model
-    least = (
-        model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-    )
-    ranks = least if ranks is None else ranks
+    ranks = least_ranks(model) if ranks is None else ranks
     check_layout(model, base.train, ranks)
     out = Path("runs") / f"compare-{Path(config).stem}" if out is None else out
     runs = []

@@ -5,6 +5,7 @@ The same command runs alone, under `torchrun`, and under SLURM's `srun`: the env
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -185,6 +186,14 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
             f"{product} processes, or change model.tensor_model_parallel_size, "
             "model.pipeline_model_parallel_size or model.context_parallel_size."
         )
+    if world_size % (experts := _expert_ranks(model)):
+        raise ValueError(
+            f"the world size {world_size} does not divide by pipeline {sizes['pipeline']} x expert"
+            f" {model.expert_model_parallel_size} x expert tensor"
+            f" {model.expert_tensor_parallel_size or sizes['tensor']} = {experts}: launch a multiple of"
+            f" {least_ranks(model)} processes, or change model.expert_model_parallel_size or"
+            " model.expert_tensor_parallel_size."
+        )
     data = world_size // product
     step = data * train.micro_batch_size
     if train.global_batch_size % step:
@@ -202,6 +211,22 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
             f"sequence_parallel={model.sequence_parallel}): give a multiple of {cuts * sizes['tensor']}."
         )
     return data
+
+
+def least_ranks(model: Any) -> int:
+    """The ranks that a layout needs, of which any multiple will do."""
+    dense = (
+        model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    )
+    return math.lcm(dense, _expert_ranks(model))
+
+
+def _expert_ranks(model: Any) -> int:
+    """Ranks that hold one copy of all experts, or 1."""
+    if not model.num_moe_experts:
+        return 1
+    tensor = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+    return int(model.pipeline_model_parallel_size * model.expert_model_parallel_size * tensor)
 
 
 def _check_interleaving(model: Any, microbatches: int) -> None:

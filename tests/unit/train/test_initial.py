@@ -21,7 +21,10 @@ def weights(layout, *options):
     sizes = [
         f"--model.tensor_model_parallel_size={layout.tp}",
         f"--model.pipeline_model_parallel_size={layout.pp}",
+        f"--model.expert_model_parallel_size={layout.ep}",
     ]
+    if layout.etp:
+        sizes.append(f"--model.expert_tensor_parallel_size={layout.etp}")
     if layout.vpp:
         sizes.append(f"--model.virtual_pipeline_model_parallel_size={layout.vpp}")
     run = parse([*SMALL, *sizes, *options])
@@ -75,3 +78,26 @@ def test_deviations_are_megatrons(whole, ranks):
         expected = 0.02 / (2 * 4) ** 0.5 if out else 0.02
         assert weight.float().std().item() == pytest.approx(expected, rel=0.15), name
         assert not torch.equal(weight, other[name]), name
+
+
+EXPERTS = [
+    "--model.num_moe_experts=4", "--model.moe_ffn_hidden_size=48", "--model.mtp_num_layers=1",
+    "--model.moe_shared_expert_intermediate_size=48", "--model.moe_router_load_balancing_type=none",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [Layout(ep=2), Layout(etp=2)], ids=["ep2", "etp2"])
+def test_experts_are_parts_of_one_model(ranks, layout):
+    """Each has weights of its own, wherever it lies."""
+    whole = ranks(1).run(weights, Layout(), *EXPERTS)[0]
+    one, other = ranks(2).run(weights, layout, *EXPERTS)
+    name = "mtp.layers.0.transformer_layer.mlp.experts.{}.linear_fc2.weight"
+    assert not torch.equal(whole[name.format(1)], whole[name.format(3)])
+    assert {**one, **other}.keys() == whole.keys()
+    for name, weight in whole.items():
+        if ".experts." not in name or layout.ep == 2:
+            parts = [part[name] for part in (one, other) if name in part]
+            assert len(parts) == (1 if ".experts." in name else 2)
+            assert all(torch.equal(part, weight) for part in parts), name
+        elif name.endswith("linear_fc2.weight"):
+            assert torch.equal(torch.cat([one[name], other[name]], dim=1), weight), name

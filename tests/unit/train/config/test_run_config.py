@@ -218,6 +218,7 @@ def test_the_vocabulary_is_padded_for_tensor_parallelism():
 LAYOUTS = {
     "tiny_gpt_cpu": 2,
     "tiny_gelu_cpu": 2,
+    "tiny_moe_cpu": 2,
     "padded_heads_cpu": 1,
     "dense_182m": 8,
     "llama3_8b": 64,

@@ -189,6 +189,20 @@ INTERLEAVED = [
             ),
             "expert_tensor_parallel_size=1, or model.moe_token_dispatcher_type=allgather",
         ),
+        (
+            2,
+            ["model.expert_model_parallel_size=4", "model.num_moe_experts=4"],
+            "world size 2 does not divide by pipeline 1 x expert 4 x expert tensor 1 = 4: launch a multiple of 4",
+        ),
+        (
+            2,
+            [
+                "model.tensor_model_parallel_size=2",
+                "model.expert_model_parallel_size=2",
+                "model.num_moe_experts=4",
+            ],
+            "x expert tensor 2 = 4: launch a multiple of 4",
+        ),
         (2, [*INTERLEAVED, "train.global_batch_size=2", "train.micro_batch_size=2"], "gives 1 micro-batches"),
         (
             2,
