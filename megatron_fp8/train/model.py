@@ -34,8 +34,14 @@ from .launch.parallel import PASSING
 def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> list[Any]:
     """This rank's model chunks, one per virtual pipeline stage, each a DistributedDataParallel.
 
-    Raises ValueError if the model cannot be built in this layout.
+    Raises ValueError if the model cannot be built in this layout, or Megatron-Core would refuse its first step.
     """
+    if config.num_moe_experts and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise ValueError(
+            f"model.tensor_model_parallel_size={config.tensor_model_parallel_size}, model.sequence_parallel=False and"
+            f" model.num_moe_experts={config.num_moe_experts}: tensor parallel ranks send tokens of their own to experts:"
+            " set model.sequence_parallel=true, or model.tensor_model_parallel_size=1."
+        )
     stages = config.virtual_pipeline_model_parallel_size
     try:
         models = [

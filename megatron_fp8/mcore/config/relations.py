@@ -174,6 +174,35 @@ RELATIONS: tuple[Relation, ...] = (
         lambda c: not c.moe_router_group_topk or bool(c.moe_router_num_groups),
     ),
     Relation(
+        ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+        "several kinds of loss have a list of coefficients, one for each, and one kind has a number",
+        lambda c: (
+            not c.num_moe_experts
+            or isinstance(c.moe_router_load_balancing_type, list) == isinstance(c.moe_aux_loss_coeff, list)
+        ),
+    ),
+    Relation(
+        (
+            "moe_router_load_balancing_type",
+            "moe_aux_loss_coeff",
+            "moe_router_score_function",
+            "moe_router_enable_expert_bias",
+            "moe_router_group_topk",
+        ),
+        "Megatron-Core's Sinkhorn routing has no auxiliary loss (a coefficient of 0), no scores but softmax's, no bias of"
+        " experts and no groups",
+        lambda c: (
+            not c.num_moe_experts
+            or c.moe_router_load_balancing_type != "sinkhorn"
+            or not (
+                c.moe_aux_loss_coeff
+                or c.moe_router_score_function != "softmax"
+                or c.moe_router_enable_expert_bias
+                or c.moe_router_group_topk
+            )
+        ),
+    ),
+    Relation(
         ("moe_apply_probs_on_input", "moe_router_topk"),
         "probabilities on the input need moe_router_topk=1",
         lambda c: not (c.num_moe_experts and c.moe_apply_probs_on_input) or c.moe_router_topk == 1,

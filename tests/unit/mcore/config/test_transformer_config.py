@@ -199,6 +199,29 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
             {"fp8": "hybrid", "num_moe_experts": 2, "moe_router_topk": 3},
             ["moe_router_topk=3, num_moe_experts=2"],
         ),
+        (
+            {"fp8": "hybrid", "num_moe_experts": 6, "expert_model_parallel_size": 4},
+            [
+                "num_moe_experts=6, expert_model_parallel_size=4",
+                "equal number of experts",
+                "Change one of them",
+            ],
+        ),
+        (
+            {"fp8": "hybrid", "num_moe_experts": 4, "moe_aux_loss_coeff": [0.1]},
+            ["moe_aux_loss_coeff=[0.1]", "a number"],
+        ),
+        *(
+            (
+                {"fp8": "hybrid", "num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn", **also},
+                ["'sinkhorn'", "Sinkhorn routing has no", "Change one of them"],
+            )
+            for also in (
+                {"moe_aux_loss_coeff": 0.1},
+                {"moe_router_score_function": "sigmoid"},
+                {"moe_router_num_groups": 2, "moe_router_group_topk": 2},
+            )
+        ),
     ],
 )
 def test_bad_values_are_named(settings, words):
