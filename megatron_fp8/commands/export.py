@@ -21,8 +21,8 @@ Write a checkpoint as a directory that transformers, vLLM and compressed-tensors
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-block           FP8, 128x128 blocks, as DeepSeek-V3
 
 CHECKPOINT is a folder such as RUN_DIR/checkpoints/iter_0000100, a folder of checkpoints, or a run's folder (then: its
-latest), of any parallel layout. OUT must be new. Models: Llama, Qwen2, Qwen3, Mixtral,
-Qwen3-MoE and DeepSeek-V3.
+latest), of any parallel layout. OUT must be new. Models: Llama, Mistral, Qwen2, Qwen3,
+Mixtral, Qwen3-MoE and DeepSeek-V3.
 
 FP8 is for the linears of the layers; embedding and output head stay in high precision, and so do layers that training
 kept in BF16. Codes and scales are made as in training: an FP8 run has seen these weights.

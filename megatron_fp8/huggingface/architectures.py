@@ -46,6 +46,11 @@ class Architecture:
     experts: ExpertNames | None = None
     latent: bool = False
 
+    def computes_as(self, other: Architecture) -> bool:
+        """Whether models of both are the same but for what a config.json leaves out."""
+        mine, theirs = ((a.qkv_bias, a.qk_norm, a.experts, a.latent) for a in (self, other))
+        return mine == theirs
+
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
@@ -53,6 +58,7 @@ ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
         Architecture("LlamaForCausalLM", "llama"),
+        Architecture("MistralForCausalLM", "mistral"),
         Architecture("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
         Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, head_dim=128),
         Architecture(
@@ -66,6 +72,22 @@ ARCHITECTURES = {
         Architecture("DeepseekV3ForCausalLM", "deepseek_v3", latent=True, experts=ExpertNames("mlp", _GATED)),
     )
 }
+
+"""By name. Of families that compute the same, the first is what a run is exported as, unless it came as another."""
+
+_SCALED = "it multiplies embeddings by the root of hidden_size, which Megatron-Core does not"
+REFUSED = {
+    "GemmaForCausalLM": _SCALED,
+    "Gemma2ForCausalLM": f"{_SCALED}, and it bounds scores and logits by tanh",
+    "Gemma3ForCausalLM": f"{_SCALED}, and most of its layers attend to a window, with frequencies of their own",
+    "Gemma3ForConditionalGeneration": f"{_SCALED}, and it reads pictures",
+    "PhiForCausalLM": "its attention and MLP read the same input, side by side, and Megatron-Core's one after the other",
+    "Phi3ForCausalLM": "its directories hold queries, keys and values as one tensor, and gate and up as one,"
+    " which are not taken apart here",
+    "Qwen2MoeForCausalLM": "its expert that every token sees has a gate, and which layers have experts is said otherwise",
+    "DeepseekV2ForCausalLM": "its router is another one",
+}
+"""Families that are asked for, and why they are not here."""
 
 
 @dataclass(frozen=True)

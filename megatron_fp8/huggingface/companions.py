@@ -38,7 +38,8 @@ def describe(
     if vocab_size is None or positions is None:
         missing = "--vocab-size" if vocab_size is None else "--max-position-embeddings"
         raise ValueError(f"{str(source.folder)!r} does not say it: give {missing}=NUMBER.")
-    ours = hf_config(section, vocab_size, positions)
+    family = (given.get("architectures") or [None])[0]
+    ours = hf_config(section, vocab_size, positions, family)
     if like:
         _check_like(ours, given, like)
         given.pop("dtype", None)  # newer files have it for torch_dtype
@@ -51,7 +52,9 @@ def describe(
 
 def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> None:
     """ValueError if the directory is of a model that computes something else."""
-    theirs = hf_config(model_section(like), like["vocab_size"], ours["max_position_embeddings"])
+    theirs = hf_config(
+        model_section(like), like["vocab_size"], ours["max_position_embeddings"], ours["architectures"][0]
+    )
     for name, value in theirs.items():
         if (
             name == "num_nextn_predict_layers"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .architectures import ARCHITECTURES, Architecture
+from .architectures import ARCHITECTURES, REFUSED, Architecture
 from .config_types import check_types
 from .latent import check_latent, latent_config, latent_section
 from .layout import Heads
@@ -91,6 +91,10 @@ _IMPORTED: dict[str, Any] = {
 def architecture_of(config: dict[str, Any]) -> Architecture:
     """The family that config.json names. Raises ValueError if it is not a known one."""
     names = config.get("architectures") or [None]
+    if isinstance(names, list) and names[0] in REFUSED:
+        raise ValueError(
+            f"config.json has architectures={names}, which cannot be imported: {REFUSED[names[0]]}."
+        )
     if not isinstance(names, list) or names[0] not in ARCHITECTURES:
         raise ValueError(
             f"config.json has architectures={names}: only {', '.join(ARCHITECTURES)} can be imported (rotary positions,"
@@ -201,16 +205,22 @@ def heads_of(section: dict[str, Any]) -> Heads:
     return Heads(heads, groups, section.get("kv_channels") or section["hidden_size"] // heads)
 
 
-def hf_config(section: dict[str, Any], vocab_size: int, positions: int) -> dict[str, Any]:
+def hf_config(
+    section: dict[str, Any], vocab_size: int, positions: int, family: str | None = None
+) -> dict[str, Any]:
     """config.json of what a model section computes, without what depends on tokenizer and number format.
 
     Args:
         vocab_size: without padding.
         positions: the longest sequence (max_position_embeddings).
+        family: the name to write, if that family computes the same.
 
     Raises ValueError as exported_architecture does.
     """
     architecture = exported_architecture(section)
+    named = ARCHITECTURES.get(family or "")
+    if named is not None and named.computes_as(architecture):
+        architecture = named
     filled = {
         "layernorm_epsilon": 1e-5,
         "share_embeddings_and_output_weights": False,

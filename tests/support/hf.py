@@ -11,11 +11,11 @@ import torch
 from benchmarks.support.ranks import Layout, model_parallel
 
 VOCAB, SEQUENCE = 300, 24  # 300 tokens are padded to 384
-KINDS = ("llama", "qwen2", "qwen3")
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
 OF_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
 _NAMES = {
-    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe",
-    "deepseek_v3": "DeepseekV3",
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3",
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "original_max_position_embeddings": 16,
@@ -60,6 +60,8 @@ def hf_model(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> An
         sizes |= {"hidden_size": 128, **_MORE[kind]}
     elif kind != "qwen2":
         sizes["head_dim"] = 128
+    if kind == "mistral":
+        sizes["sliding_window"] = None
     name = _NAMES[kind]
     config = getattr(transformers, f"{name}Config")(**{**sizes, **fields})
     torch.manual_seed(sum(map(ord, kind)))

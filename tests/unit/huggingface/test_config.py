@@ -32,6 +32,15 @@ def test_a_llama_becomes_a_section_and_comes_back():
     }
 
 
+def test_a_mistral_is_a_llama_by_another_name():
+    mistral = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    section = model_section(mistral)
+    assert section == model_section(CONFIG)
+    assert hf_config(section, 200, 64)["model_type"] == "llama"
+    assert hf_config(section, 200, 64, "MistralForCausalLM")["model_type"] == "mistral"
+    assert hf_config(section, 200, 64, "Qwen2ForCausalLM")["model_type"] == "llama"  # which has biases
+
+
 def test_the_section_is_a_run_config_that_megatron_core_takes():
     from megatron_fp8.train.config.model_section import padded_vocab_size, transformer_config
     from megatron_fp8.train.config.run_config import ModelSection
@@ -71,7 +80,11 @@ def test_other_forms(fields, section):
     ("fields", "words"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"architectures=\['GPT2LMHeadModel'\].*Qwen3MoeForCausalLM"),
-        ({"architectures": None}, "architectures=.*LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*cannot be imported: it multiplies embeddings"),
+        ({"architectures": ["PhiForCausalLM"]}, "PhiForCausalLM.*side by side"),
+        ({"architectures": ["Phi3ForCausalLM"]}, "Phi3ForCausalLM.*as one tensor"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "sliding_window=64"),
+        ({"architectures": None}, "architectures=.*LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
         ({"attention_bias": True}, "attention_bias=True"),
