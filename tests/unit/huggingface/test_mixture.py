@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from megatron_fp8.huggingface.architectures import layers_of_experts
+from megatron_fp8.huggingface.architectures import entries, layers_of_experts
 from megatron_fp8.huggingface.config import exported_architecture, hf_config, model_section
+from megatron_fp8.huggingface.shapes import part_shapes
 
 COMMON: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 200,
@@ -159,6 +161,21 @@ def test_what_no_family_computes_is_not_exported(family, name, value):
 def test_scalings_that_no_reader_knows(fields, words):
     with pytest.raises(ValueError, match=words):
         hf_config({**model_section(DEEPSEEK), **fields}, 200, 64)
+
+
+def test_deepseek_v3_itself_has_as_many_parameters_as_published():
+    """671 billion without multi-token prediction's layer, by the shapes of every tensor."""
+    sizes = {
+        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280,
+        "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    section = model_section({**DEEPSEEK, **sizes})
+    listed = entries(exported_architecture(section), section)
+    shapes = (shape for entry in listed for shape in part_shapes(entry, section).values())
+    assert sum(map(math.prod, shapes)) == 671_026_419_200
 
 
 def test_which_layers_have_experts():
