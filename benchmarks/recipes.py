@@ -1,8 +1,9 @@
-"""Does FP8 learn what BF16 learns? `megatron-fp8 compare` of every recipe, judged, and written into docs.
+"""Does FP8 learn what BF16 learns? `megatron-fp8 compare` of recipes, judged, and written into docs.
 
     python -m benchmarks.recipes                      # examples/configs/tiny_gpt_cpu.yaml, all recipes
+    python -m benchmarks.recipes --page moe           # examples/configs/tiny_moe_cpu.yaml, three of them
     python -m benchmarks.recipes --seeds 1234,1,2     # three seeds of weights and data order; each is judged
-    python -m benchmarks.recipes --write              # also docs/recipes.md, docs/recipes.png and results/recipes.json
+    python -m benchmarks.recipes --write              # also docs/PAGE.md, docs/PAGE.png and results/PAGE.json
     python -m benchmarks.recipes --recipes mxfp8 --train.train_iters=50 --optimizer.lr_warmup_iters=5
 
 Runs that are complete in --out are read, not repeated. The exit code is 1 if a recipe's loss is more than 1 % from BF16's
@@ -14,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import gradient_formats
 from benchmarks.common import RESULTS, describe, environment
@@ -24,8 +26,43 @@ from megatron_fp8.study.compare.output import as_table
 from megatron_fp8.study.compare.plan import BASELINE
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = "delayed,tensorwise,rowwise,blockwise,mxfp8"
 LIMIT = 0.01
+
+
+class Page(NamedTuple):
+    """A page of docs: what it compares, and what it says of it beside the numbers."""
+
+    title: str
+    config: str
+    recipes: str
+    ranks: str
+    layers: str
+    section: Callable[[], str]
+    about_speed: str = ""
+
+
+PAGES = {
+    "recipes": Page(
+        "FP8 against BF16 on the small model, by recipe",
+        "examples/configs/tiny_gpt_cpu.yaml",
+        "delayed,tensorwise,rowwise,blockwise,mxfp8",
+        "tensor and sequence parallel",
+        "First and last layer in BF16, as in the config. Each run has one recipe; one can also mix them, by layer, GEMM"
+        " and operand ([numerics.md](numerics.md#overrides-by-name)).",
+        gradient_formats.section,
+    ),
+    "moe": Page(
+        "FP8 against BF16 on DeepSeek-V3's architecture, small",
+        "examples/configs/tiny_moe_cpu.yaml",
+        "blockwise,mxfp8,tensorwise",
+        "expert parallel",
+        "Experts in one call, a shared one, latent attention, multi-token prediction, routing by sigmoid scores within"
+        " groups, a bias of each expert, a router in float32 ([megatron.md](megatron.md)). E4M3 everywhere, in all"
+        " layers, as in the config.",
+        str,
+        "; others had the machine too, so its speeds say nothing at all",
+    ),
+}
 
 
 def main() -> int:
@@ -33,23 +70,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="examples/configs/tiny_gpt_cpu.yaml")
-    parser.add_argument("--recipes", default=RECIPES)
+    parser.add_argument("--page", choices=PAGES, default="recipes")
+    parser.add_argument("--config", help="instead of the page's")
+    parser.add_argument("--recipes", help="instead of the page's")
     parser.add_argument("--seeds", default="1234,1", help="as of megatron-fp8 compare (default %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "runs" / "recipes", help="folder of the comparison"
-    )
-    parser.add_argument("--write", action="store_true", help="write docs/recipes.* and results/recipes.json")
+    parser.add_argument("--out", type=Path, help="folder of the comparison (default runs/PAGE)")
+    parser.add_argument("--write", action="store_true", help="write docs/PAGE.* and results/PAGE.json")
     wanted, overrides = parser.parse_known_args()
-    options = [f"--config={wanted.config}", f"--recipes={wanted.recipes}", f"--seeds={wanted.seeds}"]
-    code = megatron_fp8(["compare", *options, f"--out={wanted.out}", *overrides])
+    page, out = PAGES[wanted.page], wanted.out or ROOT / "runs" / wanted.page
+    config, recipes = wanted.config or page.config, wanted.recipes or page.recipes
+    options = [f"--config={config}", f"--recipes={recipes}", f"--seeds={wanted.seeds}"]
+    code = megatron_fp8(["compare", *options, f"--out={out}", *overrides])
     if code:
         return code
-    content = json.loads((wanted.out / "compare.json").read_text())
+    content = json.loads((out / "compare.json").read_text())
     wrong = judge(content)
     print(wrong or "every run is as it should be")
     if wanted.write:
-        write(content, wanted.out)
+        write(content, out, wanted.page)
     return 1 if wrong else 0
 
 
@@ -70,27 +108,27 @@ def judge(content: dict[str, Any]) -> str:
     return "; ".join(wrong)
 
 
-def write(content: dict[str, Any], out: Path) -> None:
-    """docs/recipes.md, docs/recipes.png and benchmarks/results/recipes.json, which has the numbers of both."""
-    seeds = ",".join(map(str, content["seeds"]))
+def write(content: dict[str, Any], out: Path, name: str) -> None:
+    """docs/NAME.md, docs/NAME.png and benchmarks/results/NAME.json, which has the numbers of both."""
+    page, seeds = PAGES[name], ",".join(map(str, content["seeds"]))
+    which = "" if name == "recipes" else f"--page {name} "
     record = {**environment(["megatron-core"]), "threads": 1, "measured": "wall time, one thread a rank"}
-    (ROOT / "docs" / "recipes.md").write_text(
-        f"# FP8 against BF16 on the small model, by recipe\n\n"
-        f"`{content['config']}`, {content['iterations']} iterations, {content['ranks']} CPU ranks (tensor and"
-        f" sequence parallel), the same data for every run, and for each seed the same weights and order."
-        f" Validation loss in nats a byte; the bigram entropy of the data is {content['bigram_entropy']:.4f},"
-        f" which a model must beat to have learned more than pairs of bytes. First and last layer in BF16, as in"
-        f" the config. Each run has one recipe; one can also mix them, by layer, GEMM and operand"
-        f" ([numerics.md](numerics.md#overrides-by-name)).\n\n"
-        f"{as_table(content)}\n\n{content['verdict']}\n\n![loss by iteration](recipes.png)\n\n"
-        f"Made by `python -m benchmarks.recipes --write --seeds {seeds}`: {describe(record)}. The"
-        f" numbers are in benchmarks/results/recipes.json, the columns in [compare.md](compare.md). Another run of"
-        f" the same command on the same machine gives the same losses to the last bit.\n\n"
-        f"{gradient_formats.section()}"
+    text = (
+        f"# {page.title}\n\n"
+        f"`{content['config']}`, {content['iterations']} iterations, {content['ranks']} CPU ranks ({page.ranks}), the"
+        f" same data for every run, and for each seed the same weights and order. Validation loss in nats a byte; the"
+        f" bigram entropy of the data is {content['bigram_entropy']:.4f}, which a model must beat to have learned more"
+        f" than pairs of bytes. {page.layers}\n\n"
+        f"{as_table(content)}\n\n{content['verdict']}\n\n![loss by iteration]({name}.png)\n\n"
+        f"Made by `python -m benchmarks.recipes {which}--write --seeds {seeds}`: {describe(record)}. The"
+        f" numbers are in benchmarks/results/{name}.json, the columns in [compare.md](compare.md). Another run of"
+        f" the same command on the same machine gives the same losses to the last bit"
+        f"{page.about_speed}.\n\n{page.section()}"
     )
-    shutil.copyfile(out / "compare.png", ROOT / "docs" / "recipes.png")
+    (ROOT / "docs" / f"{name}.md").write_text(f"{text.rstrip()}\n")
+    shutil.copyfile(out / "compare.png", ROOT / "docs" / f"{name}.png")
     results = {"environment": record, "results": content}
-    (RESULTS / "recipes.json").write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

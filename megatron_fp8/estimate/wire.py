@@ -114,7 +114,7 @@ def _iteration(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterato
     if model.moe_router_enable_expert_bias:
         routers = sum(layer.experts for chunk in chunks for layer in chunk.every)
         counts, ranks = (
-            model.activation_bytes * routers * (model.num_moe_experts or 0),
+            4 * routers * (model.num_moe_experts or 0),  # counts in float32
             settings.gpus // model.pipeline_model_parallel_size,
         )
         yield Traffic("tokens of each expert, for its bias", "all-reduce", "tensor and data", ranks, counts)
