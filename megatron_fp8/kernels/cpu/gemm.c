@@ -4,9 +4,10 @@
    inner loops read from end to end (inner.h), and codes are decoded on that way (pack.h): no matrix of decoded numbers is
    written. What is packed never leaves a core's second cache, since the way to the third takes as long as to multiply:
 
-   * of one operand a strip is held, up to 512 rows of it and all of k, or a layer of k;
-   * the other one is streamed by it in slices of 128 rows and 256 of k. A slice is packed anew for each strip, between
-     the tile products of the slice before it, so that a strip's sums cost little more than their products;
+   * of one operand a strip is held, up to 512 rows of it and all of k, or a layer of k. It is the one with far fewer rows,
+     where there is one: a prompt's tokens and not the weight, which is then decoded once;
+   * the other one is streamed by it in slices of 128 rows and 256 of k (128 without AMX). A slice is packed anew for each
+     strip, between the tile products of the slice before it, so that a strip's sums cost little more than their products;
    * sums that are complete go to out in whole rows of the strip, between the tile products of the next ones.
 
    Rejected: to pack one operand once, for all strips and threads: to write it to the third cache, and to read it from there
@@ -32,9 +33,9 @@
 
 #if defined(__AVX512BF16__)
 
-#define SLICE 8 /* squares of k: slices of four panels then stay in the first cache */
-#define TALL 4  /* blocks of 32 rows of a slice */
-#define HIGH 32 /* blocks of rows whose sums are kept where k is too long for one layer */
+#define SLICE (HAS_AMX ? 8 : 4) /* squares of k: those of four panels then stay in a first cache of 48 KB, or of 32 */
+#define TALL 4                  /* blocks of 32 rows of a slice */
+#define HIGH 32                 /* blocks of rows whose sums are kept where k is too long for one layer */
 
 /* The inner loops this processor has; AMX after asking the system for its registers, for the whole process. */
 int32_t has_gemm(void) {
@@ -100,14 +101,16 @@ static void pack(const Operand *of, const Numbers *numbers, int64_t panel, int64
     else pack_codes(of, numbers, panel, panels, paired, to, words);
 }
 
-/* A product under way. Its operands are held and streamed, one of them a and the other one b. */
+/* A product under way. Its operands are held and streamed, one of them a and the other one b. The streamed one comes in
+   pieces, for which it lies as its squares do; the held one's squares are the others. So where a's are those of pairs the
+   sums of a block are turned, [b][a], until they are complete. */
 typedef struct {
     Operand held, streamed;
     Numbers numbers_held, numbers_streamed;
     const Out *out;
     const float *by_row, *by_col;
     int64_t m, n, squares, layer, width; /* layer: squares of k that are held at once; width: rows of the held, at most */
-    int32_t kernel, holds_a;
+    int32_t kernel, holds_a, turned;
 } Job;
 
 /* A part of out, which one thread makes: rows of the streamed operand, and of the held one; `high` of the former meet a
@@ -173,15 +176,29 @@ static void pack_part(Operand of, const Numbers *numbers, int64_t from, int64_t 
         pack(&of, numbers, row / SIDE, whole(end, BLOCK) / SIDE, paired, to + (row - from) / SIDE * words, words);
 }
 
-/* The pieces of a slice; none, and the slice packed, where its operand does not come in pieces. */
+/* The pieces of a slice, which fetch what the slice after it reads. */
 static Pieces begin_slice(const Job *job, const Part *part, const Place *at, uint32_t *slice) {
-    int64_t words = SLICE * SQUARE, end = end_of(part, at), last = end_of_layer(job, at);
-    if (comes_in_pieces(&job->streamed, job->holds_a))
-        return pieces_of(&job->streamed, &job->numbers_streamed, at->top, whole(end - at->top, BLOCK), at->s * 32,
-                         least(SLICE, last - at->s), slice, words);
-    pack_part(job->streamed, &job->numbers_streamed, at->top, end, at->s, least(last, at->s + SLICE), job->holds_a, slice,
-              words);
-    return (Pieces){.count = 0};
+    const Operand *of = &job->streamed;
+    int64_t squares = least(SLICE, end_of_layer(job, at) - at->s), ahead = 0;
+    Place next = *at;
+    if (advance(job, part, &next)) ahead = (next.top - at->top) * of->row_step + (next.s - at->s) * 32 * of->k_step;
+    return pieces_of(of, &job->numbers_streamed, at->top, whole(end_of(part, at) - at->top, BLOCK), at->s * 32, squares,
+                     ahead, slice, SLICE * SQUARE);
+}
+
+/* sums [32, 32], in place. */
+static void turn_block(float *sums) {
+    __m512i x[SIDE], y[SIDE];
+    for (int i = 0; i < 2; i++)
+        for (int j = 0; j <= i; j++) {
+            float *one = sums + (i * BLOCK + j) * SIDE, *other = sums + (j * BLOCK + i) * SIDE;
+            for (int r = 0; r < SIDE; r++) x[r] = _mm512_load_si512(one + r * BLOCK);
+            for (int r = 0; r < SIDE; r++) y[r] = _mm512_load_si512(other + r * BLOCK);
+            transpose(x);
+            transpose(y);
+            for (int r = 0; r < SIDE; r++) _mm512_store_si512(other + r * BLOCK, x[r]);
+            for (int r = 0; r < SIDE; r++) _mm512_store_si512(one + r * BLOCK, y[r]);
+        }
 }
 
 /* A slice by all that is held; kept: sums of these rows, [blocks of rows of out][blocks of columns][32, 32]. */
@@ -193,7 +210,7 @@ static void multiply_slice(Beside *beside, const Part *part, const Place *at, co
     int64_t moving = blocks_of(end - at->top), still = blocks_of(part->to - part->from);
     int64_t down = job->holds_a ? still : moving, across = job->holds_a ? moving : still;
     int64_t out_row = job->holds_a ? part->from : at->top, out_col = job->holds_a ? at->top : part->from;
-    int32_t last = at->s + squares == job->squares, more = at->s > 0;
+    int32_t last = at->s + squares == job->squares, more = at->s > 0, held_left = job->holds_a != job->turned;
     beside->pieces_each = (beside->pieces.count + down * across * squares - 1) / (down * across * squares);
     beside->rows_each = (BLOCK + across * squares - 1) / (across * squares);
     for (int64_t row = 0; row < down; row++) {
@@ -202,14 +219,15 @@ static void multiply_slice(Beside *beside, const Part *part, const Place *at, co
         for (int64_t col = 0; col < across; col++) {
             const uint32_t *of_slice = slice + (job->holds_a ? col : row) * 2 * apart;
             const uint32_t *of_held = held + (job->holds_a ? row : col) * 2 * words + (at->s - at->first) * SQUARE;
-            const uint32_t *a = job->holds_a ? of_held : of_slice, *b = job->holds_a ? of_slice : of_held;
-            int64_t a_apart = job->holds_a ? words : apart, b_apart = job->holds_a ? apart : words;
+            const uint32_t *a = held_left ? of_held : of_slice, *b = held_left ? of_slice : of_held;
+            int64_t a_apart = held_left ? words : apart, b_apart = held_left ? apart : words;
 #if HAS_AMX
             if (job->kernel == WITH_AMX)
                 multiply_amx(a, a_apart, b, b_apart, squares, sums + col * BLOCK * BLOCK, more, beside);
             else
 #endif
                 multiply_avx512(a, a_apart, b, b_apart, squares, sums + col * BLOCK * BLOCK, more, beside);
+            if (last && job->turned) turn_block(sums + col * BLOCK * BLOCK);
         }
         if (last) beside->done = (Done){sums, out_row + row * BLOCK, out_col, across, 0};
     }
@@ -228,8 +246,8 @@ static void multiply_part(const Job *job, Part part, uint32_t *own) {
     while (beside.pieces.next < beside.pieces.count) pack_piece(&beside.pieces);
     for (int turn = 0, more = 1; more; turn = !turn) {
         if (at.s == at.first && at.top == at.high)
-            pack_part(job->held, &job->numbers_held, part.from, part.to, at.first, end_of_layer(job, &at), !job->holds_a,
-                      own, words);
+            pack_part(job->held, &job->numbers_held, part.from, part.to, at.first, end_of_layer(job, &at),
+                      job->holds_a == job->turned, own, words);
         Place next = at;
         more = advance(job, &part, &next);
         if (more) beside.pieces = begin_slice(job, &part, &next, slices + !turn * size);
@@ -241,37 +259,45 @@ static void multiply_part(const Job *job, Part part, uint32_t *own) {
 
 /* ------------------------------------------------------------------------------------------------------------ parts */
 
-/* The parts of out: `down` by `across` of them, of `rows` streamed rows; words of memory that a thread needs. */
-typedef struct { int64_t down, across, rows, own; } Cut;
+/* The parts of out: `down` by `across` of them, of `rows` streamed rows; a job's strips and layers; words of memory that a
+   thread needs; the time of it all, in products of 32 numbers by all of k. */
+typedef struct { int64_t down, across, rows, layer, width, own, time; } Cut;
 
-/* Sets what job's strips and layers are: a strip takes up to half of the second cache, and 256 to 512 rows. */
-static Cut cut_of(Job *job, int64_t held_rows, int64_t streamed_rows, int32_t threads) {
-    int64_t cache = job->kernel == WITH_AMX ? 2 << 20 : 1 << 20, square = 2 * SQUARE * sizeof(uint32_t); /* bytes */
-    int64_t held = blocks_of(held_rows), streamed = blocks_of(streamed_rows);
+/* A strip takes up to a megabyte, which may be half of the second cache, and 256 to 512 rows. */
+static Cut cut_of(const Job *job, int32_t threads) {
+    int64_t cache = 2 << 20, square = 2 * SQUARE * sizeof(uint32_t); /* bytes */
+    int64_t held = blocks_of(job->held.rows), streamed = blocks_of(job->streamed.rows);
     int64_t fit = cache / 2 / (job->squares * square), most = fit < 8 ? 8 : fit > 16 ? 16 : fit;
     int64_t layer = cache / 4 * 3 / (most * square), layers = (job->squares + layer - 1) / layer;
-    job->layer = whole((job->squares + layers - 1) / layers, SLICE);
-    Cut best = {0};
-    int64_t least_time = 0;
+    /* as many products take as long as to pack a number that is held, one in a piece, and to turn a sum */
+    int64_t by_strip = job->kernel == WITH_AMX ? 200 : 24, by_piece = job->kernel == WITH_AMX ? 130 : 8;
+    int64_t by_sum = !job->turned ? 0 : job->kernel == WITH_AMX ? 110 : 12;
+    Cut best = {.layer = whole((job->squares + layers - 1) / layers, SLICE)};
     for (int64_t down = 1; down <= threads && down <= streamed; down++) {
         int64_t across = (held + most - 1) / most, high = (streamed + down - 1) / down;
         while (across * down % threads && across * down < 4 * threads) across++;
         int64_t wide = (held + across - 1) / across;
-        /* to pack a number that is held takes as long as about 200 products, in a piece about 130 */
-        int64_t time = (across * down + threads - 1) / threads * (wide * high * BLOCK + 200 * wide + 130 * high);
-        if (best.down && time >= least_time) continue;
-        least_time = time;
-        job->width = wide * BLOCK;
-        best = (Cut){(streamed + high - 1) / high, (held + wide - 1) / wide, high * BLOCK, 0};
+        int64_t time = wide * high * BLOCK + by_strip * wide + by_piece * high + by_sum * wide * high / job->squares;
+        time *= (across * down + threads - 1) / threads;
+        if (best.down && time >= best.time) continue;
+        best = (Cut){(streamed + high - 1) / high, (held + wide - 1) / wide, high * BLOCK, best.layer, wide * BLOCK, 0, time};
     }
-    int64_t kept = job->layer >= job->squares ? TALL : HIGH;
-    best.own = job->width / SIDE * least(job->layer, job->squares) * SQUARE + 2 * TALL * 2 * SLICE * SQUARE +
-               job->width * BLOCK * kept;
+    int64_t kept = best.layer >= job->squares ? TALL : HIGH;
+    best.own = best.width / SIDE * least(best.layer, job->squares) * SQUARE + 2 * TALL * 2 * SLICE * SQUARE +
+               best.width * BLOCK * kept;
     return best;
 }
 
-INLINE Operand operand(const Side *side, int64_t rows, int64_t k, const uint32_t *shifts) {
-    return (Operand){side->at, rows, k, 0, side->row_step, side->k_step, side->format, shifts, side->block_k,
+/* The job that holds a, or b. */
+static Job job_of(const Operand *a, const Operand *b, int32_t holds_a, int32_t kernel) {
+    const Operand *held = holds_a ? a : b, *streamed = holds_a ? b : a;
+    int32_t streams_pairs = streamed->k_step != 1;
+    return (Job){.held = *held, .streamed = *streamed, .m = a->rows, .n = b->rows, .squares = (a->k + 31) / 32,
+                 .kernel = kernel, .holds_a = holds_a, .turned = holds_a != streams_pairs};
+}
+
+INLINE Operand operand(const Side *side, int64_t rows, int64_t k) {
+    return (Operand){side->at, rows, k, 0, side->row_step, side->k_step, side->format, NULL, side->block_k,
                      whole(rows, 64) + 64};
 }
 
@@ -281,10 +307,13 @@ INLINE int64_t shift_words(const Side *side, int64_t rows, int64_t k) {
 
 int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t kernel,
              int32_t threads) {
-    /* the streamed one is to lie as its squares do, so that it comes in pieces */
-    int32_t holds_a = a->k_step != 1 && b->k_step != 1;
-    Job job = {.out = out, .m = m, .n = n, .squares = (k + 31) / 32, .kernel = kernel, .holds_a = holds_a};
-    Cut cut = cut_of(&job, holds_a ? m : n, holds_a ? n : m, threads);
+    Operand left = operand(a, m, k), right = operand(b, n, k);
+    /* the other one, which turns sums or writes to out in shorter runs, is to save an eighth, or a twentieth */
+    int32_t usual = a->k_step != 1 && b->k_step != 1, saves = kernel == WITH_AMX ? 8 : 20;
+    Job job = job_of(&left, &right, usual, kernel), other = job_of(&left, &right, !usual, kernel);
+    Cut cut = cut_of(&job, threads), other_cut = cut_of(&other, threads);
+    if (other_cut.time + cut.time / saves < cut.time) job = other, cut = other_cut;
+    job.out = out, job.layer = cut.layer, job.width = cut.width;
     int64_t tall = whole(m, BLOCK), wide = whole(n, BLOCK);
     int64_t shifts_a = shift_words(a, m, k), shifts_b = shift_words(b, n, k);
     int64_t total = threads * cut.own + whole(shifts_a + shifts_b, SIDE) + tall + wide;
@@ -301,9 +330,9 @@ int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n,
     }
     for (int64_t r = 0; r < m; r++) by_row[r] = factor_of(a, r);
     for (int64_t c = 0; c < wide; c++) by_col[c] = c < n ? factor_of(b, c) : 0;
-    Operand left = operand(a, m, k, shifts_a ? shifts : NULL), right = operand(b, n, k, shifts_b ? shifts + shifts_a : NULL);
-    job.held = holds_a ? left : right;
-    job.streamed = holds_a ? right : left;
+    const uint32_t *of_left = shifts_a ? shifts : NULL, *of_right = shifts_b ? shifts + shifts_a : NULL;
+    job.held.shifts = job.holds_a ? of_left : of_right;
+    job.streamed.shifts = job.holds_a ? of_right : of_left;
     job.numbers_held = numbers_of(job.held.format);
     job.numbers_streamed = numbers_of(job.streamed.format);
     job.by_row = by_row;

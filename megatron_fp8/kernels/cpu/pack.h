@@ -29,11 +29,11 @@ typedef struct {
 
 INLINE __mmask64 first_of(int64_t n) { return n >= 64 ? ~(__mmask64)0 : n <= 0 ? 0 : ((__mmask64)1 << n) - 1; }
 
-/* v, its numbers times 2^(shift / 128), but for zeros, NaN and Inf. */
+/* v, its numbers times 2^(shift / 128), but for zeros, NaN and Inf; it has no subnormal ones. An exponent of zeros becomes
+   1 by adding one to it, one of ones 0 or 256: those are the exponents of which all bits but the last are then zero. */
 INLINE __m512i shifted(__m512i v, __m512i shift) {
-    __m512i magnitude = _mm512_and_si512(v, _mm512_set1_epi16(0x7FFF));
-    __m512i less = _mm512_sub_epi16(magnitude, _mm512_set1_epi16(1));
-    return _mm512_mask_add_epi16(v, _mm512_cmplt_epu16_mask(less, _mm512_set1_epi16(0x7F7F)), v, shift);
+    __m512i next = _mm512_add_epi16(v, _mm512_set1_epi16(0x80));
+    return _mm512_mask_add_epi16(v, _mm512_test_epi16_mask(next, _mm512_set1_epi16(0x7F00)), v, shift);
 }
 
 /* 16 x 16 words, in place. */
@@ -179,22 +179,22 @@ typedef struct {
     const Numbers *numbers;
     int64_t row, k, next, count; /* first row, first k; pieces that are made, of how many */
     int64_t across;              /* pieces of a row, or, where columns are dense, of 64 rows, before the next ones */
+    int64_t ahead;               /* from a number to that of the next slice, which is fetched meanwhile */
     uint32_t *to;
     int64_t panel_words;
 } Pieces;
 
-INLINE int comes_in_pieces(const Operand *of, int paired) { return of->k_step == 1 ? !paired : paired; }
-
 /* Those of `rows` rows, a multiple of 32, and of squares from k on. */
 INLINE Pieces pieces_of(const Operand *of, const Numbers *numbers, int64_t row, int64_t rows, int64_t k, int64_t squares,
-                        uint32_t *to, int64_t panel_words) {
+                        int64_t ahead, uint32_t *to, int64_t panel_words) {
     int64_t across = of->k_step == 1 ? (squares + 3) / 4 : (rows + 63) / 64;
     int64_t count = across * (of->k_step == 1 ? rows : squares * SIDE);
-    return (Pieces){of, numbers, row, k, 0, count, across, to, panel_words};
+    return (Pieces){of, numbers, row, k, 0, count, across, ahead, to, panel_words};
 }
 
 /* A row's next 128 numbers, whose 32s go into squares one behind the other. */
-INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t row, int64_t k, uint32_t *to) {
+INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t row, int64_t k, int64_t ahead,
+                              uint32_t *to) {
     for (int part = 0; part < 2; part++, k += 64, to += 2 * SQUARE) {
         __mmask64 inside = row < of->rows ? first_of(of->k - k) : 0;
         int64_t at = row * of->row_step + k;
@@ -203,7 +203,7 @@ INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t
             first = _mm512_maskz_loadu_epi16((__mmask32)inside, (const uint16_t *)of->at + at);
             second = _mm512_maskz_loadu_epi16((__mmask32)(inside >> 32), (const uint16_t *)of->at + at + 32);
         } else {
-            _mm_prefetch((const char *)of->at + at + 256, _MM_HINT_T1); /* of the next slice */
+            _mm_prefetch((const char *)of->at + at + ahead, _MM_HINT_T1);
             decode_64(numbers, _mm512_maskz_loadu_epi8(inside, (const uint8_t *)of->at + at), &first, &second);
             if (of->shifts && inside) {
                 const uint32_t *shift = of->shifts + row;
@@ -218,8 +218,8 @@ INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t
 }
 
 /* 64 rows' numbers at k and k + 1, for four panels. */
-INLINE void pack_piece_of_columns(const Operand *of, const Numbers *numbers, int64_t row, int64_t k, uint32_t *to,
-                                  int64_t panel_words) {
+INLINE void pack_piece_of_columns(const Operand *of, const Numbers *numbers, int64_t row, int64_t k, int64_t ahead,
+                                  uint32_t *to, int64_t panel_words) {
     __mmask64 inside = first_of(of->rows - row), in_low = k < of->k ? inside : 0, in_high = k + 1 < of->k ? inside : 0;
     int64_t low = k * of->k_step + row, high = low + of->k_step;
     __m512i x[4];
@@ -238,8 +238,8 @@ INLINE void pack_piece_of_columns(const Operand *of, const Numbers *numbers, int
         const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         const uint8_t *from = of->at;
         __m512i l1, l2, h1, h2;
-        _mm_prefetch((const char *)from + low + 256 * of->k_step, _MM_HINT_T1); /* of the next slice */
-        _mm_prefetch((const char *)from + high + 256 * of->k_step, _MM_HINT_T1);
+        _mm_prefetch((const char *)from + low + ahead, _MM_HINT_T1);
+        _mm_prefetch((const char *)from + high + ahead, _MM_HINT_T1);
         decode_quarters(numbers, _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_low, from + low)), &l1, &l2);
         decode_quarters(numbers, _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_high, from + high)), &h1, &h2);
         x[0] = _mm512_unpacklo_epi16(l1, h1);
@@ -262,10 +262,10 @@ INLINE void pack_piece(Pieces *p) {
     p->next++;
     if (p->of->k_step == 1) {
         uint32_t *to = p->to + first / SIDE * p->panel_words + first % SIDE * SIDE + second * 4 * SQUARE;
-        pack_piece_of_row(p->of, p->numbers, p->row + first, p->k + second * 128, to);
+        pack_piece_of_row(p->of, p->numbers, p->row + first, p->k + second * 128, p->ahead, to);
     } else {
         uint32_t *to = p->to + second * 4 * p->panel_words + first / SIDE * SQUARE + first % SIDE * SIDE;
-        pack_piece_of_columns(p->of, p->numbers, p->row + second * 64, p->k + first * 2, to, p->panel_words);
+        pack_piece_of_columns(p->of, p->numbers, p->row + second * 64, p->k + first * 2, p->ahead, to, p->panel_words);
     }
 }
 
