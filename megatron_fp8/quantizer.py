@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .backends import specified
-from .backends.base import AmaxReduction, Quantized, Region, Running, check_matrix
+from .backends import emulated, specified
+from .backends.base import AmaxReduction, Asked, Quantized, Region, Running, check_matrix
 from .backends.native import backend as native
 from .backends.native.bound import Bound, BoundCasts
 from .kernels.codes import block_amaxes, in_memory
@@ -98,8 +100,11 @@ class Quantizer:
         observer = self.slot.arena.observer
         if observer is None and self.computes:  # its kernels record as they go
             return self._by_kernels(x, direction, record, reduce_amax, for_product)
-        quantized = self.quantize(x, direction, reduce_amax=reduce_amax, region=region)
-        if record:
+        # Where native kernels record as they go, they tell the slot's amax and not the cast's, which an observer wants.
+        apart = observer is not None and self.backend is native
+        running = self._in_arena().running if record and not apart else None
+        quantized = self.quantize(x, direction, reduce_amax=reduce_amax, region=region, running=running)
+        if record and apart:
             self.record(quantized.amax, quantized.nonfinite)
         if observer is not None:
             shard = reduce_amax is not None
@@ -154,12 +159,14 @@ class Quantizer:
         *,
         reduce_amax: AmaxReduction | None = None,
         region: Region | None = None,
+        running: Running | None = None,
     ) -> Quantized:
         """Quantise x [rows, cols] with the current scale (delayed, once warm) or x's own.
 
         Args:
             reduce_amax, region: as in backends.specified.quantize; a delayed scale that is warm is shared already and
                 needs no reduction.
+            running: where the backend records amax and health.
         """
         slot, rule = self.slot, self.rule
         quantized: Quantized = self.backend.quantize(
@@ -169,9 +176,19 @@ class Quantizer:
             scale=self._current_scale(),
             reduce_amax=reduce_amax,
             region=region if rule.stochastic else None,
+            running=running,
         )
         slot.arena.counts.casts += 1
         return quantized
+
+    def asked(self, x: torch.Tensor, direction: Direction, *, record: bool) -> Asked | None:
+        """What its backend is asked in ``cast_each``; None where it has to be called: it casts in a way of its own, its
+        backend makes casts one by one, or somebody watches."""
+        in_one_call = self.backend is emulated and type(self) is Quantizer and not self.rule.stochastic
+        if not in_one_call or self.slot.arena.observer is not None:
+            return None
+        running = self._in_arena().running if record else None
+        return Asked(x.contiguous(), self.rule, direction, self._current_scale(), running)
 
     def way(self) -> tuple[Rule, torch.Tensor | None]:
         """By which rule ``quantize`` would cast now, and under which scale (None: the matrix's own)."""
@@ -179,10 +196,7 @@ class Quantizer:
 
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
-        running = self._in_arena().running
-        torch.maximum(running.bits, amax.view(torch.int32), out=running.bits)
-        if nonfinite is not None:
-            running.nonfinite.add_(nonfinite)
+        self._in_arena().running.record(amax, nonfinite)
 
     def observe(self, x: torch.Tensor) -> None:
         """Record the amax that a cast of x [rows, cols] would, without a cast.
@@ -262,15 +276,49 @@ class Casts:
         for_product: bool = False,
     ) -> Float8Tensor:
         """The sides of x that are asked for and quantised; arguments as Quantizer's."""
+        options: Any = {"record": record, "reduce_amax": reduce_amax, "for_product": for_product}
+        done = [quantizer(x, way, **options) for quantizer, way in self.parts(direction)]
+        return done[0] if len(done) == 1 else _joined(done, x.dtype)
+
+    def parts(self, direction: Direction) -> list[tuple[Quantizer, Direction]]:
+        """The casts that are needed: by which quantizer, in which direction."""
         row = None if direction == "columnwise" else self.rowwise
         column = None if direction == "rowwise" else self.columnwise
         if row is not None and row is column:
-            return row(x, "both", record=record, reduce_amax=reduce_amax, for_product=for_product)
-        rowwise = columnwise = None
-        if row is not None:
-            done = row(x, "rowwise", record=record, reduce_amax=reduce_amax, for_product=for_product)
-            rowwise = done.rowwise
-        if column is not None:
-            done = column(x, "columnwise", record=record, reduce_amax=reduce_amax, for_product=for_product)
-            columnwise = done.columnwise
-        return Float8Tensor(rowwise, columnwise, x.dtype)
+            return [(row, "both")]
+        found: list[tuple[Quantizer, Direction]] = [] if row is None else [(row, "rowwise")]
+        return found if column is None else [*found, (column, "columnwise")]
+
+
+class Wanted(NamedTuple):
+    """A cast of x [rows, cols] that is to be made; the others as of a call of ``casts``."""
+
+    casts: Casts
+    x: torch.Tensor
+    direction: Direction
+    record: bool
+
+
+def cast_each(wanted: Sequence[Wanted]) -> list[Float8Tensor]:
+    """What ``casts`` gives for each, with its bits, for products; in one call of the backend that has one for many."""
+    parts = [(each.x, each.record, of) for each in wanted for of in each.casts.parts(each.direction)]
+    asked = [quantizer.asked(x, way, record=record) for x, record, (quantizer, way) in parts]
+    together = iter(emulated.quantize_each([one for one in asked if one is not None]))
+    made = []
+    for (x, record, (quantizer, way)), one in zip(parts, asked, strict=True):
+        if one is None:
+            made.append(quantizer(x, way, record=record, for_product=True))
+        else:
+            quantizer.slot.arena.counts.casts += 1
+            made.append(next(together).tensor)
+    found, rest = [], iter(made)
+    for each in wanted:
+        found.append(_joined(list(islice(rest, len(each.casts.parts(each.direction)))), each.x.dtype))
+    return found
+
+
+def _joined(made: Sequence[Float8Tensor], dtype: torch.dtype) -> Float8Tensor:
+    """One tensor of up to two, each with sides that the others lack."""
+    rowwise = next((one.rowwise for one in made if one.rowwise is not None), None)
+    columnwise = next((one.columnwise for one in made if one.columnwise is not None), None)
+    return Float8Tensor(rowwise, columnwise, dtype)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..numerics.cast import RandomKey, check_float
+from ..numerics.rule import Direction, Rule
 from ..tensor import Float8Tensor, QuantizedSide
 
 AmaxReduction = Callable[[torch.Tensor], None]
@@ -43,6 +45,28 @@ class Running:
     amax: torch.Tensor
     bits: torch.Tensor
     nonfinite: torch.Tensor
+
+    def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
+        """Max amax (float32 [], may be Inf, never NaN) into the largest; add the non-finite count, if any."""
+        torch.maximum(self.bits, amax.view(torch.int32), out=self.bits)
+        if nonfinite is not None:
+            self.nonfinite.add_(nonfinite)
+
+
+class Asked(NamedTuple):
+    """A cast that a backend is asked for.
+
+    Attributes:
+        x: contiguous [rows, cols].
+        rule, direction, scale: as of specified.quantize.
+        running: where amax and non-finite count are recorded, too; None: nowhere.
+    """
+
+    x: torch.Tensor
+    rule: Rule
+    direction: Direction
+    scale: torch.Tensor | None
+    running: Running | None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ an FP8 GEMM up to the order of summation:
   contraction where torch may round float32 operands (``torch.set_float32_matmul_precision``): float64, rare and slow.
 * ``exact=True``: float64 throughout, the oracle.
 
-On CPUs C takes large matrices a shorter way. One pass over memory makes the codes of blocks in both directions, and
-codes under a scale that was there before its matrix; scales of tensors and rows need their amaxes first. A product
+On CPUs C takes large matrices a shorter way: one call makes amaxes, scales, and codes in both directions (casts.py),
+or the codes under a scale that was there before its matrix. A product
 decodes codes as its GEMM packs them (kernels/cpu/gemm.c), where the processor has one for that. All else goes through
 specified.py and torch. Codes and scales are the same bits; products differ by the order of their sums.
 """
@@ -27,7 +27,7 @@ import torch
 
 from ..kernels import gemms
 from ..kernels.codes import decode
-from ..kernels.cpu import block_amax, blocks, grouped, loops, products
+from ..kernels.cpu import grouped, loops, products
 from ..kernels.cpu.few_rows import MOST as FEW_ROWS
 from ..kernels.gemms import finish, keeps_float32, matmul_fp32
 from ..numerics.formats import E5M2
@@ -35,8 +35,8 @@ from ..numerics.rule import Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
 from ..tensor import Float8Tensor, Operand, QuantizedSide
-from . import few_rows, specified
-from .base import RESULTS, AmaxReduction, Quantized, Region, gemm_in_turn, unfit
+from . import casts, few_rows
+from .base import RESULTS, AmaxReduction, Asked, Quantized, Region, Running, gemm_in_turn, unfit
 
 name = "emulated"
 
@@ -64,83 +64,28 @@ def quantize(
     scale: torch.Tensor | None = None,
     reduce_amax: AmaxReduction | None = None,
     region: Region | None = None,
+    running: Running | None = None,
 ) -> Quantized:
-    """Quantise a matrix in one or both directions; arguments, errors and bits are specified.quantize's."""
+    """Quantise a matrix in one or both directions; other arguments, errors and bits are specified.quantize's.
+
+    Args:
+        running: where amax and non-finite count are recorded, too.
+    """
     x = x.contiguous()
-    if rule.stochastic or x.dtype not in loops.FLOATS or not loops.usable(x):
-        return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
-    cuts = _cuts(rule, direction)
-    if scale is None and all(map(blocks.divides, cuts)):
-        return _in_blocks(x, rule, direction, cuts)
-    if scale is None and rule.scale != "e8m0" and 0 in (rule.granularity.rows, rule.granularity.cols):
-        return _in_two_passes(x, rule, direction, cuts, reduce_amax)
-    if scale is None:
-        return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
-    codes, scale_inv, amax, special = loops.quantize(x, scale, rule.fmt.dtype)
+    if scale is None or rule.stochastic or x.dtype not in loops.FLOATS or not loops.usable(x):
+        return casts.quantize(Asked(x, rule, direction, scale, running), reduce_amax, region)
+    recorded = None if running is None else running.amax
+    codes, scale_inv, amax, special = loops.quantize(x, scale, rule.fmt.dtype, recorded)
     nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu") if special else None
+    if running is not None and nonfinite is not None:
+        running.nonfinite.add_(nonfinite)
     facts = scale_inv, rule.granularity, False, nonfinite is None
     rowwise = None if direction == "columnwise" else QuantizedSide(codes, *facts)
     columnwise = None if direction == "rowwise" else QuantizedSide(codes.t(), *facts)  # [cols, rows]
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
 
 
-def _cuts(rule: Rule, direction: Direction) -> list[tuple[int, int]]:
-    """Rows and columns of the blocks of each cast that is needed, as the matrix lies."""
-    along, across = (
-        (rule.granularity.rows, rule.granularity.cols),
-        (rule.granularity.cols, rule.granularity.rows),
-    )
-    if rule.granularity.symmetric:
-        return [along]
-    return {"rowwise": [along], "columnwise": [across], "both": [along, across]}[direction]
-
-
-def _in_blocks(x: torch.Tensor, rule: Rule, direction: Direction, cuts: list[tuple[int, int]]) -> Quantized:
-    """``quantize`` in blocks, all directions in one pass. No block spans other ranks' rows: no amax is reduced."""
-    made, amax, special = blocks.quantize(x, rule, cuts)
-    return _quantized(x, rule, direction, [(each.codes, each.scale_inv) for each in made], amax, special)
-
-
-def _in_two_passes(
-    x: torch.Tensor,
-    rule: Rule,
-    direction: Direction,
-    cuts: list[tuple[int, int]],
-    reduce_amax: AmaxReduction | None,
-) -> Quantized:
-    """``quantize`` with scales of the tensor, or of whole rows: amaxes first, then the codes of all directions."""
-    amaxes, special = block_amax.block_amaxes(x, cuts)
-    amax = amaxes[0].view(torch.int32).amax().view(torch.float32)  # bits sort alike, and no mode flushes them
-    if rule.granularity.is_tensor:
-        amaxes = [amax.clone()]
-    if reduce_amax is not None:
-        for cut, found in zip(cuts, amaxes, strict=True):
-            if cut[0] == 0:  # whole columns, of which a shard of rows holds a part
-                reduce_amax(found)
-    scales = [blocks.scales(found, rule) for found in amaxes]
-    # An Inf that another rank holds makes a scale of 1, under which finite numbers of this one may saturate.
-    bounded = not special and (reduce_amax is None or not any(bool(found.isinf().any()) for found in amaxes))
-    codes = blocks.cast(x, rule, cuts, [scale for scale, _ in scales], bounded)
-    made = [(each, inverse) for each, (_, inverse) in zip(codes, scales, strict=True)]
-    return _quantized(x, rule, direction, made, amax, special)
-
-
-def _quantized(
-    x: torch.Tensor,
-    rule: Rule,
-    direction: Direction,
-    made: list[tuple[torch.Tensor, torch.Tensor]],
-    amax: torch.Tensor,
-    special: int,
-) -> Quantized:
-    """What codes and scales of each cut are the sides of; both lie as x does."""
-    nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu") if special else None
-    facts = rule.granularity, rule.scale != "fp32", nonfinite is None
-    rowwise = None if direction == "columnwise" else QuantizedSide(made[0][0], made[0][1], *facts)
-    codes, scale_inv = made[-1]
-    turned = scale_inv if rule.granularity.is_tensor else scale_inv.t()
-    columnwise = None if direction == "rowwise" else QuantizedSide(codes.t(), turned, *facts)  # [cols, rows]
-    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
+quantize_each = casts.quantize_each
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMM
@@ -293,7 +238,7 @@ def _decoded_on_the_way(
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
     done = loops.multiply(left, right, dtype, bias, into=into)
-    return done if done is None else done.to(out_dtype)
+    return done.to(out_dtype) if done is not None and out_dtype == torch.float16 else done
 
 
 _IN_C = (torch.bfloat16, torch.float32)

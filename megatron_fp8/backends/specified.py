@@ -18,7 +18,7 @@ from ..numerics.rule import Direction, Granularity, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..numerics.subnormals import keeping_subnormals
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
-from .base import AmaxReduction, Quantized, Region
+from .base import AmaxReduction, Quantized, Region, Running
 
 
 @keeping_subnormals
@@ -30,6 +30,7 @@ def quantize(
     scale: torch.Tensor | None = None,
     reduce_amax: AmaxReduction | None = None,
     region: Region | None = None,
+    running: Running | None = None,
 ) -> Quantized:
     """Quantise a matrix in one or both directions.
 
@@ -42,6 +43,7 @@ def quantize(
         reduce_amax: takes the largest over ranks, where x is a shard of a matrix's rows, of the amaxes that span other
             ranks' rows too: the tensor's, and those of whole columns (the columnwise side of per-row scales).
         region: place and random stream for stochastic rounding, needed if rule.stochastic.
+        running: where amax and non-finite count are recorded, too.
 
     Raises:
         ValueError: x's dtype is none of these.
@@ -83,6 +85,8 @@ def quantize(
             made, scale_inv = coded(cuts[1], amaxes[1])
         turned_scale = scale_inv if granularity.is_tensor else scale_inv.t()
         columnwise = QuantizedSide(made.t(), turned_scale, granularity, pow2, finite)  # [cols, rows]
+    if running is not None:
+        running.record(amax, nonfinite)
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..backends.base import Quantized
+from ..backends.base import Quantized, Running
 from ..linear.site import GemmSite
 from ..numerics.rule import ROW, TENSOR, Direction, Rule
 from ..quantizer import Quantizer
@@ -42,10 +42,12 @@ class StaticQuantizer(Quantizer):
         """One scale for the whole tensor, whatever the rule says."""
         return self._cast, self.scale
 
-    def quantize(self, x: torch.Tensor, direction: Direction, **_: Any) -> Quantized:
+    def quantize(
+        self, x: torch.Tensor, direction: Direction, *, running: Running | None = None, **_: Any
+    ) -> Quantized:
         """x [rows, cols] with the static scale, rowwise: the forward pass needs no other direction."""
         assert direction == "rowwise", "static scales are for inference, which has no backward"
-        done: Quantized = self.backend.quantize(x, self._cast, direction, scale=self.scale)
+        done: Quantized = self.backend.quantize(x, self._cast, direction, scale=self.scale, running=running)
         self.slot.arena.counts.casts += 1
         side = done.tensor.rowwise
         assert side is not None

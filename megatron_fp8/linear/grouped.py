@@ -6,9 +6,10 @@
 
 A grouped linear is a list of GEMM sites, one for each expert: each has its own plan, quantizers, slots and kept weight,
 as a linear that is called alone. So no amax is shared between experts, no block of a scale straddles two, and codes,
-histories, checkpoints and reports are those of the experts called one after the other, to the bit. What is gained is
-the products: a backend's ``grouped_gemm`` makes those of all experts in one call. Of an expert without tokens nothing is
-cast but the weight, whose amax a history may want, and nothing is multiplied. Experts that a plan or an experiment
+histories, checkpoints and reports are those of the experts called one after the other, to the bit. What is gained are
+the calls: a backend's ``grouped_gemm`` multiplies all experts in one, and the emulated one casts what is cast in a
+forward, and in a backward, in one (``cast_each``). Of an expert without tokens nothing is cast but the weight, whose
+amax a history may want, and nothing is multiplied. Experts that a plan or an experiment
 treats in another way (one of them in BF16, a gradient in high precision) are multiplied alone, beside the others.
 
 Rejected: one site with a weight [experts, N, K]. Its quantizers, histories, FP8 parameter, main_grad and checkpoint
@@ -26,13 +27,19 @@ import torch
 from torch.autograd import forward_ad
 
 from ..plan.switch import in_recompute, without_autocast
+from ..quantizer import Wanted, cast_each
 from ..state.observer import SeenProduct
-from ..tensor import Operand
+from ..tensor import Operand, Sides
+from .coded_tokens import CodedTokens
 from .derivative import first_derivative_only
 from .function import AGAIN, Kept, fp8_linear, refuse_tangents, refuse_tracers
 from .passes import (
     Call,
     added_to_main_grad,
+    gradient_cast,
+    gradient_operands,
+    input_cast,
+    input_operands,
     main_grad_of,
     quantize_grad_output,
     quantize_input,
@@ -182,17 +189,13 @@ def _forward(
     needs_wgrad: Sequence[bool],
     needs_dgrad: bool,
 ) -> _Forward:
+    parts = x.split(list(group.tokens))
+    done = _cast(parts, weights, group, needs_wgrad)
     operands: list[Operand] = []
     coded: list[Operand] = []
     kept_x, kept_w = [], []
-    parts = x.split(list(group.tokens))
-    for part, weight, call, needs in zip(parts, weights, group.calls, needs_wgrad, strict=True):
+    for weight, call, (operand, saved, sides) in zip(weights, group.calls, done, strict=True):
         site = call.site
-        site.note_forward()
-        operand, saved = (
-            quantize_input(part, call, needs) if len(part) else (part, None)
-        )  # [T_e, K], [K, T_e]
-        sides = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
         assert sides.rowwise is not None
         operands.append(operand)
         coded.append(sides.rowwise)
@@ -215,6 +218,46 @@ def _forward(
         group.calls[0].record,
     )
     return _Forward(y, [*kept_x, *kept_w])
+
+
+def _cast(
+    parts: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    group: _Group,
+    needs_wgrad: Sequence[bool],
+) -> list[tuple[Operand, Operand | None, Sides]]:
+    """Of each expert what ``quantize_input`` gives of its tokens (none: themselves), and its weight; cast in one call."""
+    wanted: list[Wanted] = []
+    operands: list[tuple[Operand, Operand | None]] = []
+    uncast: list[torch.Tensor | None] = []
+    ready: list[Sides | None] = []
+    for part, weight, call, needs in zip(parts, weights, group.calls, needs_wgrad, strict=True):
+        site, plain = call.site, None
+        site.note_forward()
+        operands.append((part, None))
+        if _is_coded(part):
+            operands[-1] = quantize_input(part, call, needs)
+        elif len(part):
+            cast, plain = input_cast(part, call, needs)
+            wanted.append(cast)
+        uncast.append(plain)
+        ready.append(site.weights.ready(weight, fresh=call.fresh_weight, record=call.record))
+        if ready[-1] is None:
+            wanted.append(Wanted(site.weights.casts, weight, site.weights.direction, call.record))
+    found: list[tuple[Operand, Operand | None, Sides]] = []
+    with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
+        made = iter(cast_each(wanted))
+        for e, (part, weight, call) in enumerate(zip(parts, weights, group.calls, strict=True)):
+            if len(part) and not _is_coded(part):
+                operands[e] = input_operands(part, call, next(made), uncast[e])
+            sides = ready[e] or call.site.weights.take(weight, next(made), record=call.record)
+            found.append((*operands[e], sides))
+    return found
+
+
+def _is_coded(part: torch.Tensor) -> bool:
+    """Whether an expert's tokens came as codes, of which wgrad's are derived one expert after the other."""
+    return isinstance(part, CodedTokens) and len(part) > 0
 
 
 class _GroupedFunction(torch.autograd.Function):
@@ -244,16 +287,9 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     needs_dgrad, _, *needs_wgrad = ctx.needs_input_grad
     saved = _restored(ctx)
     saved_x, saved_w = saved[: len(calls)], saved[len(calls) :]
-    rowwise: list[Any] = []
-    columnwise: list[Any] = []
-    for e, (part, call) in enumerate(zip(grad_output.split(tokens), calls, strict=True)):
-        sides: tuple[Any, Any] = None, None
-        if (
-            len(part) or call.site.gradients.stochastic
-        ):  # each backward has random bits of its own, an idle one too
-            sides = quantize_grad_output(part, call, needs_dgrad, needs_wgrad[e])  # [T_e, N], [N, T_e]
-        rowwise.append(sides[0])
-        columnwise.append(sides[1])
+    operands = _cast_gradients(grad_output.split(tokens), calls, needs_dgrad, needs_wgrad)
+    rowwise, columnwise = [row for row, _ in operands], [column for _, column in operands]
+    for e, call in enumerate(calls):
         if needs_wgrad[e] and isinstance(plain := saved_x[e], torch.Tensor):
             saved_x[e] = requantize_input(plain, call)
     record = calls[0].training
@@ -264,6 +300,23 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
         _multiply("dgrad", group.sites, tokens, rowwise, saved_w, dx.split(tokens), record)
     wanted = [e for e, needs in enumerate(needs_wgrad) if needs]
     return dx, None, *_weight_gradients(ctx.weights, group, columnwise, saved_x, wanted, record)
+
+
+def _cast_gradients(
+    parts: Sequence[torch.Tensor], calls: Sequence[Call], needs_dgrad: bool, needs_wgrad: Sequence[bool]
+) -> list[tuple[Any, Any]]:
+    """``quantize_grad_output`` of each expert, [T_e, N] and [N, T_e]; cast in one call, where rounding is not random."""
+    found: list[tuple[Any, Any]] = [(None, None)] * len(parts)
+    wanted = {}
+    for e, (part, call, needs) in enumerate(zip(parts, calls, needs_wgrad, strict=True)):
+        # Each backward has random bits of its own, an idle one too.
+        if call.site.gradients.stochastic or _is_coded(part):
+            found[e] = quantize_grad_output(part, call, needs_dgrad, needs)
+        elif len(part):
+            wanted[e] = gradient_cast(part, call, needs_dgrad, needs)
+    for (e, cast), done in zip(wanted.items(), cast_each(list(wanted.values())), strict=True):
+        found[e] = gradient_operands(cast, done, needs_dgrad, needs_wgrad[e])
+    return found
 
 
 def _weight_gradients(

@@ -30,7 +30,7 @@ import torch
 from ..backends.base import Region
 from ..numerics.rule import Granularity
 from ..plan.switch import without_autocast
-from ..quantizer import Casts, Quantizer
+from ..quantizer import Casts, Quantizer, Wanted
 from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
 from .coded_tokens import CodedTokens
 from .site import GemmSite
@@ -203,21 +203,15 @@ def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple
         return tokens.side, derived(tokens, call, "input", record=call.record) if needs_wgrad else None
     site, tp, casts = call.site, call.tp, call.site.casts["input"]
     row = casts.rowwise
-    keeps = needs_wgrad and keeps_codes(tokens.shape[0], call)
-    # Only where it is needed: asked for its transpose, a DeferredTensor computes its values and writes them out.
-    plain = tokens.t() if needs_wgrad and not keeps else None
-    if call.record and not keeps:
-        _record_late_cast(tokens, casts)
-    direction: Any = "both" if keeps else "rowwise"
-    operand: Operand | None
+    wanted, plain = input_cast(tokens, call, needs_wgrad)
+    keeps = wanted.direction == "both"
     if not call.gathers:
-        done = casts(tokens, direction, record=call.record, for_product=not call.traced)
-        operand = tokens if row is None else done.rowwise
-        assert operand is not None
-        return operand, done.columnwise if keeps else plain
+        done = casts(tokens, wanted.direction, record=call.record, for_product=not call.traced)
+        return input_operands(tokens, call, done, plain)
+    operand: Operand | None
     reduce_amax = tp.amax_reduction(site.state.counts)
     if row is not None and _shards_aligned(tokens.shape[0], row.rule.granularity):
-        done = casts(tokens, direction, record=call.record, reduce_amax=reduce_amax)
+        done = casts(tokens, wanted.direction, record=call.record, reduce_amax=reduce_amax)
         assert done.rowwise is not None
         return tp.gather_side(done.rowwise, by_column=False).wait(), done.columnwise if keeps else plain
     whole = operand = tp.all_gather(tokens).wait()
@@ -242,6 +236,26 @@ def derived(tokens: CodedTokens, call: Call, role: str, *, record: bool) -> Oper
     return quantizer(
         values, "columnwise", record=record, region=region, for_product=not call.traced
     ).columnwise
+
+
+def input_cast(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple[Wanted, torch.Tensor | None]:
+    """(the cast of tokens [M, K] that are not gathered; [K, M], what wgrad will need, where that is no codes)"""
+    casts = call.site.casts["input"]
+    keeps = needs_wgrad and keeps_codes(tokens.shape[0], call)
+    # Only where it is needed: asked for its transpose, a DeferredTensor computes its values and writes them out.
+    plain = tokens.t() if needs_wgrad and not keeps else None
+    if call.record and not keeps:
+        _record_late_cast(tokens, casts)
+    return Wanted(casts, tokens, "both" if keeps else "rowwise", call.record), plain
+
+
+def input_operands(
+    tokens: torch.Tensor, call: Call, done: Float8Tensor, plain: torch.Tensor | None
+) -> tuple[Operand, Operand | None]:
+    """``quantize_input`` of tokens that are not gathered, from what ``input_cast`` wanted."""
+    operand = tokens if call.site.casts["input"].rowwise is None else done.rowwise
+    assert operand is not None
+    return operand, done.columnwise if plain is None else plain
 
 
 def keeps_codes(tokens: int, call: Call) -> bool:
@@ -317,9 +331,13 @@ def quantize_grad_output(
         made = derived(dy, call, "grad_output", record=call.training) if needs_wgrad else None
         return dy.side if needs_dgrad else None, made
     site, tp = call.site, call.tp
+    gathers = tp.kind == "row" and tp.sequence_parallel
+    if not gathers and not site.gradients.stochastic:
+        wanted = gradient_cast(dy, call, needs_dgrad, needs_wgrad)
+        done = wanted.casts(dy, "both", record=call.training, for_product=True)
+        return gradient_operands(wanted, done, needs_dgrad, needs_wgrad)
     casts = site.casts["grad_output"]
     row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None
-    gathers = tp.kind == "row" and tp.sequence_parallel
     late = [q for q in (row, column) if gathers and q and not _shards_aligned(len(dy), q.rule.granularity)]
     plain_row, plain_column = needs_dgrad and row is None, needs_wgrad and column is None
     plain = tp.all_gather(dy).wait() if gathers and (late or plain_row or plain_column) else dy
@@ -349,6 +367,25 @@ def quantize_grad_output(
         sides = _gather_grad_output(done, tp) if shards else (done.rowwise, done.columnwise)
         rowwise, columnwise = sides[0] or rowwise, sides[1] or columnwise
     return rowwise, columnwise
+
+
+def gradient_cast(dy: torch.Tensor, call: Call, needs_dgrad: bool, needs_wgrad: bool) -> Wanted:
+    """The cast of dy [M, N] that is not gathered, and not rounded stochastically."""
+    casts = call.site.casts["grad_output"]
+    if not (needs_dgrad and needs_wgrad):
+        casts = Casts(casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None)
+    return Wanted(casts, dy, "both", call.training)
+
+
+def gradient_operands(
+    wanted: Wanted, done: Float8Tensor, needs_dgrad: bool, needs_wgrad: bool
+) -> tuple[Operand | None, Operand | None]:
+    """``quantize_grad_output`` from what ``gradient_cast`` wanted."""
+    plain_row, plain_column = (
+        needs_dgrad and wanted.casts.rowwise is None,
+        needs_wgrad and wanted.casts.columnwise is None,
+    )
+    return wanted.x if plain_row else done.rowwise, wanted.x.t() if plain_column else done.columnwise
 
 
 def _gather_grad_output(

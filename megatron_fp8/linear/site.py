@@ -365,6 +365,15 @@ class WeightCache:
 
         A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast here.
         """
+        sides = self.ready(weight, fresh=fresh, record=record)
+        if sides is None:
+            with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
+                quantized = self.casts(weight, self.direction, record=record, for_product=True)
+                sides = self.take(weight, quantized, record=record)
+        return sides
+
+    def ready(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Sides | None:
+        """``quantized`` where that needs no cast, else None."""
         if isinstance(weight, Fp8Parameter):
             assert self.casts.rowwise is not None, (
                 "a weight that the plan keeps in high precision was made FP8"
@@ -377,12 +386,17 @@ class WeightCache:
         if self.casts.rowwise is self.casts.columnwise is None:
             return Sides(weight, weight.t())
         kept = self.serving(weight, fresh=fresh, record=record)
-        if kept is None:
-            with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
-                column = self.casts.columnwise
-                scale = None if column is None else column.delayed_scale()
-                quantized = self.casts(weight, self.direction, record=record, for_product=True)
-            kept = self.keep(weight, Kept(self.version(weight), record, scale, lambda: quantized))
+        return None if kept is None else self._sides(weight, kept)
+
+    def take(self, weight: torch.Tensor, quantized: Float8Tensor, *, record: bool) -> Sides:
+        """Keep what ``casts`` just gave of the weight, in the direction that is asked for; as ``quantized``."""
+        column = self.casts.columnwise
+        scale = None if column is None else column.delayed_scale()
+        return self._sides(
+            weight, self.keep(weight, Kept(self.version(weight), record, scale, lambda: quantized))
+        )
+
+    def _sides(self, weight: torch.Tensor, kept: Kept) -> Sides:
         made = kept.quantized
         if self._makes_again:
             return Sides(made.rowwise, None)

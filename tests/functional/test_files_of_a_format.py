@@ -36,7 +36,7 @@ MADE_IN = {
     "Cast": {"plan/operands.py"},
     "SitePlan": {"plan/site_plan.py"},
     "Quantizer": {"linear/site.py"},
-    "QuantizedSide": {"backends/emulated.py" if loops.reason() is None else "backends/specified.py"},
+    "QuantizedSide": {"backends/casts.py" if loops.reason() is None else "backends/specified.py"},
 }
 """Seven files: docs/architecture.md walks through them."""
 

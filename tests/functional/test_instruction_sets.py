@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_fp8.kernels.cpu import few_rows, loops
-from tests.support.kernel_calls import elementwise, products
+from tests.support.kernel_calls import casts, elementwise, products
 from tests.support.kernel_calls.tape import GUARDED, SANITISED, Call, compile_for, faults
 
 ARM_COMPILER = "aarch64-linux-gnu-gcc"
@@ -29,7 +29,8 @@ MOST = 300
 def passes(count: int, seed: int) -> list[Call]:
     """Calls of what touches every element, of each kind in turn."""
     draw = np.random.default_rng(seed)
-    calls = [elementwise.KINDS[i % len(elementwise.KINDS)](draw, MOST) for i in range(count)]
+    kinds = (*elementwise.KINDS, casts.cast_each_call, casts.cast_each_call)
+    calls = [kinds[i % len(kinds)](draw, MOST) for i in range(count)]
     for call in calls:
         call.front = bool(draw.integers(2))
     return calls
@@ -38,7 +39,7 @@ def passes(count: int, seed: int) -> list[Call]:
 def multiplied(count: int, seed: int, having: Sequence[int], few: bool) -> list[Call]:
     """Products by each inner loop in turn; few: those with few rows too."""
     draw = np.random.default_rng(seed)
-    kinds = products.KINDS if few else (products.gemm_call,)
+    kinds = products.KINDS if few else (products.gemm_call, products.gemm_each_call)
     calls = [products.loops_call(sum(having))]
     for i in range(count if having else 0):
         calls.append(kinds[i % len(kinds)](draw, MOST, having[i // len(kinds) % len(having)]))

@@ -193,7 +193,7 @@ def quantize(
     """Quantise a matrix in one or both directions; arguments and errors are specified.quantize's, and so are all bits.
 
     Args:
-        running: where kernels (of rules that have one) record amax and non-finite count; returned in their place.
+        running: where amax and non-finite count are recorded; of rules that have a kernel returned in their place.
         for_product: the sides go to ``gemm`` as they are: MX scales lie in tiles (QuantizedSide.tiled).
         by: launches the kernels; None: kernels.launch.
 
@@ -204,8 +204,9 @@ def quantize(
     """
     if kernel_reason(rule) is not None:
         x = written(x)
-        assert running is None, "no kernel records what no kernel casts"
-        return specified.quantize(x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region)
+        return specified.quantize(
+            x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region, running=running
+        )
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
 
     by = by or kernels.launch

@@ -10,6 +10,7 @@ typedef struct {
     uint8_t *codes;     /* of the matrix */
     void *scale_inv;    /* to be made, float32 or E8M0, [row blocks, column blocks] */
     const float *scale; /* that were made before, as scale_inv lies; NULL: none */
+    const float *amax;  /* for casts.c: amaxes that were found before; NULL: none */
 } Cut;
 
 /* How scales are made of amaxes. */

@@ -1,4 +1,4 @@
-"""A matrix to the codes of its blocks, in one or both directions, in one pass over memory (blocks.c); scales of amaxes.
+"""Matrices to codes and scales, in one or both directions: one call of C for one matrix or for many (casts.c, blocks.c).
 
 What numerics/scaling.py and numerics/cast.py specify, to the bit.
 """
@@ -11,18 +11,54 @@ from typing import NamedTuple
 
 import torch
 
+from ...numerics.formats import E5M2
 from ...numerics.rule import Rule
 from . import loops
 
 _TALL, _WIDE = 128, 256  # a tile's, in blocks.c
 _KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # in casts.c
+
+
+class Wanted(NamedTuple):
+    """A matrix to be cast.
+
+    Attributes:
+        x: contiguous [rows, cols]; float32, bfloat16 or float16; not empty. NaN becomes 0x7F, Inf saturates; neither
+            makes a scale non-finite.
+        rule: format and kind of scale; not stochastic.
+        cuts: one or two: rows and columns of a block. Each ``divides``; or each spans all rows, all columns or both (0),
+            one row or column high, where scales are not E8M0.
+        running: float32 [], where the amax is put if it is larger; None: nowhere.
+        scale: float32 [], finite and positive, that was there before x; cuts is then [(0, 0)], scales float32.
+        amaxes: of each cut, where it spans: float32, one for each block, as they are to be taken, and not to be found.
+        finite: of a matrix with amaxes: whether it has no NaN and no Inf.
+    """
+
+    x: torch.Tensor
+    rule: Rule
+    cuts: Sequence[tuple[int, int]]
+    running: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    amaxes: Sequence[torch.Tensor] | None = None
+    finite: bool = True
 
 
 class Coded(NamedTuple):
-    """codes [rows, cols]; scale_inv [row blocks, column blocks], float32 or float8_e8m0fnu: both as the matrix lies."""
+    """codes [rows, cols]; scale_inv [row blocks, column blocks], or [] of a matrix, float32 or float8_e8m0fnu: both as
+    the matrix lies."""
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
+
+
+class Made(NamedTuple):
+    """What each cut of a matrix gave; the amax, float32 [] (NaN ignored, Inf kept), and how many elements are NaN or Inf:
+    both 0 where amaxes were given."""
+
+    sides: list[Coded]
+    amax: torch.Tensor
+    special: int
 
 
 class _Cut(ctypes.Structure):
@@ -32,6 +68,7 @@ class _Cut(ctypes.Structure):
         ("codes", ctypes.c_void_p),
         ("scale_inv", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
+        ("amax", ctypes.c_void_p),
     )
 
 
@@ -46,100 +83,63 @@ class ScaleRule(ctypes.Structure):
     )
 
 
+class _Cast(ctypes.Structure):
+    """casts.c's."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("given", ctypes.c_void_p),
+        ("amax", ctypes.c_void_p),
+        ("running", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("cuts", _Cut * 2),
+        ("rule", ScaleRule),
+        *((name, ctypes.c_int32) for name in ("count", "from_dtype", "to_e5m2", "finite")),
+        ("special", ctypes.c_int64),
+    )
+
+
 def divides(cut: tuple[int, int]) -> bool:
     """Whether blocks of so many rows and columns fill the tiles that are quantised at a time."""
     rows, cols = cut
     return rows > 0 and cols > 0 and _TALL % rows == 0 and _WIDE % cols == 0
 
 
-def quantize(
-    x: torch.Tensor, rule: Rule, cuts: Sequence[tuple[int, int]]
-) -> tuple[list[Coded], torch.Tensor, int]:
-    """Codes and scales of a matrix for each way to cut it into blocks.
+def quantize(wanted: Sequence[Wanted]) -> list[Made]:
+    """Codes and scales of matrices for each way to cut them into blocks; those of one do not depend on the others."""
+    if not wanted:
+        return []  # and C need not be there
+    told = (_Cast * len(wanted))()
+    made = [_told(one, to) for one, to in zip(wanted, told, strict=True)]
+    elements = sum(one.x.numel() for one in wanted)
+    failed = loops.compiled().cast_each(told, ctypes.c_int64(len(told)), loops.thread_count(elements))
+    if failed or any(one.special < 0 for one in told):
+        raise MemoryError("no memory for a tile of a matrix, 700 KB a thread")
+    return [Made(*of, one.special) for of, one in zip(made, told, strict=True)]
 
-    Args:
-        x: contiguous [rows, cols]; float32, bfloat16 or float16; not empty. NaN becomes 0x7F, Inf saturates; neither
-            makes a scale non-finite.
-        rule: format and kind of scale; not stochastic.
-        cuts: rows and columns of a block; each ``divides``.
 
-    Returns:
-        what each cut gave; the amax (float32 [], NaN ignored, Inf kept); how many elements are NaN or Inf.
-    """
+def _told(of: Wanted, to: _Cast) -> tuple[list[Coded], torch.Tensor]:
+    """Tells C of a matrix; what its codes and scales will be, and its amax."""
+    x, rule = of.x, of.rule
     rows, cols = x.shape
     kind = torch.uint8 if rule.scale == "e8m0" else torch.float32
-    made, told = [], []
-    for high, wide in cuts:
+    to.x, to.rows, to.cols = loops.address(x, x.dtype, rows * cols), rows, cols
+    largest = torch.empty((), dtype=torch.float32, device="cpu")
+    to.amax = largest.data_ptr()
+    to.running = None if of.running is None else loops.address(of.running, torch.float32, 1)
+    to.given = None if of.scale is None else loops.address(of.scale, torch.float32, 1)
+    to.rule, to.count, to.finite = scale_rule(rule), len(of.cuts), of.finite
+    to.from_dtype, to.to_e5m2 = _DTYPES[x.dtype], rule.fmt is E5M2
+    made = []
+    for i, (high, wide) in enumerate(of.cuts):
         codes = torch.empty(rows, cols, dtype=rule.fmt.dtype, device="cpu")
-        inverse = torch.empty(-(-rows // high), -(-cols // wide), dtype=kind, device="cpu")
+        blocks = (-(-rows // high) if high else 1, -(-cols // wide) if wide else 1)
+        inverse = torch.empty(blocks if high or wide else (), dtype=kind, device="cpu")
+        amax = None if of.amaxes is None else loops.address(of.amaxes[i], torch.float32, inverse.numel())
+        to.cuts[i] = _Cut(high, wide, codes.data_ptr(), inverse.data_ptr(), None, amax)
         made.append(Coded(codes, inverse.view(torch.float8_e8m0fnu) if kind == torch.uint8 else inverse))
-        told.append(_Cut(high, wide, codes.data_ptr(), inverse.data_ptr(), None))
-    amax = torch.empty((), dtype=torch.float32, device="cpu")
-    return made, amax, _run(x, rule, told, True, amax)
-
-
-def cast(
-    x: torch.Tensor,
-    rule: Rule,
-    cuts: Sequence[tuple[int, int]],
-    scales: Sequence[torch.Tensor],
-    finite: bool,
-) -> list[torch.Tensor]:
-    """Codes [rows, cols] of a matrix for each way to cut it, under scales that are there; one pass over memory for all.
-
-    Args:
-        x, rule: as in ``quantize``.
-        cuts: rows and columns of a block, 0 meaning the whole extent.
-        scales: of each cut, float32, one for each block, row-major; of the rule's kind.
-        finite: whether x is known to have no NaN and no Inf, and scales are made of its amaxes or of larger finite ones:
-            then nothing saturates.
-    """
-    rows, cols = x.shape
-    made, told = [], []
-    for (high, wide), scale in zip(cuts, scales, strict=True):
-        codes = torch.empty(rows, cols, dtype=rule.fmt.dtype, device="cpu")
-        high, wide = high or rows, wide or cols
-        of = loops.address(scale, torch.float32, -(-rows // high) * -(-cols // wide))
-        made.append(codes)
-        told.append(_Cut(high, wide, codes.data_ptr(), None, of))
-    _run(x, rule, told, finite, torch.empty((), dtype=torch.float32, device="cpu"))
-    return made
-
-
-def _run(x: torch.Tensor, rule: Rule, cuts: list[_Cut], finite: bool, amax: torch.Tensor) -> int:
-    rows, cols = x.shape
-    integer = ctypes.c_uint32 if x.dtype == torch.float32 else ctypes.c_uint16
-    function = getattr(loops.compiled(), f"blocks_{loops.NAMES[rule.fmt.dtype]}_{loops.NAMES[x.dtype]}")
-    function.restype = ctypes.c_int64
-    nonfinite: int = function(
-        loops.address(x, x.dtype, rows * cols),
-        ctypes.c_int64(rows),
-        ctypes.c_int64(cols),
-        integer(loops.FLOATS[x.dtype][1]),
-        (_Cut * len(cuts))(*cuts),
-        len(cuts),
-        ctypes.byref(scale_rule(rule)),
-        int(finite),
-        loops.address(amax, torch.float32, 1),
-        loops.thread_count(x.numel()),
-    )
-    if nonfinite < 0:
-        raise MemoryError("no memory for a tile of a matrix, 700 KB a thread")
-    return nonfinite
-
-
-def scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, scale_inv), float32 of amax's shape, as ``numerics.scaling`` makes them; not for E8M0."""
-    n = amax.numel()
-    scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
-    loops.compiled().scales_of_amaxes(
-        loops.address(amax, torch.float32, n),
-        ctypes.c_int64(n),
-        ctypes.byref(scale_rule(rule)),
-        loops.address(scale, torch.float32, n),
-        loops.address(inverse, torch.float32, n),
-    )
-    return scale, inverse
+    return made, largest
 
 
 def scale_rule(rule: Rule) -> ScaleRule:

@@ -79,9 +79,9 @@ DECODE(e5m2, bfloat16, uint16_t)
 
 /* ----------------------------------------------------------------------------------------- under a scale that is known */
 
-/* NAME(from, to, n, inf, scale, inverse, amax, threads): codes of a tensor under one scale that was there before it, the
-   largest magnitude that is no NaN, and the scale's inverse, all in one pass over memory; returns how many elements are NaN
-   or Inf. */
+/* NAME(from, to, n, inf, scale, inverse, amax, running, threads): codes of a tensor under one scale that was there before it,
+   the largest magnitude that is no NaN, which goes to *running too if it is larger (running may be NULL), and the scale's
+   inverse, all in one pass over memory; returns how many elements are NaN or Inf. */
 #define QUANTIZE(NAME, FROM, BITS, MAGNITUDE, LOAD, OUT)                                                             \
     static int64_t NAME##_special(const FROM *from, int64_t n, BITS inf, BITS *top) {                                \
         int64_t count = 0;                                                                                           \
@@ -94,7 +94,7 @@ DECODE(e5m2, bfloat16, uint16_t)
         return count;                                                                                                \
     }                                                                                                                \
     int64_t NAME(const FROM *from, uint8_t *to, int64_t n, BITS inf, const float *scale, float *inverse,             \
-                 float *amax, int32_t threads) {                                                                     \
+                 float *amax, float *running, int32_t threads) {                                                     \
         int64_t nonfinite = 0;                                                                                       \
         BITS largest = 0;                                                                                            \
         _Pragma("omp parallel num_threads(threads) if (threads > 1) reduction(+ : nonfinite) reduction(max : largest)") { \
@@ -117,6 +117,7 @@ DECODE(e5m2, bfloat16, uint16_t)
         uint64_t before = use_ieee();                                                                                \
         *inverse = 1 / *scale;                                                                                       \
         *amax = LOAD(largest);                                                                                       \
+        if (running && *amax > *running) *running = *amax;                                                           \
         use_again(before);                                                                                           \
         return nonfinite;                                                                                            \
     }

@@ -31,7 +31,7 @@ from . import library, mkl
 
 SOURCES = [
     Path(__file__).with_name(f"{name}.c")
-    for name in ("loops", "blocks", "gemm", "grouped", "few_rows", "few_tokens", "figures")
+    for name in ("loops", "blocks", "casts", "gemm", "grouped", "few_rows", "few_tokens", "figures")
 ]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
@@ -60,7 +60,7 @@ NAMES = {
 
 
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "u": ctypes.c_uint32}
-_ARGUMENTS = {"cast": "ppqqpqqi", "decode": "ppqqpqqi", "quantize": "ppqupppi", "finish": "ppqqpppi"}
+_ARGUMENTS = {"cast": "ppqqpqqi", "decode": "ppqqpqqi", "quantize": "ppquppppi", "finish": "ppqqpppi"}
 """What the functions take that there are for several dtypes."""
 
 
@@ -128,7 +128,7 @@ def _elementwise(
 
 
 def quantize(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, running: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """A tensor under a scale that was there before it, in one pass over memory.
 
@@ -136,6 +136,7 @@ def quantize(
         x: contiguous; float32, bfloat16 or float16; not empty.
         scale: float32 [], finite and positive.
         dtype: float8_e4m3fn or float8_e5m2.
+        running: float32 [], where the amax is put if it is larger.
 
     Returns:
         codes as of ``cast``; float32 [], the scale's inverse; float32 [], the amax (NaN ignored, Inf kept); and how many
@@ -152,6 +153,7 @@ def quantize(
         address(scale, torch.float32, 1),
         address(inverse, torch.float32, 1),
         address(amax, torch.float32, 1),
+        None if running is None else address(running, torch.float32, 1),
         thread_count(n),
     )
     return codes, inverse, amax, nonfinite
@@ -255,8 +257,9 @@ def inner_loops() -> tuple[int, ...]:
     return tuple(loop for loop in (AMX, AVX512) if found & loop)
 
 
+@cache
 def inner_loop() -> int | None:
-    """The one that products take; None: there is none."""
+    """The one that products take; None: there is none. Like oneDNN it looks at the environment once."""
     found = inner_loops()
     names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
     limit = next((os.environ[name] for name in names if name in os.environ), "").upper()

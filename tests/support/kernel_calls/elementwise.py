@@ -52,18 +52,18 @@ def _block(draw: Draw, rows: int, cols: int) -> tuple[int, int]:
     return high or max(rows, 1), wide or max(cols, 1)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
     """Where a result goes: bytes that no result has by chance."""
     count = math.prod(shape) * dtype.itemsize
     return Buffer(torch.full((count,), 0xA5, dtype=torch.uint8), out=True)
 
 
-def _named(options: dict, draw: Draw):
+def named(options: dict, draw: Draw):
     return list(options.items())[draw.integers(len(options))]
 
 
 def cast_call(draw: Draw, most: int) -> Call:
-    (fmt_name, fmt), (dtype_name, dtype) = _named(FORMATS, draw), _named(of.DTYPES, draw)
+    (fmt_name, fmt), (dtype_name, dtype) = named(FORMATS, draw), named(of.DTYPES, draw)
     rows, cols = _shape(draw, most)
     high, wide = _block(draw, rows, cols)
     x, scale = of.matrix(draw, rows, cols, dtype), None
@@ -73,7 +73,7 @@ def cast_call(draw: Draw, most: int) -> Call:
     told = None if scale is None else Buffer(scale)
     arguments = [
         Buffer(x),
-        _empty((rows, cols), torch.uint8),
+        empty((rows, cols), torch.uint8),
         rows,
         cols,
         told,
@@ -90,7 +90,7 @@ def cast_call(draw: Draw, most: int) -> Call:
 
 
 def decode_call(draw: Draw, most: int) -> Call:
-    fmt_name, fmt = _named(FORMATS, draw)
+    fmt_name, fmt = named(FORMATS, draw)
     dtype_name = ("float32", "bfloat16")[draw.integers(2)]
     rows, cols = _shape(draw, most)
     high, wide = _block(draw, rows, cols)
@@ -105,7 +105,7 @@ def decode_call(draw: Draw, most: int) -> Call:
     values = values.masked_fill(values.isnan(), math.nan).to(of.DTYPES[dtype_name])
     values = values.masked_fill(values.isnan(), math.nan)
     told = None if scale is None else Buffer(scale)
-    out = _empty((rows, cols), values.dtype)
+    out = empty((rows, cols), values.dtype)
     return Call(
         f"decode_{fmt_name}_{dtype_name}",
         [Buffer(codes), out, rows, cols, told, high, wide, int(draw.integers(1, 4))],
@@ -115,14 +115,15 @@ def decode_call(draw: Draw, most: int) -> Call:
 
 
 def quantize_call(draw: Draw, most: int) -> Call:
-    (fmt_name, fmt), (dtype_name, dtype) = _named(FORMATS, draw), _named(of.DTYPES, draw)
+    (fmt_name, fmt), (dtype_name, dtype) = named(FORMATS, draw), named(of.DTYPES, draw)
     rows, cols = _shape(draw, most, 1)
     x, scale = of.matrix(draw, rows, cols, dtype), of.positive(draw, 1, 1, draw.random() < 0.5)
     expected = cast(x, scale, fmt).view(torch.uint8)
-    bad = int((~x.isfinite()).sum())
+    bad, there = int((~x.isfinite()).sum()), torch.tensor([draw.choice([0.0, 1.0, math.inf])]).float()
     arguments = [
-        *(Buffer(x), _empty((rows, cols), torch.uint8), rows * cols, FLOATS[dtype][1], Buffer(scale)),
-        *(_empty((1,), torch.float32), _empty((1,), torch.float32), int(draw.integers(1, 4))),
+        *(Buffer(x), empty((rows, cols), torch.uint8), rows * cols, FLOATS[dtype][1], Buffer(scale)),
+        *(empty((1,), torch.float32), empty((1,), torch.float32)),
+        *(Buffer(there, out=True) if draw.random() < 0.7 else None, int(draw.integers(1, 4))),
     ]
     return Call(
         f"quantize_{fmt_name}_{dtype_name}",
@@ -131,6 +132,7 @@ def quantize_call(draw: Draw, most: int) -> Call:
             differs("codes", outs[0], expected),
             differs("inverse", outs[1], compute_scale_inv(scale).view(1)),
             differs("amax", outs[2], compute_amax(x).view(1)),
+            differs("running", outs[3], torch.maximum(there, compute_amax(x).view(1))) if outs[3:] else None,
             None if given == bad else f"{given} NaN or Inf for {bad}",
         ),
         f"{rows} x {cols}",
@@ -150,7 +152,7 @@ def finish_call(draw: Draw, most: int) -> Call:
         values = values.masked_fill(values.isnan(), math.nan)
     told = None if bias is None else Buffer(bias)
     same = dtype_name == "float32" and draw.random() < 0.5
-    out = _empty((rows, cols), values.dtype)
+    out = empty((rows, cols), values.dtype)
     to_sums = Buffer(sums, out=same)
     return Call(
         f"finish_{dtype_name}",
@@ -161,7 +163,7 @@ def finish_call(draw: Draw, most: int) -> Call:
 
 
 def amax_call(draw: Draw, most: int) -> Call:
-    _, dtype = _named(of.DTYPES, draw)
+    _, dtype = named(of.DTYPES, draw)
     rows, cols = _shape(draw, most, 1)
     x = of.matrix(draw, rows, cols, dtype)
     threads, cuts = (
@@ -199,13 +201,13 @@ def amax_call(draw: Draw, most: int) -> Call:
 
 
 def e8m0_call(draw: Draw, most: int) -> Call:
-    _, fmt = _named(FORMATS, draw)
+    _, fmt = named(FORMATS, draw)
     n = of.size(draw, most)
     amax = of.matrix(draw, 1, n, torch.float32).abs()
     amax = torch.where(amax.isnan(), 0.0, amax)
     return Call(
         "e8m0_of_amax",
-        [Buffer(amax), _empty((1, n), torch.uint8), n, fmt.max_exponent],
+        [Buffer(amax), empty((1, n), torch.uint8), n, fmt.max_exponent],
         lambda _, outs: differs("exponents", outs[0], compute_e8m0(amax, fmt)),
         f"{n}",
     )
@@ -217,13 +219,13 @@ def power_call(draw: Draw, most: int) -> Call:
     expected = (e8m0_to_scale if inverse else e8m0_to_scale_inv)(e8m0)
     return Call(
         "power_of_e8m0",
-        [Buffer(e8m0), _empty((n,), torch.float32), n, inverse],
+        [Buffer(e8m0), empty((n,), torch.float32), n, inverse],
         lambda _, outs: differs("powers", outs[0], expected),
         f"{n}, inverse {inverse}",
     )
 
 
-def _rule(draw: Draw, fmt_name: str) -> tuple[str, int, float, blocks.ScaleRule]:
+def drawn_rule(draw: Draw, fmt_name: str) -> tuple[str, int, float, blocks.ScaleRule]:
     """(kind of scale, margin, epsilon, blocks.c's Rule)"""
     fmt, kind = FORMATS[fmt_name], ("fp32", "pow2", "e8m0")[draw.integers(3)]
     margin, epsilon = int(draw.choice([0, 0, 1, 200])), float(draw.choice([0.0, 0.0, 1e-4]))
@@ -232,7 +234,7 @@ def _rule(draw: Draw, fmt_name: str) -> tuple[str, int, float, blocks.ScaleRule]
     return kind, margin, epsilon, blocks.ScaleRule(largest, epsilon, blocks._KINDS[kind], fmt.max_exponent)
 
 
-def _scales(amax: torch.Tensor, fmt_name: str, kind: str, margin: int, epsilon: float):
+def scales_by(amax: torch.Tensor, fmt_name: str, kind: str, margin: int, epsilon: float):
     """(float32 scale, its inverse as it is kept)"""
     fmt = FORMATS[fmt_name]
     if kind == "e8m0":
@@ -243,17 +245,17 @@ def _scales(amax: torch.Tensor, fmt_name: str, kind: str, margin: int, epsilon: 
 
 
 def scales_call(draw: Draw, most: int) -> Call:
-    fmt_name, _ = _named(FORMATS, draw)
-    kind, margin, epsilon, rule = _rule(draw, fmt_name)
+    fmt_name, _ = named(FORMATS, draw)
+    kind, margin, epsilon, rule = drawn_rule(draw, fmt_name)
     while kind == "e8m0":
-        kind, margin, epsilon, rule = _rule(draw, fmt_name)
+        kind, margin, epsilon, rule = drawn_rule(draw, fmt_name)
     n = of.size(draw, most)
     amax = of.matrix(draw, 1, n, torch.float32).abs()
     amax = torch.where(amax.isnan(), 0.0, amax)
-    scale, inverse = _scales(amax, fmt_name, kind, margin, epsilon)
+    scale, inverse = scales_by(amax, fmt_name, kind, margin, epsilon)
     return Call(
         "scales_of_amaxes",
-        [Buffer(amax), n, Buffer(rule), _empty((n,), torch.float32), _empty((n,), torch.float32)],
+        [Buffer(amax), n, Buffer(rule), empty((n,), torch.float32), empty((n,), torch.float32)],
         lambda _, outs: first(differs("scales", outs[0], scale), differs("inverses", outs[1], inverse)),
         f"{n}, {kind}, margin {margin}",
     )
@@ -261,9 +263,9 @@ def scales_call(draw: Draw, most: int) -> Call:
 
 def blocks_call(draw: Draw, most: int) -> Call:
     """One or two cuts, of scales made there or given."""
-    (fmt_name, fmt), (dtype_name, dtype) = _named(FORMATS, draw), _named(of.DTYPES, draw)
+    (fmt_name, fmt), (dtype_name, dtype) = named(FORMATS, draw), named(of.DTYPES, draw)
     rows, cols = _shape(draw, most, 1)
-    kind, margin, epsilon, rule = _rule(draw, fmt_name)
+    kind, margin, epsilon, rule = drawn_rule(draw, fmt_name)
     given = kind != "e8m0" and draw.random() < 0.4
     choice = [(0, 0), (1, 0), (0, 1), *CUTS] if given else CUTS
     cuts = [choice[i] for i in draw.integers(len(choice), size=draw.integers(1, 3))]
@@ -271,20 +273,22 @@ def blocks_call(draw: Draw, most: int) -> Call:
         cuts = [(1, 32), (32, 1)] if draw.random() < 0.5 else [(1, 128), (128, 1)]
     x = of.matrix(draw, rows, cols, dtype, finite=None if draw.random() < 0.5 else True)
     bad = int((~x.isfinite()).sum())
-    told = (blocks._Cut * len(cuts))(*[(high or rows, wide or cols, None, None, None) for high, wide in cuts])
+    told = (blocks._Cut * len(cuts))(
+        *[(high or rows, wide or cols, None, None, None, None) for high, wide in cuts]
+    )
     structs, expected = Buffer(told), []
     amaxes, _ = block_amaxes(x, cuts)
     for i, ((high, wide), amax) in enumerate(zip(cuts, amaxes, strict=True)):
-        scale, inverse = _scales(amax, fmt_name, kind, margin, epsilon)
+        scale, inverse = scales_by(amax, fmt_name, kind, margin, epsilon)
         codes = cast(x, of.spread(scale, (high or rows, wide or cols), rows, cols), fmt).view(torch.uint8)
         expected.append(codes)
         start = i * ctypes.sizeof(blocks._Cut)
-        structs.pointers[start + blocks._Cut.codes.offset] = _empty((rows, cols), torch.uint8)
+        structs.pointers[start + blocks._Cut.codes.offset] = empty((rows, cols), torch.uint8)
         if given:
             structs.pointers[start + blocks._Cut.scale.offset] = Buffer(scale)
         else:
             expected.append(inverse)
-            structs.pointers[start + blocks._Cut.scale_inv.offset] = _empty(
+            structs.pointers[start + blocks._Cut.scale_inv.offset] = empty(
                 tuple(inverse.shape), inverse.dtype
             )
     amax = torch.zeros(1) if given else compute_amax(x).view(1)
@@ -302,7 +306,7 @@ def blocks_call(draw: Draw, most: int) -> Call:
     threads = int(draw.integers(1, 4))
     arguments = [
         *(Buffer(x), rows, cols, FLOATS[dtype][1], structs, len(cuts), Buffer(rule), finite),
-        *(_empty((1,), torch.float32), threads),
+        *(empty((1,), torch.float32), threads),
     ]
     what = f"{rows} x {cols}, {cuts}, {kind}, margin {margin}, given {given}, {bad} special, finite {finite}"
     return Call(f"blocks_{fmt_name}_{dtype_name}", arguments, check, what)
@@ -310,12 +314,12 @@ def blocks_call(draw: Draw, most: int) -> Call:
 
 def measure_call(draw: Draw, most: int) -> Call:
     """Of values alone and of up to two sides."""
-    dtype_name, dtype = _named(of.DTYPES, draw)
+    dtype_name, dtype = named(of.DTYPES, draw)
     rows, cols = _shape(draw, most, 1)
     x = of.matrix(draw, rows, cols, dtype, finite=bool(draw.random() < 0.5))
     sides, buffers = [], []
     for _ in range(draw.integers(0, 3)):
-        _, fmt = _named(FORMATS, draw)
+        _, fmt = named(FORMATS, draw)
         high, wide = _block(draw, rows, cols)
         scale = of.positive(draw, of.blocks(rows, high), of.blocks(cols, wide), False, -30, 30)
         codes = cast(x, of.spread(1 / scale, (high, wide), rows, cols), fmt)
@@ -358,8 +362,8 @@ def measure_call(draw: Draw, most: int) -> Call:
 
     arguments = [
         *(Buffer(x), rows, cols, structs, len(told), by_rows, piece),
-        *(_empty((pieces, 64), torch.uint8), _empty((pieces * max(1, len(told)), 24), torch.uint8)),
-        *(_empty((9 + 5 * len(told),), torch.float64), int(draw.integers(1, 4))),
+        *(empty((pieces, 64), torch.uint8), empty((pieces * max(1, len(told)), 24), torch.uint8)),
+        *(empty((9 + 5 * len(told),), torch.float64), int(draw.integers(1, 4))),
     ]
     for scratch in arguments[7:9]:
         scratch.out = False
@@ -367,7 +371,7 @@ def measure_call(draw: Draw, most: int) -> Call:
 
 
 def ranges_call(draw: Draw, most: int) -> Call:
-    dtype_name, dtype = _named(of.DTYPES, draw)
+    dtype_name, dtype = named(of.DTYPES, draw)
     rows, cols = _shape(draw, most, 1)
     high, wide = CUTS[draw.integers(len(CUTS))]
     x = of.matrix(draw, rows, cols, dtype)

@@ -1,4 +1,4 @@
-"""Drawn products (gemm.c, few_rows.c, few_tokens.c), and how far they may be from those of float64."""
+"""Drawn products (gemm.c, grouped.c, few_rows.c, few_tokens.c), and how far they may be from those of float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from megatron_fp8.backends import specified
 from megatron_fp8.backends.emulated import values64
-from megatron_fp8.kernels.cpu import blocks, few_rows, few_tokens, loops
+from megatron_fp8.kernels.cpu import blocks, few_rows, few_tokens, grouped, loops
 from megatron_fp8.numerics.cast import decode
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Rule
 
@@ -129,6 +129,57 @@ def gemm_call(draw: Draw, most: int, loop: int) -> Call:
 
     what = f"{m} x {n} x {k}, loop {loop}, {told_a}; {told_b}; {dtype}, bias {bias is not None}, add {add}"
     return Call("gemm", [a, b, out, m, n, k, loop, int(draw.integers(1, 5))], check, what)
+
+
+def gemm_each_call(draw: Draw, most: int, loop: int) -> Call:
+    """Up to three products in one call; one whose scales C refuses leaves its result as it was."""
+    count, size = int(draw.integers(1, 4)), ctypes.sizeof(grouped._Product)
+    structs, expected, words = (grouped._Product * count)(), [], []
+    told = Buffer(structs, out=True)
+    for i in range(count):
+        m, n, k = _sizes(draw, most)
+        (a, values_a, told_a), (b, values_b, told_b) = (
+            _side(draw, rows, k, bool(draw.integers(2)), draw.random() < 0.15) for rows in (m, n)
+        )
+        add, refused = bool(draw.integers(2)), draw.random() < 0.15
+        dtype = torch.float32 if add or draw.random() < 0.5 else torch.bfloat16
+        there = torch.randn(m, n, generator=of.seeded(draw)).to(dtype)
+        exact, sizes = _product(values_a, values_b, None)
+        if add:
+            exact, sizes = exact + there.double(), sizes + there.double().abs()
+        structs[i].a, structs[i].b = (loops.Side.from_buffer_copy(side.bytes) for side in (a, b))
+        if refused:
+            structs[i].a.block_rows = structs[i].a.block_k = structs[i].a.e8m0 = 0
+        structs[i].out = loops.Out(None, int(dtype == torch.bfloat16), int(add), None)
+        structs[i].m, structs[i].n, structs[i].k = m, n, k
+        for side, place in ((a, grouped._Product.a.offset), (b, grouped._Product.b.offset)):
+            told.pointers |= {i * size + place + offset: to for offset, to in side.pointers.items()}
+        if refused:
+            far = Buffer(torch.tensor([2.0**-120], dtype=torch.float32))
+            told.pointers[i * size + grouped._Product.a.offset + loops.Side.scale.offset] = far
+        out = Buffer(there, out=True)
+        told.pointers[i * size + grouped._Product.out.offset + loops.Out.at.offset] = out
+        expected.append((refused, there, exact, sizes, k, dtype))
+        words.append(f"{m} x {n} x {k}, {told_a}; {told_b}; {dtype}, add {add}, refused {refused}")
+    told.bytes = bytes(structs)
+
+    def check(returned: int, outs: list[bytearray]) -> str | None:
+        done = [one.done for one in (grouped._Product * count).from_buffer_copy(outs[0])]
+        if of.int32(returned) or done != [int(refused) for refused, *_ in expected]:
+            return f"returned {of.int32(returned)}, {done}"
+        return of.first(
+            *(
+                of.differs("what was there", out, there) if refused else _near(out, *right)
+                for out, (refused, there, *right) in zip(outs[1:], expected, strict=True)
+            )
+        )
+
+    return Call(
+        "gemm_each",
+        [told, count, loop, int(draw.integers(1, 4))],
+        check,
+        f"loop {loop}, " + " and ".join(words),
+    )
 
 
 def _weight(draw: Draw, n: int, k: int, e5m2: bool, finite: bool):
@@ -269,7 +320,7 @@ def few_tokens_call(draw: Draw, most: int, loop: int) -> Call:
     return Call("few_tokens", [linear, loop, int(draw.integers(1, 4))], check, what)
 
 
-KINDS = (gemm_call, gemm_call, gemm_call, few_rows_call, few_tokens_call)
+KINDS = (gemm_call, gemm_call, gemm_each_call, few_rows_call, few_tokens_call)
 
 
 def loops_call(loops_of: int) -> Call:

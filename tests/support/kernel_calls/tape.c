@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define MOST 16 /* arguments, and buffers, of a call */
+#define MOST 32 /* arguments, and buffers, of a call */
 #define PAGE 65536 /* a multiple of any system's */
 
 typedef int64_t Any(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,

@@ -31,7 +31,7 @@ AS_MX = f"tile_scales tile_scales {V1}"
 
 # Recipe: its forward and backward.
 FIRST = {
-    "delayed": f"cast_tensor clone cast_tensor {V1} ; cast_tensor {V1} {V1}",
+    "delayed": f"cast_tensor cast_tensor clone {V1} ; cast_tensor {V1} {V1}",
     "tensorwise": f"{TENSORWISE} {TENSORWISE} {V1} ; {TENSORWISE} {V1} {V1}",
     "rowwise": f"{ROWWISE} {ROWWISE} {V1} ; {ROWWISE} {V1} {V1}",
     "blockwise": f"quantize_tiles quantize_tiles {V2} ; quantize_tiles {V2} {V2}",
@@ -55,7 +55,7 @@ FP8_PARAM = {
 # Sequence parallel, two ranks: codes and scales are gathered and laid side by side.
 GATHER, SCATTER, SHARED = "all_gather_into_tensor", "reduce_scatter_tensor", "find_amaxes all_reduce"
 COLUMN = {
-    "delayed": f"cast_tensor {GATHER} clone cast_tensor {V1} ; cast_tensor {GATHER} {V1} clone {SCATTER} {V1}",
+    "delayed": f"cast_tensor {GATHER} cast_tensor clone {V1} ; cast_tensor {GATHER} {V1} clone {SCATTER} {V1}",
     "tensorwise": f"zeros {SHARED} cast_tensor {GATHER} {TENSORWISE} {V1} ;"
     f" {TENSORWISE} {GATHER} {V1} clone {SCATTER} {V1}",
     "rowwise": f"zeros {SHARED} cast_rows {GATHER} {GATHER} {ROWWISE} {V1} ;"
@@ -66,7 +66,7 @@ COLUMN = {
     f" quantize_tiles {GATHER} clone {GATHER} {V1} clone {SCATTER} tile_scales {V1}",
 }
 ROW = {
-    "delayed": f"cast_tensor clone cast_tensor {V1} {SCATTER} ; cast_tensor {GATHER} {V1} transpose {V1}",
+    "delayed": f"cast_tensor cast_tensor clone {V1} {SCATTER} ; cast_tensor {GATHER} {V1} transpose {V1}",
     "tensorwise": f"{TENSORWISE} {TENSORWISE} {V1} {SCATTER} ;"
     f" zeros {SHARED} cast_tensor {GATHER} {V1} transpose {V1}",
     "rowwise": f"{ROWWISE} {ROWWISE} {V1} {SCATTER} ;"

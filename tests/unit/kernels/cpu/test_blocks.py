@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated, specified
+from megatron_fp8.backends.base import Asked, Running
 from megatron_fp8.kernels.cpu import blocks, loops
 from megatron_fp8.numerics.cast import cast
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Rule
+from megatron_fp8.numerics.scaling import compute_scale
+from tests.support.threads import threads
 
 RULES = [
     Rule(fmt, granularity, scale)
@@ -92,47 +95,106 @@ def test_one_direction_makes_what_both_make():
 
 
 def test_it_is_one_call(monkeypatch: pytest.MonkeyPatch):
-    """Both directions; a silent return to passes of their own would give the same bytes."""
+    """Both directions, and many matrices; a silent return to calls of their own would give the same bytes."""
     calls = []
     quantize = blocks.quantize
-    monkeypatch.setattr(blocks, "quantize", lambda *a: calls.append(len(a[2])) or quantize(*a))
+    monkeypatch.setattr(
+        blocks, "quantize", lambda wanted: calls.append([len(of.cuts) for of in wanted]) or quantize(wanted)
+    )
     x = matrix((256, 256), torch.bfloat16, "normal")
-    for rule, direction in itertools.product(RULES[:4], ["both", "columnwise"]):
+    rules = [RULES[0], RULES[1], Rule(E4M3, ROW, "pow2"), Rule(E4M3, TENSOR, "fp32")]
+    for rule, direction in itertools.product(rules, ["both", "columnwise"]):
         emulated.quantize(x, rule, direction)
+    emulated.quantize_each([Asked(x, rule, "both", None, None) for rule in rules])
     if loops.reason() is None:
-        assert calls == [2, 1, 1, 1, 2, 1, 2, 1]
+        assert calls == [[2], [1], [1], [1], [2], [1], [1], [1], [2, 1, 2, 1]]
+
+
+def test_each_of_many_is_as_alone():
+    """Of all sizes, also too small for C, empty or under a scale that was there; one of them by all threads."""
+    asked, alone, scale = [], [], torch.tensor(3.0)
+    for i, (rule, shape) in enumerate(itertools.product(RULES, [*SHAPES, (700, 512), (3, 5), (0, 4)])):
+        x = matrix(
+            shape, [torch.bfloat16, torch.float32][i % 2], ["wide", "special"][i % 3 == 0 and shape[0] > 9]
+        )
+        given = scale if rule == Rule(E5M2, TENSOR, "fp32") and i % 2 else None
+        asked.append(Asked(x, rule, "both", given, running()))
+        alone.append(emulated.quantize(x, rule, "both", scale=given, running=running()))
+    with threads(3):
+        together = emulated.quantize_each(asked)
+    for one, done, expected in zip(asked, together, alone, strict=True):
+        for a, b in zip(done.tensor.sides, expected.tensor.sides, strict=True):
+            assert same(a.codes.contiguous(), b.codes.contiguous()), (one.rule, one.x.shape)
+            assert same(a.scale_inv.contiguous(), b.scale_inv.contiguous()), (one.rule, one.x.shape)
+            assert (a.granularity, a.pow2, a.finite) == (b.granularity, b.pow2, b.finite)
+        assert same(done.amax, expected.amax) and done.nonfinite == expected.nonfinite
+
+
+def test_many_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loops, "reason", lambda: "not wanted")
+    monkeypatch.setattr(loops, "_load", lambda: (None, "not wanted"))
+    x = matrix((256, 256), torch.bfloat16, "normal")
+    (done,) = emulated.quantize_each([Asked(x, RULES[0], "both", None, None)])
+    assert same(done.tensor.rowwise.codes, specified.quantize(x, RULES[0], "both").tensor.rowwise.codes)
+
+
+def running() -> Running:
+    amax, nonfinite = torch.zeros(2, dtype=torch.float32)
+    return Running(amax, amax.view(torch.int32), nonfinite)
+
+
+@pytest.mark.parametrize("elements", [512, 1 << 16], ids=["by torch", "by C"])
+@pytest.mark.parametrize("rule", [*RULES[:2], *RULES[10:12], *RULES[14:16]], ids=str)
+def test_amax_and_health_are_recorded(rule: Rule, elements: int):
+    """The largest of several casts, the sum of their counts, in the very numbers that were given."""
+    place, given = running(), torch.tensor(2.0)
+    scales = [None, given] if rule == Rule(E5M2, TENSOR, "fp32") else [None]
+    for size, special, largest in (
+        (1.0, 0.5, 1.0),
+        (5.0, 0.5, 5.0),
+        (3.0, 0.5, 5.0),
+        (2.0, torch.inf, torch.inf),
+    ):
+        x = torch.full((elements // 256, 256), -size, dtype=torch.bfloat16)
+        x[0, 7], x[1, 3] = torch.nan, special
+        for scale in scales:
+            done = emulated.quantize(x, rule, "both", scale=scale, running=place)
+            assert done.nonfinite == (2 if special > 1 else 1)
+            assert float(place.amax) == largest
+    assert float(place.nonfinite) == 5 * len(scales)
 
 
 def test_threads_do_not_matter():
     x = matrix((700, 512), torch.bfloat16, "wide")
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(emulated.quantize(x, RULES[0], "both").tensor.rowwise.codes)
-    finally:
-        torch.set_num_threads(before)
-    assert same(*found)
+    for rule in (RULES[0], *RULES[10:12], *RULES[14:16]):
+        found = []
+        for count in (1, 3):
+            with threads(count):
+                found.append(emulated.quantize(x, rule, "both").tensor)
+        for one, other in zip(found[0].sides, found[1].sides, strict=True):
+            assert same(one.codes.contiguous(), other.codes.contiguous())
+            assert same(one.scale_inv.contiguous(), other.scale_inv.contiguous())
 
 
 @pytest.mark.skipif(loops.reason() is not None, reason="no C compiler")
-@pytest.mark.parametrize("cut", [(1, 0), (0, 1), (1, 32)], ids=str)
+@pytest.mark.parametrize("cut", [(1, 0), (0, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_each_bfloat16_number_under_scales(fmt: FloatFormat, cut: tuple[int, int]):
-    """That does not saturate: normal codes, each width of subnormal ones, and zeros."""
+    """That does not saturate: normal codes, each width of subnormal ones, and zeros. Of amaxes that were found before."""
     every = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
     powers = [2.0**exponent for exponent in (-100, -37, -3, 0, 1, 8, 9, 60, 100)]
     for value in (*powers, 1.1, 0.3, 7.7e-9, 3e33):
-        rule = Rule(fmt, TENSOR, "pow2" if value in powers else "fp32")
-        scale = torch.tensor(value)
-        x = every.where(every.abs().float() * scale <= fmt.max, 0).view(256, 256)
-        blocks_of = {(1, 0): 256, (0, 1): 256, (1, 32): 256 * 8}[cut]
-        (codes,) = blocks.cast(x, rule, [cut], [scale.expand(blocks_of).contiguous()], True)
-        assert same(codes, cast(x, scale, fmt)), value
+        rule = Rule(fmt, TENSOR if cut == (0, 0) else ROW, "pow2" if value in powers else "fp32")
+        amax = torch.tensor(fmt.max / value, dtype=torch.float32)
+        x = every.where(every.abs().float() <= amax, 0).view(256, 256)
+        amaxes = amax.expand(256 if any(cut) else 1).contiguous()
+        (made,) = blocks.quantize([blocks.Wanted(x, rule, [cut], amaxes=[amaxes])])
+        scale = compute_scale(amax, fmt, pow2=rule.scale == "pow2")
+        assert same(made.sides[0].codes, cast(x, scale, fmt)), value
 
 
-@pytest.mark.parametrize("threads", ["python's", "openmp's"])
-def test_threads_with_small_stacks(threads, tmp_path):
+@pytest.mark.parametrize("whose", ["python's", "openmp's"])
+def test_threads_with_small_stacks(whose, tmp_path):
     """256 KB: what is kept of a tile is larger. In a process of its own, which would end."""
     lines = [
         "import threading, torch",
@@ -140,9 +202,9 @@ def test_threads_with_small_stacks(threads, tmp_path):
         "from megatron_fp8.numerics.formats import E4M3",
         "from megatron_fp8.numerics.rule import TENSOR, Rule",
         "rule, x = Rule(E4M3, TENSOR, 'pow2'), torch.randn(1280, 256)",
-        "call = lambda: blocks.quantize(x, rule, [(1, 1), (1, 1)])",
+        "call = lambda: blocks.quantize([blocks.Wanted(x, rule, [(1, 1), (1, 1)])])",
     ]
-    if threads == "openmp's":
+    if whose == "openmp's":
         lines += ["torch.set_num_threads(2)", "call()"]
     else:
         lines += [

@@ -1,0 +1,111 @@
+"""Casts of matrices on CPUs by C, of one or of many in one call; what C does not take goes through specified.py.
+
+Amaxes, scales and codes of both directions are one call (kernels/cpu/casts.c), but where ranks share amaxes: then those
+are found first, reduced, and handed to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels.cpu import block_amax, blocks, loops
+from ..numerics.rule import ROW, TENSOR
+from ..tensor import Float8Tensor, QuantizedSide
+from . import specified
+from .base import AmaxReduction, Asked, Quantized, Region
+
+
+def quantize(
+    asked: Asked, reduce_amax: AmaxReduction | None = None, region: Region | None = None
+) -> Quantized:
+    """``specified.quantize``, by C where it takes the matrix."""
+    if not takes(asked):
+        return _as_specified(asked, reduce_amax, region)
+    wanted = _wanted(asked)
+    if reduce_amax is None or asked.scale is not None or all(rows for rows, _ in wanted.cuts):
+        (made,) = blocks.quantize([wanted])
+        return _quantized(asked, made)
+    wanted, amax, special = _with_other_ranks(wanted, reduce_amax)
+    (made,) = blocks.quantize([wanted])
+    return _quantized(asked, made._replace(amax=amax, special=special))
+
+
+def quantize_each(asked: Sequence[Asked]) -> list[Quantized]:
+    """``quantize`` of each, of which no amax is reduced and none is rounded stochastically."""
+    inside = [takes(one) for one in asked]
+    made = iter(blocks.quantize([_wanted(one) for one, taken in zip(asked, inside, strict=True) if taken]))
+    found = []
+    for one, taken in zip(asked, inside, strict=True):
+        if taken:
+            found.append(_quantized(one, next(made)))
+        else:
+            found.append(_as_specified(one, None, None))
+    return found
+
+
+def takes(asked: Asked) -> bool:
+    """Whether C casts it."""
+    x, rule = asked.x, asked.rule
+    if rule.stochastic or x.dtype not in loops.FLOATS or not loops.usable(x):
+        return False
+    if asked.scale is not None or (rule.scale != "e8m0" and rule.granularity in (TENSOR, ROW)):
+        return True
+    return all(map(blocks.divides, _cuts(asked)))
+
+
+def _as_specified(asked: Asked, reduce_amax: AmaxReduction | None, region: Region | None) -> Quantized:
+    x, rule, direction, scale, running = asked
+    return specified.quantize(
+        x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region, running=running
+    )
+
+
+def _cuts(asked: Asked) -> list[tuple[int, int]]:
+    """Rows and columns of the blocks of each cast that is needed, as the matrix lies."""
+    granularity, direction = asked.rule.granularity, asked.direction
+    high, wide = granularity.rows, granularity.cols
+    if high == wide or direction == "rowwise":
+        return [(high, wide)]
+    return [(wide, high)] if direction == "columnwise" else [(high, wide), (wide, high)]
+
+
+def _wanted(asked: Asked) -> blocks.Wanted:
+    running = None if asked.running is None else asked.running.amax
+    return blocks.Wanted(asked.x, asked.rule, _cuts(asked), running, asked.scale)
+
+
+def _with_other_ranks(
+    wanted: blocks.Wanted, reduce_amax: AmaxReduction
+) -> tuple[blocks.Wanted, torch.Tensor, int]:
+    """The same with amaxes that were found and reduced; this rank's own amax, and how many elements are NaN or Inf."""
+    amaxes, special = block_amax.block_amaxes(wanted.x, wanted.cuts)
+    bits = amaxes[0].view(torch.int32).amax()  # which sort like the numbers, and no mode flushes them
+    amax = bits.view(torch.float32)
+    if wanted.running is not None:
+        running = wanted.running.view(torch.int32)
+        torch.maximum(running, bits, out=running)
+    if wanted.rule.granularity.is_tensor:
+        amaxes = [amax.clone()]
+    for (rows, _), found in zip(wanted.cuts, amaxes, strict=True):
+        if rows == 0:  # whole columns, of which a shard of rows holds a part
+            reduce_amax(found)
+    return wanted._replace(amaxes=amaxes, finite=not special), amax, special
+
+
+def _quantized(asked: Asked, done: blocks.Made) -> Quantized:
+    """What codes and scales of each cut are the sides of; both lie as x does."""
+    x, rule, direction, _, running = asked
+    made, amax, special = done
+    nonfinite = None
+    if special:
+        nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu")
+        if running is not None:
+            running.nonfinite.add_(nonfinite)
+    facts = rule.granularity, rule.scale != "fp32", not special
+    rowwise = None if direction == "columnwise" else QuantizedSide(made[0].codes, made[0].scale_inv, *facts)
+    codes, scale_inv = made[-1]
+    turned = scale_inv if rule.granularity.is_tensor else scale_inv.t()
+    columnwise = None if direction == "rowwise" else QuantizedSide(codes.t(), turned, *facts)  # [cols, rows]
+    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
