@@ -304,10 +304,6 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         notes.append(
             "moe_token_dispatcher_type: what it sends is not known; these are the bytes of 'alltoall'"
         )
-    if has_experts and section.get("moe_fp8_dispatch"):
-        notes.append(
-            "moe_fp8_dispatch: not read; what is sent to experts, and kept by them, is of tokens in BF16"
-        )
     if has_experts and section.get("moe_expert_capacity_factor") is not None:
         notes.append(
             "moe_expert_capacity_factor: not read; no token is dropped here, and no expert filled up"
