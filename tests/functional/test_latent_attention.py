@@ -34,7 +34,8 @@ def make(layout: Layout, fields: dict[str, Any]) -> Any:
 
 
 def trained(layout: Layout, fields: dict[str, Any]) -> dict[str, Any]:
-    """A rank case: losses and gradient norms of three steps, and which of attention's linears ran in FP8."""
+    """A rank case: losses and gradient norms of three steps, the gradient norm of the last
+    layer's norm of queries' latents, and which of attention's linears ran in FP8."""
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
@@ -43,7 +44,12 @@ def trained(layout: Layout, fields: dict[str, Any]) -> dict[str, Any]:
         run = train(config, spec=get_gpt_layer_fp8_spec, steps=3)
         report = site_report(run.chunks) if config.fp8 else []
         fp8 = {site["name"].rpartition(".")[2] for site in report if site["precision"] == "fp8"}
-        return {"losses": run.losses, "norms": run.grad_norms, "fp8": fp8}
+        queries = [
+            parameter.main_grad.norm().item()
+            for name, parameter in run.chunks[-1].named_parameters()
+            if "q_layernorm" in name
+        ]
+        return {"losses": run.losses, "norms": run.grad_norms, "queries": queries[-1:], "fp8": fp8}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +68,7 @@ def test_layout_trains_as_one_rank_does(ranks: RankPool, one: Any, name: str) ->
     found = ranks(2).run(trained, LAYOUTS[name], FP32)[-1]
     assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert found["norms"][0] == pytest.approx(one["norms"][0], rel=1e-5)
+    assert found["queries"] == pytest.approx(one["queries"], rel=1e-3)  # too small to show in the norm of all
     assert found["losses"][2] < found["losses"][0]
 
 

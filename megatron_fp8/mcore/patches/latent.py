@@ -8,17 +8,21 @@ projection's result is gathered here, before attention looks at its width.
 
 Under sequence parallelism one all-to-all makes [s / tp, b, rank] of [s, b, rank / tp]. Megatron-Core gathers all
 columns and throws most rows away.
+
+Without sequence parallelism each rank normalises whole latents of queries, so each has the whole gradient of that norm's
+weight. Megatron-Core sums it over ranks, for its name: in other attention a norm so called sees a rank's own heads.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, gather_from_tensor_model_parallel_region
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
 from ...linear.derivative import first_derivative_only
@@ -29,10 +33,18 @@ _MODULE = "megatron.core.transformer.multi_latent_attention"
 
 
 def patches() -> list[Patch]:
-    """What multi-latent attention needs without Transformer Engine."""
+    """What multi-latent attention needs: most of it without Transformer Engine alone."""
+    norms = Patch(
+        "megatron.core.distributed.finalize_model_grads",
+        "_allreduce_non_tensor_model_parallel_grads",
+        whole_gradients_kept,
+        "the gradient of the queries' norm, whole on each tensor parallel rank, is summed over them for its name",
+        wrap=True,
+    )
     if compat.has_te():
-        return []
+        return [norms]
     return [
+        norms,
         Patch(
             _MODULE,
             "HAVE_TE",
@@ -80,6 +92,30 @@ def _gathered(group: Any, scatter: bool, summed: int, _module: Any, _inputs: Any
         return _GatherColumns.apply(part, group, summed), bias
     rows = part.shape[0] // group.size()
     return all_to_all_hp2sp(part, group).view(rows, part.shape[1], -1), bias
+
+
+def whole_gradients_kept(original: Callable[..., None]) -> Callable[..., None]:
+    """_allreduce_non_tensor_model_parallel_grads, which leaves the norms of queries' latents as they are."""
+
+    @functools.wraps(original)
+    def all_reduce(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
+        grads = [] if config.sequence_parallel else list(_gradients_of_query_norms(model))
+        kept = [grad.clone() for grad in grads]
+        original(model, config, *args, **kwargs)
+        for grad, whole in zip(grads, kept, strict=True):
+            grad.copy_(whole)
+
+    return all_reduce
+
+
+def _gradients_of_query_norms(model: list[Any]) -> Iterator[Tensor]:
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, MultiLatentAttention) and hasattr(module, "q_layernorm"):
+                for parameter in module.q_layernorm.parameters():
+                    grad = getattr(parameter, "main_grad", parameter.grad)
+                    if grad is not None:
+                        yield grad
 
 
 class _GatherColumns(torch.autograd.Function):
