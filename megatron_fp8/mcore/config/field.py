@@ -13,20 +13,23 @@ from .rules import FLAG, Rule
 
 @dataclass(frozen=True)
 class Field:
-    """One field. `only`: another field, and optionally its value, without which this one has no effect."""
+    """One field. `only`: another field, and optionally its value, without which this one has no effect, unless the field
+    `also` is on. `unless`: a field that, when it is on, leaves this one without effect."""
 
     rule: Rule
     where: str = ""
     only: tuple[Any, ...] = ()
+    also: str = ""
+    unless: str = ""
     ignored: str = ""
     refused: str = ""
     here: Callable[[], bool] = lambda: True
     """Whether this machine has what the field needs. If not, it cannot be had with FP8 off either."""
 
 
-def works(rule: Rule, where: str, *only: Any) -> Field:
+def works(rule: Rule, where: str, *only: Any, also: str = "", unless: str = "") -> Field:
     """It has its effect."""
-    return Field(rule, where=where, only=only)
+    return Field(rule, where=where, only=only, also=also, unless=unless)
 
 
 def ignored(why: str, rule: Rule = FLAG) -> Field:

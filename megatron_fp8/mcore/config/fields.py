@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig as MegatronLatentConfig
@@ -64,17 +64,23 @@ def check_fields(config: Any, before: str = "") -> None:
         check_relation(config, relation, before)
 
 
-def announce_fields(config: Any) -> None:
-    """Warn of every field that is set and does nothing, because of what it is or because of another one."""
-    for name, value in _set_fields(config):
-        field = KNOWN.get(name)
+def announce_fields(
+    config: Any, fields: Mapping[str, Field] = KNOWN, defaults: Mapping[str, Any] = DEFAULTS
+) -> None:
+    """Warn of every field that is set and does nothing, because of what it is or because of another one.
+
+    Args:
+        config: anything with the fields as attributes.
+        fields: the table to go by.
+        defaults: the values of the fields to speak of where they are not set.
+    """
+    for name, value in _set_fields(config, defaults):
+        field = fields.get(name)
         if field is None:
             continue
-        if field.ignored and not _means_what_is(name, value):
-            _say(f"{name}={shown(value)} has no effect: {field.ignored}")
-        elif missing := _missing(config, field):
-            other = f"{missing[0]}={missing[1]!r}" if len(missing) > 1 else missing[0]
-            _say(f"{name}={shown(value)} has no effect without {other}")
+        why = f": {field.ignored}" if field.ignored else _idle(config, field, fields)
+        if why and not _means_what_is(config, name, value):
+            _say(f"{name}={shown(value)} has no effect{why}")
 
 
 def announce_unavailable(config: Any) -> None:
@@ -88,9 +94,9 @@ def announce_unavailable(config: Any) -> None:
             _say(relation.words)
 
 
-def _set_fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of Megatron-Core's fields that are not at their default."""
-    for name, default in DEFAULTS.items():
+def _set_fields(config: Any, defaults: Mapping[str, Any] = DEFAULTS) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the fields that are not at their default."""
+    for name, default in defaults.items():
         value = getattr(config, name, default)
         if value is not default and not (type(value) is type(default) and value == default):
             yield name, value
@@ -101,21 +107,28 @@ def _is_refused(field: Field) -> bool:
     return bool(field.refused) and not (field.where and field.here())
 
 
-def _missing(config: Any, field: Field) -> tuple[Any, ...]:
-    """The field, and optionally its value, without which this one has no effect, if it is off; one on the way to it,
-    too."""
+def _idle(config: Any, field: Field, fields: Mapping[str, Field]) -> str:
+    """With or without which other field this one does nothing, or one on the way to it; '' if it has its effect."""
+    if field.unless and _is_on(config, field.unless):
+        return f" with {field.unless}"
     if not field.only:
-        return ()
-    return field.only if not _is_on(config, *field.only) else _missing(config, KNOWN[field.only[0]])
+        return ""
+    needed = [field.only, *([(field.also,)] if field.also else [])]
+    found = next((each for each in needed if _is_on(config, *each)), None)
+    if found is not None:
+        return _idle(config, fields[found[0]], fields)
+    return " without " + " or ".join(f"{each[0]}={each[1]!r}" if each[1:] else each[0] for each in needed)
 
 
 def _is_on(config: Any, name: str, value: Any = None) -> bool:
     found = getattr(config, name)
-    return found == value if value is not None else found not in (DEFAULTS[name], None)
+    return found == value if value is not None else found not in (DEFAULTS.get(name), None, False)
 
 
-def _means_what_is(name: str, value: Any) -> bool:
+def _means_what_is(config: Any, name: str, value: Any) -> bool:
     """Whether a field without effect asks for what is there anyway."""
+    if name == "kv_channels":  # a copy of a config has what Megatron-Core filled in
+        return value == config.hidden_size // config.num_attention_heads
     return name in ("transformer_impl", "attention_backend") and getattr(value, "name", value) == "local"
 
 

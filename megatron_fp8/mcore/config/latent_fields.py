@@ -3,12 +3,16 @@ rest."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from .field import Field, refused, works
-from .rules import FLAG, NOT_NEGATIVE, POSITIVE, SIZE, Relation, number, one_of, optional
+from .rules import FLAG, FLOAT32, POSITIVE, SIZE, Relation, number, one_of, optional
 
 _MLA = "transformer/multi_latent_attention"
 _ON = ("multi_latent_attention",)
 _YARN = ("rope_type", "yarn")
+_SCALE = number(0, 100)  # with the longest stretch it makes a softmax scale that float16 still has
 
 LATENT_FIELDS: dict[str, Field] = {
     "q_lora_rank": works(optional(SIZE), _MLA, *_ON),
@@ -17,20 +21,50 @@ LATENT_FIELDS: dict[str, Field] = {
     "qk_pos_emb_head_dim": works(SIZE, _MLA, *_ON),
     "v_head_dim": works(SIZE, _MLA, *_ON),
     "rope_type": works(one_of("rope", "yarn"), _MLA, *_ON),
-    "rotary_base": works(POSITIVE, _MLA, *_ON),
-    "rotary_percent": works(number(0, 1, without=[0]), _MLA, *_ON),
-    "rotary_scaling_factor": works(POSITIVE, _MLA, *_YARN),
+    "rotary_base": works(number(1, FLOAT32, without=[1]), _MLA, *_ON),
+    "rotary_percent": works(number(0, 1, without=[0]), _MLA, "rope_type", "rope"),
+    # Megatron-Core takes these two into the softmax scale whatever rope_type is.
+    "rotary_scaling_factor": works(number(1, 1e6), _MLA, *_YARN, also="mscale_all_dim"),
+    "mscale_all_dim": works(_SCALE, _MLA, *_ON),
     "original_max_position_embeddings": works(SIZE, _MLA, *_YARN),
     "beta_fast": works(POSITIVE, _MLA, *_YARN),
     "beta_slow": works(POSITIVE, _MLA, *_YARN),
-    "mscale": works(NOT_NEGATIVE, _MLA, *_YARN),
-    "mscale_all_dim": works(NOT_NEGATIVE, _MLA, *_YARN),
+    "mscale": works(_SCALE, _MLA, *_YARN),
     "cache_mla_latents": refused(
         "it needs Megatron-Core's dynamic batches and a kernel that those call; megatron_fp8.mcore.generation.Decoder"
         " keeps keys and values without it",
         FLAG,
     ),
 }
+
+
+def _has_yarn(c: Any) -> bool:
+    return bool(c.multi_latent_attention and c.rope_type == "yarn")
+
+
+def stretched_from_and_to(c: Any) -> tuple[int, int]:
+    """The frequencies of a head between which YaRN's ramp rises, as Megatron-Core counts and clips them: those before the
+    first stay, those after the second are stretched.
+
+    Source: YaRN (arXiv:2309.00071), section 3.2.
+    """
+    channels, context = c.qk_pos_emb_head_dim, c.original_max_position_embeddings
+
+    def turning(times: float) -> float:
+        return channels * math.log(context / (times * 2 * math.pi)) / (2 * math.log(c.rotary_base))
+
+    return max(math.floor(turning(c.beta_fast)), 0), min(math.ceil(turning(c.beta_slow)), channels - 1)
+
+
+def _rises(c: Any) -> bool:
+    low, high = stretched_from_and_to(c)
+    return low <= high
+
+
+def _turning(c: Any) -> int:
+    """Channels of a head that rope_type='rope' turns, as Megatron-Core counts them."""
+    return int(c.qk_pos_emb_head_dim * c.rotary_percent)
+
 
 LATENT_RELATIONS: tuple[Relation, ...] = (
     Relation(
@@ -43,6 +77,27 @@ LATENT_RELATIONS: tuple[Relation, ...] = (
         ("qk_pos_emb_head_dim",),
         "rotary positions turn pairs of channels, so it must be even",
         lambda c: not c.multi_latent_attention or c.qk_pos_emb_head_dim % 2 == 0,
+    ),
+    Relation(
+        ("rope_type", "rotary_percent", "qk_pos_emb_head_dim"),
+        "rotary positions turn pairs of channels, so that part of qk_pos_emb_head_dim must be even and at least 2",
+        lambda c: (
+            not c.multi_latent_attention
+            or c.rope_type != "rope"
+            or (_turning(c) >= 2 and _turning(c) % 2 == 0)
+        ),
+    ),
+    Relation(
+        ("beta_slow", "beta_fast"),
+        "frequencies that turn beta_fast times in the original context stay, and those that turn beta_slow times are"
+        " stretched, so beta_slow is at most beta_fast",
+        lambda c: not _has_yarn(c) or c.beta_slow <= c.beta_fast,
+    ),
+    Relation(
+        ("rotary_base", "original_max_position_embeddings", "qk_pos_emb_head_dim", "beta_fast", "beta_slow"),
+        "all of a head's frequencies would lie on one side of YaRN's ramp, which Megatron-Core then turns round: with"
+        " rope_type='rope' nothing is stretched",
+        lambda c: not _has_yarn(c) or _rises(c),
     ),
     Relation(
         ("q_lora_rank", "tensor_model_parallel_size"),

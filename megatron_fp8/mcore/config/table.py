@@ -59,6 +59,7 @@ _OURS = "megatron_fp8/mcore/config/checks"
 
 _TE_OVERLAP = "an overlap of tensor parallel communication inside Transformer Engine's linears"
 _FOR_MOE = ("num_moe_experts",)
+_LATENT = "multi_latent_attention"  # it turns heads by its own fields, and has its own sizes and scale
 
 FIELDS: dict[str, Field] = {
     # ---- sizes
@@ -66,7 +67,7 @@ FIELDS: dict[str, Field] = {
     "hidden_size": works(SIZE, _ATTENTION),
     "num_attention_heads": works(COUNT, _ATTENTION),
     "num_query_groups": works(optional(COUNT), _ATTENTION),
-    "kv_channels": works(optional(COUNT), _ATTENTION),
+    "kv_channels": works(optional(COUNT), _ATTENTION, unless=_LATENT),
     "ffn_hidden_size": works(optional(SIZE), _MLP),
     # ---- layers
     "normalization": works(one_of("LayerNorm", "RMSNorm"), "models/gpt/gpt_layer_specs"),
@@ -77,10 +78,10 @@ FIELDS: dict[str, Field] = {
     "qk_layernorm": works(FLAG, "models/gpt/gpt_layer_specs"),
     "qk_l2_norm": works(FLAG, "models/gpt/gpt_layer_specs"),
     "add_bias_linear": works(FLAG, _MLP),
-    "add_qkv_bias": works(FLAG, _ATTENTION),
+    "add_qkv_bias": works(FLAG, _ATTENTION, unless=_LATENT),
     "gated_linear_unit": works(FLAG, _MLP),
     "activation_func": works(FUNCTION, _MLP),
-    "activation_func_clamp_value": works(optional(number(LEAST, _HALF)), _MLP),
+    "activation_func_clamp_value": works(optional(number(LEAST, _HALF)), _MLP, "gated_linear_unit"),
     "glu_linear_offset": works(number(-_HALF, _HALF), _MLP, "gated_linear_unit"),
     "bias_activation_fusion": works(FLAG, _MLP),
     "bias_dropout_fusion": works(FLAG, _LAYER),
@@ -93,7 +94,7 @@ FIELDS: dict[str, Field] = {
         "attention runs as PyTorch's scaled_dot_product_attention, which chooses its own kernel",
         one_of("flash", "fused", "unfused", "local", "auto"),
     ),
-    "softmax_scale": works(optional(number(LEAST, _HALF)), _ATTENTION),
+    "softmax_scale": works(optional(number(LEAST, _HALF)), _ATTENTION, unless=_LATENT),
     "softmax_type": works(one_of("vanilla", "off-by-one", "learnable"), _SDPA),
     "attention_dropout": works(PROBABILITY, _SDPA),
     "attention_softmax_in_fp32": Field(FLAG, ignored="the softmax runs in float32 here"),
@@ -102,7 +103,7 @@ FIELDS: dict[str, Field] = {
     "attention_output_gate": works(FLAG, _ATTENTION),
     "window_size": works(optional(list_of(integer(-1, 2**24, "tokens"), 2)), _SDPA),
     "window_attn_skip_freq": works(PATTERN, _SDPA, "window_size"),
-    "no_rope_freq": works(PATTERN, _ATTENTION),
+    "no_rope_freq": works(PATTERN, _ATTENTION, unless=_LATENT),
     "rotary_interleaved": works(FLAG, "models/gpt/gpt_model"),
     "apply_rope_fusion": te_function("fused rotary embedding", "models/common/embeddings/rope_utils"),
     "fused_single_qkv_rope": te_function("fused rotary embedding", _ATTENTION),
@@ -258,7 +259,7 @@ FIELDS: dict[str, Field] = {
     ),
     "calculate_per_token_loss": works(FLAG, _PP),
     "mtp_num_layers": works(optional(integer(1, 2**10)), "models/gpt/gpt_model"),
-    "mtp_loss_scaling_factor": works(optional(NOT_NEGATIVE), "models/gpt/gpt_model", "mtp_num_layers"),
+    "mtp_loss_scaling_factor": works(NOT_NEGATIVE, "models/gpt/gpt_model", "mtp_num_layers"),
     # ---- mixture of experts
     "num_moe_experts": works(optional(COUNT), _MOE),
     "moe_ffn_hidden_size": works(optional(SIZE), _EXPERTS, *_FOR_MOE),

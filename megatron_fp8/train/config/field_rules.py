@@ -26,6 +26,7 @@ from ...mcore.config.rules import (
     text,
 )
 from ...telemetry.names import TENSORS
+from .position_fields import POSITION_FIELDS
 
 _ITERATIONS = integer(1, 2**31 - 1, "iterations")
 _ITERATIONS_OR_0 = integer(0, 2**31 - 1, "iterations")
@@ -111,11 +112,7 @@ MODEL: dict[str, Rule] = {
     "vocab_size": optional(_ROWS),
     "make_vocab_size_divisible_by": _ROWS,
     "padded_vocab_size": optional(_ROWS),
-    "position_embedding_type": one_of("rope", "learned_absolute", "none"),
-    "rotary_percent": number(0, 1, without=[0]),
-    "rotary_base": integer(1, 2**53),
-    "rope_scaling": FLAG,
-    "rope_scaling_factor": number(1, 1e6),
+    **{name: field.rule for name, field in POSITION_FIELDS.items()},
     "share_embeddings_and_output_weights": FLAG,
 }
 """The model's options beside its TransformerConfig."""
@@ -201,16 +198,6 @@ def check_rules(section: str, values: Any) -> None:
         check(f"{before}{name}", getattr(values, name), rule)
     for relation in RELATIONS.get(section, ()):
         check_relation(values, relation, before)
-
-
-def check_rotary(section: Any, kv_channels: int) -> None:
-    """Raise ValueError if the part of a head's channels that turns is not an even number of at least 2."""
-    turning = int(kv_channels * section.rotary_percent)
-    if section.position_embedding_type == "rope" and (turning < 2 or turning % 2):
-        raise ValueError(
-            f"model.rotary_percent={section.rotary_percent} of {kv_channels} channels of a head (model.kv_channels) makes"
-            f" {turning}, and rotary positions turn pairs: change one of them, or model.position_embedding_type."
-        )
 
 
 def check_training_fields(section: Any, defaults: dict[str, Any]) -> None:

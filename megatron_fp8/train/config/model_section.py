@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 
-from ...mcore.config.fields import DEFAULTS, announce_fields, check_fields
+from ...mcore.config.fields import DEFAULTS, KNOWN, announce_fields, check_fields
 from ...mcore.config.latent import MLATransformerConfig
 from ...mcore.config.latent_fields import LATENT_FIELDS
-from ...mcore.config.rules import Rule, one_of, optional
+from ...mcore.config.rules import Rule, check, one_of, optional
+from ...mcore.config.table import FIELDS
 from ...mcore.config.transformer_config import TransformerConfig
-from .field_rules import check_rotary, check_training_fields
+from .field_rules import check_training_fields
+from .position_fields import POSITION_FIELDS, ROTARY, check_positions
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared_relu": squared_relu}
@@ -107,7 +109,11 @@ def _model_fields() -> list[tuple[str, Any, dataclasses.Field]]:
             own = dataclasses.field(default_factory=field.default_factory)
         else:
             own = dataclasses.field(default=default)
-        found.append((field.name, _TYPES.get(field.name, hints[field.name]), own))
+        kind = _TYPES.get(field.name, hints[field.name])
+        known = KNOWN.get(field.name)
+        if known and known.rule.holds(None):  # whatever Megatron-Core's annotation says
+            kind = typing.Optional[kind]  # noqa: UP045
+        found.append((field.name, kind, own))
     return found
 
 
@@ -148,45 +154,26 @@ def transformer_config(section: Any) -> TransformerConfig:
                 "as --config tiny_gpt_cpu."
             )
     settle_precision(section)
-    # What is at Megatron's default is left out; what this section defaults itself (a recipe: None) is not, so
-    # that two names for one thing can be told apart.
-    fields = dataclasses.fields(TransformerConfig)
-    megatrons = {field.name: field.default for field in fields if field.name not in _DEFAULTS}
-    megatrons |= {name: DEFAULTS[name] for name in LATENT_FIELDS}
-    own = {field.name for field in dataclasses.fields(GPTOptions)} - {"fp8_format"}
-    kind = MLATransformerConfig if section.multi_latent_attention else TransformerConfig
-    # Which norm, the section says, and not the class of the config; rotary positions are attention's there.
-    given = {name: getattr(section, name) for name in _OF_ATTENTION} if kind is MLATransformerConfig else {}
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if field.name in own:
-            continue
-        if field.name.endswith("_dtype") and value in DTYPES:
-            value = DTYPES[value]
-        elif field.name == "activation_func":
-            value = ACTIVATIONS[value]
-        if field.name not in megatrons or value != megatrons[field.name]:
-            given[field.name] = value
-    latent = (
-        LATENT_FIELDS if kind is MLATransformerConfig else {}
-    )  # queries without a latent are a q_lora_rank of None
-    given = {name: value for name, value in given.items() if value is not None or name in latent}
+    for name, rule in NAMES.items():
+        check(f"model.{name}", getattr(section, name), rule)
+    is_latent = bool(section.multi_latent_attention)
+    given = _given(section)
     # Also where it is None: whether a recipe may be named without it is the run config's to say.
     given["fp8"] = section.fp8
     given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
     if section.virtual_pipeline_model_parallel_size and section.pipeline_model_parallel_size == 2:
         # The only right setting: two stages are each other's next and previous one (mcore/config/checks.py).
         given.update(overlap_p2p_comm=True, batch_p2p_comm=False)
-    settings = types.SimpleNamespace(**{**DEFAULTS, **given})
+    positions = {name: getattr(section, name) for name in POSITION_FIELDS}
+    settings = types.SimpleNamespace(**{**DEFAULTS, **positions, **given})
     check_fields(settings, "model.")
     check_training_fields(settings, DEFAULTS)
-    if kind is TransformerConfig:
-        channels = settings.kv_channels or settings.hidden_size // settings.num_attention_heads
-        check_rotary(section, channels)
-    if not section.fp8:  # with FP8 the config does it
-        announce_fields(settings)
+    check_positions(section, settings)
+    _announce(settings, is_latent)
+    kind = MLATransformerConfig if is_latent else TransformerConfig
+    built = given if is_latent else {name: given[name] for name in given if name not in LATENT_FIELDS}
     try:
-        return kind(**given)
+        return kind(**built)
     except Exception as error:  # an assertion, a division by 0, ...: Megatron-Core's way to refuse
         asked = ", ".join(f"model.{name}={given[name]!r}" for name in fields_asked(error) if name in given)
         if isinstance(error, ValueError) and not asked:
@@ -194,6 +181,47 @@ def transformer_config(section: Any) -> TransformerConfig:
         raise ValueError(
             f"the model section does not fit together: {what_failed(error)}{asked and f' ({asked})'}"
         ) from error
+
+
+def _given(section: Any) -> dict[str, Any]:
+    """The fields of a TransformerConfig that a model section says something about, as the config takes them.
+
+    What is at Megatron's default is left out; what the section defaults itself (a recipe: None) is not, so that two names
+    for one thing can be told apart. None is a value as any other: whether a field takes it, its rule says.
+    """
+    fields = dataclasses.fields(TransformerConfig)
+    megatrons = {field.name: field.default for field in fields if field.name not in _DEFAULTS}
+    megatrons |= {name: DEFAULTS[name] for name in LATENT_FIELDS}
+    own = {field.name for field in dataclasses.fields(GPTOptions)} - {"fp8_format"}
+    not_said = {name for name, default in _DEFAULTS.items() if default is None}
+    # Which norm, the section says, and not the class of the config; rotary positions are attention's there.
+    given = {name: getattr(section, name) for name in _OF_ATTENTION} if section.multi_latent_attention else {}
+    for field in dataclasses.fields(section):
+        name, value = field.name, getattr(section, field.name)
+        if name in own or (value is None and name in not_said):
+            continue
+        if name.endswith("_dtype") and value in DTYPES:
+            value = DTYPES[value]
+        elif name == "activation_func":
+            value = ACTIVATIONS[value]
+        if name not in megatrons or value != megatrons[name]:
+            given[name] = value
+    return given
+
+
+TURNED = POSITION_FIELDS | {
+    name: dataclasses.replace(FIELDS[name], only=ROTARY) for name in ("rotary_interleaved", "no_rope_freq")
+}
+"""What GPTModel's kind of positions leaves without effect, unless latent attention turns heads by fields of its own."""
+
+
+def _announce(settings: Any, is_latent: bool) -> None:
+    """Warn of what is set and does nothing. With FP8 the config speaks of its own fields when it is made."""
+    fields = {**TURNED, **KNOWN} if is_latent else {**KNOWN, **TURNED}
+    said_there = (KNOWN if is_latent else FIELDS.keys() - TURNED.keys()) if settings.fp8 else ()
+    defaults = {field.name: field.default for field in dataclasses.fields(GPTOptions) if field.name in TURNED}
+    defaults = {name: value for name, value in {**defaults, **DEFAULTS}.items() if name not in said_there}
+    announce_fields(settings, fields, defaults)
 
 
 _OF_ATTENTION = ("normalization", "rotary_base", "rotary_percent")

@@ -1,0 +1,44 @@
+"""The model section's fields about positions, which are GPTModel's and not its config's: what each may be, which of them
+do nothing, and what they have to be with attention's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...mcore.config.field import Field, works
+from ...mcore.config.rules import FLAG, integer, number, one_of
+
+_GPT = "models/gpt/gpt_model"
+ROTARY = ("position_embedding_type", "rope")
+
+POSITION_FIELDS: dict[str, Field] = {
+    "position_embedding_type": works(one_of("rope", "learned_absolute", "none"), _GPT),
+    "rotary_percent": works(number(0, 1, without=[0]), _GPT, *ROTARY),
+    "rotary_base": works(integer(2, 2**53), _GPT, *ROTARY),
+    "rope_scaling": works(FLAG, _GPT, *ROTARY, unless="multi_latent_attention"),
+    "rope_scaling_factor": works(number(1, 1e6), _GPT, "rope_scaling"),
+}
+
+
+def check_positions(section: Any, config: Any) -> None:
+    """Raise ValueError if positions are asked for that attention cannot have.
+
+    Args:
+        section: the model section.
+        config: the TransformerConfig's fields, as attributes.
+    """
+    kind = section.position_embedding_type
+    if config.multi_latent_attention:
+        if kind == "none":
+            raise ValueError(
+                "model.position_embedding_type='none' with model.multi_latent_attention=True: latent attention turns"
+                " model.qk_pos_emb_head_dim channels of a head whatever it is. Leave it 'rope'."
+            )
+        return
+    channels = config.kv_channels or config.hidden_size // config.num_attention_heads
+    turning = int(channels * section.rotary_percent)
+    if kind == "rope" and (turning < 2 or turning % 2):
+        raise ValueError(
+            f"model.rotary_percent={section.rotary_percent} of {channels} channels of a head (model.kv_channels) makes"
+            f" {turning}, and rotary positions turn pairs: change one of them, or model.position_embedding_type."
+        )
