@@ -60,7 +60,7 @@ PAGES = {
         " groups, a bias of each expert, a router in float32 ([megatron.md](megatron.md)). E4M3 everywhere, in all"
         " layers, as in the config.",
         str,
-        "; others had the machine too, so its speeds say nothing at all",
+        "; other programs ran beside it, so its speeds say nothing at all",
     ),
 }
 

@@ -50,7 +50,12 @@ def main(arguments: list[str]) -> int:
         "--config", metavar="FILE", help="config.yaml of the run, if the checkpoint does not have it"
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="rows of the vocabulary without padding")
-    parser.add_argument("--max-position-embeddings", type=int, metavar="N", help="default: train.seq_length")
+    parser.add_argument(
+        "--max-position-embeddings",
+        type=int,
+        metavar="N",
+        help="default: what YaRN stretches to, else train.seq_length",
+    )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
     return run(parser, arguments, _export)
 

@@ -32,6 +32,7 @@ class Architecture:
         qk_norm: queries and keys are normalised, head by head.
         head_dim: of a config.json that does not give it; None: hidden size / heads.
         rope_theta, rms_norm_eps: of a config.json that does not give them.
+        sliding_window: of a config.json that does not name it, not even as null; None: it attends to all tokens.
         experts: the names of its experts; None: it is dense.
         latent: attention has latents of queries, keys and values.
     """
@@ -43,6 +44,7 @@ class Architecture:
     head_dim: int | None = None
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+    sliding_window: int | None = None
     experts: ExpertNames | None = None
     latent: bool = False
 
@@ -58,7 +60,7 @@ ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
         Architecture("LlamaForCausalLM", "llama"),
-        Architecture("MistralForCausalLM", "mistral"),
+        Architecture("MistralForCausalLM", "mistral", sliding_window=4096),
         Architecture("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
         Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, head_dim=128),
         Architecture(

@@ -9,6 +9,7 @@ from typing import Any
 from ..train.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from .config import hf_config, model_section
 from .directory import CONFIG, GENERATION, TOKENIZER_FILES, find_file, read_json, write_json
+from .rotary import stretched_length
 from .source import Source
 
 
@@ -26,15 +27,15 @@ def describe(
     """
     section = source.section
     given = read_json(like / CONFIG) if like else {}
-    given.pop("quantization_config", None)
+    for name in ("quantization_config", "compression_config"):
+        given.pop(name, None)
     given.pop("auto_map", None)  # code that is not exported
     tokenizer = None if like else _tokenizer(source)
     vocab_size = vocab_size or given.get("vocab_size") or section.get("vocab_size")
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
-    positions = (
-        positions or given.get("max_position_embeddings") or source.run.get("train", {}).get("seq_length")
-    )
+    positions = positions or given.get("max_position_embeddings") or stretched_length(section)
+    positions = positions or source.run.get("train", {}).get("seq_length")
     if vocab_size is None or positions is None:
         missing = "--vocab-size" if vocab_size is None else "--max-position-embeddings"
         raise ValueError(f"{str(source.folder)!r} does not say it: give {missing}=NUMBER.")
@@ -56,10 +57,8 @@ def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> Non
         model_section(like), like["vocab_size"], ours["max_position_embeddings"], ours["architectures"][0]
     )
     for name, value in theirs.items():
-        if (
-            name == "num_nextn_predict_layers"
-        ):  # a directory need not have the tensors that its config tells of
-            continue
+        if name == "num_nextn_predict_layers":
+            continue  # a directory need not have the tensors that its config tells of
         if ours[name] != value:
             raise ValueError(
                 f"--like={str(folder)!r} is of another model: {name} is {value!r} there and {ours[name]!r} in the "

@@ -153,6 +153,12 @@ def _check_known(config: dict[str, Any], architecture: Architecture) -> None:
         taken_over = name == "auto_map" and architecture.latent and value == _KNOWN_CODE
         if value != known and not (unused or taken_over):
             raise ValueError(f"config.json has {name}={value!r}: only {name}={known!r} can be imported.")
+    if architecture.sliding_window and "sliding_window" not in config:
+        raise ValueError(
+            f"config.json has no sliding_window, and readers then give {architecture.name} one of"
+            f" {architecture.sliding_window}: only sliding_window=None can be imported. If the model attends to all"
+            ' tokens, add "sliding_window": null.'
+        )
     windowed = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
     if windowed:
         raise ValueError(f"config.json has layer_types {windowed}: only 'full_attention' can be imported.")
@@ -236,6 +242,7 @@ def hf_config(
         own |= {"attention_bias": False} if not architecture.qkv_bias else {}
         own |= {"mlp_bias": False} if architecture.name == "LlamaForCausalLM" else {}
         own |= {"use_sliding_window": False} if architecture.model_type.startswith("qwen") else {}
+        own |= {"sliding_window": None} if architecture.sliding_window else {}
     return {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,

@@ -92,14 +92,21 @@ def export(
             wanted.calibration, listed, {**source.section, "vocab_size": config["vocab_size"]}, kept
         )
     with new_directory(out) as folder:
-        parts = _parts(source, progress(listed, len(listed)), config["vocab_size"], in_blocks)
+        came = {
+            entry.megatron
+            for entry in listed
+            if in_blocks
+            and entry.parts[0].removesuffix(".weight") not in kept
+            and came_as_blocks(source, entry)
+        }
+        parts = _parts(source, progress(listed, len(listed)), config["vocab_size"], came)
         if wanted.form:
             config["quantization_config"] = quantization_config(
                 wanted.form,
                 ["lm_head", *never_fp8(listed), *sorted(kept, key=_by_layer)],
                 static_inputs=wanted.calibration is not None,
             )
-            written = _quantised(parts, source, sites, kept, wanted)
+            written = _quantised(parts, source, sites, kept, came, wanted)
         else:
             written = (named for _, tensors in parts for named in tensors.items())
         files = write_tensors(folder, written, wanted.shard_bytes)
@@ -132,12 +139,12 @@ def _check_tensors(source: Source, listed: list[Entry], vocab_size: int) -> None
 
 
 def _parts(
-    source: Source, listed: Iterable[Entry], vocab_size: int, in_blocks: bool
+    source: Source, listed: Iterable[Entry], vocab_size: int, came: set[str]
 ) -> Iterator[tuple[Entry, dict[str, torch.Tensor]]]:
-    """Hugging Face's tensors in high precision, entry by entry. ValueError naming one that holds NaN or Inf."""
+    """Hugging Face's tensors in high precision, entry by entry; those of ``came`` not rounded, for their codes follow
+    from them. ValueError naming one that holds NaN or Inf."""
     for entry in listed:
-        as_stored = entry.as_stored or (in_blocks and came_as_blocks(source, entry))
-        tensor = source.tensor(entry.megatron, as_stored)
+        tensor = source.tensor(entry.megatron, as_stored=entry.as_stored or entry.megatron in came)
         if not bool(tensor.isfinite().all()):
             raise ValueError(
                 f"{entry.megatron} holds NaN or Inf: training diverged. Export an earlier checkpoint."
@@ -153,6 +160,7 @@ def _quantised(
     source: Source,
     sites: dict[str, tuple[str, ...]],
     kept: set[str],
+    came: set[str],
     wanted: Wanted,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors with FP8 codes and scales in place of the linears' weights, GEMM by GEMM."""
@@ -164,7 +172,7 @@ def _quantised(
         if entry.site is None or entry.parts[0].removesuffix(".weight") in kept:
             yield from tensors.items()
             continue
-        if form.in_blocks and came_as_blocks(source, entry):
+        if entry.megatron in came:
             yield from as_it_came(source, entry, tensors).items()
             continue
         waiting |= tensors

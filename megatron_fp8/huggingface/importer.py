@@ -99,7 +99,7 @@ def import_directory(
         listed = list(entries(architecture, section))
         _check_tensors(source, tensors, listed, section)
         _check_copies(source, tensors, listed)
-        halves = config.get("rope_interleave") is False
+        halves = not config.get("rope_interleave", True)
         found: dict[str, torch.Tensor] = {}
         kept = 0
         for entry in progress(listed, len(listed)):

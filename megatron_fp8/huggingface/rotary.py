@@ -126,9 +126,20 @@ def rotary_config(section: dict[str, Any]) -> dict[str, Any]:
             f"model.mscale={mscale!r} with model.mscale_all_dim={all_dim!r} has no counterpart: readers take an mscale"
             " of 1 where mscale_all_dim is 0."
         )
-    defaults = {"rotary_scaling_factor": 40.0, "original_max_position_embeddings": 4096}  # Megatron-Core's
-    filled = {
-        name: section.get(ours, default or defaults.get(ours)) for name, (ours, default) in _YARN.items()
-    }
+    filled = _yarn_fields(section)
     both = {"mscale": float(mscale), "mscale_all_dim": float(all_dim)} if all_dim else {}
     return {**theta, "rope_scaling": {"type": "yarn", "rope_type": "yarn", **filled, **both}}
+
+
+def stretched_length(section: dict[str, Any]) -> int | None:
+    """How many positions a model section's YaRN stretches to; None without it. transformers 4 divides a config.json's
+    max_position_embeddings by the original one, and takes that for the factor."""
+    if not section.get("multi_latent_attention") or section.get("rope_type", "yarn") != "yarn":
+        return None
+    filled = _yarn_fields(section)
+    return int(filled["factor"] * filled["original_max_position_embeddings"])
+
+
+def _yarn_fields(section: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"rotary_scaling_factor": 40.0, "original_max_position_embeddings": 4096}  # Megatron-Core's
+    return {name: section.get(ours, default or defaults.get(ours)) for name, (ours, default) in _YARN.items()}

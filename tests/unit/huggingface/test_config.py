@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms, never_fp8
+from megatron_fp8.huggingface.companions import describe
 from megatron_fp8.huggingface.config import exported_architecture, heads_of, hf_config, model_section
+from megatron_fp8.huggingface.source import Source
 from tests.support.hf_small import CONFIG
 
 LLAMA3 = {
@@ -33,12 +36,28 @@ def test_a_llama_becomes_a_section_and_comes_back():
 
 
 def test_a_mistral_is_a_llama_by_another_name():
-    mistral = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    mistral = {
+        **CONFIG,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": None,
+    }
     section = model_section(mistral)
     assert section == model_section(CONFIG)
     assert hf_config(section, 200, 64)["model_type"] == "llama"
-    assert hf_config(section, 200, 64, "MistralForCausalLM")["model_type"] == "mistral"
+    again = hf_config(section, 200, 64, "MistralForCausalLM")
+    assert again["model_type"] == "mistral" and again["sliding_window"] is None  # left out, it would be 4096
+    assert model_section(again) == section
     assert hf_config(section, 200, 64, "Qwen2ForCausalLM")["model_type"] == "llama"  # which has biases
+
+
+def test_how_a_directory_was_quantised_is_not_taken_over(tmp_path):
+    announced = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    given = {**CONFIG, "quantization_config": announced, "compression_config": announced, "extra": 1}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    source = Source(tmp_path, model_section(CONFIG), {}, None, None, [])
+    written = describe(source, tmp_path, None, None)
+    assert written["extra"] == 1 and not written.keys() & {"quantization_config", "compression_config"}
 
 
 def test_the_section_is_a_run_config_that_megatron_core_takes():
@@ -84,6 +103,7 @@ def test_other_forms(fields, section):
         ({"architectures": ["PhiForCausalLM"]}, "PhiForCausalLM.*side by side"),
         ({"architectures": ["Phi3ForCausalLM"]}, "Phi3ForCausalLM.*as one tensor"),
         ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "sliding_window=64"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "no sliding_window, .*MistralFor.* 4096"),
         ({"architectures": None}, "architectures=.*LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),

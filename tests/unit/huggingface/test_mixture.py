@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_fp8.huggingface.architectures import entries, layers_of_experts
+from megatron_fp8.huggingface.companions import describe
 from megatron_fp8.huggingface.config import exported_architecture, hf_config, model_section
 from megatron_fp8.huggingface.shapes import part_shapes
+from megatron_fp8.huggingface.source import Source
 
 COMMON: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 200,
@@ -161,6 +164,22 @@ def test_what_no_family_computes_is_not_exported(family, name, value):
 def test_scalings_that_no_reader_knows(fields, words):
     with pytest.raises(ValueError, match=words):
         hf_config({**model_section(DEEPSEEK), **fields}, 200, 64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({}, 40 * 4096),
+        ({"rotary_scaling_factor": 2.0}, 8192),
+        ({"rope_type": "rope", "mscale_all_dim": 0.0}, 96),
+    ],
+)
+def test_an_export_says_how_far_yarn_stretches(fields, positions):
+    """transformers 4 makes YaRN's factor of it."""
+    run = {"train": {"seq_length": 96}}
+    source = Source(Path("run"), {**model_section(DEEPSEEK), **fields}, run, None, None, [])
+    assert describe(source, None, None, None)["max_position_embeddings"] == positions
+    assert describe(source, None, None, 50)["max_position_embeddings"] == 50
 
 
 def test_deepseek_v3_itself_has_as_many_parameters_as_published():
