@@ -21,7 +21,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.nn.modules.module import _has_any_global_hook
 
-from ...linear.grouped import grouped_linear
+from ...linear.grouped import grouped_linear, some_together
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 
 
@@ -90,33 +90,29 @@ class _Linears(NamedTuple):
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         traced = torch.compiler.is_compiling()
         joins = [not traced and _is_ours(linear) and linear.runs_fp8() for linear in self.linears]
-        if all(joins):
-            return self._multiplied(x), None
-        # Experts in BF16, wrapped ones, and those that somebody listens to, are called as Megatron-Core calls them.
-        parts = x.split(self.tokens)
-        done: list[Any] = [None if joined else self.linears[e](parts[e])[0] for e, joined in enumerate(joins)]
-        if any(joins):
-            rest = [e for e, joined in enumerate(joins) if joined]
-            group = _Linears([self.linears[e] for e in rest], [self.tokens[e] for e in rest])
-            made = group._multiplied(torch.cat([parts[e] for e in rest])).split(group.tokens)
-            for e, y in zip(rest, made, strict=True):
-                done[e] = y
-        return torch.cat(done), None
 
-    def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, N], in FP8 and in one call."""
-        (x,) = _after_pre_hooks(self.linears, self.tokens, x)
-        begun = [linear.begin_fp8() for linear in self.linears]
-        first, site = self.linears[0], begun[0][0]
+        def alone(e: int, part: torch.Tensor) -> torch.Tensor:
+            """Of an expert in BF16, a wrapped one, or one that somebody listens to, as Megatron-Core calls it."""
+            y: torch.Tensor = self.linears[e](part)[0]
+            return y
+
+        return some_together(x, self.tokens, joins, self._together, alone), None
+
+    def _together(self, these: list[int], x: torch.Tensor) -> torch.Tensor:
+        """[T, N] of these experts' tokens, in FP8 and in one call."""
+        linears, tokens = [self.linears[e] for e in these], [self.tokens[e] for e in these]
+        (x,) = _after_pre_hooks(linears, tokens, x)
+        begun = [linear.begin_fp8() for linear in linears]
+        first, site = linears[0], begun[0][0]
         with nullcontext() if first.training else site.state.uncounted():
             return grouped_linear(
                 x,
-                [linear.weight for linear in self.linears],
-                self.tokens,
+                [linear.weight for linear in linears],
+                tokens,
                 [site for site, _ in begun],
                 training=first.training,
                 fresh_weights=[fresh for _, fresh in begun],
-                save_original_input=any(linear.save_original_input for linear in self.linears),
+                save_original_input=any(linear.save_original_input for linear in linears),
             )
 
 
