@@ -93,9 +93,8 @@ def main() -> None:
         ranks=options.ranks,
     )
     command("export", work / "run", work / "bf16", f"--like={source}")
-    # Latents are no whole blocks of rows, and transformers reads whole ones only.
-    ignore = ["--ignore=*.kv_a_proj_with_mqa"] if has_latents(source) else []
-    command("export", work / "run", work / "fp8", f"--like={source}", "--format=fp8-block", *ignore)
+    ignored = [f"--ignore=*.{name}" for name in down_projections(source)]
+    command("export", work / "run", work / "fp8", f"--like={source}", "--format=fp8-block", *ignored)
     compare(work, Path(data[0]).read_text(encoding="utf-8")[:2000])
 
 
@@ -123,8 +122,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def has_latents(source: Path) -> bool:
-    return "kv_lora_rank" in json.loads((source / "config.json").read_text(encoding="utf-8"))
+def down_projections(source: Path) -> list[str]:
+    """Of latent attention: of keys and values the rows are no whole blocks, which transformers needs; vLLM fuses it with
+    the one of queries, if there is one, and both must be of one precision."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    names = {"kv_a_proj_with_mqa": "kv_lora_rank", "q_a_proj": "q_lora_rank"}
+    return [name for name, rank in names.items() if config.get(rank)]
 
 
 def make_model(kind: str, folder: Path) -> Path:
