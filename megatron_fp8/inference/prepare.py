@@ -119,6 +119,9 @@ def prepare_for_inference(
         report.sites.append(_prepare(linear, weight, static.get(linear.fp8_site.plan.name), pad_tokens))
         if isinstance(linear, Fp8ExpertLinear) and last[linear.around] is linear:
             linear.around.take_apart()
+    for module in model.modules():
+        if (dispatch := getattr(module, "fp8_dispatch", None)) is not None:
+            dispatch.stop("in inference experts pad their tokens, or have static scales")
     model.requires_grad_(False)
     model.eval()
     report.total_after = model_bytes(model)

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.gpt import train
+from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.gpt import build_chunks, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.collectives import recorded
+from tests.support.decoding import forward
 from tests.support.dispatched import HIDDEN, config_of
 
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -268,3 +270,32 @@ def test_the_guard_moves_those_that_read_ill_tokens(ranks: RankPool) -> None:
     found = ranks(2).run(guarded_case, Layout(ep=2))[0]
     assert found["moved"] == [f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1" for e in (0, 1)]
     assert found["sent"] == [4, 4 + 3]
+
+
+# -------------------------------------------------------------------------------------------------------------- inference
+
+
+def prepared_case(recipe: str) -> tuple[torch.Tensor, torch.Tensor, set[str]]:
+    """A rank case: logits before and after the model was prepared for inference, its tokens padded; experts' notes."""
+    from megatron_fp8.inference import prepare_for_inference
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    with model_parallel(Layout()):
+        chunks = build_chunks(config_of(Layout(), recipe), spec=get_gpt_layer_fp8_spec, sequence=64)
+        model = chunks[0].module.eval()
+        tokens = torch.randint(512, (1, 41), generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            before = forward(model, tokens)
+            prepare_for_inference(model, pad_tokens=16)
+            after = forward(model, tokens)
+        notes = {" ".join(e["notes"]) for e in site_report(chunks) if "local_experts" in e["name"]}
+        return before, after, notes
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_in_inference_experts_cast_what_they_read(ranks: RankPool, recipe: str) -> None:
+    """They pad it, or give it a static scale, which codes would not take; without those the bits are the same."""
+    before, after, notes = ranks(1).run(prepared_case, recipe)[0]
+    assert_same_bytes(after, before)
+    assert len(notes) == 2 and all("travel in high precision: in inference" in note for note in notes), notes

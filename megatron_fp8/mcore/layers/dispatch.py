@@ -95,6 +95,13 @@ class Dispatch:
             "grad_output": [expert.linear_fc2 for expert in experts],
         }
         self._site: GemmSite | None = None
+        self._stopped = False
+
+    def stop(self, why: str) -> None:
+        """Send no codes from now on: the experts cast what they read, as layers without moe_fp8_dispatch do."""
+        self._stopped = True
+        for role in self._readers:
+            self._note(role, None, why)
 
     def bind(self, name: str, state: Fp8State) -> None:
         """Take name and state; the rules are the experts', which have their sites."""
@@ -154,7 +161,7 @@ class Dispatch:
     def _sends_codes(self, role: str) -> bool:
         """Whether all experts run in FP8 here, and read this operand as it is planned to be sent."""
         quantizer, linears = self.fp8_site.casts[role].rowwise, self._readers[role]
-        if quantizer is None or not all(linear.runs_fp8() for linear in linears):
+        if self._stopped or quantizer is None or not all(linear.runs_fp8() for linear in linears):
             return False
         for linear in linears:  # of which experiments and the guard change the plan
             why = refusal(linear.fp8_site.acting.plan, role, quantizer.rule)
