@@ -409,6 +409,12 @@ def test_without_a_function_fp8_still_ends_its_iteration(calls):
         ({"fp8": "hybrid", "moe_router_topk": 3}, "moe_router_topk=3 has no effect without num_moe_experts"),
         ({"fp8": "hybrid", "recompute_num_layers": 2}, "without recompute_granularity='full'"),
         ({"fp4": "e2m1"}, "fp4='e2m1' cannot work here"),
+        ({"fp8_guard": True}, "fp8_guard=True has no effect because fp8 is None"),
+        ({"fp8_output_layer": True}, "fp8_output_layer=True has no effect because fp8 is None"),
+        (
+            {"fp8": "hybrid", "fp8_guard_patience": 7},
+            "fp8_guard_patience=7 has no effect with fp8_guard=False",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_said(settings, name):
@@ -438,19 +444,3 @@ def test_two_interleaved_stages_need_overlapped_messages() -> None:
     with pytest.warns(UserWarning, match="overlap_p2p_comm=True and batch_p2p_comm=False"):
         make(**interleaved)
     make(**interleaved, **right)
-
-
-@pytest.mark.parametrize(
-    "fields, said",
-    [
-        ({"fp8_guard": True}, "fp8_guard=True has no effect because fp8 is None"),
-        ({"fp8_output_layer": True}, "fp8_output_layer=True has no effect because fp8 is None"),
-        (
-            {"fp8": "hybrid", "fp8_guard_patience": 7},
-            "fp8_guard_patience=7 has no effect with fp8_guard=False",
-        ),
-    ],
-)
-def test_what_does_nothing_is_said(fields, said):
-    with pytest.warns(UserWarning, match=said):
-        TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=2, bf16=True, **fields)
