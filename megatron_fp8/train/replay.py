@@ -33,6 +33,8 @@ from ..files.checkpoint import (
 from ..linear.site import GemmSite
 from ..mcore.checkpoint.moments import load_moments
 from ..mcore.checkpoint.training import load_weights
+from ..mcore.patches.router import settle_biases
+from ..mcore.runtime import runtime_of
 from ..mcore.sites import check_plan, fp8_linears, state_of, unwrap
 from ..plan.overrides import check_overrides_match
 from ..plan.site_plan import SitePlan
@@ -313,6 +315,7 @@ class RunSubject:
             micro_batch_size=self.run_config.train.micro_batch_size,
             forward_only=False,
         )
+        settle_biases(runtime_of(self._config), skipped=True)  # no step follows: experts' biases stay
         sums = torch.tensor([0.0, 0.0, counts.fp8_gemms - before], dtype=torch.float64, device=self._device)
         for loss in losses:
             sums[:2] += loss.double()

@@ -51,7 +51,8 @@ def test_ranks_name_the_same_gemm_as_one_process_by_the_same_figures(ranks, alon
 
 
 def test_experts_on_two_ranks_cost_what_they_cost_on_one(ranks):
-    fields = {**MOE, "moe_ffn_hidden_size": 64}
+    biased = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    fields = {**MOE, **biased, "moe_ffn_hidden_size": 64}
     results = [
         ranks(number).run(diagnosed, layout, "tensorwise", fields, None, 32, timeout=180)
         for number, layout in ((1, Layout()), (2, Layout(ep=2)))

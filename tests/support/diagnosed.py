@@ -59,11 +59,19 @@ def diagnosed(
         if wrong is not None and wrong[0] in subject.sites:
             make_wrong(subject.sites[wrong[0]], *wrong[1:])
         rows = [arena.rows.clone() for arena in state_of(config).arenas]
+        buffers = {
+            name: buffer.clone() for name, buffer in chunks[0].named_buffers() if "expert_bias" in name
+        }
         with subject.unrecorded():
             found = diagnose_subject(subject, 0.9, budget, None, Limits(), lambda _: None)
         arenas = state_of(config).arenas
         same = all(torch.equal(a, b.rows[:, : a.shape[1]]) for a, b in zip(rows, arenas, strict=True))
         assert same and state_of(config).iteration == 0, "a diagnosis left amaxes or ended an iteration"
+        assert bool(buffers) == bool(config.moe_router_enable_expert_bias)
+        for name, buffer in chunks[0].named_buffers():
+            assert name not in buffers or torch.equal(buffer, buffers[name]), (
+                "a diagnosis moved experts' biases"
+            )
         return found.as_dict()
 
 
