@@ -3,9 +3,9 @@
     python examples/padded_heads.py text runs/text.txt
     python examples/padded_heads.py pad runs/hf runs/hf-padded --heads 4
 
-An added head has values and output weights of zero: it gives nothing, and none of its gradients is ever anything but
-zero. What its queries and keys are does not matter then, and tools that pad heads, so that more ranks can share them,
-may leave there what the memory held. Here they are large numbers, the same each time.
+An added head has keys, values and output weights of zero: it gives nothing, and none of its gradients is ever anything
+but zero. What its queries are does not matter then, and tools that pad heads, so that more ranks can share them, may
+leave there what the memory held. Here they are large numbers, the same each time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     padded.add_argument("source", type=Path)
     padded.add_argument("target", type=Path, help="a new directory")
     padded.add_argument("--heads", type=int, required=True, help="how many there will be")
-    padded.add_argument("--clean", action="store_true", help="with queries and keys of zero")
+    padded.add_argument("--clean", action="store_true", help="with queries of zero too")
     options = parser.parse_args()
     if options.command == "text":
         text(options.file)
@@ -68,7 +68,7 @@ def pad(source: Path, target: Path, heads: int, clean: bool) -> None:
         shape = list(weight.shape)
         shape[axis] = rows
         added = torch.zeros(shape, dtype=weight.dtype, device="cpu")
-        if not clean and ("q_proj" in name or "k_proj" in name):
+        if not clean and "q_proj" in name:
             added.uniform_(-LARGE, LARGE, generator=generator)
         tensors[name] = torch.cat([weight, added], axis)
     shutil.copytree(source, target)

@@ -128,7 +128,8 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
     from megatron_fp8.linear.site import GemmSite
     from megatron_fp8.quantizer import Quantizer
 
-    multiply, accumulate, record = GemmSite.multiply, GemmSite.accumulate, Quantizer.record
+    multiply, accumulate = GemmSite.multiply, GemmSite.accumulate
+    cast, asked, observe = Quantizer.__call__, Quantizer.asked, Quantizer.observe
 
     def counting_multiply(self: Any, gemm: str, *args: Any, **kwargs: Any) -> Any:
         seen.gemms[self.plan.name, gemm, self.plan.gemms[gemm]] += 1
@@ -140,14 +141,25 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
         if seen.gemms.total() == before:  # it was added inside the product
             seen.gemms[self.plan.name, gemm, self.plan.gemms[gemm]] += 1
 
-    def counting_record(self: Any, *args: Any) -> None:
+    def counting_cast(self: Any, *args: Any, record: bool, **kwargs: Any) -> Any:
+        seen.records += record
+        return cast(self, *args, record=record, **kwargs)
+
+    def counting_asked(self: Any, *args: Any, record: bool) -> Any:
+        found = asked(self, *args, record=record)
+        seen.records += record and found is not None  # otherwise it is cast alone, and counted there
+        return found
+
+    def counting_observe(self: Any, x: Any) -> None:
         seen.records += 1
-        record(self, *args)
+        observe(self, x)
 
     with (
         mock.patch.object(GemmSite, "multiply", counting_multiply),
         mock.patch.object(GemmSite, "accumulate", counting_accumulate),
-        mock.patch.object(Quantizer, "record", counting_record),
+        mock.patch.object(Quantizer, "__call__", counting_cast),
+        mock.patch.object(Quantizer, "asked", counting_asked),
+        mock.patch.object(Quantizer, "observe", counting_observe),
     ):
         yield
 

@@ -113,7 +113,7 @@ def _routed(
         x = module.post_expert_norm(x)
     weighted = x * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
+    back[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
     summed: torch.Tensor = weighted[back].unflatten(0, top_k_index.shape).sum(1)
     return summed.to(hidden_states.dtype)
 

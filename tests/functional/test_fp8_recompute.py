@@ -72,7 +72,7 @@ def test_recompute_is_bit_identical(ranks: RankPool, recipe: str, ends: bool) ->
             assert fp8_layers == (1 if ends else layers)
             for name, got in seen.items():
                 assert got.losses == plain.losses and got.digests == plain.digests, name
-                assert got.records == plain.records, f"{name}: an amax was recorded twice"
+                assert got.records == plain.records > 0, f"{name}: an amax was recorded twice"
                 # 'block' recomputes the first layer only, which is in BF16 where the ends are.
                 again = WAYS[name][1] * (fp8_layers if name != "full-block" else 0 if ends else 1)
                 before, after = plain.counts[-1], got.counts[-1]
@@ -100,7 +100,7 @@ def test_recompute_of_experts_is_bit_identical(ranks: RankPool, recipe: str) -> 
     again = {"moe": 2 * 5, "shared_experts": 2, "layernorm": 0, "full": 2 * 5 + 2}
     for name, got in seen.items():
         assert got.losses == plain.losses and got.digests == plain.digests, name
-        assert got.records == plain.records, name
+        assert got.records == plain.records > 0, name
         more = got.counts[-1]["fp8_gemms"] - plain.counts[-1]["fp8_gemms"]
         assert more == again[name] * 2 * MICROBATCHES, name
 
@@ -135,7 +135,7 @@ def test_recompute_in_a_pipeline(ranks: RankPool, name: str) -> None:
     for plain, *others in ranks(2).run(pipelined, *PIPELINED[name]):
         for way, got in zip(ways, others, strict=True):
             assert got.losses == plain.losses and got.digests == plain.digests, way
-            assert got.records == plain.records, f"{way}: an amax was recorded twice"
+            assert got.records == plain.records > 0, f"{way}: an amax was recorded twice"
             # Two layers a stage, or one a chunk of two; 'block' recomputes the first of each chunk.
             layers = (layout.vpp or 1) if way == "full-block" else 2
             more = got.counts[-1]["fp8_gemms"] - plain.counts[-1]["fp8_gemms"]

@@ -6,6 +6,7 @@ import re
 import subprocess
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_the_page_runs(tmp_path):
     }
     names |= {"path": tmp_path / "saved", "fp8_step": fp8_step, "fp8_autocast": fp8_autocast}
     names |= {"fp8_state_dict": fp8_state_dict, "load_fp8_state_dict": load_fp8_state_dict}
-    first, in_parts, skip, step, trainer, regions, resume, sharded = blocks_of_the_page()
+    first, in_parts, skip, experts, step, trainer, regions, resume, sharded = blocks_of_the_page()
     exec(first, names)
     assert isinstance(model[0], Fp8Linear)
     parts = nn.ModuleDict({"blocks": nn.ModuleList([fresh(), fresh()])})
@@ -59,6 +60,11 @@ def test_the_page_runs(tmp_path):
     layers.layers[1].wide = nn.Linear(512, 32)
     exec(skip.replace("model", "layers"), {"layers": layers, "convert_to_fp8": names["convert_to_fp8"]})
     assert layers.fp8_report.converted == ["layers.1.wide"]
+    mixture: dict[str, Any] = {}
+    exec(experts, mixture)
+    assert {f"model.layers.{layer}.mlp.experts.7.down" for layer in (0, 1)} <= {
+        *mixture["model"].fp8_report.converted
+    }
     names["loss"] = model(batch).sum()
     exec(step, names)
     assert names["counts"].fp8_gemms == 5

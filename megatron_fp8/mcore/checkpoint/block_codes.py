@@ -78,6 +78,6 @@ def _take(parameter: Fp8Parameter, pieces: list[Any], folder: Path, metadata: An
     device = parameter.device
     parameter.set_shard(0, 0, torch.cat([part.view(torch.uint8) for part in codes]).to(device))
     scale_inv = torch.cat(scales).contiguous().to(device)
-    healthy = torch.zeros([], device=device)
+    healthy = torch.zeros([], dtype=torch.float32, device=device)
     parameter.set_scales([scale_inv], healthy, healthy)  # then it can say what its largest value is
     parameter.set_scales([scale_inv], parameter.dequantize(torch.float32).abs().amax(), healthy)

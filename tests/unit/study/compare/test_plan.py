@@ -49,7 +49,11 @@ def test_ranks_are_those_of_the_layout(tmp_path):
     assert "--nproc-per-node=2" in command(comparison.runs[0], comparison.ranks)
     assert not any("distributed" in part for part in command(comparison.runs[0], 1))
     assert planned(tmp_path, ranks=4, overrides=["--train.micro_batch_size=4"]).ranks == 4
-    experts = ["--model.num_moe_experts=4", "--model.expert_model_parallel_size=2"]
+    experts = [
+        "--model.num_moe_experts=4",
+        "--model.expert_model_parallel_size=2",
+        "--train.micro_batch_size=4",
+    ]
     assert planned(tmp_path, overrides=experts).ranks == 4  # beside tensor parallel 2
 
 
