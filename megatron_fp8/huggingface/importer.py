@@ -136,15 +136,16 @@ def _settle_next_tokens(section: dict[str, Any], names: set[str]) -> None:
 
 def _check_size(source: Path, section: dict[str, Any], tensors: Tensors) -> None:
     """ValueError, before anything is made for each layer and expert, unless there are as many tensors at least."""
-    have, experts = len(tensors.names()), section.get("num_moe_experts") or 0
-    needed = {
-        f"num_hidden_layers={section['num_layers']}": section["num_layers"],
-        f"{experts} experts": experts * sum(layers_of_experts(section)),
-        f"num_nextn_predict_layers={section.get('mtp_num_layers')}": section.get("mtp_num_layers") or 0,
-    }
-    for what, least in needed.items():
+    have = len(tensors.names())
+
+    def check(what: str, least: int) -> None:
         if least > have:
             raise ValueError(f"config.json has {what}, and {str(source)!r} holds {have} tensors.")
+
+    check(f"num_hidden_layers={section['num_layers']}", section["num_layers"])  # first: the others list layers
+    experts, predicted = section.get("num_moe_experts") or 0, section.get("mtp_num_layers") or 0
+    check(f"{experts} experts", experts * sum(layers_of_experts(section)))
+    check(f"num_nextn_predict_layers={predicted}", predicted)
 
 
 def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section: dict[str, Any]) -> None:
