@@ -6,11 +6,13 @@ devices.yaml has their figures, and says of each whether it was read, is quoted,
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 from ..files.strict_yaml import load_yaml
@@ -82,11 +84,11 @@ def names() -> list[str]:
     return list(table())
 
 
-def table() -> dict[str, Any]:
-    """devices.yaml."""
+@functools.cache
+def table() -> Mapping[str, Any]:
+    """devices.yaml, which is read once."""
     text = resources.files(__package__).joinpath("devices.yaml").read_bytes()
-    found: dict[str, Any] = load_yaml(text)
-    return found
+    return MappingProxyType(load_yaml(text))
 
 
 def made(name: str, content: Mapping[str, Any], where: str, *, links: bool = True) -> Device:

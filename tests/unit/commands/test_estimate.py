@@ -174,8 +174,6 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.
     assert words in said and said.count("\n") == 1
 
 
-def test_the_page_has_the_tables_that_the_command_prints() -> None:
-    page = estimates.PAGE.read_text(encoding="utf-8")
-    for name in estimates.LAYOUTS:
-        for device in estimates.DEVICES:
-            assert estimates.section(name, device) in page
+def test_the_page_has_a_table_that_the_command_prints() -> None:
+    """The others: tests/functional/test_estimate_page.py."""
+    assert estimates.section("llama3_8b", "h100") in estimates.PAGE.read_text(encoding="utf-8")
