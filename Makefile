@@ -39,8 +39,8 @@ test: $(VENV)/.test .slurm .browser .arm ## install everything the tests need, l
 	@$(BROWSER_HERE) || echo "The tests in a browser DID NOT RUN: see above, before pytest's first line."
 	@echo "make test took $$(( $$(date +%s) - $(START) )) s. Without installation, on two quiet cores, it may take 720."
 
-test-quick: $(VENV)/.test ## the unit tests alone, for daily work
-	$(SUITE) tests/unit $(ARGS)
+test-quick: $(VENV)/.test ## the unit tests but the slowest, for daily work
+	$(SUITE) --quick tests/unit $(ARGS)
 
 test-slurm: $(VENV)/.test .slurm ## the SLURM scripts on a real two-node cluster on this machine (as root, on Debian)
 	@if $(SLURM_HERE); then $(PY) -m pytest -m slurm tests/functional/test_slurm.py; fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 
 import torch
@@ -26,12 +27,17 @@ lean_interpreter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-seconds", action="store_true", help="keep how long each file of tests took")
+    parser.addoption(
+        "--write-seconds", action="store_true", help="keep how long files of tests and unit tests took"
+    )
+    parser.addoption("--quick", action="store_true", help="leave out the slowest unit tests")
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the processes of pytest-xdist; without it files run in the order of their names."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order is that of pytest-xdist's processes; without it files run in the order of their names."""
+    if config.getoption("quick"):
+        config.hook.pytest_deselected(items=order.leave_out_slow(items))
     if "PYTEST_XDIST_WORKER" in os.environ:
         order.longest_first(items)
 
@@ -48,15 +54,19 @@ def pytest_sessionfinish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The slowest files, of those that ran."""
-    reports = (
+    reports = [
         r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)
-    )
-    found = order.seconds_by_file(reports)
+    ]
     terminalreporter.section("slowest 10 files")
-    for file, seconds in list(found.items())[:10]:
+    for file, seconds in list(order.seconds_by(order.file_of, reports).items())[:10]:
         terminalreporter.write_line(f"{seconds:7.1f}s {file}")
+    if terminalreporter.config.getoption("quick"):
+        slow = len(json.loads(order.TABLE.read_text())["tests"])
+        terminalreporter.write_line(
+            f"{slow} unit tests of {order.SLOW_TEST_S:g} s and more are left to make test"
+        )
     if terminalreporter.config.getoption("write_seconds"):
-        order.write_table(found)
+        order.write_table(reports)
 
 
 @pytest.fixture(scope="module", autouse=True)

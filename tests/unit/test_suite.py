@@ -54,29 +54,53 @@ def test_what_is_left_is_named_and_put_back(monkeypatch, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ their order
 
 
-def test_the_table_of_long_files_names_files_that_are_there():
-    seconds = json.loads(order.TABLE.read_text())
-    assert len(seconds) > 40 and sorted(seconds.values(), reverse=True) == list(seconds.values())
-    gone = [file for file in seconds if not (order.ROOT / file).is_file()]
-    assert not gone, "make test ARGS=--write-seconds"
+def test_the_table_names_files_that_are_there():
+    table = json.loads(order.TABLE.read_text())
+    for rows in table.values():
+        assert len(rows) > 40 and sorted(rows.values(), reverse=True) == list(rows.values())
+        gone = [name for name in rows if not (order.ROOT / order.file_of(name)).is_file()]
+        assert not gone, "make test ARGS=--write-seconds"
+    assert all(name.startswith(order.UNIT) for name in table["tests"])
+
+
+def table_of(monkeypatch, tmp_path, **rows: dict[str, float]) -> None:
+    monkeypatch.setattr(order, "TABLE", tmp_path / "seconds.json")
+    order.TABLE.write_text(json.dumps({"files": {}, "tests": {}} | rows))
 
 
 def test_the_longest_files_run_first_and_whole(monkeypatch, tmp_path):
-    monkeypatch.setattr(order, "TABLE", tmp_path / "seconds.json")
-    order.TABLE.write_text('{"b.py": 4, "c.py": 90}')
+    table_of(monkeypatch, tmp_path, files={"b.py": 4, "c.py": 90})
     items: list[Any] = [SimpleNamespace(nodeid=f"{name}.py::test_{n}") for name in "abcd" for n in (2, 1)]
     order.longest_first(items)
     assert "".join(item.nodeid[0] for item in items) == "ccbbaadd"
     assert [item.nodeid for item in items[:2]] == ["c.py::test_2", "c.py::test_1"]
 
 
+def test_the_slow_ones_are_left_out_and_told(monkeypatch, tmp_path):
+    table_of(monkeypatch, tmp_path, tests={"a.py::test_2": 4.0, "gone.py::test_1": 2.0})
+    items: list[Any] = [SimpleNamespace(nodeid=f"a.py::test_{n}") for n in (3, 2, 1)]
+    assert [item.nodeid for item in order.leave_out_slow(items)] == ["a.py::test_2"]
+    assert [item.nodeid for item in items] == ["a.py::test_3", "a.py::test_1"]
+
+
 def test_the_table_is_written_from_what_ran(monkeypatch, tmp_path):
-    monkeypatch.setattr(order, "TABLE", tmp_path / "seconds.json")
     here = Path(__file__).relative_to(order.ROOT).as_posix()
-    order.TABLE.write_text(json.dumps({"gone.py": 9, here: 50, "tests/conftest.py": 7}))
-    reports: list[Any] = [SimpleNamespace(nodeid=f"{here}::test_{n}", duration=4.6) for n in range(2)]
-    order.write_table(order.seconds_by_file(reports))
-    assert json.loads(order.TABLE.read_text()) == {here: 9, "tests/conftest.py": 7}
+    order_py = "tests/unit/test_import_order.py"
+    table_of(
+        monkeypatch,
+        tmp_path,
+        files={here: 50, "gone.py": 9, "tests/conftest.py": 7},
+        tests={f"{here}::test_old": 9, f"{order_py}::test_1": 2.5, "gone.py::test_1": 2},
+    )
+    reports: list[Any] = [
+        SimpleNamespace(nodeid=f"{here}::test_{n}", duration=s) for n, s in enumerate((0.9, 4.6))
+    ]
+    reports += [SimpleNamespace(nodeid="tests/functional/test_story.py::test_1", duration=2.0)]
+    order.write_table(reports)
+    assert json.loads(order.TABLE.read_text()) == {
+        "files": {"tests/conftest.py": 7, here: 5.5},
+        "tests": {f"{here}::test_1": 4.6, f"{order_py}::test_1": 2.5},
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- hypothesis
