@@ -346,11 +346,12 @@ def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
 
     Raises ValueError if it is damaged.
     """
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
     entry = metadata.state_dict_metadata[name]
     whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-    places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
     for chunk in entry.chunks:
-        place = places[name, chunk.offsets]
+        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         window = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
         try:
             with (folder / place.relative_path).open("rb") as stream:

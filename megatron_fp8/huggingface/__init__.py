@@ -10,6 +10,7 @@ block_scales    scales that a weight came with, kept until it goes out again
 directory       sharded safetensors, read and written
 source          a checkpoint, as an export reads it
 companions      what stands beside the tensors: config.json, the tokenizer
+incoming        what a checkpoint will hold of a directory, made tensor by tensor
 exporter        a checkpoint becomes a directory
 importer        a directory becomes a checkpoint
 

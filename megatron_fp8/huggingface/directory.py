@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +32,13 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+
+# safetensors' words, as far as messages need them.
+_DTYPES = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U8": torch.uint8, "I8": torch.int8,
+    "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -75,6 +82,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
     """
     shards: list[dict[str, int]] = []
     waiting: dict[str, torch.Tensor] = {}
+    size = 0
 
     def flush() -> None:
         save_file(waiting, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
@@ -82,9 +90,11 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
         waiting.clear()
 
     for name, tensor in tensors:
-        if waiting and sum(t.nbytes for t in waiting.values()) + tensor.nbytes > shard_bytes:
+        if waiting and size + tensor.nbytes > shard_bytes:
             flush()
+            size = 0
         waiting[name] = tensor.contiguous()
+        size += tensor.nbytes
     flush()
 
     count = len(shards)
@@ -196,8 +206,9 @@ class Tensors:
         for file in set(places.values()) - set(self._handles):
             self._handles[file] = self._open(folder / file)
         self._places: dict[str, str] = places
+        held = {file: set(handle.keys()) for file, handle in self._handles.items()}
         for name, file in places.items():
-            if name not in self._handles[file].keys():  # noqa: SIM118
+            if name not in held[file]:
                 raise ValueError(f"{str(folder / file)!r} has no {name}, which its index says it has.")
 
     def _open(self, path: Path) -> Any:
@@ -216,13 +227,18 @@ class Tensors:
     ) -> None:
         self._files.close()
 
-    def names(self) -> set[str]:
+    def names(self) -> Set[str]:
         """Names of all tensors."""
-        return set(self._places)
+        return self._places.keys()
 
     def shape(self, name: str) -> list[int]:
         """Shape of a tensor, which is not read."""
         return list(self._handles[self._places[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """Dtype of a tensor, which is not read; safetensors' word for it if torch has none."""
+        word = self._handles[self._places[name]].get_slice(name).get_dtype()
+        return _DTYPES.get(word, word)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._handles[self._places[name]].get_tensor(name)

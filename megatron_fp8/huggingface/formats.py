@@ -22,7 +22,7 @@ Sources: compressed-tensors 0.20 (quantization/lifecycle/initialize.py: names, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -208,7 +208,7 @@ def check_readable(config: dict[str, Any]) -> None:
     )
 
 
-def scale_name(weight: str, names: set[str]) -> str | None:
+def scale_name(weight: str, names: Set[str]) -> str | None:
     """The name of the scale beside a weight, if one is there. Raises ValueError if two are."""
     siblings = [_sibling(weight, last) for last in ("weight_scale", "weight_scale_inv")]
     there = [name for name in siblings if name in names]

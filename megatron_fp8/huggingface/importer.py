@@ -4,14 +4,14 @@
     RUN_DIR/checkpoints/iter_0000000        the weights alone: training starts at iteration 0 with a fresh optimizer
     RUN_DIR/tokenizer.json, ...             copied, and generation_config.json: where a text begins and ends
 
-No bit is lost: BF16 weights are stored as BF16, other formats and FP8 codes times their scales as float32. Training
+Tensors are read, made and written one by one (incoming.py): memory holds a few times the largest, not the model. Training
 makes its float32 masters from them, and its BF16 or FP8 weights from the masters.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,9 @@ import yaml
 
 from ..files.checkpoint import Manifest
 from ..files.disk import write_file
-from ..params.block_codes import is_scales_key, scales_key
 from ..train.data.tokenizers import load_tokenizer
 from .architectures import Entry, entries, layers_of_experts
-from .block_scales import block_scales
-from .config import architecture_of, heads_of, model_section
+from .config import architecture_of, model_section
 from .config_types import check_types
 from .directory import (
     CONFIG,
@@ -37,14 +35,17 @@ from .directory import (
     read_json,
     write_json,
 )
-from .formats import check_readable, decode, is_companion, is_of_cache, scale_name
-from .layout import interleave, join_qkv, pad_rows
+from .formats import check_readable, is_companion, is_of_cache, scale_name
+from .incoming import Incoming
 from .shapes import part_shapes
 
 LONGEST_SEQUENCE = 4096
 """Tokens of a sequence that an imported run's config asks for at most, even if the model takes more."""
 
 TOKENIZER = "tokenizer.json"
+
+Progress = Callable[[Iterable[str], int], Iterable[str]]
+"""(items, how many) -> the same items, shown while they pass."""
 
 # Files of tokenizers in other forms.
 _OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -76,13 +77,13 @@ class Imported:
 def import_directory(
     source: Path,
     run_dir: Path,
-    progress: Callable[[Iterable[Any], int], Iterable[Any]],
+    progress: Progress,
     tokenizer: Path | None = None,
 ) -> Imported:
     """Make the new run `run_dir` from the directory `source`.
 
     Args:
-        progress: (items, how many) -> the same items, shown while they pass.
+        progress: shows how many tensors have been written.
         tokenizer: a tokenizers file (tokenizer.json) other than the directory's.
 
     Raises ValueError, and leaves nothing behind: the family or a field is not known, a tensor is missing, left over, of
@@ -99,17 +100,7 @@ def import_directory(
         listed = list(entries(architecture, section))
         _check_tensors(source, tensors, listed, section)
         _check_copies(source, tensors, listed)
-        halves = not config.get("rope_interleave", True)
-        found: dict[str, torch.Tensor] = {}
-        kept = 0
-        for entry in progress(listed, len(listed)):
-            if entry.copy:
-                continue
-            found[entry.megatron] = _megatron_tensor(entry, tensors, section, halves)
-            scales = None if halves and entry.turned else block_scales(entry, tensors, section)
-            if scales is not None:
-                found[scales_key(entry.megatron)] = scales
-                kept += len(entry.parts)
+        incoming = Incoming(tensors, listed, section, halves=not config.get("rope_interleave", True))
         run = _run_config(config, section, given is not None, run_dir)
         write_file(folder / "config.yaml", yaml.safe_dump(run, sort_keys=False))
         for name in TOKENIZER_FILES:
@@ -119,16 +110,15 @@ def import_directory(
             shutil.copyfile(given, folder / TOKENIZER)
             write_json(folder / GENERATION, _special_ids(source, config))
             _check_tokenizer(folder, source, section["vocab_size"])
-        _save(folder, found, run)
+        _save(folder, incoming, run, progress)
         fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
-    parameters = sum(tensor.numel() for name, tensor in found.items() if not is_scales_key(name))
     padding = section["padded_vocab_size"] - section["vocab_size"]
     tied = section["share_embeddings_and_output_weights"]
-    without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
-    return Imported(architecture.name, without_padding, fp8, kept, padding, given is not None)
+    without_padding = incoming.parameters() - (1 if tied else 2) * padding * section["hidden_size"]
+    return Imported(architecture.name, without_padding, fp8, incoming.kept_scales, padding, given is not None)
 
 
-def _settle_next_tokens(section: dict[str, Any], names: set[str]) -> None:
+def _settle_next_tokens(section: dict[str, Any], names: Set[str]) -> None:
     """Leave multi-token prediction out of the section if the directory has no tensors of it: many copies have not."""
     if section.get("mtp_num_layers") and f"model.layers.{section['num_layers']}.eh_proj.weight" not in names:
         section["mtp_num_layers"] = None
@@ -142,7 +132,8 @@ def _check_size(source: Path, section: dict[str, Any], tensors: Tensors) -> None
         if least > have:
             raise ValueError(f"config.json has {what}, and {str(source)!r} holds {have} tensors.")
 
-    check(f"num_hidden_layers={section['num_layers']}", section["num_layers"])  # first: the others list layers
+    layers = section["num_layers"]
+    check(f"num_hidden_layers={layers}", layers)  # first: the others list layers
     experts, predicted = section.get("num_moe_experts") or 0, section.get("mtp_num_layers") or 0
     check(f"{experts} experts", experts * sum(layers_of_experts(section)))
     check(f"num_nextn_predict_layers={predicted}", predicted)
@@ -180,41 +171,6 @@ def _check_copies(source: Path, tensors: Tensors, listed: list[Entry]) -> None:
             raise ValueError(
                 f"{str(source)!r} has a {name} of its own, other than {main}: Megatron-Core shares it."
             )
-
-
-def _megatron_tensor(entry: Entry, tensors: Tensors, section: dict[str, Any], halves: bool) -> torch.Tensor:
-    """One tensor of a checkpoint, from its parts.
-
-    Args:
-        halves: the directory turns the first half of a latent head against the second.
-    """
-    parts = [_high_precision(name, tensors) for name in entry.parts]
-    if entry.qkv:
-        dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else torch.float32
-        query, key, value = (part.to(dtype) for part in parts)
-        parts = [join_qkv(query, key, value, heads_of(section))]
-    (tensor,) = parts
-    if halves and entry.turned:
-        tensor = interleave(
-            tensor,
-            section["num_attention_heads"] if entry.shape[0] == "queries" else 1,
-            section["qk_pos_emb_head_dim"],
-        )
-    return pad_rows(tensor, section["padded_vocab_size"]) if entry.vocabulary else tensor
-
-
-def _high_precision(name: str, tensors: Tensors) -> torch.Tensor:
-    """A tensor without a bit lost: bfloat16 where it is stored so, else float32."""
-    tensor, scale = tensors[name], scale_name(name, tensors.names())
-    if scale is not None:
-        if tensor.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"{name} is {tensor.dtype} with a scale: float8_e4m3fn can be imported.")
-        tensor = decode(name, tensor, tensors[scale])
-    elif tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"{name} is {tensor.dtype} without a scale: it cannot be imported.")
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name} holds NaN or Inf: the file is damaged, or training diverged.")
-    return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
 
 def _check_tokenizer(folder: Path, source: Path, vocab_size: int) -> None:
@@ -267,7 +223,7 @@ def _run_config(
     return {**run, "run_dir": str(run_dir)}
 
 
-def _save(folder: Path, tensors: dict[str, torch.Tensor], run: dict[str, Any]) -> None:
+def _save(folder: Path, incoming: Incoming, run: dict[str, Any], progress: Progress) -> None:
     """The weights as a checkpoint of iteration 0."""
     from ..mcore.checkpoint.saver import SaveError
     from ..mcore.checkpoint.weights import save_weights
@@ -279,7 +235,15 @@ def _save(folder: Path, tensors: dict[str, torch.Tensor], run: dict[str, Any]) -
         "scheduler_steps": 1,  # the schedule is one step ahead of the optimizer
         "consumed_samples": 0,
     }
+    shown = iter(progress(incoming.described, len(incoming.described)))
+
+    def make(name: str) -> torch.Tensor:
+        following = next(shown)
+        assert following == name, (following, name)
+        return incoming.make(name)
+
     try:
-        save_weights(folder / "checkpoints", tensors, Manifest(0, state, {"run": run}))
+        save_weights(folder / "checkpoints", incoming.described, Manifest(0, state, {"run": run}), make)
+        assert next(shown, None) is None, "all are written, and the bar is at its end"
     except SaveError as error:
         raise OSError(str(error).partition(". ")[0]) from error

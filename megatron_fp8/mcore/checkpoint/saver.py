@@ -42,7 +42,7 @@ from ...files.checkpoint import (
     not_finite_name,
 )
 from ...files.disk import discard, remedy, replace_file, sync, unseen
-from .store import Prepared, prepare, root_cause, write_companions, write_shards
+from .store import Make, Prepared, prepare, root_cause, write_companions, write_shards
 
 _UNFINISHED = ".saving-"
 _PATIENCE_S = 60.0
@@ -87,8 +87,11 @@ class Saver:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
-    def save(self, sharded_state: dict[str, Any], manifest: Manifest) -> None:
+    def save(self, sharded_state: dict[str, Any], manifest: Manifest, make: Make | None = None) -> None:
         """Save; with ``asynchronous`` return as soon as training may change the tensors. Waits for the save before.
+
+        Args:
+            make: gives the tensors of shards on the meta device, which it finds finite; only without ``asynchronous``.
 
         Raises SaveError: this save failed, or, asynchronous, the one before.
         """
@@ -96,8 +99,9 @@ class Saver:
         prepared = prepare(sharded_state, copy=self.asynchronous)
         self._note_not_finite(prepared, manifest)
         if not self.asynchronous:
-            self._write(prepared, manifest)
+            self._write(prepared, manifest, make)
             return
+        assert make is None, "what is made later cannot be copied now"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending = self._thread.submit(self._write, prepared, manifest)
@@ -133,10 +137,10 @@ class Saver:
                 stacklevel=2,
             )
 
-    def _write(self, prepared: Prepared, manifest: Manifest) -> None:
+    def _write(self, prepared: Prepared, manifest: Manifest, make: Make | None = None) -> None:
         unfinished = self.folder / self._on_first(lambda: self._begin(manifest.iteration))
         try:
-            self._shards(unfinished, prepared)
+            self._shards(unfinished, prepared, make)
             records = self._on_all(lambda: self._own_files(unfinished))
             manifest.files = {name: record for part in records for name, record in part.items()}
             self._on_first(lambda: self._see(unfinished, records))
@@ -147,9 +151,9 @@ class Saver:
                     discard(unfinished)
             raise
 
-    def _shards(self, unfinished: Path, prepared: Prepared) -> None:
+    def _shards(self, unfinished: Path, prepared: Prepared, make: Make | None) -> None:
         try:
-            write_shards(unfinished, prepared.tensors, self._group)
+            write_shards(unfinished, prepared.tensors, self._group, make)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise self._failure(rank, cause) from None

@@ -3,16 +3,19 @@
 Megatron-Core says what each tensor is a shard of (``sharded_state_dict``), plans and checks; torch.distributed.checkpoint
 writes the files. Megatron-Core's own writer forks two processes a save and starts a manager process: they outlive a rank
 that is killed, and go on writing into a folder that the restarted run wants to remove. Here the ranks write themselves;
-an asynchronous save is a thread over copies, with a process group of its own.
+an asynchronous save is a thread over copies, with a process group of its own. torch's writer holds every tensor of a file
+until the file is done (copies of them, if they come from a GPU); here a tensor is written and let go.
 
 No pickle is made but ``.metadata``, and none is loaded but that one, by checkpoint_files' unpickler.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from megatron.core import dist_checkpointing
@@ -29,7 +32,11 @@ from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from ...files.checkpoint import read_metadata
 from .fp8_state import is_slot_key
@@ -43,11 +50,16 @@ class Prepared:
 
     Attributes:
         tensors: by key, as torch.distributed.checkpoint takes them.
-        not_finite: the first weight or optimizer tensor of this rank that holds NaN or Inf; '' if none does.
+        not_finite: the first weight or optimizer tensor of this rank that holds NaN or Inf; '' if none does. What is made
+            when it is written is not looked at.
     """
 
     tensors: dict[str, Any]
     not_finite: str
+
+
+Make = Callable[[str], torch.Tensor]
+"""The tensor of a key, whole: made when it is written, for shards on the meta device."""
 
 
 def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
@@ -81,7 +93,7 @@ def _first_not_finite(named: list[tuple[str, torch.Tensor]]) -> str:
     checked = [
         (key, data)
         for key, data in named
-        if data.is_floating_point() and data.numel() and not is_slot_key(key)
+        if data.is_floating_point() and data.numel() and not data.is_meta and not is_slot_key(key)
     ]
     doubtful = []
     for device in dict.fromkeys(data.device for _, data in checked):  # an offloaded optimizer is on the CPU
@@ -91,13 +103,15 @@ def _first_not_finite(named: list[tuple[str, torch.Tensor]]) -> str:
     return next((key for key, data in doubtful if not bool(data.isfinite().all())), "")
 
 
-def write_shards(folder: Path, tensors: dict[str, Any], group: Any) -> None:
+def write_shards(folder: Path, tensors: dict[str, Any], group: Any, make: Make | None = None) -> None:
     """Write every rank's part and ``.metadata`` into ``folder``, down to the disk. Collective over ``group``.
+
+    Args:
+        make: gives what is on the meta device, tensor by tensor, in the order of ``tensors``.
 
     Raises dcp.CheckpointException (no Exception: it names the ranks that failed) on every rank.
     """
-    planner = torch_dist.MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False)
-    dcp.save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group)
+    dcp.save(tensors, storage_writer=_Writer(folder), planner=_SavePlanner(make), process_group=group)
 
 
 def write_companions(folder: Path) -> None:
@@ -149,20 +163,54 @@ def root_cause(error: BaseException) -> BaseException:
     return error if found is None else found
 
 
+class _SavePlanner(torch_dist.MCoreSavePlanner):
+    """Megatron-Core's; what is only described is made when it is asked for."""
+
+    def __init__(self, make: Make | None) -> None:
+        super().__init__(flatten_state_dict=False, can_run_decentralized_global_plan=False)
+        self._make = make
+
+    def resolve_data(self, write_item: Any) -> Any:
+        described = super().resolve_data(write_item)
+        if not described.is_meta:
+            return described
+        assert self._make is not None, f"{write_item.index.fqn} has no values"
+        made = self._make(write_item.index.fqn)
+        assert (made.shape, made.dtype) == (described.shape, described.dtype), write_item.index.fqn
+        return made
+
+
 class _Writer(dcp.FileSystemWriter):
-    """One file a rank, synced; .metadata does not say in which folder it was made."""
+    """One file a rank, one tensor in memory, synced; .metadata does not say in which folder it was made."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self._folder = folder
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        written: Future[list[WriteResult]] = Future()
         try:
-            return super().write_data(plan, planner)
+            with (self._folder / name).open("wb") as stream:
+                written.set_result([_write(item, planner.resolve_data(item), stream) for item in plan.items])
+                stream.flush()
+                os.fsync(stream.fileno())
         except RuntimeError as error:
             raise root_cause(error) from error
+        return written
+
+
+def _write(item: WriteItem, tensor: torch.Tensor, stream: BinaryIO) -> WriteResult:
+    """Add a tensor to a file, as torch.distributed.checkpoint does; where it lies."""
+    start, data = stream.tell(), tensor.detach().cpu()
+    if data.untyped_storage().size() != data.nbytes:  # torch.save writes whole storages
+        data = data.clone()
+    torch.save(data, stream)
+    length = stream.tell() - start
+    return WriteResult(item.index, length, _StorageInfo(Path(stream.name).name, start, length))
 
 
 class _Reader(dcp.FileSystemReader):

@@ -15,24 +15,39 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 
 from ...files.checkpoint import Manifest
-from .saver import Saver
+from .saver import SaveError, Saver
+from .store import Make
 
 
-def save_weights(folder: Path, weights: dict[str, torch.Tensor], manifest: Manifest) -> None:
+def save_weights(folder: Path, weights: dict[str, torch.Tensor], manifest: Manifest, make: Make) -> None:
     """Save whole tensors, by name, as a checkpoint in `folder`, from one process that has no ranks beside it.
 
-    Raises SaveError if the disk is full, or the folder cannot be written.
+    Args:
+        weights: on the meta device: names, shapes and dtypes.
+        make: gives each one when it is written, in their order; one is in memory at a time.
+
+    Raises SaveError if the disk is full, or the folder cannot be written, and ValueError if `make` does.
     """
     assert not dist.is_initialized(), "this is for one process on its own"
+    refused: list[ValueError] = []
+
+    def careful(name: str) -> torch.Tensor:
+        try:
+            return make(name)
+        except ValueError as error:  # the writer takes whatever is raised for a failure of its own
+            refused.append(error)
+            raise
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        shards = {
-            name: ShardedTensor.from_rank_offsets(name, tensor.contiguous())
-            for name, tensor in weights.items()
-        }
+        shards = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in weights.items()}
         saver = Saver(folder)
-        saver.save(shards, manifest)
+        saver.save(shards, manifest, careful)
         saver.close()
+    except SaveError:
+        if refused:
+            raise refused[0] from None
+        raise
     finally:
         dist.destroy_process_group()
 

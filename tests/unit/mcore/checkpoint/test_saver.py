@@ -62,7 +62,7 @@ def test_complete_ones_are_kept_and_latest_names_the_newest(ranks, tmp_path, asy
 
 
 FAULTS = {
-    "a shard": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 1),
+    "a shard": ("megatron_fp8.mcore.checkpoint.store._write", 1),
     "the metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 0),
     "the companions": ("megatron_fp8.mcore.checkpoint.saver.write_companions", 0),
     "a checksum": ("megatron_fp8.mcore.checkpoint.saver.file_record", 1),
@@ -319,7 +319,8 @@ def test_tensors_of_an_offloaded_optimizer_are_checked_where_they_are(monkeypatc
 
     def shard(key: str, device: str, value: float) -> Any:
         values = torch.full((4,), value)
-        data = mock.Mock(numel=values.numel, isfinite=values.isfinite, device=torch.device(device))
+        data = mock.Mock(numel=values.numel, isfinite=values.isfinite, is_meta=False)
+        data.device = torch.device(device)
         data.detach.return_value.sum.side_effect = lambda dtype: (device, torch.tensor(value, dtype=dtype))
         return key, data
 

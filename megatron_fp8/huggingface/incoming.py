@@ -1,0 +1,106 @@
+"""What a checkpoint will hold of a directory: described at first, then made tensor by tensor, each from the directory's.
+
+No bit is lost: BF16 weights stay BF16, other formats and FP8 codes times their scales become float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..params.block_codes import is_scales_key, scales_key
+from .architectures import Entry
+from .block_scales import block_scales
+from .config import heads_of
+from .directory import Tensors
+from .formats import decode, scale_name
+from .layout import interleave, join_qkv, pad_rows
+from .shapes import megatron_shape
+
+
+class Incoming:
+    """A checkpoint's tensors, from a directory's.
+
+    Attributes:
+        described: by name, in the order of the forward pass, on the meta device: shapes and dtypes, and no memory.
+        kept_scales: how many FP8 weights have their scales beside them.
+
+    Args:
+        halves: the directory turns the first half of a latent head against the second.
+
+    Raises ValueError naming a tensor of a kind that cannot be read.
+    """
+
+    def __init__(self, tensors: Tensors, listed: list[Entry], section: dict[str, Any], halves: bool) -> None:
+        self._tensors, self._section, self._halves = tensors, section, halves
+        self._entries: dict[str, Entry] = {}
+        self.described: dict[str, torch.Tensor] = {}
+        self.kept_scales = 0
+        for entry in listed:
+            if not entry.copy:
+                self._describe(entry)
+
+    def _describe(self, entry: Entry) -> None:
+        shape = megatron_shape(entry, self._section)
+        if entry.vocabulary:
+            shape[0] = self._section["padded_vocab_size"]
+        found = {_dtype(name, self._tensors) for name in entry.parts}
+        dtype = torch.bfloat16 if found == {torch.bfloat16} else torch.float32
+        self._entries[entry.megatron] = entry
+        self.described[entry.megatron] = torch.empty(shape, dtype=dtype, device="meta")
+        scales = self._scales(entry)
+        if scales is not None:
+            key = scales_key(entry.megatron)
+            self._entries[key] = entry
+            self.described[key] = scales.to("meta")
+            self.kept_scales += len(entry.parts)
+
+    def parameters(self) -> int:
+        """Values of all weights, the vocabulary's padding included."""
+        return sum(tensor.numel() for name, tensor in self.described.items() if not is_scales_key(name))
+
+    def make(self, name: str) -> torch.Tensor:
+        """The tensor of that name. Raises ValueError if it is not finite, or has scales that fit no form."""
+        entry = self._entries[name]
+        if not is_scales_key(name):
+            return self._weight(entry)
+        scales = self._scales(entry)
+        assert scales is not None, name
+        return scales
+
+    def _scales(self, entry: Entry) -> torch.Tensor | None:
+        moved = self._halves and entry.turned  # rows of several blocks come together
+        return None if moved else block_scales(entry, self._tensors, self._section)
+
+    def _weight(self, entry: Entry) -> torch.Tensor:
+        parts = [_high_precision(name, self._tensors) for name in entry.parts]
+        if entry.qkv:
+            dtype = self.described[entry.megatron].dtype
+            query, key, value = (part.to(dtype) for part in parts)
+            parts = [join_qkv(query, key, value, heads_of(self._section))]
+        (tensor,) = parts
+        if self._halves and entry.turned:
+            heads = self._section["num_attention_heads"] if entry.shape[0] == "queries" else 1
+            tensor = interleave(tensor, heads, self._section["qk_pos_emb_head_dim"])
+        return pad_rows(tensor, self._section["padded_vocab_size"]) if entry.vocabulary else tensor
+
+
+def _dtype(name: str, tensors: Tensors) -> torch.dtype:
+    """What a tensor becomes: bfloat16 where it is stored so, else float32."""
+    stored, scaled = tensors.dtype(name), scale_name(name, tensors.names()) is not None
+    if scaled and stored != torch.float8_e4m3fn:
+        raise ValueError(f"{name} is {stored} with a scale: float8_e4m3fn can be imported.")
+    if not scaled and stored not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"{name} is {stored} without a scale: it cannot be imported.")
+    return torch.bfloat16 if stored == torch.bfloat16 else torch.float32
+
+
+def _high_precision(name: str, tensors: Tensors) -> torch.Tensor:
+    """A tensor without a bit lost, of `_dtype`."""
+    tensor, scale = tensors[name], scale_name(name, tensors.names())
+    if scale is not None:
+        tensor = decode(name, tensor, tensors[scale])
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} holds NaN or Inf: the file is damaged, or training diverged.")
+    return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
