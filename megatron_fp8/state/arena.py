@@ -71,6 +71,8 @@ class Arena:
         scale: float32 [n], delayed scales.
         last_amax, last_nonfinite: float32 [n], both rows of the last iteration, over all ranks of the group.
         own_nonfinite: as last_nonfinite, of this rank alone.
+        own_damage: bool [2, n], of this rank: delayed scales that are no finite number above 0; amaxes that are NaN, or
+            Inf where no Inf was cast.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Arena:
         self.last_amax = torch.zeros(0, device=device, dtype=torch.float32)
         self.last_nonfinite = torch.zeros(0, device=device, dtype=torch.float32)
         self.own_nonfinite = torch.zeros(0, device=device, dtype=torch.float32)
+        self.own_damage = torch.zeros(2, 0, device=device, dtype=torch.bool)
         self._histories: dict[tuple[DelayedScaling, str], History] = {}
         self._agreed: int | None = None  # slots that all ranks are known to share
 
@@ -120,6 +123,10 @@ class Arena:
         held = self._histories[delayed, fmt.name]
         held.grow()
         return held.index, held.unrolled()
+
+    def histories(self) -> list[tuple[list[Slot], torch.Tensor]]:
+        """The slots of each recipe and format, and their rows [slots, amax_history_len] as they lie. No copies."""
+        return [(held.slots, held.rows) for held in self._histories.values() if held.slots]
 
     def saved_slot(self, slot: Slot) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of a delayed slot: float32 scale [1] and amax_history [length], uint8 warm [1] (CPU).
@@ -184,6 +191,16 @@ class Arena:
             )
         self._agreed = len(self.slots)
 
+    def _count_damage(self) -> None:
+        """What no cast can have recorded, and no update made, counts as one more value that is not finite, so that all
+        ranks skip the step. A maximum over ranks takes no NaN."""
+        amax, nonfinite = self.rows
+        self.own_damage = torch.stack(
+            [~(self.scale > 0) | self.scale.isinf(), ~amax.isfinite() & (nonfinite == 0)]
+        )
+        nonfinite += self.own_damage.sum(0)
+        amax.masked_fill_(amax.isnan(), torch.inf)
+
     @keeping_subnormals
     def reduce(self) -> torch.Tensor:
         """Max both rows over the group, of the slots that all ranks share; nothing is read back.
@@ -193,6 +210,7 @@ class Arena:
             none for a single rank.
         """
         self._trim()
+        self._count_damage()
         self.own_nonfinite = self.rows[1].clone()
         if self.world_size == 1:
             return torch.stack([self.rows.new_zeros(()), self.rows[1].sum()])
@@ -255,6 +273,7 @@ class Arena:
 
         Only where ``capture_refusal`` is None. A collective over the group, if that has more than one rank.
         """
+        self._count_damage()
         if self.world_size > 1:
             dist.all_reduce(self.rows, op=dist.ReduceOp.MAX, group=self.group)
         self.update(0)

@@ -7,46 +7,69 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from ..mcore.runtime import state_of, unwrap
+from .state_check import StateCheck
 
 
 class TrainingFailed(RuntimeError):
     """Training cannot go on. The message is one line: what happened, and what to do."""
 
 
-def first_not_finite(chunks: list[Any]) -> tuple[str, str] | None:
+_KINDS = ("state", "weight", "scale", "cast", "gradient")
+
+
+def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tuple[str, str] | None:
     """(kind, line) of what on any rank holds NaN or Inf now, the likeliest cause first; None: nothing does. Collective.
 
-    Kinds, in this order: 'weight'; 'cast', what an FP8 cast of the last iteration met, inputs before gradients;
-    'gradient'. Within a kind the lowest rank, which has the earliest layers, and the order of the model.
+    Kinds, in this order: 'state' of the optimizer and of delayed scaling, where ``check`` looks; 'weight'; 'scale', a
+    delayed scale or an amax that no cast recorded; 'cast', what an FP8 cast of the last iteration met, inputs before
+    gradients; 'gradient'. Within a kind the model's order counts, then the lowest rank: what one rank's cast met comes to
+    the other ranks with the next layers.
     """
-    mine = next(_not_finite(chunks), None)
+    stage, mine = parallel_state.get_pipeline_model_parallel_rank(), None
+    if check is not None and (state := check.first()):
+        mine = (0, stage, 0, f"{state} holds NaN or Inf")
+    elif first := next(_not_finite(chunks), None):
+        kind, place, line = first
+        mine = (_KINDS.index(kind), stage, place, line)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
-    kinds = ("weight", "cast", "gradient")
-    ranked = [(kinds.index(one[0]), rank, one[1]) for rank, one in enumerate(found) if one is not None]
+    ranked = [(*one[:3], rank, one[3]) for rank, one in enumerate(found) if one is not None]
     if not ranked:
         return None
-    kind, rank, line = min(ranked)
-    return kinds[kind], f"{line} on rank {rank}"
+    number, _, _, rank, line = min(ranked)
+    return _KINDS[number], f"{line} on rank {rank}"
 
 
-def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, str]]:
+def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
+    """(kind, place in the model, line) of this rank's."""
     named = [(name, p) for chunk in chunks for name, p in unwrap(chunk).named_parameters()]
-    for name, parameter in named:
+    for place, (name, parameter) in enumerate(named):
         if count := _count(parameter.detach()):
-            yield "weight", f"the weight {name} holds {count} NaN or Inf"
-    slots = [(arena, slot) for arena in state_of(unwrap(chunks[0]).config).arenas for slot in arena.slots]
-    for arena, slot in sorted(slots, key=lambda pair: pair[1].name.endswith("grad_output")):
+            yield "weight", place, f"the weight {name} holds {count} NaN or Inf"
+    arenas = state_of(unwrap(chunks[0]).config).arenas
+    for arena in arenas:
+        for words, bad in zip(("delayed scale", "amax"), arena.own_damage.tolist(), strict=True):
+            for slot in arena.slots[: len(bad)]:
+                if bad[slot.index]:
+                    yield (
+                        "scale",
+                        slot.index,
+                        f"the {words} of {slot.name} was a number that no cast can have made",
+                    )
+    slots = [(arena, slot) for arena in arenas for slot in arena.slots]
+    slots.sort(key=lambda pair: pair[1].name.endswith("grad_output"))
+    for place, (arena, slot) in enumerate(slots):
         own = arena.own_nonfinite
         if slot.index < len(own) and (count := int(own[slot.index])):
-            yield "cast", f"the FP8 cast of {slot.name} met {count} NaN or Inf"
-    for name, parameter in named:
+            yield "cast", place, f"the FP8 cast of {slot.name} met {count} NaN or Inf"
+    for place, (name, parameter) in enumerate(named):
         gradient = getattr(parameter, "main_grad", None)
         gradient = parameter.grad if gradient is None else gradient
         if gradient is not None and (count := _count(gradient)):
-            yield "gradient", f"the gradient of {name} holds {count} NaN or Inf"
+            yield "gradient", place, f"the gradient of {name} holds {count} NaN or Inf"
 
 
 @torch.no_grad()

@@ -124,14 +124,26 @@ class Trainer:
         """Say what a step tells of the training. Raises TrainingFailed, on all ranks, when it stands still."""
         curable = any(scaler.rule.scale > scaler.rule.min_scale for scaler in scalers(self.stepper.optimizer))
         live = self.liveness
+        if self.stepper.damaged:
+            self._fail("the optimizer or FP8 state of a rank is damaged", metrics.iteration - 1)
         said = live.step(metrics.iteration, metrics.lm_loss, skipped=bool(metrics.skipped), curable=curable)
         if said and self.display:
             self.display.say(said)
+        if metrics.skipped and live.row == 1:
+            self._say_skipped(metrics.iteration)
         if live.hopeless:
             self._fail(
                 f"{live.row} steps in a row were skipped, because a loss, a gradient or an FP8 cast was not finite",
                 metrics.iteration - live.row,
             )
+
+    def _say_skipped(self, iteration: int) -> None:
+        """Why the first step of a row was skipped, on all ranks. Collective."""
+        found = first_not_finite(self.stepper.chunks)
+        why = found[1] if found else "the loss was not finite"
+        self._event(iteration, "skip", why)
+        if self.display:
+            self.display.say(f"warning: the step of iteration {iteration} was skipped on all ranks: {why}.")
 
     def _check_end(self, summary: dict[str, float]) -> None:
         """Raise TrainingFailed, on all ranks, if the run ends without a model that can be used."""
@@ -147,10 +159,12 @@ class Trainer:
             found = first_not_finite(self.stepper.chunks)
             if found and found[0] == "weight":
                 self._fail(f"the last {row} steps were skipped", done - row)
+        if self.stepper.state_is_damaged():
+            self._fail("the optimizer or FP8 state of a rank is damaged", done - 1)
 
     def _fail(self, what: str, last_good: int) -> NoReturn:
         """Raise TrainingFailed: what happened, where, and the newest checkpoint of at most iteration `last_good`."""
-        found = first_not_finite(self.stepper.chunks)
+        found = first_not_finite(self.stepper.chunks, self.stepper.check)
         where = f"; first, {found[1]}" if found else ""
         saved = checkpoint_before(self.run, last_good)
         back = (

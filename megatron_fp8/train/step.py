@@ -24,6 +24,7 @@ from .config.run_config import RunConfig
 from .data.datasets import batches
 from .mtp import take_mtp_loss
 from .saved import SavedBytes
+from .state_check import StateCheck
 from .stop import StopRequest
 
 
@@ -34,6 +35,8 @@ class Stepper:
         chunks: model chunks in their DistributedDataParallel, one per virtual stage.
         datasets: training and validation data sets (the second may be None).
         stop: told of every rank's wish to stop, whenever the ranks agree on a loss.
+
+    ``damaged``: whether some rank's optimizer or FP8 state held NaN or Inf where the last step looked.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Stepper:
         data_ranks = parallel_state.get_data_parallel_world_size()
         self._microbatches = run.train.global_batch_size // (run.train.micro_batch_size * data_ranks)
         self._losses: list[Tensor] = []  # [loss sum, tokens] of each micro-batch of this iteration
+        self.check, self.damaged = StateCheck(chunks, optimizer), False
         self.saved: SavedBytes | None = SavedBytes(chunks) if run.train.count_saved else None
 
     def training_data(self, samples: int) -> list[Iterator[Any]]:
@@ -74,7 +78,7 @@ class Stepper:
         self.optimizer.zero_grad()
         self._losses.clear()
         state = state_of(unwrap(self.chunks[0]).config)
-        with state.reading_along(lambda: self._summed(self._losses)) as told:
+        with state.reading_along(lambda: self._summed(self._losses, self.check.turn())) as told:
             self._forward_backward(training, self._microbatches, forward_only=False)
         loss = self._agreed(told)
         updated, grad_norm, _ = self.optimizer.step()
@@ -100,6 +104,12 @@ class Stepper:
             chunk.eval()
         few = self._microbatches if len(self.chunks) > 1 else 1  # interleaved stages need as many as they are
         return self._mean(self._forward_backward(self._iterators(self.datasets[0]), few, forward_only=True))
+
+    def state_is_damaged(self) -> bool:
+        """Whether any rank's optimizer or FP8 state holds NaN or Inf anywhere. Collective; one reading of all of it."""
+        found = self.check.all()
+        dist.all_reduce(found)
+        return bool(found)
 
     def _iterators(self, dataset: Any, samples: int = 0) -> list[Iterator[Any]]:
         """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""
@@ -151,21 +161,25 @@ class Stepper:
         """
         return self._agreed(self._summed(losses).tolist())
 
-    def _summed(self, losses: list[Tensor]) -> Tensor:
-        """float64 [2 + reasons to stop]: [loss sum, tokens] and votes of all ranks. Collective; nothing is read back."""
+    def _summed(self, losses: list[Tensor], damage: Tensor | None = None) -> Tensor:
+        """float64 [3 + reasons to stop]: [loss sum, tokens], damaged tensors and votes of all ranks. Collective; nothing
+        is read back."""
         votes = self.stop.votes()
-        sums = torch.zeros(2 + len(votes), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(3 + len(votes), dtype=torch.float64, device=self._device)
         for loss in losses:
             sums[:2] += loss.double()
+        if damage is not None:
+            sums[2] = damage
         for index, vote in enumerate(votes):
             if vote:
-                sums[2 + index] = vote  # a fill: a copy from the host's memory would wait
+                sums[3 + index] = vote  # a fill: a copy from the host's memory would wait
         dist.all_reduce(sums)
         return sums
 
     def _agreed(self, sums: list[float]) -> float:
-        """The mean loss; what the ranks' votes come to is taken."""
-        total, tokens, *votes = sums
+        """The mean loss; what the ranks found, and what their votes come to, is taken."""
+        total, tokens, damage, *votes = sums
+        self.damaged = damage > 0
         self.stop.agree(votes)
         return total / tokens
 

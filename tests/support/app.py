@@ -7,6 +7,7 @@ python tests/support/app.py waits FILE.json train ...       where the host of a 
 python tests/support/app.py ranks OPTIONS.json train ...    further options by rank: {"1": ["--optimizer.lr=1"]}
 python tests/support/app.py spoil 2 train ...              a weight of the last rank is NaN after the second iteration
 python tests/support/app.py outgrow 2 train ...            a weight is eight times as large after the second iteration
+python tests/support/app.py damage scale:inf:2:1 train ...  memory of rank 1 goes bad after iteration 2 (damage.py)
 python tests/support/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
 python tests/support/app.py many CASES.json                 several commands; prints [code, stderr] of each
 python tests/support/app.py heard CASES.json                the same; prints [code, stderr, stdout]
@@ -172,6 +173,13 @@ def outgrow(trainer):
     weight.data.mul_(8)
 
 
+def damage(words, arguments):
+    """Damage what the words say, on one rank."""
+    from tests.support.damage import damage_from_words
+
+    return after_iteration(*damage_from_words(words), arguments)
+
+
 def truncate(trainer):
     """Cut the data set short, as another program may."""
     prefix = trainer.stepper.datasets[0].dataset_path
@@ -201,6 +209,7 @@ if __name__ == "__main__":
             "tokens": tokens,
             "waits": waited,
             "spoil": lambda n, a: after_iteration(int(n), spoil, a),
+            "damage": damage,
             "truncate": lambda n, a: after_iteration(int(n), truncate, a),
             "many": lambda p, _: many(p),
             "heard": lambda p, _: many(p, with_output=True),

@@ -42,6 +42,7 @@ from ...files.checkpoint import read_metadata
 from .fp8_state import is_slot_key
 
 _COMMON_FILE = "common.pt"
+_OPTIMIZER = "optimizer."
 
 
 @dataclass
@@ -50,8 +51,9 @@ class Prepared:
 
     Attributes:
         tensors: by key, as torch.distributed.checkpoint takes them.
-        not_finite: the first weight or optimizer tensor of this rank that holds NaN or Inf; '' if none does. What is made
-            when it is written is not looked at.
+        not_finite: the first weight, optimizer tensor or delayed state of this rank that holds NaN or Inf; '' if none
+            does. Its replicas of optimizer tensors count too, which another rank writes. What is made when it is written
+            is not looked at.
     """
 
     tensors: dict[str, Any]
@@ -73,27 +75,31 @@ def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
     sharded, _ = extract_sharded_base(sharded_state)
     sharded, _ = save_preprocess(sharded, validate_access_integrity=True)
     tensors: dict[str, list[ShardedTensor]] = {}
+    replicas: list[ShardedTensor] = []
     for shard in nested_values(sharded):
         assert isinstance(shard, ShardedTensor), f"{shard.key} would be pickled"
         if is_main_replica(shard.replica_id):
             tensors.setdefault(shard.key, []).append(shard)
+        elif shard.key.startswith(_OPTIMIZER) and shard.data is not None:
+            replicas.append(shard)
     written = [shard for shards in tensors.values() for shard in shards]
-    bad = _first_not_finite([(shard.key, shard.data) for shard in written])
+    # A replica that went bad goes on into its rank's weights, and into everybody's gradients.
+    bad = _first_not_finite([(shard.key, shard.data) for shard in written + replicas])
     for shard in written if copy else ():
         shard.data = shard.data.detach().to("cpu", copy=True)
     return Prepared(torch_dist.mcore_to_pyt_state_dict(tensors, False), bad)
 
 
 def _first_not_finite(named: list[tuple[str, torch.Tensor]]) -> str:
-    """The key of the first shard (key, data) that holds NaN or Inf, of weights and optimizer; '' if none does.
+    """The key of the first shard (key, data) that holds NaN or Inf; '' if none does.
 
     A sum is finite only if all its terms are, and takes one pass without a copy; one that is not may have overflowed.
-    Delayed scaling's histories are left out: an amax may be Inf, and is never made a scale.
+    Of delayed scaling's histories the running amax is left out: it may be Inf, and is never made a scale.
     """
     checked = [
-        (key, data)
+        (key, data[..., 1:] if is_slot_key(key) and key.endswith("amax_history") else data)
         for key, data in named
-        if data.is_floating_point() and data.numel() and not data.is_meta and not is_slot_key(key)
+        if data.is_floating_point() and data.numel() and not data.is_meta
     ]
     doubtful = []
     for device in dict.fromkeys(data.device for _, data in checked):  # an offloaded optimizer is on the CPU

@@ -120,6 +120,33 @@ def test_infinite_amax_changes_nothing_but_is_counted():
     assert slot.scale == 448 / torch.tensor(7.0)
 
 
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 0.0, -1.0])
+def test_a_scale_that_no_update_made_is_counted_and_made_anew(scale: float):
+    state, slot, _ = one_slot()
+    observe(slot, 2.0)
+    assert state.finish_iteration().nonfinite == 0
+    slot.arena.scale[slot.index] = scale
+    observe(slot, 7.0)
+    assert state.finish_iteration().nonfinite == 1
+    assert slot.arena.own_damage[:, slot.index].tolist() == [True, False]
+    assert slot.scale == 448 / torch.tensor(7.0)
+    observe(slot, 7.0)
+    assert state.finish_iteration().nonfinite == 0 and not slot.arena.own_damage.any()
+
+
+@pytest.mark.parametrize("amax", [math.nan, math.inf])
+def test_an_amax_that_no_cast_recorded_is_counted_and_changes_nothing(amax: float):
+    state, slot, recipe = one_slot()
+    observe(slot, 2.0)
+    state.finish_iteration()
+    scale, rows = slot.scale, slot.arena.history(recipe, E4M3)[1].clone()
+    slot.arena.rows[0, slot.index] = amax
+    assert state.finish_iteration().nonfinite == 1
+    assert slot.arena.own_damage[:, slot.index].tolist() == [False, True]
+    assert_same_bytes(slot.scale, scale)
+    assert_same_bytes(slot.arena.history(recipe, E4M3)[1], rows)
+
+
 def test_tensor_that_was_not_cast_keeps_scale_and_history():
     state, slot, recipe = one_slot()
     idle = slot.arena.add(recipe, E4M3)

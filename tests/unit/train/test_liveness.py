@@ -75,10 +75,11 @@ def test_a_run_that_ends_in_skipped_steps_has_failed(monkeypatch, taken, row, wo
         optimizer=SimpleNamespace(loss_scale=1e30),
         train=SimpleNamespace(max_skipped_steps=0, global_batch_size=1, seq_length=1),
     )
-    trainer = loop.Trainer(SimpleNamespace(run=run, chunks=[]), Start(), 1.0)
+    stepper = SimpleNamespace(run=run, chunks=[], check=None, state_is_damaged=lambda: False)
+    trainer = loop.Trainer(stepper, Start(), 1.0)
     for skipped in [False] * taken + [True] * row:
         trainer.liveness.step(1, None, skipped=skipped, curable=False)
-    monkeypatch.setattr(loop, "first_not_finite", lambda chunks: None)
+    monkeypatch.setattr(loop, "first_not_finite", lambda *_: None)
     monkeypatch.setattr(loop, "checkpoint_before", lambda run, iteration: None)
     with pytest.raises(TrainingFailed, match=f"{words}.* a lower optimizer.loss_scale than 1e\\+30"):
         trainer._check_end({"iteration": 4})

@@ -47,6 +47,8 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
         optimizer=SimpleNamespace(),
         stop=SimpleNamespace(reason=None),
         training_data=lambda samples: [],
+        damaged=False,
+        state_is_damaged=lambda: False,
     )
     trainer = Trainer(stepper, Start(), 1.0, after_first_step=lambda: calls.append("noted"))
 

@@ -1,0 +1,201 @@
+"""NaN and Inf that one rank's memory holds all of a sudden: all ranks skip the step, or the run ends; each time a line
+says what and where. docs/reliability.md has the table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
+
+STEPS, RANK = 6, 1
+SITE = "decoder.layers.1.mlp.linear_fc1"
+TP2, DP2 = Layout(tp=2, sp=True), Layout()
+_OPTIONS = [
+    "--model.num_layers=2", "--model.hidden_size=64", "--model.num_attention_heads=2",
+    "--model.ffn_hidden_size=128", "--model.gated_linear_unit=true", "--model.activation_func=silu",
+    "--model.normalization=RMSNorm", "--model.add_bias_linear=false", "--model.hidden_dropout=0",
+    "--model.attention_dropout=0", "--model.vocab_size=256", "--model.fp8=hybrid",
+    "--train.micro_batch_size=1", "--train.global_batch_size=2", "--train.seq_length=32",
+    f"--train.train_iters={STEPS}", "--train.max_skipped_steps=3", "--train.eval_iters=0",
+    "--optimizer.lr=0.01",
+]  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What one rank saw."""
+
+    skipped: list[int] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    failed: str = ""
+
+
+class _Sentences:
+    """Samples of 32 tokens below 200: rows above are read by nobody."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        drawn = torch.randint(
+            0, 200, (33,), generator=torch.Generator().manual_seed(index), dtype=torch.int64
+        )
+        ones = torch.ones(32, dtype=torch.float32)
+        places = torch.arange(32, dtype=torch.int64)
+        return {"tokens": drawn[:-1], "labels": drawn[1:], "loss_mask": ones, "position_ids": places}
+
+
+def small_run(layout: Layout, options: list[str]) -> Any:
+    """The app's own loop over made-up sentences, not begun."""
+    from megatron_fp8.train import model
+    from megatron_fp8.train.checkpoints import Start
+    from megatron_fp8.train.config import run_config
+    from megatron_fp8.train.config.model_section import transformer_config
+    from megatron_fp8.train.loop import Trainer
+    from megatron_fp8.train.metrics import Display
+    from megatron_fp8.train.step import Stepper
+    from megatron_fp8.train.stop import StopRequest
+
+    sizes = [
+        f"--model.tensor_model_parallel_size={layout.tp}",
+        f"--model.sequence_parallel={str(layout.sp).lower()}",
+    ]
+    run = run_config.parse([*_OPTIONS, *sizes, *options])
+    chunks = model.build_chunks(transformer_config(run.model), run, 256)
+    optimizer = model.build_optimizer(chunks[0].config, run, chunks)
+    scheduler = model.build_scheduler(run, optimizer)
+    stepper = Stepper(run, chunks, optimizer, scheduler, [_Sentences()], StopRequest({}))
+    return Trainer(stepper, Start(), 1.0, display=Display(STEPS, 100))
+
+
+def damaged_training(layout: Layout, options: list[str], words: str) -> Seen:
+    """A rank case: a rank's memory is damaged between two steps."""
+    with model_parallel(layout):
+        from megatron_fp8.train.failure import TrainingFailed
+        from tests.support.damage import damage_from_words
+
+        trainer, seen = small_run(layout, options), Seen()
+        trainer.display.say = seen.said.append
+        after, change = damage_from_words(words)
+        timed = trainer._timed_step
+
+        def step(iteration: int, training: Any) -> Any:
+            metrics = timed(iteration, training)
+            seen.skipped.append(metrics.skipped)
+            if iteration == after:
+                change(trainer)
+            return metrics
+
+        trainer._timed_step = step
+        try:
+            trainer.train()
+        except TrainingFailed as error:
+            seen.failed = str(error)
+        return seen
+
+
+def unsound(layout: Layout, options: list[str], kinds: list[str]) -> list[str]:
+    """A rank case: what a save after a step finds on each rank, with nothing damaged, then with each kind."""
+    with model_parallel(layout):
+        import torch.distributed as dist
+
+        from megatron_fp8.mcore.checkpoint.store import prepare
+        from megatron_fp8.mcore.checkpoint.training import sharded_state
+        from tests.support.damage import damage
+
+        trainer = small_run(layout, options)
+        trainer.stepper.step(trainer.stepper.training_data(0))
+        found = []
+        for kind in ["", *kinds]:
+            if kind and dist.get_rank() == RANK:
+                damage(trainer, kind, math.inf)
+            state = sharded_state(trainer.stepper.chunks, trainer.stepper.optimizer)
+            found.append(prepare(state, copy=False).not_finite)
+            if kind and dist.get_rank() == RANK:
+                damage(trainer, kind, 1.0)
+        return found
+
+
+ONCE, NEVER = [0, 0, 1, 0, 0, 0], [0] * STEPS
+STATE = "the optimizer or FP8 state of a rank is damaged"
+MAX = ["--model.fp8_amax_compute_algo=max", "--model.fp8_amax_history_len=8"]
+SHARDED = ["--optimizer.use_distributed_optimizer=true"]
+
+
+def look(seen: list[Seen]) -> Seen:
+    """What all ranks saw alike."""
+    assert seen[0] == seen[1], seen
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("input:nan", f"the FP8 cast of {SITE}.input met 1 NaN or Inf"),
+        ("gradient:nan", "the gradient of decoder.final_layernorm.weight holds 64 NaN or Inf"),
+        ("summed:inf", f"the gradient of {SITE}.weight holds 1 NaN or Inf"),
+        ("amax:nan", f"the amax of {SITE}.input was a number that no cast can have made"),
+        ("amax:inf", f"the amax of {SITE}.input was a number that no cast can have made"),
+        ("scale:inf", f"the delayed scale of {SITE}.input was a number that no cast can have made"),
+        ("scale:0", f"the delayed scale of {SITE}.input was a number that no cast can have made"),
+    ],
+)
+def test_what_is_made_anew_costs_one_step_on_all_ranks(ranks: RankPool, what: str, words: str) -> None:
+    layout = DP2 if what.startswith(("summed", "scale:inf")) else TP2
+    seen = look(ranks(2).run(damaged_training, layout, ["--model.fp8_format=delayed"], f"{what}:2:1"))
+    assert seen.skipped == ONCE and not seen.failed
+    (said,) = seen.said
+    assert said.startswith(f"warning: the step of iteration 3 was skipped on all ranks: {words} on rank ")
+
+
+@pytest.mark.parametrize(
+    ("what", "layout", "options", "words"),
+    [
+        ("weight:nan", DP2, ["--model.fp8_format=blockwise"], f"the weight {SITE}.weight holds 1 NaN or Inf"),
+        ("master:inf", TP2, ["--model.fp8_format=blockwise"], f"the master of {SITE}.weight holds NaN or Inf"),
+        ("moment:nan", DP2, ["--model.fp8=null"], f"the master of {SITE}.weight holds NaN or Inf"),
+        ("history:nan", DP2, MAX, "the amax histories of "),
+    ],
+)  # fmt: skip
+def test_what_stays_ends_the_run(
+    ranks: RankPool, what: str, layout: Layout, options: list[str], words: str
+) -> None:
+    seen = look(ranks(2).run(damaged_training, layout, options, f"{what}:2:1"))
+    assert sum(seen.skipped) == 3 and len(seen.said) == 1 and "was skipped on all ranks" in seen.said[0]
+    assert "3 steps in a row were skipped" in seen.failed and f"first, {words}" in seen.failed
+
+
+@pytest.mark.parametrize(
+    ("what", "layout", "options", "words"),
+    [
+        ("second:inf", DP2, ["--model.fp8_format=delayed"], f"exp_avg_sq of {SITE}.weight"),
+        ("second:inf", DP2, ["--model.fp8_format=blockwise", *SHARDED], "exp_avg_sq of "),
+        ("second:inf", TP2, ["--optimizer.state_dtype=fp8"], f"exp_avg_sq of {SITE}.weight"),
+        ("unread:nan", TP2, ["--model.fp8_format=blockwise"], "the master of embedding.word_embeddings.weight"),
+        ("history:inf", TP2, MAX, "the amax histories of "),
+    ],
+)  # fmt: skip
+def test_what_no_step_feels_ends_the_run_too(
+    ranks: RankPool, what: str, layout: Layout, options: list[str], words: str
+) -> None:
+    """No loss and no cast shows these: a weight never moves again, a row waits for its token, a scale is 1."""
+    seen = look(ranks(2).run(damaged_training, layout, options, f"{what}:2:1"))
+    assert seen.skipped == NEVER and not seen.said
+    assert STATE in seen.failed and f"first, {words}" in seen.failed
+    assert seen.failed.count(" on rank 1. No checkpoint is from before") == 1
+
+
+def test_no_complete_checkpoint_holds_it_nor_was_made_beside_it(ranks: RankPool) -> None:
+    """A replica that went bad is written by nobody, and still spoils what comes after."""
+    options = ["--model.fp8_format=delayed", *MAX]
+    first, second = ranks(2).run(unsound, DP2, options, ["second", "master", "history"])
+    assert first == ["", "", "", ""]
+    assert second[0] == "" and second[3] == ""
+    kinds = ("exp_avg_sq", "fp32_param")  # _w: the gate's half
+    assert second[1:3] == [f"optimizer.state.{kind}.{SITE}.weight_w" for kind in kinds]

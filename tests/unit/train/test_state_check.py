@@ -1,0 +1,56 @@
+"""Every tensor of the state is looked at in one round, and what is found has its name. Real optimizers:
+tests/functional/test_damaged_memory.py."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp8.mcore.optimizer.compact_moments import Moment
+from megatron_fp8.train import state_check
+from megatron_fp8.train.state_check import PARTS, StateCheck
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, count: int = 30) -> tuple[StateCheck, dict[Any, Any]]:
+    """A check over masters of `count` weights and their second moments; the optimizer's state."""
+    weights = [(f"layer{i}.weight", torch.ones(3, dtype=torch.float32)) for i in range(count)]
+    model = SimpleNamespace(named_parameters=lambda: weights, config=None)
+    state = {w: {"exp_avg_sq": torch.ones(3, dtype=torch.float32), "step": 3} for _, w in weights}
+    part = SimpleNamespace(param_groups=[{"params": [w for _, w in weights]}])
+    part.optimizer = SimpleNamespace(state=state)
+    monkeypatch.setattr(state_check, "unwrap", lambda chunk: chunk)
+    monkeypatch.setattr(state_check, "state_of", lambda config: SimpleNamespace(arenas=[]))
+    return StateCheck([model], part), state
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_whatever_goes_bad_is_found_once_in_a_round_and_named(
+    monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    for index in range(30):
+        check, state = watched(monkeypatch)
+        assert sum(float(check.turn()) for _ in range(PARTS)) == 0 and not check.first() and not check.all()
+        list(state.values())[index]["exp_avg_sq"][1] = value
+        assert [float(check.turn()) for _ in range(PARTS)].count(1.0) == 1
+        assert float(check.all()) == 1 and check.first() == f"exp_avg_sq of layer{index}.weight"
+
+
+def test_a_moment_in_fewer_bits_is_looked_at_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, state = watched(monkeypatch, 1)
+    (moments,) = state.values()
+    for eight in (True, False):
+        moments["exp_avg_sq"] = Moment(torch.ones(256, dtype=torch.float32), eight)
+        assert not check.all()
+        moments["exp_avg_sq"].stored_tensors()[-1].view(-1)[-1] = math.inf
+        assert float(check.all()) == 1
+
+
+def test_large_values_are_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sum would be infinite."""
+    check, state = watched(monkeypatch, 1)
+    next(iter(state)).fill_(3e38)
+    assert not check.all()
