@@ -18,6 +18,7 @@ usage: megatron-fp8 COMMAND ...
 FP8 training for Megatron-Core models.
 
   train      train a GPT on real text
+  launch     several ranks of train, diagnose, calibrate, generate or a script
   report     what a run ran, layer by layer, and how it went; as a page too
   compare    train BF16 and several recipes, and say how they differ
   diagnose   what FP8 costs a run, by layer and GEMM, and overrides that cure it
@@ -35,12 +36,13 @@ Begin with: megatron-fp8 train --config tiny_gpt_cpu
 Then:       megatron-fp8 report runs/tiny_gpt_cpu
 
 `megatron-fp8 COMMAND --help` says more, with commands to copy;
-`megatron-fp8 --version` says what is installed. Under torchrun:
-torchrun --nproc-per-node 2 -m megatron_fp8 train ...
+`megatron-fp8 --version` says what is installed. Several processes:
+megatron-fp8 launch --ranks 2 train --config tiny_gpt_cpu
 """
 
 COMMANDS = {
     "train": "train:main",
+    "launch": "launch:main",
     "report": "report:main",
     "compare": "compare:main",
     "diagnose": "diagnose:main",

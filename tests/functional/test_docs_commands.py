@@ -22,6 +22,7 @@ ELSEWHERE = {
 NOT_HERE = {
     r"make |pip |python -m pip |jupyter ": "installs, tests or opens something",
     r"export |sbatch |torchrun --nnodes": "is for a cluster: tests/functional/test_slurm.py has one of its own",
+    r"megatron-fp8 launch ": "takes several processes: tests/functional/test_launch.py",
     r"torchrun ": "takes several processes: tests/functional trains on two ranks with these options",
     r"megatron-fp8 compare ": "trains several runs: tests/functional/test_compare.py",
     r"megatron-fp8 bench": "takes minutes: tests/unit/commands/test_bench.py runs it with small shapes",

@@ -67,5 +67,13 @@ def torchrun(*command, python=sys.executable, cwd=None):
     )  # fmt: skip
 
 
+def launched(*command, python, cwd=None, **variables):
+    """megatron-fp8 launch COMMAND, in forked processes; `python`: a forking one."""
+    return subprocess.run(
+        [python, "-m", "megatron_fp8", "launch", *map(str, command)],
+        capture_output=True, text=True, timeout=150, env=environment(**variables), check=False, cwd=cwd,
+    )  # fmt: skip
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

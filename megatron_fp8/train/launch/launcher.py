@@ -1,0 +1,243 @@
+"""Ranks of this node, started and watched by torch's elastic agent, as torchrun does; said in this package's words.
+
+What differs from torchrun: bad input (exit code 2) is not tried again; a signal to end is a request to save; the exit
+code is the ranks' own; a rank that dies is named, with its last line and its log; no rank outlives the launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
+
+from ..exit_codes import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+from .nodes import FIRST_LINE_S, Nodes, said_after
+from .rank_logs import RankLogs
+from .signals import Signals, Stopped
+from .tied import tied
+
+_SETTLE_S = 3.0
+"""Ranks that outlive another one by more than this are said to be waited for: torch gives them 30 s."""
+
+
+@dataclass(frozen=True)
+class Launching:
+    """What to start.
+
+    Attributes:
+        command: a program's path and its arguments.
+        ranks: on this node.
+        max_restarts: how often all ranks are started again after one died.
+        logs: a folder for what ranks say; None: a temporary one, kept if the launch fails.
+        stopped_code: exit code after a signal, where ranks ended with 0; None: that 0.
+    """
+
+    command: list[str]
+    ranks: int
+    nodes: Nodes = field(default_factory=Nodes)
+    max_restarts: int = 0
+    logs: Path | None = None
+    stopped_code: int | None = None
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def launch(launching: Launching, *, debug: bool = False) -> int:
+    """Start the ranks, and return the exit code when all have ended: theirs; 128 + a signal's if that ended them.
+
+    Args:
+        debug: torch's own messages are shown too.
+
+    Raises:
+        ValueError: nodes cannot meet as they were told to, or the folder of logs cannot be made.
+        DistError: other nodes did not come, or left.
+    """
+    if not debug:
+        quiet = logging.getLogger("torch.distributed.elastic")
+        quiet.addHandler(logging.NullHandler())
+        quiet.propagate = False
+    if launching.ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
+    # Ranks of several nodes make a store of their own (nodes.py).
+    if launching.nodes.count > 1:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["PYTHONUNBUFFERED"] = "1"  # lines are seen as they are said
+    folder = _folder(launching.logs)
+    signals = Signals(say)
+    code = EXIT_FAILED
+    try:
+        with signals.heard():
+            code = _run(launching, RankLogs(folder, terminal=sys.stdout.isatty()), signals)
+    finally:
+        if launching.logs is None and code != EXIT_FAILED:
+            shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+def _folder(asked: Path | None) -> Path:
+    try:
+        if asked is None:
+            return Path(tempfile.mkdtemp(prefix="megatron_fp8_logs_"))
+        asked.mkdir(parents=True, exist_ok=True)
+        if not os.access(asked, os.W_OK):
+            raise PermissionError(0, "not writable")
+    except OSError as error:
+        where = f"--logs={asked}" if asked else f"the temporary folder {tempfile.gettempdir()}"
+        raise ValueError(
+            f"{where} cannot be used ({error.strerror}): give another folder by --logs."
+        ) from error
+    return asked
+
+
+def _run(launching: Launching, logs: RankLogs, signals: Signals) -> int:
+    try:
+        rendezvous = launching.nodes.rendezvous(say)
+        agent = _Agent(launching, rendezvous, logs, signals)
+        try:
+            return agent.end(agent.run())
+        finally:
+            logs.show(ended=True)
+            if signals.stop is None:
+                rendezvous.shutdown()
+    except Stopped as stopped:
+        say(f"{stopped}: ended before any rank had started")
+        return 128 + signal.Signals[str(stopped)]
+    except SignalException as ended:
+        number = signals.stop or ended.sigval
+        say(f"{number.name}: the ranks were ended, unsaved")
+        return 128 + number
+    except RendezvousError as error:
+        raise DistError(_about_nodes(error, launching.nodes)) from error
+    except BrokenPipeError:
+        raise DistError(
+            "whoever read the output has left, as `| head` does: the ranks were told to save and end."
+        ) from None
+
+
+def _about_nodes(error: RendezvousError, nodes: Nodes) -> str:
+    kind = type(error).__name__
+    where = f"the launchers of {nodes.count} nodes, which meet at {nodes.host}:{nodes.port}"
+    if "Timeout" in kind:
+        return f"{where}, did not all come: look at the other nodes."
+    if "Closed" in kind:
+        return f"{where}, have ended this run: another node says why."
+    return f"{where}, lost each other ({kind}: {' '.join(str(error).split())}): look at node 0."
+
+
+class _Agent(LocalElasticAgent):
+    """Torch's agent, that shows what ranks say, hands on signals, and knows which failures are not worth another try."""
+
+    def __init__(
+        self, launching: Launching, rendezvous: RendezvousHandler, logs: RankLogs, signals: Signals
+    ) -> None:
+        program, *arguments = tied(launching.command)
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=launching.ranks,
+            rdzv_handler=rendezvous,
+            entrypoint=program,
+            args=tuple(arguments),
+            max_restarts=launching.max_restarts,
+            monitor_interval=0.1,
+        )
+        super().__init__(spec, logs)
+        self._launching, self._logs, self._signals = launching, logs, signals
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._signals.listen(ranks_run=False)
+        others = f"{self._launching.nodes.count} nodes to meet at --master"
+        with said_after(FIRST_LINE_S, say, others):
+            super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        found: dict[int, Any] = super()._start_workers(worker_group)
+        self._signals.listen(ranks_run=True)  # torch has installed handlers of its own
+        return found
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._pcontext is not None
+        self._signals.hand_on(self._pcontext.pids().values())
+        with said_after(_SETTLE_S, say, "the other ranks to end after one died; they are killed after 30 s"):
+            result = super()._monitor_workers(worker_group)
+        self._logs.show()
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._after(result)
+        return result
+
+    def _after(self, result: RunResult) -> None:
+        """Decide whether to start again, and say it."""
+        codes = [failure.exitcode for failure in result.failures.values()]
+        if self._signals.stop is not None or EXIT_BAD_INPUT in codes:
+            self._remaining_restarts = 0
+        if (left := self._remaining_restarts) > 0:
+            of = self._worker_group.spec.max_restarts
+            say(
+                f"restart     {self._death(result.failures)} All ranks start again: restart {of - left + 1} of {of}."
+            )
+
+    def end(self, result: RunResult | None) -> int:
+        """Say why the ranks ended, if they failed; the exit code."""
+        stop = self._signals.stop
+        if result is None or not result.is_failed():
+            if stop is not None and self._launching.stopped_code is not None:
+                return self._launching.stopped_code
+            return EXIT_DONE
+        failure = result.failures[_root(result.failures)] if result.failures else None
+        if stop is not None and failure is not None and failure.exitcode in (-signal.SIGTERM, -stop):
+            say(f"{stop.name}: the ranks ended before there was anything to save")
+            return 128 + stop
+        errors = self._logs.errors()
+        bad_input = failure is not None and failure.exitcode == EXIT_BAD_INPUT
+        if errors and not bad_input:
+            say(self._death(result.failures))
+        for line in errors or [f"error: {self._death(result.failures)}"]:
+            say(line)
+        return failure.exitcode if failure is not None and failure.exitcode > 0 else EXIT_FAILED
+
+    def _death(self, failures: Mapping[int, ProcessFailure]) -> str:
+        """Which rank died of what, its last line and where the rest is."""
+        if not failures:
+            return "a rank hangs in the kernel and cannot be ended."
+        rank = _root(failures)
+        code = failures[rank].exitcode
+        how = f"ended with exit code {code}"
+        if code < 0:
+            with suppress(ValueError):
+                how = f"was killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                how += " (the system does that when memory runs out)"
+        line, path = self._logs.last_line(rank)
+        last = f" Its last line: {line[:300]}." if line else " It said nothing."
+        return f"rank {rank} {how}.{last}" + (f" Its log: {path}." if path else "")
+
+
+def _root(failures: Mapping[int, ProcessFailure]) -> int:
+    """The rank whose end was the others'.
+
+    Bad input first, then what a signal ended, then whoever was first; last those that the agent told to end.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, bool, float, int]:
+        code = failures[rank].exitcode
+        return code != EXIT_BAD_INPUT, code == -signal.SIGTERM, code > 0, failures[rank].timestamp, rank
+
+    return min(failures, key=order)

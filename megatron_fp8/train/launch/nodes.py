@@ -1,0 +1,158 @@
+"""Where the launchers of all nodes meet: torch's rendezvous, with nodes numbered as they were told.
+
+Node 0 keeps the store, at the address that all nodes were given, and has the first ranks: who reads its log reads the
+run. Torch itself numbers nodes by name.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Timer
+
+from torch.distributed import DistError, PrefixStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    registry,
+)
+
+JOIN_S = 600
+"""Seconds that nodes may come apart."""
+FIRST_LINE_S = 20.0
+_HERE = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many nodes, which of them this is (from 0), and where node 0 listens."""
+
+    count: int = 1
+    number: int = 0
+    host: str = _HERE
+    port: int = 0
+    """0, of one node alone: any that is free."""
+
+    def rendezvous(self, say: Callable[[str], None]) -> RendezvousHandler:
+        """Torch's, of these nodes. Waits for node 0 to listen.
+
+        Raises ValueError: node 0 cannot listen there; DistError: it does not after JOIN_S.
+        """
+        keeps = self.number == 0
+        if not keeps:
+            self._reach(say)
+        parameters = RendezvousParameters(
+            "c10d",
+            f"{self.host}:{self.port}",
+            # The same on all nodes, and another one for each launch on one node.
+            run_id=f"{self.host}:{self.port}" if self.count > 1 else uuid.uuid4().hex,
+            min_nodes=self.count,
+            max_nodes=self.count,
+            local_addr=self.host if keeps else socket.gethostname(),
+            is_host=keeps,
+            join_timeout=JOIN_S,
+        )
+        try:
+            found = registry.get_rendezvous_handler(parameters)
+        except RendezvousError as error:
+            if not keeps:
+                raise
+            raise ValueError(
+                f"this node cannot listen at --master {self.host}:{self.port} ({_reason(error)}): give an address of this"
+                " node and a free port."
+            ) from error
+        return found if self.count == 1 else _Numbered(found, self)
+
+    def _reach(self, say: Callable[[str], None]) -> None:
+        """Return when somebody listens at node 0's address."""
+        deadline = time.monotonic() + JOIN_S
+        with said_after(FIRST_LINE_S, say, f"node 0 to listen at {self.host}:{self.port}"):
+            while True:
+                try:
+                    socket.create_connection((self.host, self.port), timeout=5).close()
+                except OSError as error:
+                    if time.monotonic() > deadline:
+                        raise DistError(
+                            f"nobody listens at --master {self.host}:{self.port} after {JOIN_S / 60:.0f} minutes"
+                            f" ({error.strerror or error}): is node 0 there, and is that its address and a port that"
+                            " this node may reach?"
+                        ) from error
+                    time.sleep(0.5)
+                else:
+                    return
+
+
+class _Numbered(RendezvousHandler):
+    """A rendezvous whose nodes have the numbers that they were given."""
+
+    def __init__(self, inner: RendezvousHandler, nodes: Nodes) -> None:
+        self._inner, self._nodes = inner, nodes
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The next round. Raises ValueError if two nodes have one number."""
+        info, number = self._inner.next_rendezvous(), self._nodes.number
+        store = PrefixStore("numbered", info.store)  # of this round
+        if store.add(f"node {number}", 1) > 1:
+            raise ValueError(
+                f"two nodes have --node-rank {number}: give each of the {self._nodes.count} its own."
+            )
+        # Ranks make their own store on node 0: in one that launchers share, ranks that are started again meet the dead.
+        place = RendezvousStoreInfo.build(number, store, self._nodes.host)
+        return RendezvousInfo(info.store, number, info.world_size, place)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+
+@contextmanager
+def said_after(seconds: float, say: Callable[[str], None], what: str) -> Iterator[None]:
+    """Say what is waited for, after `seconds` and then at doubling intervals, from a thread."""
+    timers: list[Timer] = []
+
+    def wait(so_far: float, pause: float) -> None:
+        timer = Timer(pause, tell, (so_far + pause,))
+        timer.daemon = True
+        timers.append(timer)
+        timer.start()
+
+    def tell(so_far: float) -> None:
+        say(f"waiting     {so_far:.0f} s so far for {what}")
+        wait(so_far, so_far)
+
+    wait(0.0, seconds)
+    try:
+        yield
+    finally:
+        timers[-1].cancel()
+
+
+def _reason(error: BaseException) -> str:
+    """What torch was told by the system, without its own words and stack."""
+    inner = error.__cause__ or error
+    return " ".join(str(inner).split())[:200]

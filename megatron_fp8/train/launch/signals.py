@@ -1,0 +1,88 @@
+"""What a launcher does with signals: whoever asks it to end asks its ranks to save first.
+
+    SIGINT (Ctrl-C), SIGTERM, SIGHUP    the ranks get SIGTERM: they finish their iteration, save and end
+    SIGINT again, a second later        the ranks are killed
+    SIGUSR1                             is handed on, as SLURM means it
+
+A signal that was ignored when the launcher started (nohup, `&` in a script) stays ignored. While no rank runs there is
+nothing to save: the launcher ends at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_AGAIN_S = 1.0
+"""A second Ctrl-C within so many seconds is the first: `timeout` and some terminals send it twice."""
+
+
+class Stopped(Exception):
+    """The launcher was told to end while no rank ran."""
+
+
+class Signals:
+    """Those that this process was sent.
+
+    Args:
+        say: told what a first signal to end means for the ranks.
+
+    Attributes:
+        stop: the first signal to end that came; None: none did.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.stop: signal.Signals | None = None
+        self._say, self._since = say, 0.0
+        self._ranks_run = False
+        self._owed: list[signal.Signals] = []
+        self._heard = [number for number in _HEARD if signal.getsignal(number) != signal.SIG_IGN]
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Listen meanwhile. Main thread only."""
+        before = {number: signal.getsignal(number) for number in _HEARD}
+        try:
+            self.listen(ranks_run=False)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def listen(self, *, ranks_run: bool) -> None:
+        """Listen, from now on for ranks that run, or for none. Again after torch's agent has listened itself."""
+        self._ranks_run = ranks_run
+        for number in _HEARD:
+            signal.signal(number, self._note if number in self._heard else signal.SIG_IGN)
+
+    def hand_on(self, pids: Iterable[int]) -> None:
+        """Give the ranks what came since the last call."""
+        owed, self._owed = self._owed, []
+        for number in owed:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        name, now = signal.Signals(number), time.monotonic()
+        if name != signal.SIGUSR1:
+            again = self.stop == signal.SIGINT == name and now - self._since > _AGAIN_S
+            if self.stop is None:
+                self.stop, self._since = name, now
+                if self._ranks_run:
+                    more = "; again: they end at once, unsaved" if name == signal.SIGINT else ""
+                    self._say(f"{name.name}: asked the ranks to finish their iteration, save and end{more}")
+            if again:
+                raise SignalException("a second Ctrl-C", signal.SIGKILL)
+        if self._ranks_run:
+            self._owed.append(signal.SIGUSR1 if name == signal.SIGUSR1 else signal.SIGTERM)
+        else:
+            self.stop = self.stop or name
+            raise Stopped(name.name)

@@ -1,0 +1,273 @@
+"""`megatron-fp8 launch`: what it says when ranks end, what signals do, and nodes that meet."""
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.forking import stood_for
+from tests.support.command import APP, TWO_RANKS, environment, launched
+
+LIMIT_S = 60
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def note(*_):
+    print("rank", rank, "saves", flush=True)
+    sys.exit(0)
+if sys.argv[1] == "saves":
+    signal.signal(signal.SIGTERM, note)
+elif sys.argv[1] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("rank", rank, "node", os.environ["GROUP_RANK"], "of", os.environ["WORLD_SIZE"], "pid", os.getpid(), flush=True)
+if sys.argv[1] in ("saves", "stubborn", "waits"):
+    time.sleep(60)
+if sys.argv[1] == "killed together":  # as ranks that wait for each other
+    came, died = Path(sys.argv[2]), Path(sys.argv[3])
+    if not died.exists():
+        if rank == 0:
+            came.touch()
+            time.sleep(60)
+        while not came.exists():
+            time.sleep(0.02)
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] in ("killed", "killed once") and rank == 1 and (sys.argv[1] == "killed" or not attempt):
+    print("the last word", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "raises" and rank == 1:
+    raise KeyError("no such layer")
+if sys.argv[1] == "killed" or sys.argv[1] == "raises":
+    time.sleep(60)
+if sys.argv[1] == "refuses":
+    print("error: no rank likes this", file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@contextmanager
+def started(folder, python, *command, name="launch", **variables):
+    """A launch that goes on meanwhile; its process, and a function that reads what it has said."""
+    log = folder / f"{name}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [python, "-m", "megatron_fp8", "launch", *map(str, command)],
+            stdout=out, stderr=out, env=environment(**variables), cwd=folder,
+        )  # fmt: skip
+    try:
+        yield process, log.read_text
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(holds, said):
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.02)
+
+
+def running(said, ranks=2):
+    """Once all ranks have printed their line: process ids."""
+    until(lambda: said().count(" pid ") == ranks, said)
+    return [int(line.split()[-1]) for line in said().splitlines() if " pid " in line]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------- how ranks end
+
+
+def test_bad_input_is_one_line_said_last_and_not_tried_again(folder, config, forking_python):
+    out = folder / "runs" / "bad"
+    refused = ["train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS, "--data.tokenizer=no/such.json"]
+    done = launched("--ranks=2", "--max-restarts=3", *refused, python=forking_python)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "no/such.json" in done.stderr
+    assert done.stderr.count("no/such.json") == 1 and "restart" not in done.stderr
+    assert "Traceback" not in done.stderr and not out.exists()
+
+
+def test_ranks_that_differ_are_one_line(folder, config, forking_python):
+    options = folder / "options.json"
+    options.write_text('{"1": ["--optimizer.lr=0.5"]}')
+    command = [APP, "ranks", options, "train", f"--config={config}", *TWO_RANKS]
+    done = launched("--ranks=2", *command, python=forking_python, cwd=folder)
+    (said,) = (line for line in done.stderr.splitlines() if "error" in line)
+    assert done.returncode == 2 and "optimizer.lr is 0.01 on rank 0 and 0.5 on rank 1" in said
+
+
+def test_what_every_rank_says_before_it_ends_with_2_is_said_once(script, forking_python):
+    done = launched("--ranks=3", "--max-restarts=1", script, "refuses", python=forking_python)
+    assert done.returncode == 2
+    assert done.stderr == "error: no rank likes this\n"
+    assert sorted(line.split()[1] for line in done.stdout.splitlines()) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told", "last"),
+    [
+        ("killed", 1, "rank 1 was killed by SIGKILL", "the last word"),
+        ("raises", 1, "rank 1 ended with exit code 1", "KeyError: 'no such layer'"),
+    ],
+)
+def test_a_rank_that_dies_is_named_with_its_last_line_and_log(
+    script, tmp_path, forking_python, how, code, told, last
+):
+    done = launched("--ranks=2", f"--logs={tmp_path / 'logs'}", script, how, python=forking_python)
+    assert done.returncode == code
+    said = done.stderr.splitlines()[-1]
+    log = tmp_path / "logs" / "attempt0" / "rank1.stderr.log"
+    assert said.startswith(f"error: {told}") and f"Its last line: {last}. Its log: {log}." in said
+    assert last in log.read_text()
+
+
+def test_ranks_start_again_after_one_died(script, tmp_path, forking_python):
+    """And their logs are gone after a launch that ended well."""
+    command = ["--ranks=2", "--max-restarts=2", script, "killed once"]
+    done = launched(*command, python=forking_python, TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    restarts = [line for line in done.stderr.splitlines() if line.startswith("restart ")]
+    assert len(restarts) == 1 and "rank 1 was killed by SIGKILL" in restarts[0]
+    assert restarts[0].endswith("All ranks start again: restart 1 of 2.") and "error" not in done.stderr
+    assert done.stdout.count("pid") == 4 and not list(tmp_path.glob("megatron_fp8_logs_*"))
+
+
+def test_whoever_stops_reading_ends_the_run(script, tmp_path, forking_python):
+    with subprocess.Popen(
+        [forking_python, "-m", "megatron_fp8", "launch", "--ranks=2", str(script), "waits"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True,
+    ) as process:  # fmt: skip
+        pids = [int(process.stdout.readline().split()[-1])]
+        process.stdout.close()
+        os.kill(pids[0], signal.SIGKILL)  # which makes the launcher speak
+        assert process.wait(LIMIT_S) == 1
+        assert "error: " in process.stderr.read().splitlines()[-1]
+
+
+# ------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 0), ("SIGTERM", 0), ("SIGHUP", 143)])
+def test_a_signal_makes_ranks_save(script, tmp_path, forking_python, name, code):
+    more = [f"--stopped-code={code}"] if code else []
+    with started(tmp_path, forking_python, "--ranks=2", "--max-restarts=1", *more, script, "saves") as (
+        process,
+        said,
+    ):
+        running(said)
+        process.send_signal(signal.Signals[name])
+        assert process.wait(LIMIT_S) == code, said()
+    assert f"{name}: asked the ranks to finish" in said()
+    assert "rank 0 saves" in said() and "rank 1 saves" in said() and "error" not in said()
+
+
+def test_ctrl_c_saves_a_training(folder, config, forking_python):
+    out = folder / "runs" / "interrupted"
+    command = ["--ranks=2", "train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS]
+    command += ["--train.train_iters=5000", "--train.log_interval=1", "--train.eval_interval=5000"]
+    with started(folder, forking_python, *command) as (process, said):
+        until(lambda: "\niteration     2/" in said(), said)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 0, said()
+    assert "stopped by SIGTERM after " in said().splitlines()[-1] and ", saved, " in said()
+    assert len(list((out / "checkpoints").glob("iter_*"))) == 1
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(script, tmp_path, forking_python):
+    with started(tmp_path, forking_python, "--ranks=2", script, "stubborn") as (process, said):
+        pids = running(said)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # at once: the same Ctrl-C
+        time.sleep(1.2)
+        assert process.poll() is None and all(map(alive, pids))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130, said()
+        until(lambda: not any(map(alive, pids)), said)
+    assert said().splitlines()[-1] == "SIGINT: the ranks were ended, unsaved"
+
+
+def test_a_signal_before_ranks_can_save_is_no_failure(script, tmp_path, forking_python):
+    with started(tmp_path, forking_python, "--ranks=2", "--max-restarts=2", script, "waits") as (
+        process,
+        said,
+    ):
+        running(said)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 143, said()
+    assert said().splitlines()[-1] == "SIGTERM: the ranks ended before there was anything to save"
+
+
+def test_ranks_do_not_outlive_their_launcher(script, tmp_path, forking_python):
+    with started(tmp_path, forking_python, "--ranks=2", script, "saves") as (process, said):
+        pids = running(said)
+        os.kill(stood_for()[process.pid], signal.SIGKILL)
+        until(lambda: not any(map(alive, pids)), said)
+    logs = sorted(Path(tempfile.gettempdir()).glob("megatron_fp8_logs_*/attempt0/rank*.stdout.log"))
+    assert any("saves" in log.read_text() for log in logs)
+
+
+# --------------------------------------------------------------------------------------------------------- nodes
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def node(number, port, *more):
+    return ["--nodes=2", f"--node-rank={number}", f"--master=127.0.0.1:{port}", "--ranks=1", *more]
+
+
+def test_two_nodes_meet_and_start_again_together(script, tmp_path, forking_python):
+    """Node 1 comes first, and its rank dies once."""
+    port = free_port()
+    command = ["--max-restarts=2", script, "killed together", tmp_path / "came", tmp_path / "died"]
+    with (
+        started(tmp_path, forking_python, *node(1, port, *command), name="one") as (one, of_one),
+        started(tmp_path, forking_python, *node(0, port, *command), name="zero") as (zero, of_zero),
+    ):
+        assert [one.wait(LIMIT_S), zero.wait(LIMIT_S)] == [0, 0], of_one() + of_zero()
+    assert "rank 1 node 1 of 2" in of_one() and "rank 0 node 0 of 2" in of_zero()
+    assert "restart     rank 1 was killed by SIGKILL" in of_one()
+    assert (
+        of_one().count("\nrank 1 node 1") == of_zero().count("\nrank 0 node 0") == 1
+    )  # after the first line
+
+
+def test_an_occupied_port_is_one_line_and_a_node_that_waits_can_be_stopped(script, tmp_path, forking_python):
+    port = free_port()
+    with started(tmp_path, forking_python, *node(0, port, script, "waits"), name="zero") as (zero, of_zero):
+        until(lambda: _listens(port), of_zero)
+        done = launched(*node(0, port, script, "waits"), python=forking_python)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        zero.send_signal(signal.SIGINT)  # while it waits for node 1
+        assert zero.wait(LIMIT_S) == 130, of_zero()
+    assert of_zero() == "SIGINT: ended before any rank had started\n"
+
+
+def _listens(port):
+    with socket.socket() as asked:
+        return asked.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,58 @@
+"""What `megatron-fp8 launch` refuses before it starts anything, each in one line with the remedy."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from megatron_fp8.commands.launch import _place
+from megatron_fp8.commands.main import main
+
+NODES = ["--nodes=2", "--node-rank=1", "--master=a:1"]
+SCRIPT = __file__
+
+REFUSED = {
+    "nothing to start": ([], "train, diagnose, calibrate and generate take several ranks"),
+    "no ranks": (["--ranks=0", "train"], "--ranks 0 must be from 1 to 1024"),
+    "fewer than none": (["--ranks", "-1", "train"], "--ranks -1 must be from 1"),
+    "no number": (["--ranks=abc", "train"], "invalid int value: 'abc'"),
+    "too many": (["--ranks=100000", "train"], "--ranks 100000 must be"),
+    "an option of another name": (["--rank=2", "train"], "unrecognized arguments: --rank=2"),
+    "a misspelt command": (["trian"], "Did you mean 'train'?"),
+    "no such script": (["no/such.py"], "'no/such.py' is neither"),
+    "a command of one process": (["report", "a b"], "run megatron-fp8 report 'a b'."),
+    "restarts": (["--max-restarts=-1", "train"], "--max-restarts -1 must be 0 or more"),
+    "a code": (["--stopped-code=256", "train"], "--stopped-code 256 must be from 0 to 255"),
+    "no nodes": (["--nodes=0", "train"], "--nodes 0 must be at least 1"),
+    "a place without nodes": (["--master=a:1", "train"], "add --nodes N, or leave it out"),
+    "a number without nodes": (["--node-rank=0", "train"], "add --nodes N, or leave it out"),
+    "nodes without a place": (["--nodes=2", "train"], "--node-rank R (0 to 1, this node's) and --master HOST:PORT"),
+    "a number too high": ([*NODES, "--node-rank=2", "train"], "--node-rank 2 must be from 0 to 1"),
+    "no port": ([*NODES, "--master=a", "train"], "--master a must be HOST:PORT"),
+    "a port too high": ([*NODES, "--master=a:65536", "train"], "--master a:65536 must be HOST:PORT"),
+    "logs in a file": ([f"--logs={__file__}", SCRIPT], "give another folder by --logs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(case, capsys):
+    arguments, said = REFUSED[case]
+    assert main(["launch", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("a:1", ("a", 1)), ("10.0.0.1:29500", ("10.0.0.1", 29500)), ("[fe80::1]:29500", ("fe80::1", 29500))],
+)
+def test_places(text, place):
+    assert _place(text) == place
+
+
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_a_text_is_said_by_one_process(command, capsys):
+    with suppress(SystemExit):
+        assert main(["launch", "--ranks=8", command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: megatron-fp8 {command} ")

@@ -1,0 +1,57 @@
+"""Nodes keep the numbers that they were given, and find each other where node 0 listens."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch.distributed import DistError, HashStore
+
+from megatron_fp8.train.launch import nodes
+from megatron_fp8.train.launch.nodes import Nodes, _Numbered
+
+
+def of_torch(store: HashStore, number: int) -> Any:
+    """A rendezvous that numbers this node by its name."""
+    return mock.Mock(next_rendezvous=lambda: SimpleNamespace(store=store, rank=number, world_size=2))
+
+
+def test_a_node_has_the_number_it_was_given():
+    store = HashStore()
+    places = []
+    for number in (0, 1):
+        info = _Numbered(of_torch(store, 1 - number), Nodes(2, number, "node0", 29500)).next_rendezvous()
+        assert (info.rank, info.world_size) == (number, 2)
+        places.append((info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port))
+    assert places[0] == places[1] and places[0][0] == "node0"
+
+
+def test_two_nodes_of_one_number_are_refused():
+    store = HashStore()
+    _Numbered(of_torch(store, 0), Nodes(2, 0, "node0", 29500)).next_rendezvous()
+    with pytest.raises(ValueError, match="two nodes have --node-rank 0: give each of the 2 its own"):
+        _Numbered(of_torch(store, 1), Nodes(2, 0, "node0", 29500)).next_rendezvous()
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"cannot listen at --master 127.0.0.1:{port} .*a free port"):
+            Nodes(2, 0, "127.0.0.1", port).rendezvous(print)
+
+
+def test_a_node_that_never_listens_is_named(monkeypatch):
+    monkeypatch.setattr(nodes, "JOIN_S", 0)
+    monkeypatch.setattr(nodes, "FIRST_LINE_S", 0.1)
+    said: list[str] = []
+    with (
+        socket.socket() as bound,
+        pytest.raises(DistError, match=r"nobody listens at --master 127.0.0.1:\d+ "),
+    ):
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        Nodes(2, 1, "127.0.0.1", bound.getsockname()[1]).rendezvous(said.append)
