@@ -23,7 +23,7 @@ from ..fp8_utils import get_fp8_recipe
 from ..linear.share import Share, weight_of
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver
-from ..plan.notices import say_what_is_lost
+from ..plan.notices import say_what_is_lost, say_what_is_padded
 from ..plan.overrides import check_overrides_match, matching
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left
 from ..plan.switch import LayerBeingBuilt
@@ -152,8 +152,13 @@ def prepare(model_chunks: list[Any]) -> None:
                 dispatch := getattr(module, "fp8_dispatch", None)
             ) is not None:  # its experts have their sites now
                 dispatch.bind(global_name(f"{name}.dispatch", dispatch.layer), state)
-        plans = [linear.fp8_site.plan for linear in fp8_linears([model])]
+        linears = fp8_linears([model])
+        plans = [linear.fp8_site.plan for linear in linears]
         announce(plans)
+        padded = say_what_is_padded(zip(plans, map(weight_of, linears), strict=True))
+        for linear in linears:
+            if note := padded.get(linear.fp8_site.plan.name):
+                linear.fp8_site.notes.add(note)
         say_what_is_lost(plans, "fp8='e4m3' (--model.fp8=e4m3)")
         # With more than one pipeline stage check_plan asks all of them together.
         if model.config.fp8 and model.config.pipeline_model_parallel_size == 1:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
+from ..backends.native import backend as native
+from ..backends.native.padding import padded_products
 from ..files.say import say
 from .site_plan import SitePlan
 
@@ -27,3 +31,31 @@ def say_what_is_lost(plans: Iterable[SitePlan], remedy: str) -> None:
                 once=True,
             )
             return
+
+
+def say_what_is_padded(sites: Iterable[tuple[SitePlan, torch.Tensor]]) -> dict[str, str]:
+    """A line, once, if weights have sizes that the GPU's products do not take as they are, and codes are copied to pad
+    them, in every step.
+
+    Args:
+        sites: plans, and the weights [N, K] of this rank.
+
+    Returns:
+        Name -> a note for the report, of these sites.
+    """
+    found: dict[str, str] = {}
+    sites = list(sites)
+    for plan, weight in sites:
+        n, k = weight.shape
+        if plan.backend == native.name and (gemms := padded_products(weight.device, plan.products, n, k)):
+            found[plan.name] = (
+                f"K {k} x N {n} is not what the GPU's product takes: {', '.join(gemms)} copy codes, to pad them"
+            )
+    if found:
+        name, note = next(iter(found.items()))
+        say(
+            f"megatron_fp8: {len(found)} of this rank's {len(sites)} GEMM sites have sizes that are padded ({name}:"
+            f" {note}); multiples of 16 on each rank (of 128 in blocks, of 32 in mxfp8) cost nothing (docs/shapes.md)",
+            once=True,
+        )
+    return found

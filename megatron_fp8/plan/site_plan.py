@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..numerics.rule import Rule
-from ..recipe import GEMM_OPERANDS, Recipe, recipe_name
+from ..recipe import GEMM_OPERANDS, Products, Recipe, recipe_name
 from .operands import READERS, Choices, Operands
 
 Precision = Literal["fp8", "bf16"]
@@ -64,6 +64,15 @@ class SitePlan:
             rules[role] = next((cast.rule for cast in casts if cast is not None), None)
         object.__setattr__(self, "gemms", gemms)
         object.__setattr__(self, "rules", rules)
+
+    @property
+    def products(self) -> Products:
+        """How the operands of each GEMM are quantised."""
+        rules = {
+            gemm: {role: None if cast is None else cast.rule for role, cast in casts.items()}
+            for gemm, casts in self.operands.items()
+        }
+        return {gemm: (rules[gemm][a], rules[gemm][b]) for gemm, (a, b) in GEMM_OPERANDS.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for report.json."""

@@ -24,6 +24,7 @@ CHECKS = [
         "rules without a kernel",
         "blocks that torch lacks",
         "grouped blocks",
+        *(f"grouped sizes: {name}" for name in RECIPES),
         "blocks as mx",
         "transposed views",
     ),

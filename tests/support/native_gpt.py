@@ -117,6 +117,23 @@ def evaluated(recipe: str) -> Seen:
     return Seen(calls=[calls])
 
 
+def sizes_noted(recipe: str, fields: dict[str, Any]) -> tuple[str, dict[str, list[str]]]:
+    """A rank case: what is said where a model is prepared, and its report's notes by site."""
+    import io
+    from contextlib import redirect_stderr
+
+    from megatron_fp8.files import say
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    say._told.clear()
+    with native_on_cpu(), model_parallel(Layout()), redirect_stderr(io.StringIO()) as said:
+        config = fp8_config(Layout(), recipe, **{**MODEL, **fields})
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=32, vocab=64)
+        report = site_report(chunks)
+    return said.getvalue(), {entry["name"]: entry["notes"] for entry in report}
+
+
 def native_trainings(layout: Layout, cases: list[tuple[Any, ...]]) -> list[Seen]:
     """A rank case: several trainings, one after the other; each entry is native_training's arguments after the layout."""
     return [native_training(layout, *case) for case in cases]

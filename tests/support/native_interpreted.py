@@ -213,6 +213,32 @@ def grouped_blocks() -> None:
         assert_same_bytes(one, other)
 
 
+def grouped_sizes_that_do_not_fit(name: str) -> None:
+    """Experts whose sizes and tokens tensor cores do not take as they are: padded, with the bits of one after the other.
+
+    The stand-in for torch's products refuses what they would.
+    """
+    tokens, (x, _, dy) = (7, 0, 34), data(41, 150, 40)
+    found = []
+    for grouped in (False, True):
+        state = Fp8State()
+        sites = [
+            GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None) for e in range(3)
+        ]
+        leaf = x.clone().requires_grad_()
+        weights = [torch.nn.Parameter(randn(40, 150, seed=e)) for e in range(3)]
+        with fake_torch():
+            if grouped:
+                y = grouped_linear(leaf, weights, tokens, sites)
+            else:
+                parts = zip(leaf.split(list(tokens)), weights, sites, strict=True)
+                y = torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
+            y.backward(dy)
+        found.append([y.detach(), leaf.grad, *(weight.grad for weight in weights)])
+    for one, other in zip(*found, strict=True):
+        assert_same_bytes(one, other)
+
+
 def blocks_as_mx() -> None:
     """On a GPU whose torch has MX's product and none for blocks, power-of-two blocks run as MX's; the plan says so."""
     refused = dict.fromkeys(("block", "block 1d"), "only sm90")
@@ -334,6 +360,7 @@ CHECKS = {
     "rules without a kernel": (rules_without_a_kernel,),
     "blocks that torch lacks": (blocks_that_torch_lacks,),
     "grouped blocks": (grouped_blocks,),
+    **{f"grouped sizes: {name}": (grouped_sizes_that_do_not_fit, name) for name in RECIPES},
     "blocks as mx": (blocks_as_mx,),
     "transposed views": (transposed_views,),
 }

@@ -92,17 +92,17 @@ def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
 
 def by_kernel(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
     """The GEMMs that this package's own kernel multiplies, since a device has no such product of torch's."""
-    return [which for which, request in _requests(recipe, refusal).items() if request.triton]
+    return [which for which, request in requests(recipe, refusal).items() if request.triton]
 
 
 def by_mx(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
     """The GEMMs of 128-wide blocks that run as the MX product, each scale that of four blocks of 32: the same numbers."""
-    found = _requests(recipe, refusal).items()
+    found = requests(recipe, refusal).items()
     mx = [which for which, request in found if request.mode is Mode.MX]
     return [which for which in mx if BLOCK_1X32 not in {rule.granularity for rule in _gemms(recipe)[which]}]
 
 
-def _requests(recipe: Recipe | Products, refusal: Refusal) -> dict[str, Request]:
+def requests(recipe: Recipe | Products, refusal: Refusal) -> dict[str, Request]:
     """What each GEMM of a recipe asks a device for, where its result is 16-bit."""
     gemms = _gemms(recipe).items()
     return {gemm: _plan_for(a, b, torch.bfloat16, None, refusal).request for gemm, (a, b) in gemms}
