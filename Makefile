@@ -19,8 +19,7 @@ help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_format=mxfp8" CONFIG=... RANKS=...
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) \
-		-m megatron_fp8 train --config $(CONFIG) $(ARGS)
+	$(VENV)/bin/megatron-fp8 launch --ranks $(RANKS) train --config $(CONFIG) $(ARGS)
 
 # Whole files go to one of several processes, the longest first (tests/support/order.py). Each process forks its own ranks.
 # One process more than cores: ranks that start and launchers wait a fifth of the time. Idle OpenMP threads do not spin.

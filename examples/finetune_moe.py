@@ -153,15 +153,10 @@ def make_model(kind: str, folder: Path) -> Path:
 
 
 def command(*arguments: object, ranks: int = 1) -> None:
-    """Print and run `megatron-fp8 ...`, or torchrun of it; its failure ends the example."""
-    words = [str(argument) for argument in arguments]
-    start = ["-m", "megatron_fp8"]
-    if ranks > 1:
-        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *start]
-        print("$ torchrun", shlex.join([*start[2:], *words]), flush=True)
-    else:
-        print("$ megatron-fp8", shlex.join(words), flush=True)
-    done = subprocess.run([sys.executable, *start, *words], check=False)
+    """Print and run `megatron-fp8 ...`, launched if it has several ranks; its failure ends the example."""
+    words = [*(["launch", "--ranks", str(ranks)] if ranks > 1 else []), *map(str, arguments)]
+    print("$ megatron-fp8", shlex.join(words), flush=True)
+    done = subprocess.run([sys.executable, "-m", "megatron_fp8", *words], check=False)
     if done.returncode:
         sys.exit(done.returncode)
 

@@ -18,7 +18,7 @@ train() { # processes, run, its last iteration, options
     local processes=$1 run=$2 last=$3
     shift 3
     echo "---- $run, to iteration $last"
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" -m megatron_fp8 train \
+    "$PYTHON" -m megatron_fp8 launch --ranks "$processes" train \
         --config="$CONFIG" --run_dir="$RUNS/$run" --train.train_iters="$last" --checkpoint.save_interval=50 \
         --optimizer.lr_decay_iters=$((3 * ITERATIONS)) "$@"
 }

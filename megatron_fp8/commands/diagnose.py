@@ -28,7 +28,7 @@ a table, worst first, and a verdict in words, and writes diagnosis.json, diagnos
   megatron-fp8 diagnose runs/fp8 --iteration 11                the batches from iteration 11 on, the checkpoint before
   megatron-fp8 diagnose runs/bf16 --recipe mxfp8               what a recipe would cost a run in BF16
   megatron-fp8 diagnose runs/one --against runs/two            where two runs on the same data part
-  torchrun --nproc-per-node 4 -m megatron_fp8 diagnose RUN     in the run's own parallel layout
+  megatron-fp8 launch --ranks 4 diagnose RUN                   in the run's own parallel layout
 
 Scales of tensorwise and rowwise are of shards, and differ in another layout: the command says so.
 

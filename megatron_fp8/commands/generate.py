@@ -23,7 +23,7 @@ Continues a prompt with the model of a checkpoint, streaming to the terminal. Te
   megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --recipe mxfp8              another recipe than the run's
   megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --recipe bf16               no FP8
   megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --activations static        after `megatron-fp8 calibrate`
-  torchrun --nproc-per-node 2 -m megatron_fp8 generate ...                            tensor parallel over two ranks
+  megatron-fp8 launch --ranks 2 generate ...                                          tensor parallel over two ranks
 
 In FP8 every weight is quantised once and its high-precision copy freed. Activations are scaled as in training (dynamic),
 or with the scales of a calibration (static). The parallel layout need not be the run's. Options of the run's model may

@@ -63,7 +63,7 @@ class OtherShards:
         """``arguments``: of the command, as they were given; ``told``: what is known of the difference, or ''."""
         size = next(iter(self.sizes))
         return ValueError(
-            f"{self.line()}{told}. Run it as torchrun --nproc-per-node {self.ranks} -m megatron_fp8 diagnose"
+            f"{self.line()}{told}. Run it as megatron-fp8 launch --ranks {self.ranks} diagnose"
             f" {arguments}; or add --model.{_CUTS[size]}={self.sizes[size][1]} to ask what this layout would cost"
         )
 

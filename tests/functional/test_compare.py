@@ -118,7 +118,7 @@ def test_a_comparison_that_is_ended_goes_on_where_it_was(tmp_path, config, capsy
 OF_THE_MACHINE = {"folder", "tokens_per_s", "speed_ratio", "peak_bytes"}
 
 
-def test_a_comparison_that_is_killed_under_torchrun_goes_on_to_the_same_table(
+def test_a_comparison_that_is_killed_with_its_ranks_goes_on_to_the_same_table(
     tmp_path, config, capfd, monkeypatch, forking_python
 ):
     """SIGKILL while its second run trains on two ranks: they save and end, and the next one goes on from there."""

@@ -96,7 +96,7 @@ class Runs:
         """SIGKILL to one of the run's ranks."""
         for pid in processes_naming(str(self.folder / name)):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if words[0].decode() == sys.executable and b"torch.distributed.run" not in words:
+            if words[0].decode() == sys.executable and not {b"torch.distributed.run", b"launch"} & set(words):
                 os.kill(pid, signal.SIGKILL)
                 return
         raise AssertionError(f"{name} has no rank:\n{self.said(name)}")

@@ -62,7 +62,7 @@ def told(folder) -> list[tuple[str, str]]:
         if not kind:
             found.append((block, printed))
             continue
-        printed = "".join(execute(c, folder) for c in commands(block) if not c.startswith("torchrun"))
+        printed = "".join(execute(c, folder) for c in commands(block) if not "launch" in c.split()[:2])
     return found
 
 
@@ -141,12 +141,12 @@ def test_the_run_is_ruined_by_two_sites_and_cured_by_the_overrides(told, folder)
 @pytest.mark.long
 def test_ranks_find_the_same_two_sites(told, folder):
     (command,) = (
-        c for kind, block in BLOCKS if kind == "bash" for c in commands(block) if c.startswith("torchrun")
+        c for kind, block in BLOCKS if kind == "bash" for c in commands(block) if "launch" in c.split()[:2]
     )
     rest = words(command, folder)
     figures = folder / "ranks.json"
-    assert rest[1:3] == ["--nproc-per-node", "2"]
-    done = torchrun(*rest[3:], "--json", figures, cwd=folder)
+    assert rest[1:4] == ["launch", "--ranks", "2"]
+    done = run("-m", "megatron_fp8", *rest[1:], "--json", figures, cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(figures.read_text())
     assert found["world_size"] == 2
@@ -166,7 +166,7 @@ def test_a_run_on_two_ranks_is_not_diagnosed_by_the_scales_of_one(told, folder):
     assert losses(folder, "ranks")[-1] < 1
     refused = run("-m", "megatron_fp8", "diagnose", "runs/ranks", "--iteration", "11", cwd=folder)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    line = "torchrun --nproc-per-node 2 -m megatron_fp8 diagnose runs/ranks --iteration 11;"
+    line = "megatron-fp8 launch --ranks 2 diagnose runs/ranks --iteration 11;"
     assert line in refused.stderr and not (folder / "runs" / "ranks" / "diagnosis").exists()
 
 

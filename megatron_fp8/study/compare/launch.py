@@ -109,11 +109,9 @@ def _wait_until_free(run: WantedRun, progress: Progress) -> None:
 
 
 def command(run: WantedRun, ranks: int) -> list[str]:
-    """The command line of a run: alone, or under torchrun."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    )
-    return [sys.executable, *launcher, "-m", "megatron_fp8", "train", *run.arguments]
+    """The command line of a run: alone, or launched."""
+    launcher = ["launch", f"--ranks={ranks}"] if ranks > 1 else []
+    return [sys.executable, "-m", "megatron_fp8", *launcher, "train", *run.arguments]
 
 
 def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first: bool) -> None:
@@ -187,7 +185,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _ending_with_us() -> Callable[[], None] | None:
     """For the child, before its program starts: Linux sends it SIGTERM when this process dies, of SIGKILL too.
 
-    torchrun hands SIGTERM on to its ranks. Elsewhere None: such a child lives on, and the next comparison waits for it.
+    A launcher hands SIGTERM on to its ranks. Elsewhere None: such a child lives on, and the next comparison waits for it.
     """
     if not sys.platform.startswith("linux"):
         return None

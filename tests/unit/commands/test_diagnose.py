@@ -104,7 +104,7 @@ class _Replayed:
 
 @pytest.mark.parametrize(("recorded", "told"), [(0.53, "is 3.6 here, and was 0.53 in the run"), (None, "")])
 def test_another_layout_s_scales_are_refused_unless_the_loss_agrees_or_they_are_asked_for(recorded, told):
-    line = "torchrun --nproc-per-node 2 -m megatron_fp8 diagnose runs/x --iteration 11"
+    line = "megatron-fp8 launch --ranks 2 diagnose runs/x --iteration 11"
     with pytest.raises(ValueError, match=f"{told}.*{line}"):
         _check_shards(_Replayed(recorded), "runs/x --iteration 11")
     _check_shards(_Replayed(3.61), "")

@@ -34,7 +34,7 @@ def test_the_refusal_has_the_command_of_the_run_s_layout_and_the_way_around():
     shards = _shards()
     said = str(shards.refusal("runs/x --iteration 3", "; the loss differs"))
     assert "tensor 1 and not 2" in said and "; the loss differs." in said
-    assert "torchrun --nproc-per-node 4 -m megatron_fp8 diagnose runs/x --iteration 3;" in said
+    assert "megatron-fp8 launch --ranks 4 diagnose runs/x --iteration 3;" in said
     assert "--model.tensor_model_parallel_size=1" in said and not shards.asked
     assert _shards(options=("--model.tensor_model_parallel_size=1",)).asked
     assert _shards(saved={**LAYOUT, "expert": 2}).ranks == 16, "experts are on data-parallel ranks"
