@@ -64,7 +64,13 @@ class Run:
     """A run under torchrun, watched from outside. Use as a context manager: whatever happens, all processes end."""
 
     def __init__(
-        self, folder: Path, config: Path, name: str, restarts: int, python: str = sys.executable
+        self,
+        folder: Path,
+        config: Path,
+        name: str,
+        restarts: int,
+        python: str = sys.executable,
+        resume: str | Path = "auto",
     ) -> None:
         self.folder, self.log = folder / name, folder / f"{name}.log"
         self.checkpoints = self.folder / "checkpoints"
@@ -72,7 +78,7 @@ class Run:
         self.start_s = START_S[python == sys.executable]
         command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command += [f"--max-restarts={restarts}", "-m", "megatron_fp8", "train"]
-        command += [f"--config={config}", f"--run_dir={self.folder}", "--resume=auto"]
+        command += [f"--config={config}", f"--run_dir={self.folder}", f"--resume={resume}"]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with self.log.open("wb") as out:

@@ -317,6 +317,9 @@ def _dry_run(stepper: Any, vocab_size: int, first: bool) -> None:
 def _train(trainer: Any) -> int:
     import time
 
+    from ..train.failure import TrainingFailed
+    from ..train.launch.parallel import on_first_rank
+
     start = time.perf_counter()
     if sys.__stderr__ is not None:
         # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
@@ -324,15 +327,28 @@ def _train(trainer: Any) -> int:
     trainer.stepper.stop.listen("SIGTERM")
     try:
         summary = trainer.train()
-    finally:
-        lacking = trainer.telemetry.close_files()
-        if trainer.display:
-            trainer.display.close()
-            lacking += trainer.writer.close()
-        say_lacking(lacking)
+    except BaseException:
+        say_lacking(_close(trainer))
+        raise
+    closed = _close(trainer)
+    lacking = on_first_rank(lambda: closed)  # it writes them
     if trainer.display:
         print(_last_line(trainer, summary, time.perf_counter() - start), flush=True)
+    if lacking:
+        raise TrainingFailed(
+            f"records are lost: {', '.join(lacking)}. Training itself is as the line above says, and its checkpoints are"
+            " whole: make room, and to have the records too, go on from an earlier checkpoint with --resume=PATH."
+        )
     return EXIT_DONE
+
+
+def _close(trainer: Any) -> list[str]:
+    """Close all of a run's files; what they lack, in words."""
+    lacking: list[str] = trainer.telemetry.close_files()
+    if trainer.display:
+        trainer.display.close()
+        lacking += trainer.writer.close()
+    return lacking
 
 
 def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:

@@ -8,6 +8,7 @@ python tests/support/app.py ranks OPTIONS.json train ...    further options by r
 python tests/support/app.py spoil 2 train ...              a weight of the last rank is NaN after the second iteration
 python tests/support/app.py outgrow 2 train ...            a weight is eight times as large after the second iteration
 python tests/support/app.py damage scale:inf:2:1 train ...  memory of rank 1 goes bad after iteration 2 (damage.py)
+python tests/support/app.py full metrics,tfevents train ... there is no room for these files
 python tests/support/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
 python tests/support/app.py many CASES.json                 several commands; prints [code, stderr] of each
 python tests/support/app.py heard CASES.json                the same; prints [code, stderr, stdout]
@@ -180,6 +181,22 @@ def damage(words, arguments):
     return after_iteration(*damage_from_words(words), arguments)
 
 
+def full(names, arguments):
+    """Whoever writes to a file whose name has one of these parts (a,b) finds the disk full."""
+    import errno
+
+    write = os.write
+
+    def written(handle, content):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        if any(name in Path(path).name for name in names.split(",")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, content)
+
+    with mock.patch("os.write", written):
+        return main(arguments)
+
+
 def truncate(trainer):
     """Cut the data set short, as another program may."""
     prefix = trainer.stepper.datasets[0].dataset_path
@@ -210,6 +227,7 @@ if __name__ == "__main__":
             "waits": waited,
             "spoil": lambda n, a: after_iteration(int(n), spoil, a),
             "damage": damage,
+            "full": full,
             "truncate": lambda n, a: after_iteration(int(n), truncate, a),
             "many": lambda p, _: many(p),
             "heard": lambda p, _: many(p, with_output=True),

@@ -213,12 +213,15 @@ def fingerprint(prefix: str) -> dict[str, int | str | None]:
         found[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
     index = Path(prefix + ".idx")
     found["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
-    found["sampled SHA-256 of the .bin"] = _sampled_digest(Path(prefix + ".bin"))
+    found["sampled SHA-256 of the .bin"] = sampled_digest(Path(prefix + ".bin"))
     return found
 
 
-def _sampled_digest(path: Path) -> str | None:
-    """Of 64 pieces of 4 KiB, evenly spread, the last one at the end: all of a small file, little of a large one."""
+def sampled_digest(path: Path) -> str | None:
+    """SHA-256 of 64 pieces of 4 KiB, evenly spread, the last one at the end: all of a small file, little of a large one.
+
+    None: there is no such file.
+    """
     if not path.is_file():
         return None
     hasher = hashlib.sha256()

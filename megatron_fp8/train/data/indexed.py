@@ -2,12 +2,15 @@
 
 Megatron-Core maps both files into memory, where reading past the end of a file that has become shorter ends the process
 by SIGBUS, without a word. Here the .bin is read (`pread`, which says how much there was), and before each sample both
-files must have the sizes that they had when they were opened. That takes 3 microseconds a document.
+files must have the sizes that they had when they were opened. That takes 3 microseconds a document. Where a file was
+written since, by its time, samples of its content are compared: other content ends the run, the same is said.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader
 
 from ..failure import TrainingFailed
+from .corpus import sampled_digest
 
 
 class CorpusChanged(TrainingFailed):
@@ -28,18 +32,36 @@ class _Files(_BinReader):
         self._handles: dict[str, int] = {}
         for ending in (".bin", ".idx"):
             self._handles[prefix + ending] = os.open(prefix + ending, os.O_RDONLY)
-        self._sizes = {path: os.fstat(handle).st_size for path, handle in self._handles.items()}
+        found = {path: os.fstat(handle) for path, handle in self._handles.items()}
+        self._sizes = {path: status.st_size for path, status in found.items()}
+        self._times = {path: status.st_mtime_ns for path, status in found.items()}
+        self._digests = {path: sampled_digest(Path(path)) for path in self._handles}
         self._data = prefix + ".bin"
 
     def check(self) -> None:
-        """Raise CorpusChanged if a file has another size than at first."""
+        """Raise CorpusChanged if a file has another size or other content than at first."""
         for path, handle in self._handles.items():
-            size = os.fstat(handle).st_size
+            status = os.fstat(handle)
+            size = status.st_size
+            if status.st_mtime_ns != self._times[path] and size == self._sizes[path]:
+                self._times[path] = status.st_mtime_ns
+                self._compare(path)
             if size != self._sizes[path]:
                 raise CorpusChanged(
                     f"{path!r} had {self._sizes[path]} bytes when training started and has {size} now: somebody "
                     "changes the data while it is read. Put it back and go on from the last checkpoint."
                 )
+
+    def _compare(self, path: str) -> None:
+        """Raise CorpusChanged if a file that was written in its old size holds other bytes, as far as samples tell."""
+        if sampled_digest(Path(path)) != self._digests[path]:
+            raise CorpusChanged(
+                f"{path!r} holds other bytes than when training started: somebody changes the data while it is read. Put"
+                " it back and go on from the last checkpoint."
+            )
+        warnings.warn(
+            f"{path!r} was written since training started; samples of it are as they were.", stacklevel=2
+        )
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """`count` ids of `dtype` from the byte `offset` on. Raises CorpusChanged if the file ends before."""

@@ -218,6 +218,31 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(build, tmp_pat
         dataset[1]
 
 
+def test_other_bytes_in_the_same_size_are_an_error(build, tmp_path):
+    write(tmp_path / "same", 500)
+    dataset = build(tmp_path / "same")
+    dataset[0]
+    path = tmp_path / "same.bin"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    with path.open("r+b") as stream:
+        stream.write(content)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(CorpusChanged, match=r"same.bin' holds other bytes than when training started"):
+        dataset[1]
+
+
+def test_a_file_that_was_only_touched_is_said_once_and_read_on(build, tmp_path):
+    write(tmp_path / "touched", 500)
+    dataset = build(tmp_path / "touched")
+    before = dataset[1]["tokens"].tolist()
+    os.utime(tmp_path / "touched.bin", ns=(1, 1))
+    with pytest.warns(UserWarning, match=r"touched.bin' was written since .* as they were") as said:
+        assert dataset[1]["tokens"].tolist() == before
+        dataset[0]
+    assert len(said) == 1
+
+
 def test_a_read_past_the_end_never_gives_what_was_not_there(tmp_path):
     write(tmp_path / "few", 2)
     files = _Files(str(tmp_path / "few"))

@@ -1,0 +1,27 @@
+"""A run that is stopped, stands still, is killed and finds its newest checkpoint damaged ends as if nothing had been.
+
+`python -m benchmarks.soak` does it for 2,000 iterations with forty faults of eight kinds (benchmarks/results/soak.md).
+"""
+
+import random
+
+import pytest
+
+from benchmarks.soak import KINDS, draw, soak
+
+
+@pytest.mark.timeout(600)
+def test_a_disturbed_run_ends_at_the_same_bits(tmp_path, forking_python):
+    planned = [(3, "stop"), (4, "pause"), (6, "damage")]
+    faults, different, last = soak(tmp_path, planned, 8, 2, random.Random(5), forking_python)
+    assert [fault.kind for fault in faults] == ["stop", "pause", "damage"]
+    assert faults[0].resumed >= 3 and faults[1].resumed is None
+    assert 2 <= faults[2].resumed <= 6 and faults[2].how.endswith("; refused: exit code 2")
+    assert last["iteration"] == 8 and not different
+
+
+def test_faults_are_drawn_as_asked_for():
+    planned = draw(2000, 50, random.Random(1))
+    assert planned == draw(2000, 50, random.Random(1))
+    assert 30 <= len(planned) <= 50 and {kind for _, kind in planned[: len(KINDS)]} == set(KINDS)
+    assert [at for at, _ in planned] == sorted(at for at, _ in planned)
