@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -121,7 +122,9 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         code = exit_code(error)
         return refuse(in_words_of_the_run(error), debug=debug, tell=launch.meeting.tell, code=code)
     from ..mcore.checkpoint.saver import SaveError
+    from ..train.checkpoints import checkpoint_before
     from ..train.failure import TrainingFailed
+    from ..train.lost import lost_rank
 
     try:
         if trainer is None:
@@ -133,6 +136,8 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except Exception as error:
         told = in_words_of_the_run(error)
+        watchdog, run = trainer.stepper.watchdog, trainer.run
+        told = lost_rank(error, watchdog.doing, watchdog.who(), checkpoint_before(run, 2**31)) or told
         if told is not error:
             return refuse(told, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
         traceback.print_exc()
@@ -199,7 +204,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     check_plan(chunks)
     parameters = model.count_parameters(chunks)
     report = build_report(run, config, chunks, parameters, launch.launcher)
-    stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop)
+    stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop, _watchdog(run, launch))
     first = launch.rank == 0
     if first:
         print(format_report(report), flush=True)
@@ -276,6 +281,24 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     )
 
 
+def _watchdog(run: Any, launch: Any) -> Any:
+    """Collective: all ranks write into a folder that has the first one's time as its name."""
+    from ..train.launch import parallel
+    from ..train.watchdog import Watchdog
+
+    start = parallel.on_first_rank(lambda: time.strftime("%Y%m%d-%H%M%S"))
+    watchdog = Watchdog(
+        Path(run.run_dir) / "stacks" / start,
+        launch.rank,
+        launch.world_size,
+        least=run.train.watchdog,
+        limit=run.train.distributed_timeout_minutes * 60,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    parallel.until_leave(watchdog.close)
+    return watchdog
+
+
 def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, first: bool) -> None:
     """What sites noted in their first iteration (a gather in high precision, say) joins the report. All ranks call."""
     from ..mcore.guard import guard_moves
@@ -315,8 +338,6 @@ def _dry_run(stepper: Any, vocab_size: int, first: bool) -> None:
 
 
 def _train(trainer: Any) -> int:
-    import time
-
     from ..train.failure import TrainingFailed
     from ..train.launch.parallel import on_first_rank
 
@@ -325,6 +346,7 @@ def _train(trainer: Any) -> int:
         # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
         faulthandler.enable(sys.__stderr__)
     trainer.stepper.stop.listen("SIGTERM")
+    trainer.stepper.watchdog.start()
     try:
         summary = trainer.train()
     except BaseException:

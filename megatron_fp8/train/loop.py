@@ -78,6 +78,7 @@ class Trainer:
         if self._unvalidated:
             self._validate(self.finished, summary)
         for iteration in range(self.finished + 1, wanted.train_iters + 1):
+            self._enter("step", iteration)
             metrics = self._timed_step(iteration, training)
             summary["iteration"] = iteration
             if iteration == self.finished + 1:
@@ -98,16 +99,23 @@ class Trainer:
                 self._validate(iteration, summary)
             stop = self.stepper.stop.reason is not None
             if self.checkpoints and (stop or self.checkpoints.due(iteration)):
+                self._enter("save", iteration)
                 self.checkpoints.save(iteration, self.samples)
                 self._event(iteration, "save", folder_name(iteration))
             if stop:
                 break
+        self._enter("end", int(summary["iteration"]))
         if self.checkpoints:
             self.checkpoints.close()
         self._check_end(summary)
         return summary
 
+    def _enter(self, kind: str, iteration: int) -> None:
+        """What comes next takes a time of its own: 'step', 'validation', 'save' or 'end'."""
+        self.stepper.watchdog.enter(kind, iteration)
+
     def _validate(self, iteration: int, summary: dict[str, float]) -> None:
+        self._enter("validation", iteration)
         loss = self.stepper.validate()
         summary["validation_loss"] = loss
         if self.writer and self.display:

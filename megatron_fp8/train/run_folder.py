@@ -1,6 +1,6 @@
 """The two folders that a run writes into: tried before anything is trained, held for one run, what was there kept.
 
-    run_dir              config.yaml, report.json, metrics.jsonl, validation.jsonl, events.jsonl, tensorboard/
+    run_dir              config.yaml, report.json, metrics.jsonl, validation.jsonl, events.jsonl, tensorboard/, stacks/
     checkpoint.folder    checkpoints; by default run_dir/checkpoints
 
 Both are locked (megatron_fp8.run_lock), so that no other run removes this one's saves, whatever its run_dir. All ranks
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 """How long ranks wait to see each other's files: clients of NFS look at a folder again after at most 60 s."""
 _RECORDS = (
     *("config.yaml", "report.json", "metrics.jsonl", "validation.jsonl", "events.jsonl", "tensorboard"),
-    *("telemetry.jsonl", "wandb", "wandb-run"),
+    *("telemetry.jsonl", "wandb", "wandb-run", "stacks"),
 )
 _PREVIOUS, _TRIAL = "previous", ".trial-"
 

@@ -26,6 +26,7 @@ from .mtp import take_mtp_loss
 from .saved import SavedBytes
 from .state_check import StateCheck
 from .stop import StopRequest
+from .watchdog import Watchdog
 
 
 class Stepper:
@@ -35,6 +36,7 @@ class Stepper:
         chunks: model chunks in their DistributedDataParallel, one per virtual stage.
         datasets: training and validation data sets (the second may be None).
         stop: told of every rank's wish to stop, whenever the ranks agree on a loss.
+        watchdog: told how fast all ranks are, then, too.
 
     ``damaged``: whether some rank's optimizer or FP8 state held NaN or Inf where the last step looked.
     """
@@ -47,9 +49,10 @@ class Stepper:
         scheduler: Any,
         datasets: list[Any],
         stop: StopRequest,
+        watchdog: Watchdog,
     ) -> None:
         self.run, self.chunks, self.optimizer, self.scheduler = run, chunks, optimizer, scheduler
-        self.datasets, self.stop = datasets, stop
+        self.datasets, self.stop, self.watchdog = datasets, stop, watchdog
         self._schedule = get_forward_backward_func()
         data_ranks = parallel_state.get_data_parallel_world_size()
         self._microbatches = run.train.global_batch_size // (run.train.micro_batch_size * data_ranks)
@@ -162,24 +165,25 @@ class Stepper:
         return self._agreed(self._summed(losses).tolist())
 
     def _summed(self, losses: list[Tensor], damage: Tensor | None = None) -> Tensor:
-        """float64 [3 + reasons to stop]: [loss sum, tokens], damaged tensors and votes of all ranks. Collective; nothing
-        is read back."""
-        votes = self.stop.votes()
-        sums = torch.zeros(3 + len(votes), dtype=torch.float64, device=self._device)
+        """float64 [4 + reasons to stop]: [loss sum, tokens], damaged tensors, own seconds and votes of all ranks.
+        Collective; nothing is read back."""
+        more = [self.watchdog.pace.share(), *self.stop.votes()]
+        sums = torch.zeros(3 + len(more), dtype=torch.float64, device=self._device)
         for loss in losses:
             sums[:2] += loss.double()
         if damage is not None:
             sums[2] = damage
-        for index, vote in enumerate(votes):
-            if vote:
-                sums[3 + index] = vote  # a fill: a copy from the host's memory would wait
+        for index, value in enumerate(more):
+            if value:
+                sums[3 + index] = value  # a fill: a copy from the host's memory would wait
         dist.all_reduce(sums)
         return sums
 
     def _agreed(self, sums: list[float]) -> float:
-        """The mean loss; what the ranks found, and what their votes come to, is taken."""
-        total, tokens, damage, *votes = sums
+        """The mean loss; what the ranks found, how fast they are, and what their votes come to, is taken."""
+        total, tokens, damage, seconds, *votes = sums
         self.damaged = damage > 0
+        self.watchdog.iterated(seconds)
         self.stop.agree(votes)
         return total / tokens
 

@@ -38,14 +38,18 @@ class StopRequest:
 
     Args:
         environ: where SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970) are looked for.
-        clock: seconds since 1970.
+        clock: seconds since 1970, asked once: a clock that is set while the run goes on moves no time limit.
+        steady: seconds, never set.
     """
 
     def __init__(
-        self, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time
+        self,
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self._noted = dict.fromkeys(REASONS, False)
-        self._clock, self._last_call = clock, _last_call(environ)
+        self._steady, self._last_call = steady, steady() + _last_call(environ) - clock()
         self.reason: str | None = None
         """The one of REASONS that all ranks know of and stop for; None: go on."""
 
@@ -61,7 +65,7 @@ class StopRequest:
 
     def votes(self) -> list[float]:
         """One number for each of REASONS, 1.0 where this rank has it: to be summed over all ranks."""
-        if self._clock() >= self._last_call:
+        if self._steady() >= self._last_call:
             self._noted[REASONS[2]] = True
         return [float(noted) for noted in self._noted.values()]
 

@@ -59,6 +59,7 @@ TRAIN: dict[str, Rule] = {
     "deterministic": FLAG,
     "threads": integer(0, 1024, "threads"),
     "distributed_timeout_minutes": integer(1, 10**6, "minutes"),
+    "watchdog": number(0, 10**6),
     "count_saved": FLAG,
 }
 OPTIMIZER: dict[str, Rule] = {

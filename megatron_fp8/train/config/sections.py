@@ -43,6 +43,9 @@ class TrainSection:
     count. 0: never."""
     distributed_timeout_minutes: int = 30
     """A collective that waits longer than this ends the run."""
+    watchdog: float = 15.0
+    """Seconds that an iteration may take before every rank writes where it is, or three times as long as those before,
+    where that is more (docs/reliability.md). 0: no rank does, and a slow rank is not named."""
     count_saved: bool = False
     """Count in the first iteration the bytes that a micro-batch keeps for its backward (report.json: saved_bytes)."""
 

@@ -30,6 +30,8 @@ FIRST_LINE_S = 20.0
 """Seconds of waiting after which missing ranks are named; each further line comes after twice as long."""
 _LOOK_S = 0.5  # between two looks into the store
 _GRACE_S = 2.0  # for what other ranks are about to say
+_ANSWER_S = 10.0  # for the store to answer one question
+_GIVE_UP_S = 1800.0  # of a store that does not answer
 _CONNECT_S = 60.0  # to reach a store that is there, as all ranks do at once
 _SHOWN = 8  # ranks, or settings, that a line names
 _STORE_LOST = (
@@ -46,6 +48,20 @@ def _end_process(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _answered(question: Callable[[], str], seconds: float) -> str | None:
+    """The store's answer; None if it is gone, or is kept by a rank that is stopped: then the question waits for ever."""
+    answer: list[str] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answer.append(question())
+
+    thread = threading.Thread(target=ask, name="question", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answer[0] if answer else None
 
 
 class Meeting:
@@ -73,11 +89,12 @@ class Meeting:
         self._problem: ValueError | None = None
         self._connected, self._over = threading.Event(), threading.Event()
         self._stage = self._wait_name = "start"
-        self._since = time.monotonic()
+        self._since = self._answered = time.monotonic()
         self._thread: threading.Thread | None = None
         if self.world_size > 1:
             self._thread = threading.Thread(target=self._watch, name="meeting", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._watch_store, name="store", daemon=True).start()
 
     def __enter__(self) -> Meeting:
         return self
@@ -112,12 +129,12 @@ class Meeting:
         hosting, watched = self._place.hosted, not self._over.is_set()
         self._over.set()
         mine = json.dumps([code, self.rank, message])
-        try:
-            first = self._store.compare_set("end", "", mine).decode() == mine
-        except RuntimeError:  # the store is gone
-            first = True
-        if first:
+        store = self._store
+        answer = _answered(lambda: store.compare_set("end", "", mine).decode(), _ANSWER_S)
+        if answer is None or answer == mine:
             say()
+        if answer is None:
+            return
         # Whoever keeps the store gives the others time to come and read it.
         seconds = (10.0 if hosting else 3.0) if watched else 1.0
         with suppress(RuntimeError, TimeoutError):  # the store is gone; a rank is stopped or has not come
@@ -255,6 +272,7 @@ class Meeting:
     def _watch(self) -> None:
         beats, lines, since = 0, 0, self._since
         while not self._over.wait(_LOOK_S):
+            self._answered = time.monotonic()
             try:
                 if self._store is None:
                     self._come()
@@ -273,6 +291,25 @@ class Meeting:
             if time.monotonic() - since >= FIRST_LINE_S * 2**lines:
                 lines += 1
                 self._say_who_is_missing(lines, FIRST_LINE_S * 2 ** (lines - 1))
+
+    def _watch_store(self) -> None:
+        """Say that the store does not answer: whoever asks one that a stopped rank keeps waits for ever."""
+        lines = 0
+        while not self._over.wait(_LOOK_S):
+            silent = time.monotonic() - self._answered
+            lines = lines if silent > FIRST_LINE_S else 0
+            what = (
+                f"the store at {self._place.address}:{self._place.port} does not answer: whoever keeps it, rank 0 or"
+                " torchrun, is stopped or cut off"
+            )
+            if silent >= _GIVE_UP_S:
+                print(f"error: {what}, for {silent / 60:.3g} minutes", file=sys.stderr, flush=True)
+                self._over.set()
+                self._end(EXIT_FAILED)
+            elif silent >= FIRST_LINE_S * 2**lines:
+                lines += 1
+                if self._first_here:
+                    print(f"waiting     {silent:.0f} s so far: {what}", file=sys.stderr, flush=True)
 
     def _come(self) -> None:
         try:

@@ -49,6 +49,7 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
         training_data=lambda samples: [],
         damaged=False,
         state_is_damaged=lambda: False,
+        watchdog=SimpleNamespace(enter=lambda kind, iteration: None),
     )
     trainer = Trainer(stepper, Start(), 1.0, after_first_step=lambda: calls.append("noted"))
 

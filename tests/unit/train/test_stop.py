@@ -78,6 +78,16 @@ def test_the_time_limit_is_a_reason_where_it_is_known(environ, now, over):
     assert StopRequest(environ, clock=lambda: now).votes() == [0.0, 0.0, float(over)]
 
 
+@pytest.mark.parametrize("jump", [86_400, -86_400])
+def test_a_clock_that_is_set_moves_no_time_limit(jump):
+    now = {"clock": 13_000, "steady": 5.0}
+    stop = StopRequest(JOB, clock=lambda: now["clock"], steady=lambda: now["steady"])
+    now["clock"] += jump
+    for seconds, over in ((479, 0.0), (1, 1.0)):
+        now["steady"] += seconds
+        assert stop.votes() == [0.0, 0.0, over]
+
+
 def test_a_time_limit_that_is_no_number_is_named():
     for end in ("soon", "inf", "nan"):
         with pytest.raises(ValueError, match=rf"SLURM_JOB_END_TIME='{end}'.*Unset them"):

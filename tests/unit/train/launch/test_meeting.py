@@ -4,6 +4,7 @@ import contextlib
 import io
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -263,3 +264,43 @@ def test_one_rank_waits_for_nobody():
         said = []
         one.tell(2, "bad", lambda: said.append("bad"))
         assert said == ["bad"] and isinstance(one.group_store(), dist.HashStore)
+
+
+class StoppedStore:
+    """As a store whose keeper is stopped: it takes what it is told, and answers nothing."""
+
+    def __init__(self):
+        self.released = threading.Event()
+
+    def set(self, key, value):
+        pass
+
+    def check(self, keys):
+        self.released.wait()
+        raise RuntimeError("gone")
+
+    compare_set = add = lambda self, *_: self.check([])
+
+
+def test_a_store_that_does_not_answer_is_said_and_given_up(launch, monkeypatch, capsys):
+    monkeypatch.setattr(meeting_file, "FIRST_LINE_S", 0.3)
+    monkeypatch.setattr(meeting_file, "_GIVE_UP_S", 1.0)
+    (rank, _) = launch([0, 1], 2)
+    assert until(lambda: rank._connected.is_set())
+    rank._store = stopped = StoppedStore()
+    assert until(lambda: rank.ends)
+    stopped.released.set()
+    said = capsys.readouterr().err
+    assert rank.ends == [1] and said.count("error: the store at 127.0.0.1:") == 1
+    assert said.count(" does not answer: whoever keeps it, rank 0 or torchrun, is stopped") >= 1
+
+
+def test_a_failure_is_said_though_the_store_does_not_answer(launch, monkeypatch):
+    monkeypatch.setattr(meeting_file, "_ANSWER_S", 0.2)
+    (rank, _) = launch([0, 1], 2)
+    assert until(lambda: rank._connected.is_set())
+    rank.close()
+    rank._store, said = StoppedStore(), []
+    rank.tell(1, "failed", lambda: said.append("failed"))
+    assert said == ["failed"]
+    rank._store.released.set()

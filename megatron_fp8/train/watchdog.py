@@ -1,0 +1,247 @@
+"""A run that stands still says so, and where: a thread of each rank that knows how long an iteration takes here.
+
+    run_dir/stacks/START/iteration-12-step-15s/rank-3.txt    one line of JSON (rank, host, what, where), then all stacks
+
+Whoever finds its iteration (or validation, or save) far longer than those before makes such a folder. The others, who
+have had a long one themselves by then, look for folders and write their stacks, too. Who wrote nothing is dead, stopped
+or cut off. The lowest rank that wrote reads them all and says in one line which ranks differ, and where they are. All of
+this comes again after twice as long.
+
+Files, because they reach whoever lives: a collective is what hangs, and the store where ranks met may be kept by the rank
+that was stopped, which makes every question to it wait for ever. Nothing is read or written while iterations take as long
+as ever. Durations are those of a monotonic clock. Time in which this process stood still as a whole (stopped, suspended)
+does not count as the iteration's; it is said by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .pace import Pace
+from .stacks import place_of, stacks, waits
+
+_LOOK_S = 0.1
+_SEARCH_S, _SEARCHES = 1.0, 1000.0
+"""Seconds between two looks into the folder, once it takes long, and how many of these all ranks may make in a second."""
+_TIMES, _KEPT, _KNOWN = 3.0, 16, 3
+"""The bound is so many times the second longest of the last 16, as soon as there are three."""
+_SHOWN = 8
+
+
+class _Phase(NamedTuple):
+    kind: str
+    iteration: int
+    since: float
+
+    @property
+    def words(self) -> str:
+        return f"iteration {self.iteration}" + ("" if self.kind == "step" else f" ({self.kind})")
+
+
+class Watchdog:
+    """Watches the thread that makes it, from the first `enter` to `close`.
+
+    Args:
+        folder: of this start; made when it is needed.
+        rank, ranks: which one this is, and of how many.
+        least: seconds that may always pass; of the first three of a kind, 20 times as many. 0: nobody watches.
+        limit: seconds after which a collective gives up; the bound is at most half of it.
+        say: takes a line, from the watching thread too.
+        clock: seconds, never set back.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        *,
+        least: float,
+        limit: float,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder, self.rank, self.ranks, self.pace = folder, rank, ranks, Pace(ranks)
+        self._least, self._limit, self._say, self._clock = least, limit, say, clock
+        self._thread_id = threading.get_ident()
+        self._took: dict[str, deque[float]] = {}
+        self._phase: _Phase | None = None
+        self._seen: set[str] = set()
+        self._newest: Path | None = None
+        self._rounds, self._still, self._spoke = 0, 0.0, False
+        self._search = max(_SEARCH_S, ranks / _SEARCHES)
+        self._looked = self._searched = clock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    # ------------------------------------------------------------------------------------------ the main thread
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self._looked = self._searched = self._clock()
+        if self._least:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more. May be called again."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    def enter(self, kind: str, iteration: int) -> None:
+        """What this rank does from now on: 'step', 'validation', 'save' or 'end', of which iteration."""
+        now, before = self._clock(), self._phase
+        self._phase = _Phase(kind, iteration, now)
+        if before is None:
+            self._looked = now
+        else:
+            took = now - before.since - self._still
+            self._took.setdefault(before.kind, deque(maxlen=_KEPT)).append(took)
+            if self._spoke:
+                self._say(f"{before.words} went on after {took:.0f} s")
+        self._rounds, self._still, self._spoke, self._newest = 0, 0.0, False, None
+
+    def iterated(self, total: float) -> None:
+        """The reduction of the loss brought the sum of all ranks' `pace.share()`."""
+        if slow := self.pace.take(total):
+            self._say(f"warning: rank {self.rank} on {socket.gethostname()} is slow: it {slow}")
+
+    def bound(self, kind: str) -> float:
+        """Seconds after which a phase of this kind takes too long."""
+        took = sorted(self._took.get(kind, ()))
+        bound = 20 * self._least if len(took) < _KNOWN else max(self._least, _TIMES * took[-2])
+        return min(bound, self._limit / 2)
+
+    @property
+    def doing(self) -> str:
+        """What this rank does, such as 'iteration 12 (save)'."""
+        return self._phase.words if self._phase else "the first iteration"
+
+    def who(self) -> str:
+        """Which ranks differ most, as the newest files have it; '' where nobody has found this phase long."""
+        return self._differences(self._newest)[0] if self._newest and self._records(self._newest) else ""
+
+    # ------------------------------------------------------------------------------------------ the watching thread
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            if self._phase is not None:
+                self.look()
+
+    def look(self) -> None:
+        """One look: the watching thread's, ten times a second."""
+        now, phase = self._clock(), self._phase
+        assert phase is not None
+        passed, self._looked = now - self._looked, now
+        if passed > self._least / 2:
+            self._still += passed
+            self._say(
+                f"warning: rank {self.rank} on {socket.gethostname()} stood still for {passed:.0f} s: it was stopped, or"
+                " its machine was suspended or out of memory"
+            )
+        elif phase.kind == "step" and self.ranks > 1:
+            frame = self._main_frame()
+            self.pace.sample(passed, waits=frame is None or waits(frame))
+        elapsed, bound = now - phase.since - self._still, self.bound(phase.kind)
+        if elapsed < min(self._least, bound) / 3 or now - self._searched < self._search:
+            return
+        self._searched = now
+        for folder in self._folders():
+            if folder.name not in self._seen and _iteration(folder) >= phase.iteration - 1:
+                self._answer(folder, phase, elapsed)
+        if elapsed >= bound * 2**self._rounds and phase is self._phase:
+            name = f"iteration-{phase.iteration}-{phase.kind}-{elapsed:.0f}s"
+            self._answer(self.folder / name, phase, elapsed)
+        self._looked = self._clock()
+
+    def _main_frame(self) -> Any:
+        return sys._current_frames().get(self._thread_id)
+
+    def _folders(self) -> list[Path]:
+        try:
+            return list(self.folder.iterdir())
+        except OSError:  # whoever cannot write there says so
+            return []
+
+    def _answer(self, folder: Path, phase: _Phase, elapsed: float) -> None:
+        """Write this rank's stacks there; if no lower rank has, say who differs."""
+        self._rounds += 1
+        self._seen.add(folder.name)
+        self._newest = folder
+        where = place_of(self._thread_id)
+        record = {
+            "rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "in": phase.words,
+            "seconds": round(elapsed, 1), "kind": where.kind, "where": where.text,
+        }  # fmt: skip
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            part = folder / f".rank-{self.rank}.part"
+            part.write_text(f"{json.dumps(record)}\n\n{stacks()}")
+            part.rename(folder / f"rank-{self.rank}.txt")
+        except OSError as error:
+            self._say(
+                f"waiting     {phase.words} takes {elapsed:.0f} s so far: rank {self.rank} is in {where.text}; its stacks"
+                f" cannot be written to {str(folder)!r} ({error.strerror})"
+            )
+            return
+        if self._over.wait(max(self._least / 5, 2 * self._search)):  # for the other ranks
+            return
+        if phase is self._phase and not any(
+            (folder / f"rank-{lower}.txt").exists() for lower in range(self.rank)
+        ):
+            self._speak(folder, phase)
+
+    def _speak(self, folder: Path, phase: _Phase) -> None:
+        elapsed = self._clock() - phase.since - self._still
+        if elapsed < 20 * self._least and any(one["kind"] == "compiles" for one in self._records(folder)):
+            return
+        self._spoke = True
+        took = sorted(self._took.get(phase.kind, ()))
+        usual = f" (of late {took[-2]:.2g} s)" if len(took) >= _KNOWN else ""
+        found = "; ".join(self._differences(folder))
+        self._say(f"waiting     {phase.words} takes {elapsed:.0f} s so far{usual}: {found}. Stacks: {folder}")
+
+    def _records(self, folder: Path) -> list[dict[str, Any]]:
+        found = []
+        for path in folder.glob("rank-*.txt"):
+            with suppress(OSError, ValueError):  # such a rank counts as one that wrote nothing
+                found.append(json.loads(path.read_text().partition("\n")[0]))
+        return sorted(found, key=lambda record: int(record["rank"]))
+
+    def _differences(self, folder: Path) -> list[str]:
+        """'rank 3 does not answer ...', 'ranks 0, 1, 2 wait in ...': the fewest first, those that wait for them last."""
+        records = self._records(folder)
+        answered = {record["rank"] for record in records}
+        parts = []
+        if silent := [rank for rank in range(self.ranks) if rank not in answered]:
+            do = "do not answer: they are" if len(silent) > 1 else "does not answer: it is"
+            parts.append(f"{_ranks(silent)} {do} stopped, dead or cut off")
+        groups: dict[tuple[str, str, str], list[int]] = {}
+        for record in records:
+            groups.setdefault((record["kind"], record["where"], record["in"]), []).append(record["rank"])
+        ordered = sorted(groups.items(), key=lambda item: (item[0][0] == "waits", len(item[1])))
+        for (kind, where, words), ranks in ordered[:_SHOWN]:
+            verb = {"waits": "wait", "compiles": "compile"}.get(kind, "work")
+            parts.append(f"{_ranks(ranks)} {verb}{'s' * (len(ranks) == 1)} in {words}: {where}")
+        return parts
+
+
+def _iteration(folder: Path) -> int:
+    """Of 'iteration-12-step-15s': 12."""
+    number = folder.name.split("-")[1:2]
+    return int(number[0]) if number and number[0].isdecimal() else -1
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

@@ -1,0 +1,154 @@
+"""Ranks and clocks in trouble: what is said, what it ends with, and that nothing is computed otherwise.
+
+docs/reliability.md names a test of this file for each.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.support.command import MEASURED, ROOT, environment, lines
+from tests.support.slurm_cluster import free_ports
+
+TROUBLE = str(ROOT / "tests" / "support" / "trouble.py")
+ITERATIONS = 26
+MORE = [f"--train.train_iters={ITERATIONS}", "--train.eval_iters=0"]
+SLURM = {"SLURM_JOB_START_TIME": str(time.time()), "SLURM_JOB_END_TIME": str(time.time() + 3600)}
+
+
+class Ranks:
+    """Two ranks of a run, without torchrun: rank 0 keeps the store. `said[rank]` is what each wrote, once all ended."""
+
+    def __init__(self, folder, python, told, *arguments, **variables):
+        (port,) = free_ports(1)
+        folder.mkdir(parents=True)
+        self.logs = [folder / f"{rank}.log" for rank in range(2)]
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            env = environment(
+                RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **variables,
+            )  # fmt: skip
+            command = [python, TROUBLE, json.dumps(told), "train", *map(str, arguments)]
+            with log.open("wb") as out:
+                self.processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=env))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def wait(self, rank, timeout=100):
+        return self.processes[rank].wait(timeout)
+
+    @property
+    def said(self):
+        return [log.read_text() for log in self.logs]
+
+
+def metrics(folder):
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def troubled(folder, config, forking_python):
+    """A run with every trouble that it outlives: its folder, and what its ranks said."""
+    told = {"clock": True, "slow": 0.15, "hangs": 22, "compiles": 24, "stops": 26}
+    out = folder / "runs" / "troubled"
+    options = [f"--config={config}", f"--run_dir={out}", "--train.watchdog=1", *MORE]
+    with Ranks(folder / "troubled", forking_python, told, *options, **SLURM) as ranks:
+        assert [ranks.wait(0), ranks.wait(1)] == [0, 0], ranks.said
+        return out, ranks.said
+
+
+def test_what_ranks_outlive_changes_no_bit(troubled, folder, config, forking_python):
+    """A clock that jumps neither: the job's time limit is an hour away, and the clock jumps by weeks."""
+    whole = folder / "runs" / "whole"
+    options = [f"--config={config}", f"--run_dir={whole}", "--train.watchdog=0", *MORE]
+    with Ranks(folder / "whole", forking_python, {}, *options) as ranks:
+        assert [ranks.wait(0), ranks.wait(1)] == [0, 0], ranks.said
+        assert "waiting" not in "".join(ranks.said) and not (whole / "stacks").exists()
+    assert len(metrics(whole)) == ITERATIONS and metrics(whole) == metrics(troubled[0])
+
+
+def test_a_slow_rank_is_named_with_its_delay(troubled):
+    (first, last) = troubled[1]
+    assert "is slow" not in first
+    said = re.findall(
+        r"^warning: rank 1 on \S+ is slow: it works \S+ s an iteration .* all wait (\S+) s", last, re.M
+    )
+    assert said and float(said[0]) > 0.1, last
+
+
+def test_a_rank_that_hangs_is_named_and_where_it_is(troubled):
+    out, (said, other) = troubled
+    line = re.search(r"^waiting     iteration 22 takes .*: rank 1 works in iteration 22: (.*)$", said, re.M)
+    assert line and "trouble.py:" in line[1] and "(read_slowly); rank 0 waits in iteration 22: " in line[1], (
+        said
+    )
+    assert "waiting     iteration 22" not in other
+    assert re.search(r"^iteration 22 went on after \d+ s$", said, re.M), said
+    folder = next((out / "stacks").glob("*/iteration-22-step-*"))
+    assert f"Stacks: {folder}" in line[1]
+    records = [json.loads((folder / f"rank-{rank}.txt").read_text().partition("\n")[0]) for rank in range(2)]
+    assert [record["kind"] for record in records] == ["waits", "elsewhere"]
+    stacks = (folder / "rank-1.txt").read_text()
+    assert "in read_slowly" in stacks and "'watchdog'" in stacks and "collectives begun" in stacks
+
+
+def test_a_rank_that_compiles_is_waited_for_in_silence(troubled):
+    out, said = troubled
+    assert list((out / "stacks").glob("*/iteration-24-*")) and "iteration 24 takes" not in "".join(said)
+
+
+def test_a_rank_that_was_stopped_says_so(troubled):
+    said, other = troubled[1]
+    assert re.search(
+        r"^waiting     iteration 26 takes .*: rank 1 does not answer: it is stopped, dead or", said, re.M
+    )
+    assert re.search(r"^warning: rank 1 on \S+ stood still for \d+ s: it was stopped", other, re.M), other
+
+
+def test_a_rank_that_is_killed_ends_the_others_with_1_and_a_line(folder, config, forking_python):
+    out = folder / "runs" / "killed"
+    options = [f"--config={config}", f"--run_dir={out}", "--checkpoint.save_interval=2", *MORE]
+    with Ranks(folder / "killed", forking_python, {"dies": 4}, *options) as ranks:
+        assert (ranks.wait(1), ranks.wait(0)) == (-signal.SIGKILL, 1), ranks.said
+        said = ranks.said[0]
+    assert "Traceback" not in said
+    (line,) = re.findall("^error: .*$", said, re.M)
+    assert "training failed: iteration 4: the connection to another rank was lost (" in line
+    assert line.endswith(f"--resume=auto goes on from {out / 'checkpoints' / 'iter_0000002'}.")
+
+
+def test_a_rank_that_stays_stopped_ends_the_others_when_a_collective_gives_up(folder, config, forking_python):
+    """Rank 0, which keeps the store where ranks would tell each other of a failure."""
+    out = folder / "runs" / "stopped"
+    options = [
+        f"--config={config}",
+        f"--run_dir={out}",
+        "--train.watchdog=1",
+        "--train.distributed_timeout_minutes=1",
+    ]
+    told = {"leaves": [0, 5], "minute": 8}
+    with Ranks(folder / "stopped", forking_python, told, *options, *MORE) as ranks:
+        start = time.monotonic()
+        assert ranks.wait(1, timeout=60) == 1, ranks.said
+        assert time.monotonic() - start < 60
+        said = ranks.said[1]
+        assert ranks.processes[0].poll() is None
+    assert "Traceback" not in said
+    assert re.search(r"^waiting     iteration 5 takes .*: rank 0 does not answer", said, re.M), said
+    (line,) = re.findall("^error: .*$", said, re.M)
+    assert "iteration 5: other ranks did not come in time (" in line
+    assert (
+        "rank 0 does not answer: it is stopped, dead or cut off. --resume=auto starts from the beginning"
+        in line
+    )

@@ -1,0 +1,105 @@
+"""Runs `megatron-fp8 train` as the command does, with trouble of time and ranks: a child process of the tests.
+
+python tests/support/trouble.py '{"clock": true, "slow": 0.1, "hangs": 30, "stops": 36}' train ...
+
+    clock      the time of day jumps by days, back and forth, before every iteration
+    slow       the last rank sleeps so many seconds in each of the first 20 iterations
+    hangs      in this iteration the last rank sleeps until rank 0 has noticed, in a function named `read_slowly`
+    compiles   so, in what looks like torch's compiler
+    stops      so, as a whole: SIGSTOP
+    dies       in this iteration the last rank is killed: SIGKILL
+    leaves     [rank, iteration]: this rank is stopped for good
+    minute     seconds that a minute of train.distributed_timeout_minutes has
+"""
+
+import sys
+
+sys.path.pop(0)  # this folder: its files are no top-level modules
+
+import json
+import os
+import signal
+import subprocess
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+from megatron_fp8.commands.main import main
+
+TOLD = json.loads(sys.argv[1])
+RANK, LAST = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) - 1
+
+
+RUN_DIR = next(Path(word.partition("=")[2]) for word in sys.argv if word.startswith("--run_dir="))
+SPOKEN_S = 4.0
+"""After rank 0 wrote its stacks: until it has said something."""
+
+
+def read_slowly(iteration):
+    while not list(RUN_DIR.glob(f"stacks/*/iteration-{iteration}-*/rank-0.txt")):
+        time.sleep(0.1)
+    time.sleep(SPOKEN_S)
+
+
+def compile_slowly(iteration):
+    """From a file whose name is one of the compiler's."""
+    program = compile("def work(): wait(number)", "/any/torch/_dynamo/convert_frame.py", "exec")
+    found = {"wait": read_slowly, "number": iteration}
+    exec(program, found)
+    found["work"]()
+
+
+def stop(iteration):
+    """Somebody else goes on with this process later."""
+    seen = f"ls {RUN_DIR}/stacks/*/iteration-{iteration}-*/rank-0.txt"
+    until = f"until {seen}; do sleep 0.2; done; sleep {SPOKEN_S}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", until], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die(iteration):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trouble(iteration):
+    """What happens in an iteration before its step."""
+    if TOLD.get("clock"):
+        days, day = (-1) ** iteration * iteration, time.monotonic() + 1e9
+        time.time = lambda: day + days * 86400
+    if TOLD.get("leaves") == [RANK, iteration]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if RANK != LAST:
+        return
+    time.sleep(TOLD.get("slow", 0) if iteration <= 20 else 0)
+    for name, act in {"hangs": read_slowly, "compiles": compile_slowly, "stops": stop, "dies": die}.items():
+        if TOLD.get(name) == iteration:
+            act(iteration)
+
+
+def troubled(arguments):
+    from megatron_fp8.mcore import install
+
+    install()
+    from megatron.core import parallel_state
+
+    from megatron_fp8.train import pace
+    from megatron_fp8.train.launch import parallel
+    from megatron_fp8.train.loop import Trainer
+
+    pace.WINDOW_S = 1.0
+    minute = TOLD.get("minute", 60)
+    short = mock.patch.multiple  # both make their groups' timeouts of minutes
+    step = Trainer._timed_step
+
+    def timed_step(self, iteration, training):
+        trouble(iteration)
+        return step(self, iteration, training)
+
+    Trainer._timed_step = timed_step
+    minutes = lambda minutes: timedelta(seconds=minute * minutes)  # noqa: E731
+    with short(parallel, timedelta=minutes), short(parallel_state, timedelta=minutes):
+        return main(arguments)
+
+
+sys.exit(troubled(sys.argv[2:]))

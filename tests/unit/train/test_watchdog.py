@@ -1,0 +1,202 @@
+"""When a phase takes too long, what is written then, and what is said: with a clock that the tests move."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from megatron_fp8.train import watchdog as module
+from megatron_fp8.train.watchdog import Watchdog
+
+LEAST = 15.0
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Rank:
+    """A watchdog whose thread never runs: `pass_time` looks instead of it."""
+
+    def __init__(self, folder, monkeypatch, rank=0, ranks=1, limit=1800.0):
+        self.clock, self.said = Clock(), []
+        self.watchdog = Watchdog(
+            folder, rank, ranks, least=LEAST, limit=limit, say=self.said.append, clock=self.clock
+        )
+        monkeypatch.setattr(self.watchdog._over, "wait", lambda seconds: False)
+
+    def pass_time(self, seconds, step=0.5):
+        """Half a second by half a second."""
+        for _ in range(round(seconds / step)):
+            self.clock.now += step
+            self.watchdog.look()
+
+    def steps(self, count, seconds, first=1):
+        for iteration in range(first, first + count):
+            self.watchdog.enter("step", iteration)
+            self.pass_time(seconds)
+
+
+@pytest.fixture
+def rank(tmp_path, monkeypatch):
+    return Rank(tmp_path / "start", monkeypatch)
+
+
+def test_the_bound_is_learned_from_the_second_longest_of_late(rank):
+    bound = rank.watchdog.bound
+    assert bound("step") == 20 * LEAST  # the first ones compile, and nothing is known
+    rank.steps(4, 2.0)
+    rank.watchdog.enter("save", 4)
+    assert bound("step") == LEAST and bound("save") == 20 * LEAST
+    for took, iteration in ((30.0, 5), (10.0, 6)):
+        rank.steps(1, took, first=iteration)
+    rank.watchdog.enter("step", 7)
+    assert bound("step") == 3 * 10.0  # one that was long is an exception, and two are not
+    rank.steps(16, 1.0, first=7)
+    rank.watchdog.enter("end", 22)
+    assert bound("step") == LEAST
+
+
+def test_the_bound_is_less_than_a_collective_waits(tmp_path, monkeypatch):
+    rank = Rank(tmp_path, monkeypatch, limit=60.0)
+    assert rank.watchdog.bound("step") == 30.0
+
+
+def test_long_first_iterations_validations_and_saves_say_nothing(rank):
+    for kind in ("step", "validation", "save", "end"):
+        for iteration in (1, 2, 3):
+            rank.watchdog.enter(kind, iteration)
+            rank.pass_time(19 * LEAST)
+    assert not rank.said and not rank.watchdog.folder.exists()
+
+
+def test_a_long_iteration_is_said_within_20_s_and_again_after_twice_as_long(rank):
+    rank.steps(5, 1.0)
+    rank.watchdog.enter("step", 6)
+    rank.pass_time(LEAST - 1.0)
+    assert not rank.said and not rank.watchdog.folder.exists()
+    rank.pass_time(20.0 - LEAST - 3.0)  # and 3 s in which the others write, that no clock of a test has
+    (line,) = rank.said
+    assert (
+        line.startswith("waiting     iteration 6 takes 1")
+        and " (of late 1 s): rank 0 works in iteration 6: " in line
+    )
+    (folder,) = rank.watchdog.folder.iterdir()
+    assert line.endswith(f"Stacks: {folder}")
+    record, _, stacks = (folder / "rank-0.txt").read_text().partition("\n")
+    assert json.loads(record)["where"] in line and "test_watchdog.py" in stacks and "'MainThread'" in stacks
+    rank.pass_time(LEAST * 9)  # 30 s, 60 s, 120 s
+    assert len(rank.said) == 4 and len(list(rank.watchdog.folder.iterdir())) == 4
+    rank.watchdog.enter("step", 7)
+    assert rank.said[4] == "iteration 6 went on after 150 s" or rank.said[4].startswith(
+        "iteration 6 went on after 15"
+    )
+    rank.watchdog.enter("step", 8)
+    assert len(rank.said) == 5
+
+
+def test_nothing_is_read_or_written_while_all_is_well(rank, monkeypatch):
+    monkeypatch.setattr(module.os, "scandir", lambda folder: pytest.fail("looked into a folder"))
+    rank.steps(30, 4.5)
+    assert not rank.said
+
+
+def test_the_others_write_when_one_does_and_the_lowest_speaks(tmp_path, monkeypatch):
+    ranks = [Rank(tmp_path, monkeypatch, rank, 3) for rank in range(3)]
+    for rank in ranks[1:]:
+        rank.steps(5, 1.0)
+        rank.watchdog.enter("step", 6)
+    ranks[1].pass_time(LEAST + 1)  # finds it long
+    assert ranks[1].said and "rank 0, 2 do" not in ranks[1].said[0]
+    ranks[2].watchdog.look()
+    ranks[2].pass_time(LEAST / 3 + 1)  # no long one yet, but looks for folders
+    (folder,) = tmp_path.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.txt", "rank-2.txt"]
+    assert not ranks[2].said
+    assert ranks[1].watchdog.who() == "rank 0 does not answer: it is stopped, dead or cut off"
+
+
+def test_ranks_are_grouped_by_where_they_are_and_those_that_wait_come_last(rank):
+    folder = rank.watchdog.folder
+    folder.mkdir()
+    places = ["waits", "elsewhere", "waits", "compiles"]
+    for number, kind in enumerate(places):
+        record = {"rank": number, "kind": kind, "where": f"x.py:{kind}", "in": "iteration 6"}
+        (folder / f"rank-{number}.txt").write_text(json.dumps(record) + "\n\nstacks")
+    rank.watchdog.ranks = 6
+    assert rank.watchdog._differences(folder) == [
+        "ranks 4, 5 do not answer: they are stopped, dead or cut off",
+        "rank 1 works in iteration 6: x.py:elsewhere",
+        "rank 3 compiles in iteration 6: x.py:compiles",
+        "ranks 0, 2 wait in iteration 6: x.py:waits",
+    ]
+
+
+def test_an_old_folder_is_not_answered(rank):
+    (rank.watchdog.folder / "iteration-4-step-15s").mkdir(parents=True)
+    rank.steps(6, 1.0)
+    rank.watchdog.enter("step", 7)
+    rank.pass_time(LEAST - 1)
+    assert not list(rank.watchdog.folder.glob("*/*"))
+
+
+def test_time_in_which_the_process_stood_still_is_not_the_iterations(rank):
+    rank.steps(5, 1.0)
+    rank.watchdog.enter("step", 6)
+    rank.pass_time(1.0)
+    rank.pass_time(100.0, step=100.0)
+    rank.pass_time(LEAST - 2.0)
+    (line,) = rank.said
+    assert (
+        line.startswith("warning: rank 0 on ")
+        and " stood still for 100 s: it was stopped, or its machine" in line
+    )
+
+
+def test_stacks_that_cannot_be_written_are_said_with_the_reason(rank):
+    rank.watchdog.folder.write_text("a file in the way")
+    rank.steps(5, 1.0)
+    rank.watchdog.enter("step", 6)
+    rank.pass_time(LEAST + 1)
+    (line,) = rank.said
+    assert "rank 0 is in " in line and line.endswith("(Not a directory)")
+
+
+def test_a_long_wait_for_the_first_phase_is_no_standstill(rank):
+    rank.clock.now += 100.0
+    rank.watchdog.enter("step", 1)
+    rank.pass_time(1.0)
+    assert not rank.said
+
+
+def test_0_watches_nothing(tmp_path):
+    before = threading.active_count()
+    watchdog = Watchdog(tmp_path, 0, 1, least=0.0, limit=60.0, say=pytest.fail)
+    watchdog.start()
+    watchdog.enter("step", 1)
+    assert threading.active_count() == before
+    watchdog.close()
+
+
+def test_its_thread_looks_by_itself_and_costs_less_than_a_thousandth(tmp_path):
+    watchdog = Watchdog(tmp_path, 0, 2, least=600.0, limit=1800.0, say=pytest.fail)
+    watchdog.enter("step", 1)
+    spent, look = [], watchdog.look
+
+    def timed():
+        start = time.thread_time()
+        look()
+        spent.append(time.thread_time() - start)
+
+    watchdog.look = timed
+    watchdog.start()
+    deadline = time.monotonic() + 10
+    while len(spent) < 5 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    watchdog.close()
+    assert len(spent) >= 5 and sorted(spent)[len(spent) // 2] < 1e-3 * module._LOOK_S
