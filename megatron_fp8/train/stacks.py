@@ -47,7 +47,10 @@ def place(frame: FrameType) -> Place:
                 break
             chain.append(one)
         name = next(one.f_code.co_name for one in reversed(chain) if one.f_code.co_name != "wrapper")
-        caller = frames[len(chain)] if len(chain) < len(frames) else chain[-1]
+        outside = (
+            one for one in frames[len(chain) :] if not one.f_code.co_filename.endswith("/contextlib.py")
+        )
+        caller = next(outside, chain[-1])
         return Place("waits", f"{name}, called in {_spot(caller)}")
     if any(mark in line for mark in _WAITS):
         return Place("waits", f"{line!r} in {_spot(frame)}")

@@ -78,6 +78,7 @@ class Watchdog:
         self._phase: _Phase | None = None
         self._seen: set[str] = set()
         self._newest: Path | None = None
+        self._to_read: tuple[Path, float] | None = None
         self._rounds, self._still, self._spoke = 0, 0.0, False
         self._search = max(_SEARCH_S, ranks / _SEARCHES)
         self._looked = self._searched = clock()
@@ -106,10 +107,11 @@ class Watchdog:
             self._looked = now
         else:
             took = now - before.since - self._still
-            self._took.setdefault(before.kind, deque(maxlen=_KEPT)).append(took)
+            took_of = self._took.setdefault(before.kind, deque(maxlen=_KEPT))
+            took_of.append(min(took, self.bound(before.kind)))  # so that a hang of minutes allows no next one
             if self._spoke:
                 self._say(f"{before.words} went on after {took:.0f} s")
-        self._rounds, self._still, self._spoke, self._newest = 0, 0.0, False, None
+        self._rounds, self._still, self._spoke, self._newest, self._to_read = 0, 0.0, False, None, None
 
     def iterated(self, total: float) -> None:
         """The reduction of the loss brought the sum of all ranks' `pace.share()`."""
@@ -153,6 +155,9 @@ class Watchdog:
             frame = self._main_frame()
             self.pace.sample(passed, waits=frame is None or waits(frame))
         elapsed, bound = now - phase.since - self._still, self.bound(phase.kind)
+        if self._to_read and now >= self._to_read[1]:
+            folder, self._to_read = self._to_read[0], None
+            self._speak(folder, phase, elapsed)
         if elapsed < min(self._least, bound) / 3 or now - self._searched < self._search:
             return
         self._searched = now
@@ -162,7 +167,6 @@ class Watchdog:
         if elapsed >= bound * 2**self._rounds and phase is self._phase:
             name = f"iteration-{phase.iteration}-{phase.kind}-{elapsed:.0f}s"
             self._answer(self.folder / name, phase, elapsed)
-        self._looked = self._clock()
 
     def _main_frame(self) -> Any:
         return sys._current_frames().get(self._thread_id)
@@ -174,7 +178,7 @@ class Watchdog:
             return []
 
     def _answer(self, folder: Path, phase: _Phase, elapsed: float) -> None:
-        """Write this rank's stacks there; if no lower rank has, say who differs."""
+        """Write this rank's stacks there, and read the others' a little later."""
         self._rounds += 1
         self._seen.add(folder.name)
         self._newest = folder
@@ -194,15 +198,15 @@ class Watchdog:
                 f" cannot be written to {str(folder)!r} ({error.strerror})"
             )
             return
-        if self._over.wait(max(self._least / 5, 2 * self._search)):  # for the other ranks
-            return
-        if phase is self._phase and not any(
-            (folder / f"rank-{lower}.txt").exists() for lower in range(self.rank)
-        ):
-            self._speak(folder, phase)
+        self._to_read = (
+            folder,
+            self._clock() + max(self._least / 5, 2 * self._search),
+        )  # the others write, too
 
-    def _speak(self, folder: Path, phase: _Phase) -> None:
-        elapsed = self._clock() - phase.since - self._still
+    def _speak(self, folder: Path, phase: _Phase, elapsed: float) -> None:
+        """Who differs, if no lower rank has written, and none compiles."""
+        if any((folder / f"rank-{lower}.txt").exists() for lower in range(self.rank)):
+            return
         if elapsed < 20 * self._least and any(one["kind"] == "compiles" for one in self._records(folder)):
             return
         self._spoke = True

@@ -194,6 +194,18 @@ def test_a_task_per_rank_is_warned_of_its_time_limit_then_loses_a_rank_and_ends_
     assert_same_run(runs, "warned", uninterrupted)
 
 
+def test_a_job_whose_node_is_lost_comes_back_and_ends_with_the_same_bits(runs, uninterrupted):
+    """Everything on a node ends at once: SLURM's daemon and steps there, torchrun, the rank. The node is back later."""
+    job = runs.submit("orphaned", "several_nodes.sbatch", "--gpus-per-node=1", RANKS_PER_NODE="1")
+    runs.wait_for_iteration("orphaned", 27)  # after the first checkpoint
+    runs.cluster.lose("n2")
+    runs.until(lambda: runs.cluster.field(job, "Restarts") == "1", "the job to be requeued")
+    runs.cluster.bring_back("n2")
+    runs.ended(job, "orphaned", restarts=1)
+    assert runs.resumed("orphaned") in ([25], [50])
+    assert_same_run(runs, "orphaned", uninterrupted)
+
+
 def test_a_cancelled_job_saves_and_stays_cancelled(runs):
     job = runs.submit(
         "cancelled", "one_node.sbatch", "--gpus-per-node=2", RANKS_PER_NODE="2",

@@ -80,6 +80,7 @@ class SlurmCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "TORCHELASTIC"))}
         self.environment = {**clean, "SLURM_CONF": str(folder / "slurm.conf")}
 
@@ -89,7 +90,7 @@ class SlurmCluster:
             self._start_munge()
             self._start("slurmctld", "-D", "-i")
             for node in NODES:
-                self._start("slurmd", "-D", "-N", node)
+                self._start_node(node)
             self._until(lambda: self._states() == ["idle"] * len(NODES), 60, "all nodes to be idle")
         except BaseException:
             self.__exit__()
@@ -142,7 +143,31 @@ class SlurmCluster:
         """The ends of all daemons' logs, for a failed test's message."""
         return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.folder.glob("*.log")))
 
+    # ------------------------------------------------------------------------------------------ nodes
+
+    def lose(self, node: str) -> None:
+        """SIGKILL to everything of a node at once; the controller is told what it would find after SlurmdTimeout."""
+        daemon = self._nodes.pop(node)
+        self._daemons.remove(daemon)
+        daemon.kill()
+        daemon.wait()
+        steps = f"SLURMD_NODENAME={node}\0", f"slurmstepd: [{node}"
+        for process in {pid for text in steps for pid in processes_naming(text)}:
+            if str(self.folder).encode() in _environment(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        self._command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
+    def bring_back(self, node: str) -> None:
+        """Start a lost node's daemon again."""
+        self._start_node(node)
+        self._command("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
     # ---------------------------------------------------------------------------------------- daemons
+
+    def _start_node(self, node: str) -> None:
+        self._start("slurmd", "-D", "-N", node)
+        self._nodes[node] = self._daemons[-1]
 
     def _configure(self) -> None:
         ports = free_ports(1 + len(NODES))
@@ -232,6 +257,12 @@ def _end_with_parent() -> None:
     """In a daemon before it starts: SIGKILL it when the test process dies without a word."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _environment(process: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/environ").read_bytes()
+    return b""
 
 
 def processes_naming(text: str) -> list[int]:

@@ -23,12 +23,11 @@ class Clock:
 class Rank:
     """A watchdog whose thread never runs: `pass_time` looks instead of it."""
 
-    def __init__(self, folder, monkeypatch, rank=0, ranks=1, limit=1800.0):
+    def __init__(self, folder, rank=0, ranks=1, limit=1800.0):
         self.clock, self.said = Clock(), []
         self.watchdog = Watchdog(
             folder, rank, ranks, least=LEAST, limit=limit, say=self.said.append, clock=self.clock
         )
-        monkeypatch.setattr(self.watchdog._over, "wait", lambda seconds: False)
 
     def pass_time(self, seconds, step=0.5):
         """Half a second by half a second."""
@@ -43,8 +42,8 @@ class Rank:
 
 
 @pytest.fixture
-def rank(tmp_path, monkeypatch):
-    return Rank(tmp_path / "start", monkeypatch)
+def rank(tmp_path):
+    return Rank(tmp_path / "start")
 
 
 def test_the_bound_is_learned_from_the_second_longest_of_late(rank):
@@ -57,13 +56,16 @@ def test_the_bound_is_learned_from_the_second_longest_of_late(rank):
         rank.steps(1, took, first=iteration)
     rank.watchdog.enter("step", 7)
     assert bound("step") == 3 * 10.0  # one that was long is an exception, and two are not
-    rank.steps(16, 1.0, first=7)
-    rank.watchdog.enter("end", 22)
+    rank.steps(2, 1000.0, first=7)
+    rank.watchdog.enter("step", 9)
+    assert bound("step") == 3 * 30.0  # nor are hours
+    rank.steps(16, 1.0, first=9)
+    rank.watchdog.enter("end", 24)
     assert bound("step") == LEAST
 
 
-def test_the_bound_is_less_than_a_collective_waits(tmp_path, monkeypatch):
-    rank = Rank(tmp_path, monkeypatch, limit=60.0)
+def test_the_bound_is_less_than_a_collective_waits(tmp_path):
+    rank = Rank(tmp_path, limit=60.0)
     assert rank.watchdog.bound("step") == 30.0
 
 
@@ -80,7 +82,7 @@ def test_a_long_iteration_is_said_within_20_s_and_again_after_twice_as_long(rank
     rank.watchdog.enter("step", 6)
     rank.pass_time(LEAST - 1.0)
     assert not rank.said and not rank.watchdog.folder.exists()
-    rank.pass_time(20.0 - LEAST - 3.0)  # and 3 s in which the others write, that no clock of a test has
+    rank.pass_time(20.0 - LEAST)
     (line,) = rank.said
     assert (
         line.startswith("waiting     iteration 6 takes 1")
@@ -93,9 +95,7 @@ def test_a_long_iteration_is_said_within_20_s_and_again_after_twice_as_long(rank
     rank.pass_time(LEAST * 9)  # 30 s, 60 s, 120 s
     assert len(rank.said) == 4 and len(list(rank.watchdog.folder.iterdir())) == 4
     rank.watchdog.enter("step", 7)
-    assert rank.said[4] == "iteration 6 went on after 150 s" or rank.said[4].startswith(
-        "iteration 6 went on after 15"
-    )
+    assert rank.said[4] == "iteration 6 went on after 154 s"
     rank.watchdog.enter("step", 8)
     assert len(rank.said) == 5
 
@@ -106,18 +106,22 @@ def test_nothing_is_read_or_written_while_all_is_well(rank, monkeypatch):
     assert not rank.said
 
 
-def test_the_others_write_when_one_does_and_the_lowest_speaks(tmp_path, monkeypatch):
-    ranks = [Rank(tmp_path, monkeypatch, rank, 3) for rank in range(3)]
+def test_the_others_write_when_one_does_and_the_lowest_speaks(tmp_path):
+    ranks = [Rank(tmp_path, rank, 3) for rank in range(3)]
     for rank in ranks[1:]:
         rank.steps(5, 1.0)
         rank.watchdog.enter("step", 6)
-    ranks[1].pass_time(LEAST + 1)  # finds it long
-    assert ranks[1].said and "rank 0, 2 do" not in ranks[1].said[0]
-    ranks[2].watchdog.look()
+    ranks[1].pass_time(LEAST + 0.5)  # finds it long
     ranks[2].pass_time(LEAST / 3 + 1)  # no long one yet, but looks for folders
     (folder,) = tmp_path.iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["rank-1.txt", "rank-2.txt"]
-    assert not ranks[2].said
+    ranks[1].pass_time(4.0)
+    ranks[2].pass_time(4.0)
+    (line,) = ranks[1].said
+    assert (
+        not ranks[2].said
+        and "rank 0 does not answer: it is stopped, dead or cut off; ranks 1, 2 work" in line
+    )
     assert ranks[1].watchdog.who() == "rank 0 does not answer: it is stopped, dead or cut off"
 
 
@@ -150,7 +154,7 @@ def test_time_in_which_the_process_stood_still_is_not_the_iterations(rank):
     rank.watchdog.enter("step", 6)
     rank.pass_time(1.0)
     rank.pass_time(100.0, step=100.0)
-    rank.pass_time(LEAST - 2.0)
+    rank.pass_time(LEAST - 1.5)
     (line,) = rank.said
     assert (
         line.startswith("warning: rank 0 on ")
