@@ -58,7 +58,7 @@ PAGES = {
         "expert parallel",
         "Experts in one call, a shared one, latent attention, multi-token prediction, routing by sigmoid scores within"
         " groups, a bias of each expert, a router in float32 ([megatron.md](megatron.md)). E4M3 everywhere, in all"
-        " layers, as in the config.",
+        " layers, as in the config. A name has an expert's number in the whole model, whichever rank has it.",
         str,
         "; other programs ran beside it, so its speeds say nothing at all",
     ),

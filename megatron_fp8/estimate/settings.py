@@ -269,7 +269,8 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
     has_experts = bool(values.get("num_moe_experts"))
     model = Model(**values, positions=positions, fp8_overrides=overrides, fp8_options=options)
     if overrides and model.fp8:
-        sites = [p.site for chunk in model.chunks() for p in of_chunk(model, chunk) if p.site]
+        whole = dataclasses.replace(model, expert_model_parallel_size=1)  # the experts of all ranks
+        sites = [p.site for chunk in whole.chunks() for p in of_chunk(whole, chunk) if p.site]
         check_overrides_match(overrides, [*sites, "output_layer"], "model.fp8_overrides")
     if model.fp8_param and not model.fp8:
         raise ValueError(
@@ -300,6 +301,8 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         model = dataclasses.replace(model, vocab_size=_BYTES_VOCABULARY)
     if has_experts:
         notes.append("experts: every expert is taken to get as many tokens as any other")
+    if any("local_experts." in key for key in overrides) and model.expert_model_parallel_size > 1:
+        notes.append("overrides that tell experts apart: the figures are of the rank that has the first ones")
     if has_experts and section.get("moe_token_dispatcher_type", "allgather") != "alltoall":
         notes.append(
             "moe_token_dispatcher_type: what it sends is not known; these are the bytes of 'alltoall'"

@@ -282,7 +282,9 @@ def _sent_to_experts(model: Model, layer: Layer, plans: Plans, role: str) -> Cas
         f"{layer.name}mlp.experts.local_experts",
         "linear_fc1" if role == "input" else "linear_fc2",
     )
-    sites = [f"{experts}.{e}.{linear}" for e in range(model.local_experts)]
+    # All ranks send alike, and nothing but overrides tells experts apart.
+    count = (model.num_moe_experts or 0) if model.fp8_overrides else 1
+    sites = [f"{experts}.{e}.{linear}" for e in range(count)]
     return sent_as([plans.of(site, layer.number) for site in sites], role)[0]
 
 

@@ -1,11 +1,13 @@
 """A checkpoint's manifest as text: everything in it has its key and type, and a checksum over all of it.
 
-    {"format": "megatron_fp8 checkpoint", "version": 2, "sha256": "...",
+    {"format": "megatron_fp8 checkpoint", "version": 3, "sha256": "...",
      "iteration": 500, "state": {...}, "facts": {...}, "files": {"__0_0.distcp": {"bytes": 1, "sha256": "..."}, ...}}
 
 The checksum is of the JSON of all other keys, sorted, without spaces: how the file is indented does not matter. It finds
 damage and hasty edits. Anybody can compute a new one, so a manifest is trusted with numbers, words and the names of files
-beside it, and with nothing else. Version 1 had no checksum and is still read.
+beside it, and with nothing else.
+
+Earlier versions are read: 1 had no checksum; in 1 and 2 each rank numbered its experts from 0 where names speak of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any, NoReturn
 
 from .disk import write_file
 
-FORMAT, VERSION, _WITHOUT_CHECKSUM = "megatron_fp8 checkpoint", 2, 1
+FORMAT, VERSION = "megatron_fp8 checkpoint", 3
+_WITHOUT_CHECKSUM, _LOCAL_EXPERTS = (1,), (1, 2)
 MANIFEST = "manifest.json"
 LARGEST = 1 << 28
 """Bytes of a manifest that is read: far above what files of 100,000 ranks take."""
@@ -79,12 +82,12 @@ def parse(data: bytes) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise NotAManifest("is not the manifest of a megatron_fp8 checkpoint: give another folder")
     version = content.get("version")
-    if isinstance(version, bool) or version not in (VERSION, _WITHOUT_CHECKSUM):
+    if isinstance(version, bool) or version not in (VERSION, *_LOCAL_EXPERTS):
         raise NotAManifest(
-            f"has version {version!r}, and this megatron_fp8 reads versions {_WITHOUT_CHECKSUM} and {VERSION}: use the"
-            " version of megatron_fp8 that wrote it"
+            f"has version {version!r}, and this megatron_fp8 reads versions 1 to {VERSION}: use the version of"
+            " megatron_fp8 that wrote it"
         )
-    checked = version == VERSION
+    checked = version not in _WITHOUT_CHECKSUM
     wanted = {"format", "version", *_KEYS} | ({"sha256"} if checked else set())
     for names, words in (
         (wanted - set(content), "is missing"),
@@ -95,7 +98,30 @@ def parse(data: bytes) -> Manifest:
     if checked and content["sha256"] != _checksum(content):
         raise ValueError("its checksum differs: it is not what was written")
     _check(content)
+    if version in _LOCAL_EXPERTS:
+        _number_experts(content["state"], content["facts"])
     return Manifest(content["iteration"], content["state"], content["facts"], content["files"], checked)
+
+
+def _number_experts(state: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Name experts as the whole model does, in the guard's moves and in the run's overrides: under expert parallelism
+    each of their names meant an expert of every rank."""
+    model = facts.get("run", {}).get("model") or {}
+    ranks: Any = (facts.get("layout") or {}).get("expert") or 1
+    experts: Any = model.get("num_moe_experts")
+    if not (_is_count(experts) and 1 < ranks <= experts < 1 << 16):
+        return
+
+    def names(name: str) -> list[str]:
+        found = re.fullmatch(r"(.*\blocal_experts\.)(\d+)(\..*)", name)
+        if found is None:
+            return [name]
+        return [f"{found[1]}{e}{found[3]}" for e in range(int(found[2]), experts, experts // ranks)]
+
+    if "guard" in state:
+        state["guard"] = [[name, *rest] for site, *rest in state["guard"] for name in names(site)]
+    if isinstance(overrides := model.get("fp8_overrides"), dict):
+        model["fp8_overrides"] = {name: value for key, value in overrides.items() for name in names(key)}
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..plan.overrides import whole_override
+from .names import named_modules
 
 
 def is_te_linear(module: Any) -> bool:
@@ -25,7 +26,7 @@ def foreign_linears(model: Any) -> dict[str, str]:
     """Names of the model's layer linears that are no FP8 sites -> what they are and the remedy."""
     return {
         name: what
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if re.search(r"(^|\.)layers\.\d+\.", name) and (what := _foreign(module)) is not None
     }
 

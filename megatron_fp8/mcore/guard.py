@@ -62,12 +62,16 @@ def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -
 def _slots_of_senders(model_chunks: list[Any]) -> dict[str, dict[str, str]]:
     """Site -> slot -> role, of operands that are quantised before they are sent to the site (moe_fp8_dispatch)."""
     found: dict[str, dict[str, str]] = {}
-    for chunk in model_chunks:
-        for module in unwrap(chunk).modules():
-            if (dispatch := getattr(module, "fp8_dispatch", None)) is not None:
-                for linear, slot, role in dispatch.slots():
-                    found.setdefault(linear.fp8_site.plan.name, {})[slot] = role
+    for dispatch in _dispatches(model_chunks):
+        for linear, slot, role in dispatch.slots():
+            found.setdefault(linear.fp8_site.plan.name, {})[slot] = role
     return found
+
+
+def _dispatches(model_chunks: list[Any]) -> list[Any]:
+    """What quantises tokens before they are sent to experts (moe_fp8_dispatch), of each layer that does."""
+    modules = (module for chunk in model_chunks for module in unwrap(chunk).modules())
+    return [module.fp8_dispatch for module in modules if hasattr(module, "fp8_dispatch")]
 
 
 def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
@@ -85,6 +89,8 @@ def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
             linear.bind_fp8_site(make_site(linear, site.plan.name, state))
             if slots and not linear.fp8_site.is_fp8:
                 linear.register_forward_hook(partial(_count_nonfinite, slots[0]))
+    for dispatch in _dispatches(model_chunks):
+        dispatch.look_elsewhere()
 
 
 def _count_nonfinite(slot: Slot, linear: Any, args: tuple[Any, ...], output: Any) -> None:

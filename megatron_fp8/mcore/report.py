@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..plan.site_plan import bf16_site
+from .names import named_modules, split_expert
 from .runtime import unwrap
 from .sites import prepare
 
@@ -43,15 +44,15 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
 
     Args:
         model_chunks: this rank's chunks.
-        gather: join the sites of all ranks (collective, needs torch.distributed); tensor-, data- and expert-parallel
-            copies of a site are one entry. Entries come in layer order.
+        gather: join the sites of all ranks (collective, needs torch.distributed); tensor- and data-parallel copies of a
+            site are one entry. Entries come in layer order, a layer's experts by number.
     """
     prepare(model_chunks)
     own = own_precision(unwrap(model_chunks[0]).config)
     entries: list[dict[str, Any]] = []
     for chunk in model_chunks:
         model = unwrap(chunk)
-        for name, module in model.named_modules():
+        for name, module in named_modules(model):
             if hasattr(module, "bind_fp8_site"):
                 site = module.fp8_site
                 phases = site.state.phases.describe(own) if site.is_fp8 else []
@@ -69,8 +70,15 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
         known["notes"] = sorted({*known["notes"], *entry["notes"]})
         known["precision"] = _named(known["precision"], own)
         known["gemms"] = {gemm: _named(precision, own) for gemm, precision in known["gemms"].items()}
-    last = len(merged)
-    return sorted(merged.values(), key=lambda e: last if e["layer"] is None else e["layer"])
+    places: dict[str, int] = {}
+    for name in merged:
+        places.setdefault(split_expert(name)[0], len(places))
+
+    def place(entry: dict[str, Any]) -> tuple[int, int, int]:
+        alike, expert = split_expert(entry["name"])
+        return len(merged) if entry["layer"] is None else entry["layer"], places[alike], expert
+
+    return sorted(merged.values(), key=place)
 
 
 def plan_lines(entries: list[dict[str, Any]]) -> list[str]:

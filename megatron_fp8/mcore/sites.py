@@ -9,7 +9,6 @@ forward; in a training loop of one's own the model's first forward does. A linea
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -31,6 +30,7 @@ from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from . import installed as compat
 from .foreign import foreign_linears, is_te_linear, refuse_foreign_layers, require_mtp_block
+from .names import named_modules
 from .owed import watch
 from .runtime import runtime_of, state_of, unwrap
 from .sizes import announce, filtered
@@ -69,21 +69,27 @@ def asked(config: Any) -> resolver.Asked:
     )
 
 
-def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
-    """The GemmSite, or TeSite, of an FP8 linear under this name; ``state`` is its model's (some modules hold a copy of
-    the config).
+def plan_of(linear: Any, name: str, state: Fp8State) -> SitePlan:
+    """What an FP8 linear runs, or one like it of this name on another rank.
 
-    The size filter decides last, on sites that run the config's recipe: what was asked for by name stays.
+    The size filter and the guard decide last, on sites that run the config's recipe: what was asked for by name stays.
     """
     config = linear.config
-    te = is_te_linear(linear)
-    plan = resolve(config, name, linear.fp8_layer, weight_of(linear).device, te=te)
+    plan = resolve(config, name, linear.fp8_layer, weight_of(linear).device, te=is_te_linear(linear))
+    if matching(name, getattr(config, "fp8_overrides", None) or {}):
+        return plan
+    plan = filtered(config, plan, linear)
+    move = None if state.guard is None else state.guard.moves.get(name)
+    return plan if move is None else _moved(config, plan, move, linear)
+
+
+def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
+    """The GemmSite, or TeSite, of an FP8 linear under this name; ``state`` is its model's (some modules hold a copy of
+    the config)."""
+    config = linear.config
     state = state or state_of(config)
-    if not matching(name, getattr(config, "fp8_overrides", None) or {}):
-        plan = filtered(config, plan, linear)
-        if state.guard is not None and name in state.guard.moves:
-            plan = _moved(config, plan, state.guard.moves[name], linear)
-    if te:
+    plan = plan_of(linear, name, state)
+    if is_te_linear(linear):
         return TeSite(plan, state)
     group, stream = None, 0
     if plan.precision == "fp8" and parallel_state.model_parallel_is_initialized():
@@ -93,22 +99,17 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
 
 
 def share_of(kind: Literal["column", "row"], *, expert: bool) -> Share:
-    """This rank's part of a linear that is split over tensor-parallel ranks; ``expert``: over those of experts.
-
-    Experts of other ranks, which their sites share a name with, are other parts of it with other tokens.
-    """
+    """This rank's part of a linear that is split over tensor-parallel ranks; ``expert``: over those of experts."""
     ps = parallel_state
     if not ps.model_parallel_is_initialized():
         return Share()
-    if not expert:
+    if expert:
+        size, part = ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
+        tokens = ps.get_expert_data_parallel_rank()
+    else:
         size, part = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
-        return Share(
-            kind if size > 1 else "none", part, ps.get_data_parallel_rank(with_context_parallel=True)
-        )
-    size, part = ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
-    first, experts = ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size()
-    tokens = ps.get_expert_data_parallel_rank() * experts + first
-    return Share(kind if size > 1 else "none", first * size + part, tokens)
+        tokens = ps.get_data_parallel_rank(with_context_parallel=True)
+    return Share(kind if size > 1 else "none", part, tokens)
 
 
 def _moved(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePlan:
@@ -142,16 +143,17 @@ def prepare(model_chunks: list[Any]) -> None:
         if model.config.fp8 and parallel_state.model_parallel_is_initialized():
             # Made on every rank, so that one without FP8 sites where another has some is an error and not a hang.
             state.arena(compat.amax_group(model.config, expert=False))
-        for name, module in model.named_modules():
+        named = list(named_modules(model))
+        for name, module in named:
             if hasattr(module, "bind_fp8_site"):
-                module.bind_fp8_site(make_site(module, global_name(name, module.fp8_layer), state))
+                module.bind_fp8_site(make_site(module, name, state))
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 count_plain_linear(module, state)
-        for name, module in model.named_modules():
+        for name, module in named:
             if (
                 dispatch := getattr(module, "fp8_dispatch", None)
             ) is not None:  # its experts have their sites now
-                dispatch.bind(global_name(f"{name}.dispatch", dispatch.layer), state)
+                dispatch.bind(f"{name}.dispatch", state)
         linears = fp8_linears([model])
         plans = [linear.fp8_site.plan for linear in linears]
         announce(plans)
@@ -160,8 +162,9 @@ def prepare(model_chunks: list[Any]) -> None:
             if note := padded.get(linear.fp8_site.plan.name):
                 linear.fp8_site.notes.add(note)
         say_what_is_lost(plans, "fp8='e4m3' (--model.fp8=e4m3)")
-        # With more than one pipeline stage check_plan asks all of them together.
-        if model.config.fp8 and model.config.pipeline_model_parallel_size == 1:
+        # Where ranks hold other sites than others, check_plan asks all of them together.
+        parts = model.config.pipeline_model_parallel_size * model.config.expert_model_parallel_size
+        if model.config.fp8 and parts == 1:
             check_something_left((plan.precision, plan.cause, plan.reason) for plan in plans)
         if hasattr(model.config, "freeze"):
             model.config.freeze()
@@ -185,29 +188,23 @@ def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
             state.keeps_weights = False
 
 
-def global_name(name: str, layer: LayerBeingBuilt | None) -> str:
-    """The name with the pipeline stage's layer number replaced by the global one (from 0)."""
-    if layer is None or layer.number < 0:
-        return name
-    return re.sub(r"(^|\.)layers\.\d+\.", rf"\g<1>layers.{layer.number}.", name, count=1)
-
-
 def fp8_linears(model_chunks: list[Any]) -> list[Any]:
     """This rank's FP8-capable linears, in module order."""
     return [m for chunk in model_chunks for m in unwrap(chunk).modules() if hasattr(m, "bind_fp8_site")]
 
 
 def check_plan(model_chunks: list[Any]) -> None:
-    """What only all pipeline stages together can tell; prepares the chunks. Collective; on all ranks the same.
+    """What only all ranks together can tell; prepares the chunks. Collective; on all ranks the same.
 
     Raises:
-        ValueError: an fp8_overrides glob matches no site, the settings leave none in FP8, or a stage cannot be prepared.
+        ValueError: an fp8_overrides glob matches no site, the settings leave none in FP8, or a rank's part cannot be
+            prepared.
     """
     config = unwrap(model_chunks[0]).config
     refused = None
     try:
         prepare(model_chunks)
-    except ValueError as error:  # of names that other stages do not have: they would wait for this one
+    except ValueError as error:  # of names that other ranks do not have: they would wait for this one
         refused = error
     overrides = getattr(config, "fp8_overrides", None) or {}
     if refused is None and not config.fp8:
@@ -221,22 +218,20 @@ def check_plan(model_chunks: list[Any]) -> None:
     if dist.is_initialized():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, entries)
-        entries = [entry for part in everyone for entry in part]
+        entries = list(dict.fromkeys(entry for part in everyone for entry in part))
     check_overrides_match(overrides, (name for name, *_ in entries))
     check_something_left((precision, cause, reason) for _, precision, cause, reason in entries)
 
 
 def _say_everywhere(refused: ValueError | None) -> None:
-    """ValueError on every rank if one has an error. Collective."""
+    """The same ValueError on every rank if any has one. Collective."""
     said = [refused and str(refused)]
     if dist.is_initialized():
         said = [None] * dist.get_world_size()
         dist.all_gather_object(said, refused and str(refused))
-    if refused is not None:
-        raise refused
     for text in said:
         if text is not None:
-            raise ValueError(text)
+            raise ValueError(text) from refused
 
 
 def count_plain_linear(module: Any, state: Fp8State) -> None:

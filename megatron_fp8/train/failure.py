@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from ..mcore.names import named_parameters
 from ..mcore.runtime import state_of, unwrap
 from .state_check import StateCheck
 
@@ -45,7 +46,7 @@ def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tupl
 
 def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
     """(kind, place in the model, line) of this rank's."""
-    named = [(name, p) for chunk in chunks for name, p in unwrap(chunk).named_parameters()]
+    named = [(name, p) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
     for place, (name, parameter) in enumerate(named):
         if count := _count(parameter.detach()):
             yield "weight", place, f"the weight {name} holds {count} NaN or Inf"

@@ -8,7 +8,6 @@ part.
 
 from __future__ import annotations
 
-import re
 import zlib
 from typing import Any
 
@@ -16,18 +15,19 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from ..mcore.names import named_parameters
+
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
-_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 @torch.no_grad()
 def draw_weights(model: Any, config: Any, seed: int) -> None:
     """Set every matrix of `model` (this rank's stage, not wrapped yet); vectors keep their constants."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if parameter.dim() < 2:
             continue
         group = _tensor_parallel_group(name)
-        name = _global_name(model, name)
+        name = _drawn_as(model, name)
         whole = torch.empty(_whole_shape(parameter, group), dtype=torch.float32, device="cpu")
         if "embedding" in name:
             draw = config.embedding_init_method
@@ -40,24 +40,16 @@ def draw_weights(model: Any, config: Any, seed: int) -> None:
         parameter.copy_(_own_part(whole, parameter, group))
 
 
-def _global_name(model: Any, name: str) -> str:
-    """The name in the whole model: layers numbered over all stages, experts over all ranks, a tied output layer as the
-    embedding."""
+def _drawn_as(model: Any, name: str) -> str:
+    """What seeds a parameter of this name in the whole model: a tied output layer is drawn as the embedding."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
-    if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
-        number = model.decoder.layers[int(layer[1])].layer_number - 1
-        name = f"decoder.layers.{number}.{name[layer.end() :]}"
-    if expert := _EXPERT.search(name):
-        here = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-        number = parallel_state.get_expert_model_parallel_rank() * here + int(expert[1])
-        name = f"{name[: expert.start()]}.experts.{number}.{name[expert.end() :]}"
-    return name
+    return name.replace(".experts.local_experts.", ".experts.")
 
 
 def is_expert(name: str) -> bool:
     """Whether a parameter is one expert's, which other ranks share than those of other parameters."""
-    return bool(_EXPERT.search(name))
+    return ".experts.local_experts." in name
 
 
 def _tensor_parallel_group(name: str) -> Any:

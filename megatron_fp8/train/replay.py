@@ -9,7 +9,6 @@ of the run's folder is written.
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,6 +32,7 @@ from ..files.checkpoint import (
 from ..linear.site import GemmSite
 from ..mcore.checkpoint.moments import load_moments
 from ..mcore.checkpoint.training import load_weights
+from ..mcore.names import named_parameters
 from ..mcore.patches.router import settle_biases
 from ..mcore.runtime import runtime_of
 from ..mcore.sites import check_plan, fp8_linears, state_of, unwrap
@@ -286,7 +286,7 @@ class RunSubject:
             self.plans |= part
         if not self.plans:
             raise ValueError("no layer of this run has a GEMM in FP8: there is nothing to diagnose")
-        self._names = _global_names(chunks)
+        self._names = {n: p for chunk in chunks for n, p in named_parameters(unwrap(chunk))}
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -367,22 +367,6 @@ def _sites(chunks: list[Any]) -> dict[str, GemmSite]:
             )
         if site.is_fp8:
             found[site.plan.name] = site
-    return found
-
-
-def _global_names(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters under their names in the whole model."""
-    found = {}
-    for chunk in chunks:
-        model = unwrap(chunk)
-        numbers = {
-            f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
-            for name, module in model.named_modules()
-            if re.search(r"decoder\.layers\.\d+$", name)
-        }
-        for name, parameter in model.named_parameters():
-            start = next((start for start in numbers if name.startswith(start)), None)
-            found[name if start is None else numbers[start] + name[len(start) :]] = parameter
     return found
 
 

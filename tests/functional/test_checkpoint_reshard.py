@@ -144,6 +144,23 @@ def test_experts_move_to_one_rank(ranks, tmp_path, name):
     assert_same(tensors, tensors_of(tmp_path / "one" / NAME))
 
 
+def test_experts_from_bf16_start_from_their_largest_values(ranks, tmp_path):
+    """Each from its own, on whichever rank it was."""
+    fields = {**HISTORY, **MOE, "num_layers": 1}
+    ranks(2).run(trains_and_saves, Layout(ep=2), None, fields, {}, str(tmp_path / "bf16"))
+    for world, layout in ((1, Layout()), (2, Layout(ep=2))):
+        target = tmp_path / f"on {world}"
+        case = (layout, "delayed", fields, {}, str(tmp_path / "bf16" / NAME), str(target))
+        notes = ranks(world).run(loads_and_saves, *case)[0][0]
+        assert f"scales of {2 + 8 // world} weights on a rank" in notes[0]
+        tensors = tensors_of(target / NAME)
+        for expert in range(4):
+            fc2 = f"decoder.layers.0.mlp.experts.experts.{expert}.linear_fc2"
+            scale = tensors[f"{fc2}.fp8_state.weight.scale"]
+            largest = tensors[f"{fc2}.weight"].float().abs().max()
+            assert scale == torch.full_like(largest, 448) / largest, expert
+
+
 def test_experts_move_between_ranks(ranks, tmp_path):
     """From whole experts on each rank to parts of all of them and back, one at a time and grouped, each with its bias."""
     gather = {"moe_token_dispatcher_type": "allgather"}

@@ -61,6 +61,8 @@ def test_experts_on_two_ranks_cost_what_they_cost_on_one(ranks):
     assert two == other, "ranks do not agree"
     assert two["high_precision"]["losses"] == pytest.approx(one["high_precision"]["losses"], rel=2e-3)
     assert two["planned"]["gradient_error"] == pytest.approx(one["planned"]["gradient_error"], rel=0.1)
+    assert two["planned"]["of_parameters"].keys() == one["planned"]["of_parameters"].keys()
+    assert {part["site"] for part in two["ranking"]} == {part["site"] for part in one["ranking"]}
 
 
 # ----------------------------------------------------------------------------------------------------- the command

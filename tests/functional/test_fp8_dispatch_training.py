@@ -233,8 +233,8 @@ def sick_case(layout: Layout) -> dict[str, Any]:
         return {"nonfinite": state.last.nonfinite, "slots": counted}
 
 
-def guarded_case(layout: Layout) -> dict[str, Any]:
-    """A rank case: after the first step the guard finds the tokens that a layer sends ill."""
+def guarded_case(layout: Layout, ill: str) -> dict[str, Any]:
+    """A rank case: after the first step the guard finds a tensor ill."""
     from megatron_fp8.mcore.guard import move_ill_sites
     from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
@@ -248,8 +248,8 @@ def guarded_case(layout: Layout) -> dict[str, Any]:
         sent.append(sum(s.dtype == torch.uint8 for s in log.sent if s.name == "all_to_all_single"))
         if step == 0:
             state = state_of(config)
-            state.ill = [Finding("decoder.layers.1.mlp.dispatch.input", "not finite", 3, 1.0)]
-            moved.extend(move.site for move in move_ill_sites(run.chunks, state, partial=False))
+            state.ill = [Finding(ill, "not finite", 3, 1.0)]
+            moved.extend(move.site for move in move_ill_sites(run.chunks, state, partial=True))
 
     with model_parallel(layout), recorded() as log:
         config = config_of(layout, "blockwise", fp8_guard=True)
@@ -265,11 +265,22 @@ def guarded_case(layout: Layout) -> dict[str, Any]:
     return {"moved": moved, "sent": sent}
 
 
-def test_the_guard_moves_those_that_read_ill_tokens(ranks: RankPool) -> None:
-    """All first linears of the layer's experts: its tokens go in BF16 then, gradients and the other layer as before."""
-    found = ranks(2).run(guarded_case, Layout(ep=2))[0]
-    assert found["moved"] == [f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1" for e in (0, 1)]
-    assert found["sent"] == [4, 4 + 3]
+ILL = {
+    "what is sent": ("decoder.layers.1.mlp.dispatch.input", (0, 1, 2, 3)),
+    "an expert's weight": ("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight", (3,)),
+}
+
+
+@pytest.mark.parametrize("case", ILL)
+def test_the_guard_moves_those_that_read_ill_tokens(ranks: RankPool, case: str) -> None:
+    """All first linears of the layer's experts, or the one whose own tensor is ill: the layer's tokens go in BF16 then,
+    from all ranks; gradients and the other layer as before."""
+    ill, experts = ILL[case]
+    for found in ranks(2).run(guarded_case, Layout(ep=2), ill):
+        assert found["moved"] == [
+            f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1" for e in experts
+        ]
+        assert found["sent"] == [4, 4 + 3]
 
 
 # -------------------------------------------------------------------------------------------------------------- inference

@@ -85,7 +85,7 @@ def test_an_outgrown_scale_leaves_fp8_on_all_ranks_together(
     ranks: RankPool, layout: Layout, fields: Any
 ) -> None:
     ill = (
-        ILL.replace("mlp.linear", "mlp.experts.local_experts.1.linear")
+        ILL.replace("mlp.linear", "mlp.experts.local_experts.3.linear")
         if "num_moe_experts" in fields
         else ILL
     )

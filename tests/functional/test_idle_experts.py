@@ -37,9 +37,7 @@ def idles(recipe: str, idle: tuple[int, ...], fields: dict[str, Any]) -> dict[st
         optimizer = build_optimizer(config, chunks)
         biases = [buffer for name, buffer in chunks[0].named_buffers() if name.endswith("expert_bias")]
         here = [
-            f".local_experts.{e % 2}."
-            for e in idle
-            if e // 2 == parallel_state.get_expert_model_parallel_rank()
+            f".local_experts.{e}." for e in idle if e // 2 == parallel_state.get_expert_model_parallel_rank()
         ]
         losses, products = [], []
 

@@ -7,13 +7,14 @@ read; what is here is one rank's, for the same rank of the same layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from ...state.arena import Slot
 from ...state.saved import check_saved, load_slots, saved_slots
+from ..names import numbered, split_expert
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
 from .fp8_state import delayed_quantizers
@@ -48,13 +49,28 @@ def load_fp8_state_dict(model_chunks: list[Any], saved: Mapping[str, torch.Tenso
     Raises:
         ValueError: the linears or recipes are not those that were saved. Nothing is changed then.
     """
-    check_saved(
-        fp8_state_dict(model_chunks), saved, "Build the model as the saved one was, in the same layout"
-    )
+    expected = fp8_state_dict(model_chunks)
+    saved = _renumbered(saved, expected)
+    check_saved(expected, saved, "Build the model as the saved one was, in the same layout")
     state = state_of(unwrap(model_chunks[0]).config)
     state.iteration = int(saved[ITERATION])
     state.weight_generation += 1  # whatever was quantised before is of other weights
     load_slots(_slots(model_chunks), saved)
+
+
+def _renumbered(saved: Mapping[str, torch.Tensor], expected: Collection[str]) -> Mapping[str, torch.Tensor]:
+    """What was saved when each rank numbered its experts from 0, under the names of today."""
+    first: dict[str, int] = {}
+    for stem, number in map(split_expert, expected):
+        first[stem] = min(number, first.get(stem, number))
+    before = {
+        name: numbered(name, number - first[stem])
+        for name in expected
+        for stem, number in [split_expert(name)]
+    }
+    if saved.keys() != set(before.values()):
+        return saved
+    return {name: saved[old] for name, old in before.items()}
 
 
 def _slots(model_chunks: list[Any]) -> dict[str, Slot]:

@@ -32,6 +32,7 @@ from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
 from ...state.guard import Move, saved_moves
 from ..guard import take
+from ..names import of_key
 from ..optimizer.loss_scaler import scalers
 from ..report import parallel_layout
 from ..runtime import state_of, unwrap
@@ -362,7 +363,7 @@ def _settle_fp8(
 
 def _slots(keys: list[str]) -> set[str]:
     """'<site>.<role>' of the tensors of delayed state among ``keys``."""
-    return {key.rpartition(".")[0].replace(".fp8_state.", ".") for key in keys}
+    return {of_key(key).rpartition(".")[0].replace(".fp8_state.", ".") for key in keys}
 
 
 def _weights_to_model(chunks: list[Any], optimizer: Any) -> None:

@@ -12,7 +12,8 @@ What dispatchers do between them is Megatron-Core's own (patches/dispatch.py has
 
 A layer sends BF16 where its experts do not all read codes that a token can bring along: its linears run in BF16, by plan,
 phase or context; they have several rules; scales span tokens; or wgrad wants values that never were quantised. Sites'
-notes, and so the report, have the reason.
+notes, and so the report, have the reason. Ranks that send each other tokens must decide alike, so each plans the experts
+of all of them; in experiments, which replace sites of one rank, they ask each other.
 
 Rejected: dispatchers of this package's own. Permutation, padding to capacity and the points where the host waits would be
 written a second time. Rejected: codes as a BF16 tensor half as wide: autograd wants a gradient of the shape and bytes of
@@ -42,7 +43,9 @@ from ...plan.switch import in_recompute, layer_being_built
 from ...recipe import GEMM_OPERANDS
 from ...state.fp8_state import Fp8State
 from .. import installed as compat
+from ..names import numbered
 from ..runtime import state_of
+from ..sites import plan_of
 
 _SENT = {"input": "tokens", "grad_output": "gradients"}
 _NOTED = "moe_fp8_dispatch: "
@@ -95,6 +98,7 @@ class Dispatch:
             "grad_output": [expert.linear_fc2 for expert in experts],
         }
         self._site: GemmSite | None = None
+        self._elsewhere: dict[str, str | None] = dict.fromkeys(self._readers)
         self._stopped = False
 
     def stop(self, why: str) -> None:
@@ -161,14 +165,47 @@ class Dispatch:
     def _sends_codes(self, role: str) -> bool:
         """Whether all experts run in FP8 here, and read this operand as it is planned to be sent."""
         quantizer, linears = self.fp8_site.casts[role].rowwise, self._readers[role]
-        if self._stopped or quantizer is None or not all(linear.runs_fp8() for linear in linears):
+        if self._stopped or quantizer is None:
             return False
-        for linear in linears:  # of which experiments and the guard change the plan
-            why = refusal(linear.fp8_site.acting.plan, role, quantizer.rule)
-            if why is not None:
-                self._note(role, None, why)
-                return False
-        return True
+        here = all(linear.runs_fp8() for linear in linears)
+        # Experiments and the guard change plans.
+        plans = [linear.fp8_site.acting.plan for linear in linears]
+        refused = (refusal(plan, role, quantizer.rule) for plan in plans)
+        why = self._elsewhere[role] or next(filter(None, refused), None)
+        if self.fp8_site.state.experiment:
+            return self._everywhere(here and why is None)
+        if why is not None:
+            self._note(role, None, why)
+        return here and why is None
+
+    def _everywhere(self, yes: bool) -> bool:
+        """Whether all ranks that share the layer's experts say so. Collective over them."""
+        if not parallel_state.model_parallel_is_initialized():
+            return yes
+        all_of_them = torch.tensor(yes, dtype=torch.int64, device=self.fp8_site.state.device)
+        group = parallel_state.get_expert_model_parallel_group()
+        dist.all_reduce(all_of_them, op=dist.ReduceOp.MIN, group=group)
+        return bool(all_of_them)
+
+    def look_elsewhere(self) -> None:
+        """Find out, without asking, whether experts of other ranks can be sent codes: as they are planned, with the
+        guard's moves, which every rank knows."""
+        for role in self._readers:
+            quantizer = self.fp8_site.casts[role].rowwise
+            if quantizer is not None:
+                refused = (refusal(plan, role, quantizer.rule) for plan in self._plans(role))
+                self._elsewhere[role] = next(filter(None, refused), None)
+
+    def _plans(self, role: str) -> list[SitePlan]:
+        """Of what reads an operand, of all experts of the layer, by number."""
+        linears = self._readers[role]
+        own = {linear.fp8_site.plan.name: linear.fp8_site.plan for linear in linears}
+        first, state = linears[0], linears[0].fp8_site.state
+        overridden = getattr(self._config, "fp8_overrides", None) or (state.guard and state.guard.moves)
+        if not overridden:  # nothing tells experts apart
+            return list(own.values())
+        names = {numbered(first.fp8_site.plan.name, e): None for e in range(self._config.num_moe_experts)}
+        return [own.get(name) or plan_of(first, name, state) for name in names]
 
     def _note(self, role: str, rule: Rule | None, why: str | None) -> None:
         """Say at the experts' sites in what they are sent an operand."""
@@ -184,8 +221,8 @@ class Dispatch:
         operands: dict[str, dict[str, Cast | None]] = {
             gemm: dict.fromkeys(roles) for gemm, roles in GEMM_OPERANDS.items()
         }
-        for role, linears in self._readers.items():
-            cast, why = sent_as([linear.fp8_site.plan for linear in linears], role)
+        for role in self._readers:
+            cast, why = sent_as(self._plans(role), role)
             operands[READERS[role][0]][role] = cast
             self._note(role, None if cast is None else cast.rule, why)
         if not any(cast for casts in operands.values() for cast in casts.values()):

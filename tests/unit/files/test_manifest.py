@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from typing import Any
@@ -44,6 +45,48 @@ def test_what_is_written_is_read():
     assert parse(earlier()) == MADE and not parse(earlier()).checked
     with pytest.raises(ValueError):
         Manifest(2, {"lr": float("nan")}).text()
+
+
+def numbered_from_0(experts: Any, ranks: Any) -> Manifest:
+    """Read from a version 2 in which each of ``ranks`` counted its experts from 0."""
+    model = {
+        "num_moe_experts": experts,
+        "fp8_overrides": {"*.local_experts.0.linear_fc?": "bf16", "*.linear_proj": "bf16"},
+    }
+    moves = [["a.local_experts.1.linear_fc1", "bf16", 3, "ill"], ["b.linear_fc1", "bf16", 4, "ill"]]
+    content = json.loads(
+        Manifest(
+            2, {"guard": moves}, {"layout": {"expert": ranks}, "run": {"model": model}}, MADE.files
+        ).text()
+    )
+    del content["sha256"]
+    content["version"] = 2
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return parse(json.dumps({**content, "sha256": hashlib.sha256(plain.encode()).hexdigest()}).encode())
+
+
+def test_names_of_experts_from_when_each_rank_counted_its_own():
+    """One was an expert of every rank."""
+    found = numbered_from_0(6, 3)
+    sites = [f"a.local_experts.{e}.linear_fc1" for e in (1, 3, 5)]
+    assert found.state["guard"] == [[site, "bf16", 3, "ill"] for site in sites] + [
+        ["b.linear_fc1", "bf16", 4, "ill"]
+    ]
+    overrides = [f"*.local_experts.{e}.linear_fc?" for e in (0, 2, 4)]
+    assert list(found.facts["run"]["model"]["fp8_overrides"]) == [*overrides, "*.linear_proj"]
+    assert found.checked and parse(found.text().encode()) == found
+    for experts, ranks in [
+        (6, 1),
+        (None, 3),
+        (6, None),
+        (2, 3),
+        ("6", 3),
+        (6, True),
+        (2**62, 2**40),
+        (6, -1),
+    ]:
+        as_it_was = numbered_from_0(experts, ranks).state["guard"]
+        assert [move[0] for move in as_it_was] == ["a.local_experts.1.linear_fc1", "b.linear_fc1"]
 
 
 def test_every_changed_byte_is_found():

@@ -15,6 +15,7 @@ SMALL = [
 
 def weights(layout, *options):
     """This rank's matrices by global name."""
+    from megatron_fp8.mcore.names import named_parameters
     from megatron_fp8.train import initial, model
     from megatron_fp8.train.config.model_section import transformer_config
 
@@ -32,9 +33,9 @@ def weights(layout, *options):
     with model_parallel(layout):
         for chunk in model.build_chunks(transformer_config(run.model), run, vocab_size=64):
             stage = chunk.module.module
-            for name, parameter in stage.named_parameters():
+            for name, parameter in named_parameters(stage):
                 if parameter.dim() > 1:
-                    found[initial._global_name(stage, name)] = parameter.detach().clone()
+                    found[initial._drawn_as(stage, name)] = parameter.detach().clone()
     return found
 
 

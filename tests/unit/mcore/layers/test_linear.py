@@ -121,15 +121,10 @@ def test_empty_input_frozen_weight_separate_bias(ranks: RankPool) -> None:
 
 def naming() -> None:
     from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.sites import global_name, resolve
+    from megatron_fp8.mcore.sites import resolve
     from megatron_fp8.plan.switch import LayerBeingBuilt
 
     at = LayerBeingBuilt(7, None)
-    assert global_name("decoder.layers.1.mlp.linear_fc1", at) == "decoder.layers.7.mlp.linear_fc1"
-    assert global_name("layers.0.x.layers.3.y", at) == "layers.7.x.layers.3.y"
-    assert global_name("output_layer", None) == "output_layer"
-    assert global_name("decoder.layers.1.mlp", LayerBeingBuilt(-1, None)) == "decoder.layers.1.mlp"
-
     with model_parallel():
         cpu, ends = torch.device("cpu"), LayerBeingBuilt(0, "first of all")
         config = fp8_config(ONE, "mxfp8", fp8_overrides={"*.proj": "bf16", "*.layers.0.back": "blockwise"})

@@ -1,0 +1,69 @@
+"""Names in the whole model: layers numbered over all pipeline stages, experts over all expert parallel ranks.
+
+Each rank numbers its own layers and experts from 0. Whatever is shown, matched or saved by name has the numbers that one
+rank with everything would give, so that a name means one linear on every rank and in every layout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_LAYER = re.compile(r"(?:.*?\.)??layers\.\d+(?=\.|$)")
+_EXPERT = re.compile(r"(.*\blocal_experts\.)(\d+)(?=\.|$)")
+_IN_CHECKPOINTS, _IN_MODELS = ".experts.experts.", ".experts.local_experts."
+
+
+def in_whole_model(model: Any) -> Callable[[str], str]:
+    """What makes of a name in ``model``, a module's or a parameter's on this rank, its name in the whole model."""
+    layers, first = {}, {}
+    for name, module in model.named_modules():
+        found = _LAYER.match(name)
+        if found and found[0] == name and hasattr(module, "layer_number"):  # Megatron-Core counts from 1
+            layers[name] = f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
+        elif hasattr(module, "local_experts") and hasattr(module, "ep_group"):
+            first[f"{name}.local_experts.".removeprefix(".")] = module.ep_group.rank() * len(
+                module.local_experts
+            )
+
+    def whole(name: str) -> str:
+        layer, expert = _LAYER.match(name), _EXPERT.match(name)
+        if expert and expert[1] in first:
+            name = f"{expert[1]}{first[expert[1]] + int(expert[2])}{name[expert.end() :]}"
+        if layer and layer[0] in layers:
+            name = f"{layers[layer[0]]}{name[layer.end() :]}"
+        return name
+
+    return whole
+
+
+def named_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """A model chunk's modules under their names in the whole model."""
+    whole = in_whole_model(model)
+    return ((whole(name), module) for name, module in model.named_modules())
+
+
+def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """A model chunk's parameters under their names in the whole model."""
+    whole = in_whole_model(model)
+    return ((whole(name), parameter) for name, parameter in model.named_parameters())
+
+
+def numbered(name: str, expert: int) -> str:
+    """The name of the same part of another expert of its layer; any other name as it is."""
+    found = _EXPERT.match(name)
+    return f"{found[1]}{expert}{name[found.end() :]}" if found else name
+
+
+def of_key(key: str) -> str:
+    """The name in the model of what a checkpoint has under this key: Megatron-Core calls experts otherwise there."""
+    return key.replace(_IN_CHECKPOINTS, _IN_MODELS)
+
+
+def split_expert(name: str) -> tuple[str, int]:
+    """What is alike in the names of a layer's experts, and this one's number; of any other name it and 0."""
+    found = _EXPERT.match(name)
+    return (found[1], int(found[2])) if found else (name, 0)
