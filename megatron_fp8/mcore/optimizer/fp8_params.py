@@ -88,12 +88,6 @@ def _check_config(config: Any, model_chunks: list[Any]) -> None:
             f" DistributedDataParallelConfig's is {ddp.reuse_grad_buf_for_mxfp8_param_ag}: one would gather what the"
             " other does not fill. Give both the same value."
         )
-    if ddp.fp8_param_gather and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        raise ValueError(
-            "use_precision_aware_optimizer=True with fp8_param=True needs masters that Megatron-Core itself holds in"
-            " float32: set main_params_dtype=torch.float32, and OptimizerConfig.fp8_recipe to 'tensorwise' whatever the"
-            " recipe is (it says who casts the masters), or drop it"
-        )
 
 
 def without_slices_of_codes(original: Callable[..., Any]) -> Any:

@@ -278,6 +278,30 @@ def _keys(content: dict[str, Any], before: str = "") -> Iterator[str]:
             yield key
 
 
+_OFFLOADED, _AWARE = (
+    "Megatron-Core's optimizer on the CPU is not offered here: its masters are no FP8 parameters', and nobody has run it"
+    " beside them",
+    "Megatron-Core's precision-aware optimizer is not offered here: it is Transformer Engine's FusedAdam",
+)
+_NOT_OFFERED = {
+    **dict.fromkeys(
+        (
+            "optimizer_cpu_offload", "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload",
+            "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params",
+        ),
+        f"{_OFFLOADED}. optimizer.use_distributed_optimizer=true divides masters and moments over ranks",
+    ),
+    **dict.fromkeys(
+        (
+            "use_precision_aware_optimizer", "store_param_remainders", "main_grads_dtype", "main_params_dtype",
+            "exp_avg_dtype", "exp_avg_sq_dtype",
+        ),
+        f"{_AWARE}. optimizer.state_dtype=fp8 keeps moments in 3 bytes a parameter",
+    ),
+}  # fmt: skip
+"""Options of Megatron-Core's OptimizerConfig -> why they are no keys, and what is."""
+
+
 def known_keys() -> list[str]:
     """Every key of a config file, dotted."""
     top = [item.name for item in dataclasses.fields(RunConfig) if item.name not in SECTIONS]
@@ -292,6 +316,8 @@ def _check_key(key: str, where: str, *, in_file: bool = False) -> None:
         raise ValueError(f"{where}{key} is a section: give its keys, --{key}.KEY=VALUE.")
     if key in known or any(key.startswith(f"{free}.") for free in _FREE_FORM):
         return
+    if key in (f"optimizer.{name}" for name in _NOT_OFFERED):
+        raise ValueError(f"{where}{key}: {_NOT_OFFERED[key.partition('.')[2]]}.")
     # 'model.fp8_recepi' is near 'model.fp8_recipe'; 'fp8' alone is near 'model.fp8'.
     section, _, name = key.rpartition(".")
     by_last_part = [other for other in known if other.rpartition(".")[2] == name]

@@ -1,0 +1,70 @@
+"""Options of Megatron-Core's optimizer that do not go with FP8 parameters, or with a machine without CUDA.
+
+They would crash while the optimizer is made or in its first step, with a message about something else; here they are
+refused, with the reason, before anything is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .. import installed as compat
+from ..patches.patching import Patch
+from ..runtime import unwrap
+
+
+def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """_get_megatron_optimizer_based_on_param_groups, which looks at its config first."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        check_options(given["config"], given["model_chunks"])
+        return original(*args, **kwargs)
+
+    return make
+
+
+def check_options(config: Any, model_chunks: list[Any]) -> None:
+    """ValueError for options that these models, or this machine, cannot have.
+
+    Args:
+        config: Megatron-Core's OptimizerConfig.
+        model_chunks: what it steps, of which the config is asked, so that all ranks answer alike.
+    """
+    configs = [getattr(unwrap(chunk), "config", None) for chunk in model_chunks]
+    fp8_params = any(getattr(c, "fp8", None) and getattr(c, "fp8_param", False) for c in configs)
+    if config.optimizer_cpu_offload and fp8_params:
+        raise ValueError(
+            "optimizer_cpu_offload=True with fp8_param=True: Megatron-Core's HybridDeviceOptimizer makes its own masters"
+            " from the parameters, and those hold codes (Megatron-LM issue 5083). Set fp8_param=False, or"
+            " optimizer_cpu_offload=False; use_distributed_optimizer=True divides masters and moments over ranks"
+        )
+    if config.optimizer_cpu_offload and not compat.has_cuda():
+        raise ValueError(
+            "optimizer_cpu_offload=True moves masters and moments from a GPU to the CPU, and there is no GPU here: set it"
+            " to False"
+        )
+    if fp8_params and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        raise ValueError(
+            "use_precision_aware_optimizer=True with fp8_param=True needs masters that Megatron-Core itself holds in"
+            " float32: set main_params_dtype=torch.float32, and OptimizerConfig.fp8_recipe to 'tensorwise' whatever the"
+            " recipe is (it says who casts the masters), or drop it"
+        )
+
+
+def patches() -> list[Patch]:
+    """The function that makes each of Megatron-Core's optimizers."""
+    return [
+        Patch(
+            "megatron.core.optimizer",
+            "_get_megatron_optimizer_based_on_param_groups",
+            checked,
+            "options that cannot be had crash in a step, with a message about something else",
+            wrap=True,
+        )
+    ]

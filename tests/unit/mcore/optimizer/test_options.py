@@ -1,0 +1,112 @@
+"""Options of Megatron-Core's optimizer that would crash in a step are refused before it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from benchmarks.support.fp8_gpt import NARROW, fp8_config
+from benchmarks.support.gpt import build_chunks, build_optimizer
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
+
+OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+AWARE = {**OFFLOADED, "use_precision_aware_optimizer": True}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+
+# Name -> recipe, fp8_param, DDP's fields, the optimizer's, whether there is CUDA, what the message has ('': no error)
+CASES: dict[str, tuple[str | None, bool, dict[str, Any], dict[str, Any], bool, str]] = {
+    "BF16": (None, False, {}, OFFLOADED, False, "there is no GPU here: set it to False"),
+    "FP8": ("tensorwise", False, DISTRIBUTED, OFFLOADED, False, "there is no GPU here"),
+    "FP8 parameters": ("tensorwise", True, DISTRIBUTED, OFFLOADED, False, "with fp8_param=True: Megatron-Core's Hybrid"),
+    "FP8 parameters on a GPU": ("blockwise", True, DISTRIBUTED, OFFLOADED, True, "Set fp8_param=False, or optimizer_cpu"),
+    "plain optimizer": ("delayed", True, {}, OFFLOADED, True, "optimizer_cpu_offload=True with fp8_param=True"),
+    "precision-aware and offloaded": ("delayed", True, DISTRIBUTED, AWARE, True, "optimizer_cpu_offload=True with fp8_"),
+    "neither": ("tensorwise", True, DISTRIBUTED, {}, False, ""),
+}  # fmt: skip
+
+
+def refused(
+    recipe: str | None, fp8_param: bool, ddp: dict[str, Any], optim: dict[str, Any], cuda: bool
+) -> tuple[str, bool]:
+    """A rank case: what get_megatron_optimizer says ('': nothing), and whether it made an Adam before."""
+    from megatron.core import optimizer as theirs
+
+    from megatron_fp8.mcore.optimizer import options
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    with model_parallel(Layout()):
+        config = fp8_config(Layout(), recipe, **{**NARROW, "num_layers": 1, "fp8_param": fp8_param})
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, ddp=ddp, sequence=32)
+        with (
+            mock.patch.object(options.compat, "has_cuda", lambda: cuda),
+            mock.patch.object(theirs, "Adam", wraps=theirs.Adam) as adam,
+        ):
+            try:
+                build_optimizer(config, chunks, ddp=ddp, optim=optim)
+            except ValueError as error:
+                return str(error), adam.called
+            return "", adam.called
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_offloading(ranks: RankPool, case: str) -> None:
+    *setting, said = CASES[case]
+    ((message, made),) = ranks(1).run(refused, *setting)
+    assert said in message and "\n" not in message
+    assert bool(message) == bool(said) != made
+
+
+def aware(param_dtype: str, fp8_recipe: str | None, fp8_param: bool) -> str:
+    """A rank case: what is said of a precision-aware optimizer that is not offloaded; '' of one that is let through."""
+    import torch
+    from megatron.core.optimizer import OptimizerConfig
+
+    from megatron_fp8.mcore.optimizer.options import check_options
+
+    with model_parallel(Layout()):
+        config = fp8_config(Layout(), "mxfp8", **{**NARROW, "num_layers": 1, "fp8_param": fp8_param})
+        model = torch.nn.Linear(1, 1)
+        model.config = config
+        # Without Transformer Engine the config cannot be made with the option itself.
+        given = OptimizerConfig(
+            optimizer="adam", lr=1e-3, use_distributed_optimizer=True, fp8_recipe=fp8_recipe
+        )
+        given.use_precision_aware_optimizer = True
+        given.main_params_dtype = getattr(torch, param_dtype)
+        with mock.patch.dict("sys.modules", _with_fused_adam()):
+            given.__post_init__()
+        try:
+            check_options(given, [model])
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+def _with_fused_adam() -> dict[str, Any]:
+    """Modules as Transformer Engine's are, as far as OptimizerConfig looks at them."""
+    from types import ModuleType
+
+    class FusedAdam:
+        def __init__(self, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad): ...
+
+    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
+    modules = {name: ModuleType(name) for name in names}
+    modules[names[2]].FusedAdam = FusedAdam
+    return modules
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (("float32", "tensorwise", True), ""),  # Megatron-Core holds the masters
+        (("float32", "delayed", True), "set main_params_dtype=torch.float32, and OptimizerConfig.fp8_recipe to"),
+        (("float16", "tensorwise", True), "use_precision_aware_optimizer=True with fp8_param=True needs masters"),
+        (("float32", None, True), "or drop it"),
+        (("float16", None, False), ""),
+    ],
+)  # fmt: skip
+def test_precision_aware(ranks: RankPool, setting: Any, said: str) -> None:
+    (message,) = ranks(1).run(aware, *setting)
+    assert said in message if said else message == ""
