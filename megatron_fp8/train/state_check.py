@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..mcore.names import named_parameters
 from ..mcore.optimizer.compact_moments import Moment
 from ..mcore.optimizer.models import parts_of
 from ..mcore.runtime import state_of, unwrap
@@ -59,7 +60,7 @@ class StateCheck:
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         names = {}
         for chunk in self._chunks:
-            for name, parameter in unwrap(chunk).named_parameters():
+            for name, parameter in named_parameters(unwrap(chunk)):
                 names[id(getattr(parameter, "main_param", parameter))] = name
         for part in parts_of(self._optimizer):
             for group in part.param_groups if part.optimizer is not None else ():

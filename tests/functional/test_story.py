@@ -62,7 +62,7 @@ def told(folder) -> list[tuple[str, str]]:
         if not kind:
             found.append((block, printed))
             continue
-        printed = "".join(execute(c, folder) for c in commands(block) if not "launch" in c.split()[:2])
+        printed = "".join(execute(c, folder) for c in commands(block) if "launch" not in c.split()[:2])
     return found
 
 

@@ -18,11 +18,12 @@ from megatron_fp8.train.state_check import PARTS, StateCheck
 def watched(monkeypatch: pytest.MonkeyPatch, count: int = 30) -> tuple[StateCheck, dict[Any, Any]]:
     """A check over masters of `count` weights and their second moments; the optimizer's state."""
     weights = [(f"layer{i}.weight", torch.ones(3, dtype=torch.float32)) for i in range(count)]
-    model = SimpleNamespace(named_parameters=lambda: weights, config=None)
+    model = SimpleNamespace(config=None)
     state = {w: {"exp_avg_sq": torch.ones(3, dtype=torch.float32), "step": 3} for _, w in weights}
     part = SimpleNamespace(param_groups=[{"params": [w for _, w in weights]}])
     part.optimizer = SimpleNamespace(state=state)
     monkeypatch.setattr(state_check, "unwrap", lambda chunk: chunk)
+    monkeypatch.setattr(state_check, "named_parameters", lambda model: weights)
     monkeypatch.setattr(state_check, "state_of", lambda config: SimpleNamespace(arenas=[]))
     return StateCheck([model], part), state
 
