@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from .fitted import fitted
+from .line import CommandParser, refuse
 
 HELP = """\
 FP8 against BF16 on this machine, from a cast to a training step. A CPU and a GPU print the same table.
@@ -52,19 +51,17 @@ DEFAULT = ("quantise", "gemm", "linear")
 
 def main(arguments: list[str]) -> int:
     """Measure, print, and write what was asked for; 0, 1 if a result was wrong, 2 for bad input."""
-    options, run_options = _parser().parse_known_args(arguments)
+    try:
+        options, run_options = _parser().parse_known_args(arguments)
+    except ValueError as error:
+        return refuse(error, debug="--debug" in arguments)
     from .benching import work
 
     return work(options, run_options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-fp8 bench",
-        description=fitted(HELP),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser("bench", HELP)
     add = parser.add_argument
     add(
         "--only",

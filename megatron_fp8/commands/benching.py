@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..backends import choose_backend, say_what_is_slow
+from ..files.terminal import printable
 from ..kernels.cpu.loops import MAX_THREADS
 from ..numerics.formats import parse_format
 from ..plan.settings import RecipeSettings, from_settings
@@ -72,7 +73,7 @@ def work(options: argparse.Namespace, run_options: list[str]) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         bench = _measure(options, wanted, backends, record, device)
         if old is not None:
-            print(versus.as_table(versus.changes(old["rows"], bench.rows)))
+            print(printable(versus.as_table(versus.changes(old["rows"], bench.rows))))
     if bench.wrong:
         print(f"error: {len(bench.wrong)} results were wrong; nothing is written", file=sys.stderr)
         return 1

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..files.terminal import printable
 from ..huggingface.names import FP8_FORMATS
 from .line import CommandParser, run, tensors_shown
 
@@ -95,7 +96,7 @@ def _export(options: argparse.Namespace) -> None:
         f"{done.config['architectures'][0]}, {what}{kept}: {options.out}, {len(done.files)} file(s) of tensors"
     )
     for note in source.notes:
-        print(note)
+        print(printable(note))
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..files.terminal import printable
 from .on_checkpoint import Parser, run_command, say
 
 if TYPE_CHECKING:
@@ -174,12 +175,14 @@ def _stream(prepared: _Prepared) -> None:
     )
     # A terminal or pipe of few characters shows the others by number.
     getattr(sys.stdout, "reconfigure", lambda **options: None)(errors="backslashreplace")
+    # What a model says may be a stranger's words: a terminal is not steered by them, a file or pipe gets every byte.
+    shown = printable if sys.stdout.isatty() else str
     made: list[int] = []
     start, first = time.perf_counter(), 0.0
     for text in _texts(tokens, prompt, made, restored.tokenizer):
         first = first or time.perf_counter() - start
         if launch.rank == 0:
-            print(text, end="", flush=True)
+            print(shown(text), end="", flush=True)
     seconds = time.perf_counter() - start
     if launch.rank == 0:
         print(flush=True)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..files.terminal import printable
 from .fitted import fitted
 from .line import refuse
 
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
             found["not_finite"] = _not_finite(folder) or found["not_finite"]
     except ValueError as error:
         return refuse(error)
-    print(json.dumps(found, indent=1) if "--json" in arguments else format_description(found))
+    print(json.dumps(found, indent=1) if "--json" in arguments else printable(format_description(found)))
     return 0
 
 

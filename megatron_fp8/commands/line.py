@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
+from ..files.terminal import printable
 from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_DONE
 from .fitted import fitted
 
@@ -43,7 +44,7 @@ def refuse(
         tell: takes (exit code, line, a function that prints the line); with several ranks it tells the others, and lets
             one rank print.
     """
-    line = f"error: {' '.join(str(error).split())}"
+    line = printable(f"error: {' '.join(str(error).split())}")
 
     def say() -> None:
         if debug:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from ..files.terminal import printable
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from .line import CommandParser, refuse
 
@@ -84,4 +85,4 @@ def run_command(
 def say(text: str, launch: Any) -> None:
     """A line for people, on stderr, from the first rank."""
     if launch.rank == 0:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
+from ..files.terminal import printable
 from ..telemetry.output import FILE
 from ..telemetry.parting import common_iterations, first_parting, relative_difference
 from ..train.run_record import RunRecord
@@ -36,7 +37,7 @@ def compare(options: argparse.Namespace) -> None:
         *_checkpoints(ours, theirs, found),
         *(f"note        {text}" for path in (ours, theirs) for text in RunRecord(path).unfinished()),
     ]
-    print("\n".join(lines), flush=True)
+    print(printable("\n".join(lines)), flush=True)
     if options.json:
         try:
             Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files.disk import replace_file
+from ..files.terminal import printable
 from .line import CommandParser, run
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def write_page(folders: list[Path], path: Path) -> None:
     found = read_runs(folders)
     size = write_html(found, path)
     for line in (line for one in found for line in one.unfinished):
-        print(_printable(f"note        {line}"))
+        print(printable(f"note        {line}"))
     print(f"{path} ({size / 1e6:.1f} MB): open it in a browser")
 
 
@@ -82,12 +83,7 @@ def terminal(folder: Path) -> str:
     report = record.report()
     advice = [f"advice      {piece}" for piece in advice_of(record, report)]
     notes = [f"note        {line}" for line in record.unfinished()]
-    return _printable("\n".join([format_report(report), *losses(record), *advice, *notes]))
-
-
-def _printable(text: str) -> str:
-    """Names come from files that others may have changed: what would steer a terminal is spelled out."""
-    return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
+    return printable("\n".join([format_report(report), *losses(record), *advice, *notes]))
 
 
 def advice_of(record: RunRecord, report: dict[str, Any]) -> list[Advice]:
@@ -115,7 +111,7 @@ def write_advice(folder: Path, path: Path) -> None:
             f"--advice={path} cannot be written ({error.strerror}): give another file."
         ) from error
     for line in record.unfinished():
-        print(_printable(f"note        {line}"))
+        print(printable(f"note        {line}"))
     print(f"{path}: {len(pieces)} pieces of advice")
 
 

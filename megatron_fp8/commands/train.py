@@ -18,6 +18,7 @@ from typing import Any
 
 from ..files.records import say_lacking
 from ..files.shipped import shipped_configs
+from ..files.terminal import printable
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from .fitted import fitted
 from .line import refuse
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> int:
 
     # This package's own warnings are one line each, in rank 0's words; those of libraries are not for users.
     warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
     if "--keys" in arguments:
         from .. import mcore
 
@@ -234,7 +235,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     if first:
         entropy = data.corpus_bigram_entropy(prefixes)
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
-        print(*start.lines, sep="\n", end="\n" if start.lines else "", flush=True)
+        print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
         report["bigram_entropy"] = entropy
         with naming("run_dir", folder):
             run.save(folder / "config.yaml")

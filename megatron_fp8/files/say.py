@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from .terminal import printable
+
 _told: set[str] = set()
 
 
@@ -23,4 +25,4 @@ def say(text: str, *, once: bool = False, to: Literal["stderr", "stdout"] = "std
         return
     if once:
         _told.add(text)
-    print(text, file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
+    print(printable(text), file=sys.stderr if to == "stderr" else sys.stdout, flush=True)

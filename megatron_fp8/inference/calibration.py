@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..files.disk import read_ordinary
 from ..linear.share import weight_of
 from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
@@ -36,6 +37,7 @@ from ..plan.switch import fp8_disabled
 FORMAT, VERSION = "megatron_fp8 calibration", 1
 TENSORS, RECORD = "calibration.safetensors", "calibration.json"
 PERCENTILES = (50.0, 99.0, 99.9, 99.99)
+_LARGEST = 1 << 30  # bytes of either file
 _MAGNITUDES = 0x7F80  # bfloat16 bit patterns of finite magnitudes: 0 to 0x7F7F
 
 
@@ -247,38 +249,55 @@ def load_calibration(folder: str | Path) -> Calibration:
     Raises:
         ValueError: a file is missing, cut off or altered, or is no calibration; the message says what to do.
     """
-    from safetensors.torch import load
-
     folder = Path(folder)
     again = "run megatron-fp8 calibrate again"
     try:
-        text, content = (folder / RECORD).read_text(encoding="utf-8"), (folder / TENSORS).read_bytes()
+        text, content = (read_ordinary(folder / name, _LARGEST) for name in (RECORD, TENSORS))
     except FileNotFoundError as error:
         missing = Path(str(error.filename)).name
         raise ValueError(
             f"there is no calibration in {str(folder)!r} ({missing} is missing): run megatron-fp8 calibrate first"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ValueError(f"the calibration in {str(folder)!r} cannot be read ({error}): {again}") from error
     try:
-        record = json.loads(text)
-        if record["format"] != FORMAT or record["version"] != VERSION:
-            raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
-        if record["sha256"] != hashlib.sha256(content).hexdigest():
-            raise ValueError(f"{TENSORS} is not what was written (its SHA-256 differs)")
-        tensors = load(content)
-        ranges = {}
-        for name, statistics in record["tensors"].items():
-            rows, cols = statistics.pop("shape")
-            amax = float(tensors[f"{name}.amax"])
-            ranges[name] = Range(amax, tensors[f"{name}.amaxes"], (rows, cols), statistics)
-        return Calibration(ranges, record["facts"])
+        return _parsed(text, content)
     except KeyError as error:
         raise ValueError(
             f"the calibration in {str(folder)!r} is damaged (it lacks {error}): {again}"
         ) from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # safetensors, json and torch: of damaged files each raises its own
         raise ValueError(f"the calibration in {str(folder)!r} is damaged ({error}): {again}") from error
+
+
+def _parsed(text: bytes, content: bytes) -> Calibration:
+    """What both files say. Any exception if they are no calibration: ``facts`` and ``statistics`` are for people alone."""
+    from safetensors.torch import load
+
+    record = json.loads(text)
+    if record["format"] != FORMAT or record["version"] != VERSION:
+        raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
+    if record["sha256"] != hashlib.sha256(content).hexdigest():
+        raise ValueError(f"{TENSORS} is not what was written (its SHA-256 differs)")
+    if not isinstance(record["facts"], dict):
+        raise ValueError(f"facts is {type(record['facts']).__name__}, and no object")
+    tensors = load(content)
+    ranges = {}
+    for name, statistics in record["tensors"].items():
+        rows, cols = statistics.pop("shape")
+        if not all(type(size) is int and size > 0 for size in (rows, cols)):
+            raise ValueError(f"{name} has the shape [{rows!r}, {cols!r}]")
+        amax, amaxes = tensors[f"{name}.amax"], tensors[f"{name}.amaxes"]
+        for found, dims in ((amax, 0), (amaxes, 1)):
+            if (
+                found.dtype != torch.float32
+                or found.dim() != dims
+                or not found.isfinite().all()
+                or (found < 0).any()
+            ):
+                raise ValueError(f"{name} has amaxes that are no finite float32 magnitudes")
+        ranges[name] = Range(float(amax), amaxes, (rows, cols), statistics)
+    return Calibration(ranges, record["facts"])
 
 
 # ------------------------------------------------------------------------------------------------------- observation

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ..files.checkpoint import LATEST, complete_checkpoints, not_finite_checkpoints
 from ..files.disk import discard, free_name, remedy, unseen, write_file
 from ..files.run_lock import RunLock
+from ..files.terminal import printable
 from .launch.meeting import FIRST_LINE_S
 from .launch.parallel import on_first_rank, until_leave
 
@@ -98,7 +99,7 @@ class RunFolders:
         for option, folder in locks:
             with naming(option, folder):
                 self._lock = RunLock(folder, option)
-                self._lock.take(lambda text: print(f"lock        {text}", flush=True))
+                self._lock.take(lambda text: print(printable(f"lock        {text}"), flush=True))
             until_leave(self._lock.release)
             with naming(option, folder):
                 for leftover in folder.glob(f"{_TRIAL}*"):

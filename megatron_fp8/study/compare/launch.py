@@ -16,6 +16,7 @@ from typing import Any
 
 from ...files.checkpoint import latest_checkpoint, read_manifest
 from ...files.run_lock import LockHeld, RunLock
+from ...files.terminal import printable
 from ...train.exit_codes import EXIT_BAD_INPUT
 from ...train.run_folder import checkpoint_folder
 from .plan import Comparison, WantedRun
@@ -40,7 +41,7 @@ def held(out: Path) -> Iterator[None]:
     # No job's name: two comparisons of one SLURM job are two.
     lock = RunLock(out, "--out", environ={})
     try:
-        lock.take(lambda text: print(text, file=sys.stderr, flush=True))
+        lock.take(lambda text: print(printable(text), file=sys.stderr, flush=True))
     except OSError as error:
         raise ValueError(f"--out={out} cannot be used ({error.strerror}): give another folder.") from error
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save
 from torch import nn
 
 from benchmarks.support.compare import assert_same_bytes
@@ -106,7 +109,6 @@ def test_files_give_back_what_was_saved(tmp_path):
         assert (other.amax, other.shape, other.statistics) == (found.amax, found.shape, found.statistics)
     assert_same_bytes(again.input_scale_inv("0"), calibration.input_scale_inv("0"))
     # Anybody's reader: plain safetensors, and an input scale is amax / 448.
-    from safetensors.torch import load_file
 
     tensors = load_file(tmp_path / "new" / "calibration" / TENSORS)
     assert tensors["0.input.amaxes"].shape == (3,) and tensors["0.input.amax"].shape == ()
@@ -118,10 +120,17 @@ DAMAGE = {
     "no tensors": ("calibration.safetensors is missing", "calibrate first"),
     "cut off": ("SHA-256 differs", "calibrate again"),
     "not JSON": ("is damaged", "calibrate again"),
-    "not text": ("cannot be read", "calibrate again"),
+    "not text": ("is damaged", "calibrate again"),
+    "nested": ("is damaged", "calibrate again"),
+    "a pipe": ("no ordinary file", "calibrate again"),
+    "no shape": ("0.input has the shape [0, 'x']", "calibrate again"),
+    "no facts": ("facts is list", "calibrate again"),
     "a list": ("is damaged", "calibrate again"),
     "another format": ("version 99", "calibrate again"),
     "a tensor less": ("lacks '0.input.amax'", "calibrate again"),
+    "no safetensors": ("is damaged", "calibrate again"),
+    "NaN": ("0.input has amaxes that are no finite float32 magnitudes", "calibrate again"),
+    "two amaxes": ("0.input has amaxes that are no finite float32 magnitudes", "calibrate again"),
 }
 
 
@@ -144,13 +153,23 @@ def test_damaged_files_are_refused(tmp_path, kind):
         record.write_text("[]")
     elif kind == "another format":
         record.write_text(json.dumps({**content, "version": 99}))
-    else:
-        import hashlib
-
-        from safetensors.torch import load_file, save
-
-        kept = {k: v for k, v in load_file(tensors).items() if k != "0.input.amax"}
-        tensors.write_bytes(save(kept))
+    elif kind == "nested":
+        record.write_text("[" * 10**5)
+    elif kind == "a pipe":
+        record.unlink()
+        os.mkfifo(record)
+    elif kind == "no shape":
+        content["tensors"]["0.input"]["shape"] = [0, "x"]
+        record.write_text(json.dumps(content))
+    elif kind == "no facts":
+        record.write_text(json.dumps({**content, "facts": [1]}))
+    else:  # under a digest that agrees, as anybody can compute it
+        kept = load_file(tensors)
+        if kind == "a tensor less":
+            del kept["0.input.amax"]
+        else:
+            kept["0.input.amax"] = torch.tensor([1.0, 2.0] if kind == "two amaxes" else torch.nan)
+        tensors.write_bytes(b"junk" if kind == "no safetensors" else save(kept))
         digest = hashlib.sha256(tensors.read_bytes()).hexdigest()
         record.write_text(json.dumps({**content, "sha256": digest}))
     with pytest.raises(ValueError) as refused:

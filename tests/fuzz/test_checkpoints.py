@@ -1,0 +1,89 @@
+"""A checkpoint with other bytes: every command refuses it in one line, or has what was saved; and no code of it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fp8.files.checkpoint import file_record
+from megatron_fp8.files.manifest import _checksum
+from tests.support.draws import draws
+from tests.support.edits import byte_edits, edited, json_edited, json_edits
+from tests.support.heard import done_or_refused
+from tests.support.victims import FIXTURES, fresh
+
+NEWEST = "iter_0000002"
+FILES = (".metadata", "__0_0.distcp", "manifest.json", "metadata.json", "common.pt")
+EXPORT = "export run out"
+TRAIN = "train --config config.yaml --run_dir=run --train.train_iters=3 --train.eval_iters=0"
+COMMANDS = (
+    EXPORT,
+    TRAIN,
+    "inspect run",
+    "inspect run --check --json",
+    "generate run --prompt the --max-new-tokens 2 --temperature 0",
+    "calibrate run --batches 1 --batch-size 1 --out calibration",
+)
+
+
+def weights(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def write_manifest(folder: Path, content: dict) -> None:
+    """With the checksum that it should have, as anybody can compute it."""
+    (folder / "manifest.json").write_text(json.dumps({**content, "sha256": _checksum(content)}))
+
+
+def forge(folder: Path) -> None:
+    """Make the manifest agree with the files, whatever is in them."""
+    content = json.loads((folder / "manifest.json").read_text())
+    content["files"] = {name: file_record(folder / name) for name in content["files"]}
+    write_manifest(folder, content)
+
+
+@draws(40, suppress_health_check=[FIXTURES])
+@given(st.sampled_from(FILES), byte_edits(), st.sampled_from(COMMANDS))
+def test_damage_is_refused_or_changes_nothing(originals, place, name, edits, command):
+    fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
+    path = place / "run" / "checkpoints" / NEWEST / name
+    path.write_bytes(edited(path.read_bytes(), edits))
+    if done_or_refused(*command.split()).code == 0 and command == EXPORT:
+        done_or_refused("export", originals / "run", "expected")
+        assert weights(place / "out") == weights(place / "expected")
+
+
+@draws(40, suppress_health_check=[FIXTURES])
+@given(st.sampled_from(FILES[:2]), byte_edits(), st.sampled_from(COMMANDS))
+def test_other_bytes_under_a_manifest_that_agrees(originals, place, name, edits, command):
+    fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
+    path = place / "run" / "checkpoints" / NEWEST / name
+    path.write_bytes(edited(path.read_bytes(), edits))
+    forge(path.parent)
+    done_or_refused(*command.split())
+
+
+@draws(60, suppress_health_check=[FIXTURES])
+@given(json_edits(), st.sampled_from(COMMANDS))
+def test_other_values_in_a_manifest(originals, place, edits, command):
+    fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
+    folder = place / "run" / "checkpoints" / NEWEST
+    content = json_edited(json.loads((folder / "manifest.json").read_text()), edits)
+    try:
+        write_manifest(folder, content)
+    except (TypeError, ValueError):  # NaN, or no manifest any more: it has no checksum
+        (folder / "manifest.json").write_text(json.dumps(content))
+    done_or_refused(*command.split())
+
+
+@draws(10, suppress_health_check=[FIXTURES])
+@given(byte_edits(), st.sampled_from(COMMANDS))
+def test_other_bytes_in_latest(originals, place, edits, command):
+    fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
+    path = place / "run" / "checkpoints" / "latest"
+    path.write_bytes(edited(path.read_bytes(), edits))
+    done_or_refused(*command.split())

@@ -1,0 +1,65 @@
+"""A command in this process, as a person meets it: it does its work, or says in one line what is wrong. Never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import warnings
+from dataclasses import dataclass
+
+from hypothesis import event
+
+from megatron_fp8.commands.main import main
+from tests.support.left_behind import put_back
+
+LONGEST_S = 20.0
+"""Without a word, before whoever waits thinks of a hang."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The exit code, and what was said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def refusal(self) -> str:
+        """The line of an exit code of 2, without 'error: '; empty if the work was done."""
+        return self.err.splitlines()[-1].removeprefix("error: ") if self.code else ""
+
+
+def heard(*arguments: object) -> Heard:
+    """`megatron-fp8 ARGUMENTS`, whatever comes of it; this process is as before afterwards."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        put_back(),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # after --help
+            code = end.code if isinstance(end.code, int) else 1
+    return Heard(code, out.getvalue(), err.getvalue())
+
+
+def done_or_refused(*arguments: object) -> Heard:
+    """AssertionError unless the command is done (0) or refuses in one line (2), in time."""
+    start = time.monotonic()
+    found = heard(*arguments)
+    seconds = time.monotonic() - start
+    said = f"exit code {found.code} after {seconds:.1f} s of {arguments}:\n{found.err}"
+    assert found.code in (0, 2) and seconds < LONGEST_S, said
+    assert "Traceback" not in found.err, said
+    errors = [line for line in found.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == (found.code == 2), said
+    if errors:
+        assert found.err.endswith(f"{errors[0]}\n") and len(errors[0]) < 2000 and errors[0].isprintable(), (
+            said
+        )
+    event(str(found.code))
+    return found
