@@ -271,7 +271,7 @@ def load_calibration(folder: str | Path) -> Calibration:
 
 
 def _parsed(text: bytes, content: bytes) -> Calibration:
-    """What both files say. Any exception if they are no calibration: ``facts`` and ``statistics`` are for people alone."""
+    """What both files say; any exception if they are no calibration. ``facts`` and ``statistics`` are for people."""
     from safetensors.torch import load
 
     record = json.loads(text)

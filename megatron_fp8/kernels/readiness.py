@@ -6,20 +6,14 @@ folder that it can write to. Where one is missing the first kernel would end a t
 
 from __future__ import annotations
 
-import os
 import subprocess
-import warnings
-from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .cpu.library import folders
-
-_FOLDER = "TRITON_CACHE_DIR"
+from .caches import TRITON, settle_triton
 
 
 @cache
@@ -29,13 +23,7 @@ def refusal(device: torch.device) -> str | None:
         return "its kernels are written for NVIDIA GPUs"
     if find_spec("triton") is None:
         return "its kernels are written in Triton, which is not installed: pip install megatron_fp8[gpu]"
-    if folder := _other_folder(os.environ):
-        warnings.warn(
-            f"Triton keeps its kernels in {folder}, since its own folder cannot be written;"
-            f" set {_FOLDER} for another one",
-            stacklevel=2,
-        )
-        os.environ[_FOLDER] = str(folder)
+    settle_triton()
     try:
         _launch(device)
     except Exception as error:  # the compiler's, the driver's, the disk's: each has its own
@@ -50,29 +38,11 @@ def _launch(device: torch.device) -> None:
         launch(torch.empty(1, dtype=torch.int32, device=device))
 
 
-def _other_folder(environ: Mapping[str, str]) -> Path | None:
-    """A folder of this user alone for Triton's kernels; None where Triton's own will do, or another was chosen."""
-    if environ.get(_FOLDER):
-        return None
-    try:
-        own = Path(environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
-        own.mkdir(parents=True, exist_ok=True)
-        if _writable(own):
-            return None
-    except (OSError, RuntimeError):  # a read-only disk; no HOME, and a user that the system does not know
-        pass
-    return next(folder for folder in folders() if _writable(folder)) / "triton"
-
-
-def _writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
 def _why(error: Exception) -> str:
     """One line, with the remedy where it is known."""
     said = f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(error, OSError):
-        return f"{said}. Set {_FOLDER} to a folder that can be written"
+        return f"{said}. Set {TRITON} to a folder that can be written"
     if isinstance(error, subprocess.CalledProcessError) or "C compiler" in said:
         return f"{said}. Install gcc and Python's headers (on Debian gcc and python3-dev), or set CC to a compiler"
     return said

@@ -29,10 +29,13 @@ def install() -> None:
     global _installed
     if _installed is not None:
         return
+    from ..kernels.caches import settle_inductor
     from . import installed as compat
     from .patches.patching import PatchSet
     from .patches.plain_functions import plain_functions
 
+    if compat.has_cuda():
+        settle_inductor()  # there Megatron-Core compiles functions of its own
     with warnings.catch_warnings():
         # Said at import, once a module, on every machine without them; nothing of theirs is used.
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")

@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def forge(folder: Path) -> None:
     write_manifest(folder, content)
 
 
-@draws(40, suppress_health_check=[FIXTURES])
+@draws(8, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(FILES), byte_edits(), st.sampled_from(COMMANDS))
 def test_damage_is_refused_or_changes_nothing(originals, place, name, edits, command):
     fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
@@ -57,7 +58,7 @@ def test_damage_is_refused_or_changes_nothing(originals, place, name, edits, com
         assert weights(place / "out") == weights(place / "expected")
 
 
-@draws(40, suppress_health_check=[FIXTURES])
+@draws(8, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(FILES[:2]), byte_edits(), st.sampled_from(COMMANDS))
 def test_other_bytes_under_a_manifest_that_agrees(originals, place, name, edits, command):
     fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
@@ -67,7 +68,7 @@ def test_other_bytes_under_a_manifest_that_agrees(originals, place, name, edits,
     done_or_refused(*command.split())
 
 
-@draws(60, suppress_health_check=[FIXTURES])
+@draws(10, suppress_health_check=[FIXTURES])
 @given(json_edits(), st.sampled_from(COMMANDS))
 def test_other_values_in_a_manifest(originals, place, edits, command):
     fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
@@ -80,10 +81,18 @@ def test_other_values_in_a_manifest(originals, place, edits, command):
     done_or_refused(*command.split())
 
 
-@draws(10, suppress_health_check=[FIXTURES])
+@draws(3, suppress_health_check=[FIXTURES])
 @given(byte_edits(), st.sampled_from(COMMANDS))
 def test_other_bytes_in_latest(originals, place, edits, command):
     fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
     path = place / "run" / "checkpoints" / "latest"
     path.write_bytes(edited(path.read_bytes(), edits))
     done_or_refused(*command.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_whole_checkpoint_is_taken(originals, place, command):
+    """Else these tests would show nothing."""
+    fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
+    forge(place / "run" / "checkpoints" / NEWEST)
+    assert done_or_refused(*command.split()).code == 0

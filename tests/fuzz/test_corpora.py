@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from tests.support.draws import draws
 from tests.support.edits import byte_edits, edited, json_edited, json_edits
-from tests.support.heard import done_or_refused
+from tests.support.heard import Heard, done_or_refused
 from tests.support.victims import FIXTURES, fresh
 
-TRAIN = "train --config config.yaml --run_dir=again --telemetry.every=0 --checkpoint.save_interval=null --data.cache_dir=mine"
+TRAIN = (
+    "train --config config.yaml --run_dir=again --data.cache_dir=mine"
+    " --telemetry.every=0 --checkpoint.save_interval=0"
+)
 
 
 def prepared(place: Path, originals: Path) -> Path:
@@ -25,11 +28,11 @@ def prepared(place: Path, originals: Path) -> Path:
     return index
 
 
-def train(data: Path, *more: str) -> None:
-    done_or_refused(*TRAIN.split(), "--data", data.with_suffix(""), *more)
+def train(data: Path) -> Heard:
+    return done_or_refused(*TRAIN.split(), f"--data.paths=[{data.with_suffix('')}]")
 
 
-@draws(30, suppress_health_check=[FIXTURES])
+@draws(6, suppress_health_check=[FIXTURES])
 @given(st.sampled_from((".idx", ".idx", ".bin")), byte_edits())
 def test_other_bytes(originals, place, ending, edits):
     index = prepared(place, originals)
@@ -41,7 +44,7 @@ def test_other_bytes(originals, place, ending, edits):
 lengths = st.lists(st.integers(0, 40), max_size=8)
 
 
-@draws(30, suppress_health_check=[FIXTURES])
+@draws(8, suppress_health_check=[FIXTURES])
 @given(
     lengths,
     st.lists(st.integers(0, 8), max_size=4),
@@ -66,7 +69,7 @@ def test_any_index_that_its_bytes_agree_with(originals, place, lengths, ends, co
     train(index)
 
 
-@draws(20, suppress_health_check=[FIXTURES])
+@draws(5, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(("tokenizer.json", "tokenizer_config.json", "generation_config.json")), json_edits())
 def test_other_values_in_a_tokenizer(originals, place, name, edits):
     fresh(place, originals, "config.yaml", "corpus.txt", "hf")
@@ -75,10 +78,17 @@ def test_other_values_in_a_tokenizer(originals, place, name, edits):
     done_or_refused(*TRAIN.split(), "--data.tokenizer=hf/tokenizer.json")
 
 
-@draws(10, suppress_health_check=[FIXTURES])
+@draws(3, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(("tokenizer.json", "tokenizer_config.json", "generation_config.json")), byte_edits())
 def test_other_bytes_in_a_tokenizer(originals, place, name, edits):
     fresh(place, originals, "config.yaml", "corpus.txt", "hf")
     path = place / "hf" / name
     path.write_bytes(edited(path.read_bytes(), edits))
     done_or_refused(*TRAIN.split(), "--data.tokenizer=hf/tokenizer.json")
+
+
+def test_a_whole_corpus_is_trained_on(originals, place):
+    """Else these tests would show nothing."""
+    assert train(prepared(place, originals)).code == 0
+    fresh(place, originals, "config.yaml", "corpus.txt", "hf")
+    assert done_or_refused(*TRAIN.split(), "--data.tokenizer=hf/tokenizer.json").code == 0

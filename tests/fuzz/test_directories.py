@@ -6,12 +6,13 @@ import json
 import struct
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.draws import draws
 from tests.support.edits import byte_edits, edited, json_edited, json_edits
-from tests.support.heard import done_or_refused
+from tests.support.heard import Heard, done_or_refused
 from tests.support.victims import FIXTURES, fresh
 
 SINGLE = "model.safetensors"
@@ -25,13 +26,15 @@ JSONS = (
 SOURCES = ("hf", "hf_shards", "hf_fp8")
 
 
-def take(source: Path) -> None:
+def take(source: Path) -> Heard:
     """Import it; what was taken goes on as a run does."""
-    if done_or_refused("import", source, "imported").code == 0:
-        done_or_refused("generate", "imported", "--prompt", "the", "--max-new-tokens", "1")
+    imported = done_or_refused("import", source, "imported")
+    if imported.code:
+        return imported
+    return done_or_refused("generate", "imported", "--prompt", "the", "--max-new-tokens", "1")
 
 
-@draws(30, suppress_health_check=[FIXTURES])
+@draws(8, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(SOURCES), st.sampled_from(JSONS), json_edits())
 def test_other_values(originals, place, source, name, edits):
     path = fresh(place, originals, source) / source / name
@@ -40,7 +43,7 @@ def test_other_values(originals, place, source, name, edits):
         take(path.parent)
 
 
-@draws(30, suppress_health_check=[FIXTURES])
+@draws(8, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(SOURCES), st.integers(0, 5), byte_edits())
 def test_other_bytes(originals, place, source, number, edits):
     files = sorted((fresh(place, originals, source) / source).iterdir())
@@ -49,7 +52,7 @@ def test_other_bytes(originals, place, source, number, edits):
     take(path.parent)
 
 
-@draws(30, suppress_health_check=[FIXTURES])
+@draws(8, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(("hf", "hf_fp8")), json_edits())
 def test_another_header_of_safetensors(originals, place, source, edits):
     """Shapes, dtypes and places of tensors: eight bytes of length, and JSON."""
@@ -59,3 +62,10 @@ def test_another_header_of_safetensors(originals, place, source, edits):
     header = json.dumps(json_edited(json.loads(data[8 : 8 + size]), edits)).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
     take(path.parent)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_whole_directory_is_taken(originals, place, source):
+    """Else these tests would show nothing."""
+    fresh(place, originals, source)
+    assert take(place / source).code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ def change_line(path: Path, number: int, edits: list) -> None:
     path.write_text("\n".join([*lines, ""]))
 
 
-@draws(60, suppress_health_check=[FIXTURES])
+@draws(8, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(FILES[:-1]), st.integers(0, 5), json_edits(), st.sampled_from(COMMANDS))
 def test_other_values_in_a_record(originals, place, name, number, edits, command):
     fresh(place, originals, "run")
@@ -40,7 +41,7 @@ def test_other_values_in_a_record(originals, place, name, number, edits, command
     done_or_refused(*command.split())
 
 
-@draws(60, suppress_health_check=[FIXTURES])
+@draws(8, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(FILES), byte_edits(), st.sampled_from(COMMANDS))
 def test_other_bytes_in_a_record(originals, place, name, edits, command):
     fresh(place, originals, "run")
@@ -49,3 +50,11 @@ def test_other_bytes_in_a_record(originals, place, name, edits, command):
     path = place / "run" / name
     path.write_bytes(edited(path.read_bytes(), edits))
     done_or_refused(*command.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_whole_run_is_shown(originals, place, command):
+    """Else these tests would show nothing."""
+    fresh(place, originals, "run")
+    (place / "other").symlink_to(originals / "run")
+    assert done_or_refused(*command.split()).code == 0

@@ -108,7 +108,8 @@ def json_edits(most: int = 3) -> st.SearchStrategy[list[JsonEdit]]:
 def json_edited(content: Any, edits: Sequence[JsonEdit]) -> Any:
     """The tree after the edits; the given one stays as it is."""
     root = {"": copy.deepcopy(content)}
-    for number, kind, value in edits:
+    for number, kind, drawn in edits:
+        value = copy.deepcopy(drawn)  # a leaf may be edited later
         nodes = list(_nodes(root))
         parent, key = nodes[number % len(nodes)]
         if kind == "value":

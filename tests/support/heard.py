@@ -1,4 +1,4 @@
-"""A command in this process, as a person meets it: it does its work, or says in one line what is wrong. Never a traceback."""
+"""A command in this process, as a person meets it: it does its work, or says in one line what is wrong."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import io
 import time
 import warnings
 from dataclasses import dataclass
-
-from hypothesis import event
 
 from megatron_fp8.commands.main import main
 from tests.support.left_behind import put_back
@@ -33,7 +31,7 @@ class Heard:
 
 def heard(*arguments: object) -> Heard:
     """`megatron-fp8 ARGUMENTS`, whatever comes of it; this process is as before afterwards."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = _stream("strict"), _stream("backslashreplace")
     with (
         put_back(),
         warnings.catch_warnings(),
@@ -44,7 +42,17 @@ def heard(*arguments: object) -> Heard:
             code = main([str(argument) for argument in arguments])
         except SystemExit as end:  # after --help
             code = end.code if isinstance(end.code, int) else 1
-    return Heard(code, out.getvalue(), err.getvalue())
+    return Heard(code, _text(out), _text(err))
+
+
+def _stream(errors: str) -> io.TextIOWrapper:
+    """As stdout and stderr are where UTF-8 is: a name that is none can be written to the second alone."""
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors)
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    stream.seek(0)
+    return stream.read()
 
 
 def done_or_refused(*arguments: object) -> Heard:
@@ -61,5 +69,4 @@ def done_or_refused(*arguments: object) -> Heard:
         assert found.err.endswith(f"{errors[0]}\n") and len(errors[0]) < 2000 and errors[0].isprintable(), (
             said
         )
-    event(str(found.code))
     return found

@@ -117,12 +117,12 @@ def folders() -> Iterator[Path]:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # no HOME, and a user that the system does not know
         cache = None
-    private = Path(tempfile.gettempdir(), f"megatron_fp8-{_user()}")
-    for folder in (cache and cache / "megatron_fp8", private):
+    temporary = Path(tempfile.gettempdir(), f"megatron_fp8-{_user()}")
+    for folder in (cache and cache / "megatron_fp8", temporary):
         if folder is None:
             continue
         try:
-            why, made = _make(folder / "kernels")
+            why, made = private(folder / "kernels")
         except OSError:  # cannot be made here: a read-only or full disk
             continue
         if why is None:
@@ -137,8 +137,11 @@ def folders() -> Iterator[Path]:
     yield Path(alone).resolve()
 
 
-def _make(folder: Path) -> tuple[str | None, Path]:
-    """(None, the real path of a folder, made if it was not there); or (why others could write to it, that path)."""
+def private(folder: Path) -> tuple[str | None, Path]:
+    """(None, the real path of a folder, made if it was not there); or (why others could write to it, that path).
+
+    OSError: it cannot be made.
+    """
     folder = Path(os.path.realpath(folder))  # what is checked is what is used, whatever links lead there
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     why = _writable_by_others(missing[-1] if missing else folder)

@@ -187,11 +187,9 @@ def check_indexed(prefix: str) -> IndexedInfo:
     if (lengths < 0).any() or not np.array_equal(pointers, starts):
         raise _corrupt(index, "its sequence lengths and positions disagree")
     ends = np.frombuffer(content, np.int64, documents, _HEADER_BYTES + 12 * sequences)
-    if documents and (ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any()):
-        raise _corrupt(
-            index,
-            f"its document ends must rise from 0 to the {sequences} sequences, and go from {ends[0]} to {ends[-1]}",
-        )
+    if not documents or ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any():
+        found = f"go from {ends[0]} to {ends[-1]}" if documents else "there are none"
+        raise _corrupt(index, f"its document ends must rise from 0 to the {sequences} sequences, and {found}")
     tokens = int(lengths.sum())
     if data.stat().st_size != tokens * dtype.itemsize:
         raise _corrupt(

@@ -133,7 +133,8 @@ class _Beside:
         ends = self._read("generation_config.json").get("eos_token_id")
         self.ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         for end in self.ends:
-            if type(end) is not int or tokenizer.id_to_token(end) is None:
+            known = type(end) is int and 0 <= end < 2**32  # what the package can be asked for
+            if not known or tokenizer.id_to_token(end) is None:
                 raise ValueError(
                     f"{str(path.with_name('generation_config.json'))!r} has eos_token_id={ends!r}: ids of"
                     f" {path.name}'s vocabulary are needed."

@@ -149,6 +149,8 @@ def test_the_files_beside_it_say_where_a_text_ends(tmp_path):
     [
         ("generation_config.json", {"eos_token_id": 77}),
         ("generation_config.json", {"eos_token_id": ["</s>"]}),
+        ("generation_config.json", {"eos_token_id": -1}),
+        ("generation_config.json", {"eos_token_id": 10**400}),
         ("generation_config.json", [1]),
         ("tokenizer_config.json", {"eos_token": "<nobody>"}),
         ("tokenizer_config.json", {"eos_token": 1}),

@@ -86,22 +86,3 @@ def test_it_is_asked_with_memory_also_where_tensors_are_fake():
     with mock.patch("megatron_fp8.kernels.first.launch", seen.append), FakeTensorMode():
         readiness._launch(torch.device("cpu"))
     assert not isinstance(seen[0], FakeTensor)
-
-
-def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    no_folder = tmp_path / "file"
-    no_folder.touch()
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    assert (
-        readiness._other_folder({"TRITON_HOME": str(no_folder)})
-        == cache / "megatron_fp8" / "kernels" / "triton"
-    )
-    assert readiness._other_folder({"TRITON_HOME": str(no_folder), "TRITON_CACHE_DIR": "/scratch"}) is None
-    assert readiness._other_folder({"TRITON_HOME": str(tmp_path)}) is None
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    monkeypatch.setenv("TRITON_HOME", str(no_folder))
-    with pytest.warns(UserWarning, match="Triton keeps its kernels in"):
-        assert refused(None) is None
-    assert os.environ["TRITON_CACHE_DIR"] == str(cache / "megatron_fp8" / "kernels" / "triton")
-    monkeypatch.delenv("TRITON_CACHE_DIR")

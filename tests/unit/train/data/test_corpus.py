@@ -116,6 +116,7 @@ def _patch(path, offset, data):
         ("idx count", "which take"),
         ("idx lengths", "disagree"),
         ("idx pointers", "disagree"),
+        ("idx no ends", "document ends must rise from 0 to the 2 sequences, and there are none"),
     ],
 )
 def test_a_pair_that_is_not_what_its_index_says(prefix, tmp_path, what, reason):
@@ -133,6 +134,9 @@ def test_a_pair_that_is_not_what_its_index_says(prefix, tmp_path, what, reason):
         "idx dtype": lambda: _patch(index, 17, b"\x63"),
         "idx count": lambda: _patch(index, 18, struct.pack("<Q", 1 << 60)),
         "idx lengths": lambda: _patch(index, 34, struct.pack("<ii", 14, 256)),
+        "idx no ends": lambda: index.write_bytes(
+            index.read_bytes()[:26] + bytes(8) + index.read_bytes()[34 : 34 + 2 * 12]
+        ),
         "idx pointers": lambda: _patch(index, 34 + 8, struct.pack("<q", 2)),
     }
     changes[what]()

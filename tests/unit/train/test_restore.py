@@ -1,0 +1,106 @@
+"""A checkpoint's config is a stranger's: whatever its keys say, nothing is imported, made or called for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fp8.train.config.model_section import transformer_config
+from megatron_fp8.train.config.run_config import known_keys, parse
+from megatron_fp8.train.restore import refuse_its_code, run_of
+from tests.support.draws import draws
+
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "fp8": "hybrid"}
+CODE = """
+import pathlib
+def leave(*names, **more):
+    pathlib.Path({mark!r}).touch()
+class Leaves:
+    __init__ = leave
+leave()
+"""
+NAMES: list[Any] = [
+    "trap.leave",
+    "trap.Leaves",
+    {"class_path": "trap.Leaves"},
+    {"class_path": "trap.Leaves", "init_args": {}},
+    [{"class_path": "trap.Leaves"}],
+    {"*": {"class_path": "trap.Leaves"}},
+    "!!python/object/apply:trap.leave []",
+]
+
+
+@pytest.fixture(scope="module")
+def mark(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A file that is there once the module `trap` was imported, or anything of it called."""
+    folder = tmp_path_factory.mktemp("trap")
+    (folder / "trap.py").write_text(CODE.format(mark=str(folder / "mark")))
+    sys.path.insert(0, str(folder))
+    yield folder / "mark"
+    sys.path.remove(str(folder))
+    sys.modules.pop("trap", None)
+
+
+def built(saved: dict[str, Any], *options: str) -> None:
+    """As generate, calibrate and diagnose make a model's config of a checkpoint's."""
+    try:
+        run = run_of(Path("checkpoint"), saved, None, list(options))
+        refuse_its_code(Path("checkpoint"), saved["model"], run.model)
+        transformer_config(run.model)
+    except ValueError:
+        pass
+
+
+def with_key(key: str, value: Any) -> dict[str, Any]:
+    section, _, name = key.rpartition(".")
+    saved: dict[str, Any] = {"model": dict(MODEL)}
+    (saved.setdefault(section, {}) if section else saved)[name] = value
+    return saved
+
+
+@draws(60)
+@given(st.sampled_from(known_keys()), st.sampled_from(NAMES))
+def test_no_key_names_code(mark, key, name):
+    built(with_key(key, name))
+    assert not mark.exists() and "trap" not in sys.modules
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", known_keys())
+def test_no_name_of_any_key(mark, key):
+    for name in NAMES:
+        built(with_key(key, name))
+    assert not mark.exists() and "trap" not in sys.modules
+
+
+def test_a_custom_recipe_of_a_checkpoint_waits_for_the_user(mark):
+    custom = {**MODEL, "fp8_recipe": "custom", "fp8_quantizer_factory": "trap.leave"}
+    for saved in (custom, {**MODEL, "fp8_quantizer_factory": "trap.leave", "fp8_overrides": {"*": "custom"}}):
+        built({"model": saved})
+        assert not mark.exists() and "trap" not in sys.modules
+    run = run_of(Path("checkpoint"), {"model": custom}, None, ["--model.fp8_recipe=custom"])
+    with pytest.raises(ValueError, match="code that a checkpoint names is not imported"):
+        refuse_its_code(Path("checkpoint"), custom, run.model)
+    built({"model": custom}, "--model.fp8_quantizer_factory=trap.leave")  # the user's own word
+    assert mark.exists()
+    mark.unlink()
+    del sys.modules["trap"]
+
+
+def test_what_a_run_writes_and_sends_is_not_the_checkpoints_to_say(tmp_path):
+    saved = {
+        "model": {**MODEL, "config_logger_dir": "/there"},
+        "checkpoint": {"accept": ["model.num_layers"], "folder": "/there"},
+        "telemetry": {"te_config": "/there", "wandb": True},
+        "run_dir": "/there",
+        "resume": "/there",
+    }
+    run = run_of(tmp_path, saved, None, [])
+    assert run.telemetry == parse([]).telemetry and run.checkpoint.accept == []
+    assert run.resume == "auto" and run.model.config_logger_dir == ""
+    assert "there" not in run.run_dir
