@@ -68,7 +68,8 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--fp8": W, "--config": A, "--model.fp8_margin": N,
     },
     "calibrate": {
-        "--data": A, "--batches": N[:3], "--batch-size": N[:3], "--percentile": N, "--out": F, "--recipe": W, "--config": A,
+        "--data": A, "--batches": N[:3], "--batch-size": N[:3], "--percentile": N, "--out": F, "--recipe": W,
+        "--config": A,
     },
     "export": {
         "--format": ("bf16", "fp8-tensor", "fp8-channel", "fp8-block", "x"), "--calibration": A, "--ignore": W,
@@ -78,20 +79,27 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "import": {"--tokenizer": A},
     "formats": {"--table": ("values", "formats", "x", ""), "--csv": F},
     "bench": {
-        "--only": (*W, "quantise,gemm"), "--recipe": W, "--fp8": W, "--backend": W, "--threads": ("0", "-1", "x", "9" * 9),
+        "--only": (*W, "quantise,gemm"), "--recipe": W, "--fp8": W, "--backend": W, "--threads": ("0", "-1",
+        "x", "9" * 9),
         "--shape": ("16x16x1", "0x1x1", "x", "1x1", "9999999x9999999x9999999", "-1x1x1", "1x1x1"), "--json": (),
         "--tune": (), "--out": F, "--compare": A, "--config": A,
     },
     "estimate": {
         "--config": (*A, "tiny_gpt_cpu", "llama3_8b"), "--gpus": N, "--device": ("H100", "x", ""), "--reserve": N,
-        "--set": ("model.hidden_size=64", "x", "=", "model.num_layers=" + "9" * 30, "train.seq_length=0", "model.fp8=x"),
+        "--set": ("model.hidden_size=64", "x", "=", "model.num_layers=" + "9" * 30, "train.seq_length=0",
+        "model.fp8=x"),
         "--model.hidden_size": N, "--json": (),
     },
     "doctor": {"--config": (*A, "tiny_gpt_cpu"), "--json": (), "--model.fp8": W},
-    "diagnose": {"--against": A, "--json": F, "--iteration": N, "--batches": N, "--share": N, "--budget": N, "--recipe": W},
-    "compare": {"--config": A, "--recipes": W, "--seeds": (*N, "1,1"), "--out": F, "--ranks": N, "--train.train_iters": N},
+    "diagnose": {
+        "--against": A, "--json": F, "--iteration": N, "--batches": N, "--share": N, "--budget": N, "--recipe": W,
+    },
+    "compare": {
+        "--config": A, "--recipes": W, "--seeds": (*N, "1,1"), "--out": F, "--ranks": N, "--train.train_iters": N,
+    },
     "train": {
-        "--config": A, "--run_dir": F, "--resume": (*A, "auto", "never"), "--data": A, "--data.tokenizer": A, "--dry-run": (),
+        "--config": A, "--run_dir": F, "--resume": (*A, "auto", "never"), "--data": A, "--data.tokenizer": A,
+        "--dry-run": (),
     },
 }  # fmt: skip
 """Of each command: values that are paths (A), numbers (N), words (W) and files to write (F), and others."""
@@ -105,7 +113,8 @@ REQUIRED = {
 
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
-    """A command as it should be, with options that have some value, words left out, said twice and in another order."""
+    """A command as it should be, with options that have some value, words left out,
+    said twice and in another order."""
     command = draw(st.sampled_from(sorted(COMMANDS)))
     words = list(REQUIRED.get(command, ()))
     for name in draw(st.lists(st.sampled_from(sorted(OPTIONS[command])), max_size=4)):
