@@ -228,6 +228,13 @@ def gemms(listed: list[Entry]) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def fused_latents(sites: dict[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Of ``gemms``: both projections to latents of each attention, which vLLM multiplies as one."""
+    names = {part for parts in sites.values() for part in parts}
+    queries = [name.removesuffix(".q_a_proj") for name in names if name.endswith(".q_a_proj")]
+    return [(f"{attention}.q_a_proj", f"{attention}.kv_a_proj_with_mqa") for attention in sorted(queries)]
+
+
 def never_fp8(listed: list[Entry]) -> list[str]:
     """Hugging Face's names of the linears in the layers that no format quantises: routers, and eh_proj."""
     matrices = [

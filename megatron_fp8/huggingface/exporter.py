@@ -22,7 +22,7 @@ from ..numerics.scaling import compute_scale_inv
 from ..plan.operands import Choices
 from ..plan.overrides import FORMATS, matching
 from ..recipe import Float8CurrentScaling
-from .architectures import Entry, entries, gemms, never_fp8
+from .architectures import Entry, entries, fused_latents, gemms, never_fp8
 from .block_scales import as_it_came, came_as_blocks, came_in_high_precision
 from .companions import describe, write_companions
 from .config import exported_architecture, heads_of
@@ -235,16 +235,18 @@ def _kept_linears(section: dict[str, Any], sites: dict[str, tuple[str, ...]], wa
             first = next(iter(sites.values()))[0]
             raise ValueError(f"--ignore={glob!r} matches no linear: they have names such as {first}.")
         kept |= found
-    for parts in sites.values():
+    together = [*sites.values(), *fused_latents(sites)]
+    for parts in together:
         left = [part for part in parts if part not in kept]
         if left and len(left) < len(parts):
             raise ValueError(
-                f"--ignore leaves {left[0]} in FP8 and not {next(p for p in parts if p in kept)}: they are one GEMM, "
-                "and must be ignored together."
+                f"--ignore leaves {left[0]} in FP8 and not {next(p for p in parts if p in kept)}: inference engines"
+                " multiply them as one GEMM, and they must be ignored together."
             )
     if wanted.follow_training and section.get("fp8"):
-        for site, parts in sites.items():
-            if _was_bf16(site, section):
+        trained = {part for site, parts in sites.items() if _was_bf16(site, section) for part in parts}
+        for parts in together:
+            if not trained.isdisjoint(parts):
                 kept.update(parts)
     if len(kept) == sum(map(len, sites.values())):
         raise ValueError("every linear would stay in high precision: give --format=bf16, or --quantize-all.")

@@ -121,8 +121,8 @@ def _deepseek(config: dict[str, Any], count: int, topk: int, size: int) -> dict[
                 f"config.json has {name}={config[name]!r}: only {name}={known!r} can be imported."
             )
     filled = {name: value for name, value in config.items() if value is not None}
-    normed = filled.get("norm_topk_prob", True)
-    if normed != (topk > 1):
+    normed = config.get("norm_topk_prob", True)  # null, unlike nothing at all, is read as false
+    if bool(normed) != (topk > 1):
         raise ValueError(
             f"config.json has norm_topk_prob={normed} with {_TOPK}={topk}: Megatron-Core divides sigmoid's scores by"
             " their sum where a token has several experts, and does not where it has one."

@@ -44,6 +44,7 @@ _FOR_INFERENCE: dict[str, Any] = {
     "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
     "recompute_granularity": None,
+    "moe_fp8_dispatch": False,  # the experts read the same codes, whoever casts them
     "fp8_guard": False,
     "fp8_param": False,  # prepare_for_inference does what is needed
     "fp8_high_precision_warmup": 0.0,

@@ -23,7 +23,9 @@ FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layer
 FIELDS |= {"fp8_format": "tensorwise", "hidden_dropout": 0.0}
 LATENT = {
     "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 16, "rope_type": "rope", "mtp_num_layers": 1,
+    "v_head_dim": 16, "rope_type": "rope", "mtp_num_layers": 1, "fp8_format": "rowwise", "num_moe_experts": 2,
+    "moe_ffn_hidden_size": 64, "moe_router_topk": 2, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall",
+    "moe_fp8_dispatch": True, "add_bias_linear": False,
 }  # fmt: skip
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 CONTEXT = 32
@@ -96,6 +98,7 @@ def heard(folder) -> Heard:
             "latent train": ["train", f"--config={latent}", f"--run_dir={folder / 'latent'}"],
             "latent": of_latent,
             "latent, bf16": [*of_latent, "--recipe", "bf16"],
+            "latent, tensorwise": [*of_latent, "--recipe", "tensorwise"],  # whose codes cannot be sent in training
         },
     )  # fmt: skip
     damaged, foreign, unsaid = folder / "damaged", folder / "foreign", folder / "unsaid"
@@ -148,7 +151,7 @@ def heard(folder) -> Heard:
 
 DONE = ("train", "calibrate", "percentile", "greedy", "bf16", "mxfp8", "static", "static channels", "delayed", "hot",
         "seed 1", "a document", "uneven stages", "options", "latent train", "latent", "latent, bf16",
-        "its config given")  # fmt: skip
+        "latent, tensorwise", "its config given")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DONE)
@@ -169,6 +172,7 @@ def test_the_text_is_the_prompt_and_what_follows_it(heard):
         "options",
         "latent",
         "latent, bf16",
+        "latent, tensorwise",
     ):
         assert heard[name][2] == f"{(ALPHABET * 2)[:CONTEXT]}\n", name
     assert heard["greedy"][2] == heard["greedy again"][2] == heard["its config given"][2]

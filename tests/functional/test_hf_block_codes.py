@@ -88,17 +88,21 @@ def test_every_byte_goes_out_again(directory, tmp_path, capsys):
     assert "model.layers.2.eh_proj" in config["quantization_config"]["modules_to_not_convert"]
 
 
-def test_a_linear_that_is_left_out_goes_out_in_the_models_dtype(directory, tmp_path):
+def test_a_linear_that_is_left_out_goes_out_in_the_models_dtype(directory, tmp_path, capsys):
     arguments = [
         str(directory / "run"),
         str(tmp_path / "out"),
         f"--like={directory / 'hf'}",
         "--format=fp8-block",
     ]
-    assert export_main([*arguments, "--ignore=*.q_a_proj"]) == 0
+    assert export_main([*arguments, "--ignore=*.q_a_proj"]) == 2
+    said = capsys.readouterr().err
+    for words in ("q_a_proj", "kv_a_proj_with_mqa", "as one GEMM", "ignored together"):
+        assert words in said
+    assert export_main([*arguments, "--ignore=*.q_a_proj", "--ignore=*.kv_a_proj_with_mqa"]) == 0
     after = stored_tensors(tmp_path / "out")
-    left_out = [name for name in after if name.endswith("q_a_proj.weight")]
-    assert len(left_out) == 3 and {after[name].dtype for name in left_out} == {torch.bfloat16}
+    left_out = [name for name in after if name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight"))]
+    assert len(left_out) == 6 and {after[name].dtype for name in left_out} == {torch.bfloat16}
     assert not any(f"{name}_scale_inv" in after for name in left_out)
 
 

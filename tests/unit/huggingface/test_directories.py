@@ -349,7 +349,7 @@ BAD = {
     ("--format=fp8",): "invalid choice: 'fp8'",
     ("--frmat=bf16",): "unrecognized arguments: --frmat=bf16",
     ("--format=fp8-tensor", "--ignore=*.typo"): "--ignore='*.typo' matches no linear",
-    ("--format=fp8-tensor", "--ignore=*.q_proj"): "they are one GEMM, and must be ignored together",
+    ("--format=fp8-tensor", "--ignore=*.q_proj"): "as one GEMM, and they must be ignored together",
     ("--format=fp8-tensor", "--ignore=*"): "every linear would stay in high precision",
     ("--vocab-size=300",): "embedding.word_embeddings.weight is [256, 128] in",
     ("--vocab-size=0",): "--vocab-size=0 must be at least 1",

@@ -251,7 +251,12 @@ def test_shipped_configs_are_valid(name, world_size):
     check_layout(run.model, run.train, world_size)
     assert name == "deepseek_v3" or config.num_layers % config.pipeline_model_parallel_size == 0
     for recipe in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
-        again = load(CONFIGS / f"{name}.yaml", f"--model.fp8_format={recipe}")
+        options = [f"--model.fp8_format={recipe}"]
+        if config.moe_fp8_dispatch and recipe in ("delayed", "tensorwise"):
+            with pytest.raises(ValueError, match=r"one scale per tensor.*or moe_fp8_dispatch=False"):
+                transformer_config(load(CONFIGS / f"{name}.yaml", *options).model)
+            options += ["--model.moe_fp8_dispatch=false"]
+        again = load(CONFIGS / f"{name}.yaml", *options)
         assert transformer_config(again.model).fp8_recipe == recipe
 
 

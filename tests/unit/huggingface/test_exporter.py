@@ -1,0 +1,39 @@
+"""Which linears an export leaves in high precision, and which only together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
+from megatron_fp8.huggingface.exporter import Wanted, _kept_linears
+from megatron_fp8.huggingface.formats import FORMATS
+
+SECTION: dict[str, Any] = {
+    "num_layers": 1, "num_moe_experts": 1, "multi_latent_attention": True, "q_lora_rank": 8, "fp8": "e4m3",
+}  # fmt: skip
+SITES = gemms(list(entries(ARCHITECTURES["DeepseekV3ForCausalLM"], SECTION)))
+QUERY, KEY = (f"model.layers.0.self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+def kept(section: dict[str, Any], *ignore: str) -> set[str]:
+    return _kept_linears({**SECTION, **section}, SITES, Wanted(FORMATS["fp8-channel"], ignore))
+
+
+@pytest.mark.parametrize("one", ["*.q_a_proj", "*.kv_a_proj_with_mqa"])
+def test_one_projection_to_latents_is_not_ignored_alone(one):
+    with pytest.raises(ValueError, match=r"as one GEMM, and they must be ignored together\.$"):
+        kept({}, one)
+    assert kept({}, "*.q_a_proj", "*.kv_a_proj*") == {QUERY, KEY}
+
+
+@pytest.mark.parametrize("site", ["linear_q_down_proj", "linear_kv_down_proj"])
+def test_both_stay_where_training_kept_one(site):
+    assert kept({"fp8_overrides": {f"*.{site}": "bf16"}}) == {QUERY, KEY}
+    assert kept({}) == set()
+
+
+def test_queries_without_a_latent_have_no_partner():
+    sites = gemms(list(entries(ARCHITECTURES["DeepseekV3ForCausalLM"], {**SECTION, "q_lora_rank": None})))
+    assert _kept_linears(SECTION, sites, Wanted(FORMATS["fp8-channel"], ("*.kv_a_proj*",))) == {KEY}
