@@ -18,7 +18,11 @@ LAYOUTS = {
     "pipeline": (2, Layout(pp=2), {}),
     "context": (2, Layout(cp=2), {}),
     "experts": (2, Layout(ep=2), {**MOE, "moe_ffn_hidden_size": 64}),
-    "experts, each on two ranks": (4, Layout(ep=2), {**MOE, "moe_ffn_hidden_size": 64, "num_layers": 1}),
+    "cut experts, each on two pairs": (
+        4,
+        Layout(tp=2, sp=True),
+        {**MOE, "moe_ffn_hidden_size": 64, "num_layers": 1},
+    ),
 }
 
 
