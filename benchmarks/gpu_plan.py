@@ -78,6 +78,7 @@ BENCH = (
     QUANTISE,
     bench("fused", 90),
     bench("linear", 150),
+    bench("experts", 120),
     bench("layer", 240, cases=("4096", "8192")),
     bench("step", 150, megatron=True),
 )
