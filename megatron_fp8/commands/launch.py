@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..train.exit_codes import EXIT_FAILED
+from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from .line import CommandParser, refuse
 
 HELP = """\
@@ -76,7 +76,8 @@ def _parser() -> CommandParser:
         "--stopped-code",
         metavar="CODE",
         type=int,
-        help="exit code after a signal, once all is saved (default 0); 143 for Kubernetes, which takes 0 for the end",
+        default=0,
+        help="of a run that was stopped and saved (default 0); 143 for Kubernetes, which takes 0 for the end",
     )
     add(
         "command",
@@ -118,8 +119,10 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.max_restarts < 0:
         raise ValueError(f"--max-restarts {options.max_restarts} must be 0 or more.")
-    if options.stopped_code is not None and not 0 <= options.stopped_code <= 255:
-        raise ValueError(f"--stopped-code {options.stopped_code} must be from 0 to 255.")
+    if not 0 <= options.stopped_code <= 255 or options.stopped_code in (EXIT_FAILED, EXIT_BAD_INPUT):
+        raise ValueError(
+            f"--stopped-code {options.stopped_code} must be from 3 to 255, or 0: 1 and 2 are failures."
+        )
     if options.nodes < 1:
         raise ValueError(f"--nodes {options.nodes} must be at least 1.")
     if options.nodes == 1:

@@ -362,7 +362,8 @@ def _train(trainer: Any) -> int:
             f"records are lost: {', '.join(lacking)}. Training itself is as the line above says, and its checkpoints are"
             " whole: make room, and to have the records too, go on from an earlier checkpoint with --resume=PATH."
         )
-    return EXIT_DONE
+    stopped = summary["iteration"] < trainer.run.train.train_iters
+    return int(trainer.stepper.stop.exit_code) if stopped else EXIT_DONE
 
 
 def _close(trainer: Any) -> list[str]:

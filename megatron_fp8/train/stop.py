@@ -31,13 +31,15 @@ from types import FrameType
 
 REASONS = ("SIGTERM", "SIGUSR1", "the job's time limit")
 LEAD_S = 120.0
+STOPPED_CODE = "MEGATRON_FP8_STOPPED_CODE"
+"""The environment variable that says what a run that was stopped and saved ends with, where that is not 0."""
 
 
 class StopRequest:
     """What this rank has been told, and what all ranks have agreed on.
 
     Args:
-        environ: where SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970) are looked for.
+        environ: where SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970), and STOPPED_CODE, are looked for.
         clock: seconds since 1970, asked once: a clock that is set while the run goes on moves no time limit.
         steady: seconds, never set.
     """
@@ -50,6 +52,8 @@ class StopRequest:
     ) -> None:
         self._noted = dict.fromkeys(REASONS, False)
         self._steady, self._last_call = steady, steady() + _last_call(environ) - clock()
+        self.exit_code = _stopped_code(environ)
+        """What a run that was stopped ends with."""
         self.reason: str | None = None
         """The one of REASONS that all ranks know of and stop for; None: go on."""
 
@@ -73,6 +77,13 @@ class StopRequest:
         """Take the sums over all ranks, which are the same on all: the first reason that any rank has counts."""
         found = (name for name, total in zip(REASONS, sums, strict=True) if total)
         self.reason = self.reason or next(found, None)
+
+
+def _stopped_code(environ: Mapping[str, str]) -> int:
+    code = environ.get(STOPPED_CODE, "0")
+    if not (code.isascii() and code.isdigit() and int(code) <= 255):
+        raise ValueError(f"{STOPPED_CODE}={code!r} must be from 0 to 255, or not set.")
+    return int(code)
 
 
 def _last_call(environ: Mapping[str, str]) -> float:

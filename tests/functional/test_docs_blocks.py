@@ -90,7 +90,7 @@ def check(words: list[str], help_of: dict[str, str]) -> None:
                 assert re.search(rf"^{word}:", makefile, re.M), f"make {word}"
             elif word.startswith("ARGS=--") and rest[0] == "train":
                 run_config.parse([*word.removeprefix("ARGS=").split(), "--config=tiny_gpt_cpu"])
-    elif program in ("bash", "sbatch", "python", "jupyter"):
+    elif program in ("bash", "sbatch", "python", "jupyter", "kubectl"):
         for word in rest:
             if word.startswith("examples/"):
                 assert (ROOT / word).is_file(), word

@@ -96,6 +96,18 @@ def alive(pid):
         return False
 
 
+def rank_of(run_dir):
+    """The process id of a run's rank 1."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            variables, words = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"\0RANK=1\0" in b"\0" + variables and str(run_dir).encode() in words:
+            return stood_for().get(int(entry.name), int(entry.name))
+    raise AssertionError(f"{run_dir} has no rank 1")
+
+
 # ------------------------------------------------------------------------------------------------- how ranks end
 
 
@@ -183,15 +195,25 @@ def test_a_signal_makes_ranks_save(script, tmp_path, forking_python, name, code)
     assert "rank 0 saves" in said() and "rank 1 saves" in said() and "error" not in said()
 
 
-def test_ctrl_c_saves_a_training(folder, config, forking_python):
-    out = folder / "runs" / "interrupted"
-    command = ["--ranks=2", "train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS]
+@pytest.mark.parametrize(("told", "code"), [("the launcher", 0), ("one rank", 143)])
+def test_ctrl_c_saves_a_training(folder, config, forking_python, told, code):
+    """A rank may be told by a launcher on another node: its own launcher ends with the same code."""
+    out = folder / "runs" / told
+    command = ["--ranks=2", "--max-restarts=1", *([f"--stopped-code={code}"] if code else [])]
+    command += ["train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS]
     command += ["--train.train_iters=5000", "--train.log_interval=1", "--train.eval_interval=5000"]
     with started(folder, forking_python, *command) as (process, said):
         until(lambda: "\niteration     2/" in said(), said)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_S) == 0, said()
-    assert "stopped by SIGTERM after " in said().splitlines()[-1] and ", saved, " in said()
+        if told == "one rank":
+            os.kill(rank_of(out), signal.SIGTERM)
+        else:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == code, said()
+    assert (
+        "restart " not in said()
+        and "stopped by SIGTERM after " in said().splitlines()[-1]
+        and ", saved, " in said()
+    )
     assert len(list((out / "checkpoints").glob("iter_*"))) == 1
 
 

@@ -30,6 +30,7 @@ PROGRAMS = frozenset(
         "cat",
         "export",
         "jupyter",
+        "kubectl",
     ]
 )
 _FENCE = re.compile(

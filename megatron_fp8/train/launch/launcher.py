@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
 from ..exit_codes import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+from ..stop import STOPPED_CODE
 from .nodes import FIRST_LINE_S, Nodes, said_after
 from .rank_logs import RankLogs
 from .signals import Signals, Stopped
@@ -45,7 +46,7 @@ class Launching:
         ranks: on this node.
         max_restarts: how often all ranks are started again after one died.
         logs: a folder for what ranks say; None: a temporary one, kept if the launch fails.
-        stopped_code: exit code after a signal, where ranks ended with 0; None: that 0.
+        stopped_code: what a training that was stopped and saved ends with, on every node, in place of 0.
     """
 
     command: list[str]
@@ -53,7 +54,7 @@ class Launching:
     nodes: Nodes = field(default_factory=Nodes)
     max_restarts: int = 0
     logs: Path | None = None
-    stopped_code: int | None = None
+    stopped_code: int = EXIT_DONE
 
 
 def say(text: str) -> None:
@@ -80,6 +81,8 @@ def launch(launching: Launching, *, debug: bool = False) -> int:
     # Ranks of several nodes make a store of their own (nodes.py).
     if launching.nodes.count > 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if launching.stopped_code:
+        os.environ[STOPPED_CODE] = str(launching.stopped_code)
     os.environ["PYTHONUNBUFFERED"] = "1"  # lines are seen as they are said
     folder = _folder(launching.logs)
     signals = Signals(say)
@@ -186,7 +189,7 @@ class _Agent(LocalElasticAgent):
     def _after(self, result: RunResult) -> None:
         """Decide whether to start again, and say it."""
         codes = [failure.exitcode for failure in result.failures.values()]
-        if self._signals.stop is not None or EXIT_BAD_INPUT in codes:
+        if self._signals.stop is not None or {EXIT_BAD_INPUT, self._launching.stopped_code} & set(codes):
             self._remaining_restarts = 0
         if (left := self._remaining_restarts) > 0:
             of = self._worker_group.spec.max_restarts
@@ -198,10 +201,10 @@ class _Agent(LocalElasticAgent):
         """Say why the ranks ended, if they failed; the exit code."""
         stop = self._signals.stop
         if result is None or not result.is_failed():
-            if stop is not None and self._launching.stopped_code is not None:
-                return self._launching.stopped_code
-            return EXIT_DONE
+            return EXIT_DONE if stop is None else self._launching.stopped_code
         failure = result.failures[_root(result.failures)] if result.failures else None
+        if failure is not None and failure.exitcode == self._launching.stopped_code:
+            return failure.exitcode
         if stop is not None and failure is not None and failure.exitcode in (-signal.SIGTERM, -stop):
             say(f"{stop.name}: the ranks ended before there was anything to save")
             return 128 + stop

@@ -51,8 +51,7 @@ class Nodes:
         parameters = RendezvousParameters(
             "c10d",
             f"{self.host}:{self.port}",
-            # The same on all nodes, and another one for each launch on one node.
-            run_id=f"{self.host}:{self.port}" if self.count > 1 else uuid.uuid4().hex,
+            run_id=uuid.uuid4().hex if self.count == 1 else "megatron_fp8",  # the same on all nodes
             min_nodes=self.count,
             max_nodes=self.count,
             local_addr=self.host if keeps else socket.gethostname(),
@@ -94,6 +93,8 @@ class _Numbered(RendezvousHandler):
 
     def __init__(self, inner: RendezvousHandler, nodes: Nodes) -> None:
         self._inner, self._nodes = inner, nodes
+        # Locks of a run's folders are known by it: no other launch has the same.
+        self._run_id = uuid.uuid4().hex
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next round. Raises ValueError if two nodes have one number."""
@@ -103,8 +104,13 @@ class _Numbered(RendezvousHandler):
             raise ValueError(
                 f"two nodes have --node-rank {number}: give each of the {self._nodes.count} its own."
             )
+        if number == 0:
+            store.set("run id", self._run_id)
+        self._run_id = store.get("run id").decode()
         # Ranks make their own store on node 0: in one that launchers share, ranks that are started again meet the dead.
-        place = RendezvousStoreInfo.build(number, store, self._nodes.host)
+        # Each node knows node 0 by the name that it was given.
+        found = RendezvousStoreInfo.build(number, store, self._nodes.host)
+        place = RendezvousStoreInfo(self._nodes.host, found.master_port)
         return RendezvousInfo(info.store, number, info.world_size, place)
 
     @property
@@ -124,7 +130,7 @@ class _Numbered(RendezvousHandler):
         return self._inner.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        return self._inner.get_run_id()
+        return self._run_id
 
     def shutdown(self) -> bool:
         return self._inner.shutdown()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.train.stop import REASONS, StopRequest
+from megatron_fp8.train.stop import REASONS, STOPPED_CODE, StopRequest
 
 JOB = {"SLURM_JOB_START_TIME": "10000", "SLURM_JOB_END_TIME": "13600"}
 
@@ -86,6 +86,13 @@ def test_a_clock_that_is_set_moves_no_time_limit(jump):
     for seconds, over in ((479, 0.0), (1, 1.0)):
         now["steady"] += seconds
         assert stop.votes() == [0.0, 0.0, over]
+
+
+def test_what_a_stopped_run_ends_with_is_as_told():
+    assert StopRequest({}).exit_code == 0 and StopRequest({STOPPED_CODE: "143"}).exit_code == 143
+    for wrong in ("-1", "256", "x"):
+        with pytest.raises(ValueError, match=f"{STOPPED_CODE}='{wrong}' must be from 0 to 255"):
+            StopRequest({STOPPED_CODE: wrong})
 
 
 def test_a_time_limit_that_is_no_number_is_named():

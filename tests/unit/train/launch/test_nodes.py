@@ -22,11 +22,15 @@ def of_torch(store: HashStore, number: int) -> Any:
 def test_a_node_has_the_number_it_was_given():
     store = HashStore()
     places = []
-    for number in (0, 1):
-        info = _Numbered(of_torch(store, 1 - number), Nodes(2, number, "node0", 29500)).next_rendezvous()
+    ids = []
+    for number, host in ((0, "localhost"), (1, "node0")):
+        numbered = _Numbered(of_torch(store, 1 - number), Nodes(2, number, host, 29500))
+        info = numbered.next_rendezvous()
+        ids.append(numbered.get_run_id())
         assert (info.rank, info.world_size) == (number, 2)
         places.append((info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port))
-    assert places[0] == places[1] and places[0][0] == "node0"
+    assert [host for host, _ in places] == ["localhost", "node0"] and places[0][1] == places[1][1]
+    assert ids[0] == ids[1] and len(ids[0]) == 32
 
 
 def test_two_nodes_of_one_number_are_refused():
