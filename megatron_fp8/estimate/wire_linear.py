@@ -46,6 +46,13 @@ class Traffic:
             return self.bytes
         return self.bytes * (self.ranks - 1) // self.ranks * (2 if self.call == "all-reduce" else 1)
 
+    @property
+    def messages(self) -> int:
+        """Messages that a rank sends for that: a ring's steps, two rounds of them for an all-reduce."""
+        if self.call == "send":
+            return self.calls
+        return self.calls * (self.ranks - 1) * (2 if self.call == "all-reduce" else 1)
+
 
 def column(settings: Settings, plans: Plans, site: str, layer: int | None, width: int) -> Iterator[Traffic]:
     """A linear that is cut by output features: its input [tokens, width] is gathered, twice, and its gradient summed."""

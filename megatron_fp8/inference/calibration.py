@@ -33,6 +33,7 @@ from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..plan.switch import fp8_disabled
+from ..state.ranks import device_of, same_everywhere
 
 FORMAT, VERSION = "megatron_fp8 calibration", 1
 TENSORS, RECORD = "calibration.safetensors", "calibration.json"
@@ -385,13 +386,16 @@ def _over_ranks(seen: Seen, group: Any) -> Seen:
     """What all ranks of a group saw together."""
     if group is None or dist.get_world_size(group) == 1:
         return seen
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, seen, group=group)
-    return Seen(
-        [max(of_batch) for of_batch in zip(*(each.amaxes for each in everyone), strict=True)],
-        torch.stack([each.counts for each in everyone]).sum(0),
-        sum(each.nonfinite for each in everyone),
-    )
+    if not same_everywhere([len(seen.amaxes)], group):
+        raise ValueError(
+            f"this rank calibrated on {len(seen.amaxes)} batches, and another one on fewer or more"
+        )
+    device = device_of(group)
+    amaxes = torch.tensor(seen.amaxes, dtype=torch.float64, device=device)
+    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+    counts = torch.cat([seen.counts, torch.tensor([seen.nonfinite], dtype=torch.int64)]).to(device)
+    dist.all_reduce(counts, op=dist.ReduceOp.SUM, group=group)
+    return Seen(amaxes.tolist(), counts[:-1].cpu(), int(counts[-1]))
 
 
 def _range(seen: Seen, percentile: float | None, shape: tuple[int, int]) -> Range:

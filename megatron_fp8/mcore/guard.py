@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..files.say import say
 from ..plan.overrides import matching
@@ -23,6 +22,7 @@ from ..recipe import recipe_name
 from ..state.arena import Slot
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
+from ..state.ranks import union
 from .runtime import state_of, unwrap
 from .sites import fp8_linears, make_site
 
@@ -49,7 +49,7 @@ def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -
         to = guard.next_rung(recipe_name(site.plan.recipe), found[0].illness)
         why = "; ".join(f"{slots[finding.slot]} {finding}" for finding in found)
         moves.append(Move(site.plan.name, to, state.iteration, why))
-    moves = _everybodys(moves, state.device) if partial else moves
+    moves = _everybodys(moves) if partial else moves
     if moves:
         take(model_chunks, state, moves)
         for move in moves:
@@ -110,13 +110,6 @@ def guard_moves(model_chunks: list[Any]) -> list[Move]:
     return [] if guard is None else list(guard.moves.values())
 
 
-def _everybodys(moves: list[Move], device: torch.device) -> list[Move]:
-    """The moves of all ranks, each once, in the same order everywhere. Who moves nothing asks only whether anybody
-    does."""
-    any_at_all = torch.tensor(len(moves), dtype=torch.int64, device=device)
-    dist.all_reduce(any_at_all, op=dist.ReduceOp.MAX)
-    if not int(any_at_all):
-        return []
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, moves)
-    return [Move(*move) for move in sorted({tuple(move) for part in everyone for move in part})]
+def _everybodys(moves: list[Move]) -> list[Move]:
+    """The moves of all ranks, each once, in the same order everywhere. Where nobody moves anything that is one number."""
+    return sorted(union(dict.fromkeys(moves)))

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..plan.site_plan import bf16_site
+from ..state.ranks import union
 from .names import named_modules, split_expert
 from .runtime import unwrap
 from .sites import prepare
@@ -60,10 +61,8 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 plain = bf16_site(name, None, "not inside a transformer layer: stays in the model's dtype")
                 entries.append({**plain.as_dict(), "notes": [], "phases": []})
-    if gather and dist.is_initialized():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, entries)
-        entries = [entry for part in everyone for entry in part]
+    if gather:  # replicas say the same, but for what they noted
+        entries = list(union({(entry["name"], *entry["notes"]): entry for entry in entries}).values())
     merged: dict[str, dict[str, Any]] = {}
     for entry in entries:
         known = merged.setdefault(entry["name"], entry)

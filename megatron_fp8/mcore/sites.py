@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -23,11 +22,12 @@ from ..linear.share import Share, weight_of
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver
 from ..plan.notices import say_what_is_lost, say_what_is_padded
-from ..plan.overrides import check_overrides_match, matching
-from ..plan.site_plan import SitePlan, bf16_site, check_something_left
+from ..plan.overrides import check_overrides_match, matched, matching
+from ..plan.site_plan import SitePlan, bf16_site, check_something_left, is_something_left
 from ..plan.switch import LayerBeingBuilt
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
+from ..state.ranks import anywhere, first_to_say, union
 from . import installed as compat
 from .foreign import foreign_linears, is_te_linear, refuse_foreign_layers, require_mtp_block
 from .names import named_modules
@@ -211,27 +211,20 @@ def check_plan(model_chunks: list[Any]) -> None:
         return
     _say_everywhere(refused)
     plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
-    entries = [(plan.name, plan.precision, plan.cause, plan.reason) for plan in plans]
-    entries += [
-        (name, "bf16", "asked", "") for chunk in model_chunks for name in foreign_linears(unwrap(chunk))
-    ]
-    if dist.is_initialized():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, entries)
-        entries = list(dict.fromkeys(entry for part in everyone for entry in part))
-    check_overrides_match(overrides, (name for name, *_ in entries))
-    check_something_left((precision, cause, reason) for _, precision, cause, reason in entries)
+    entries = {plan.name: (plan.precision, plan.cause, plan.reason) for plan in plans}
+    foreign = [name for chunk in model_chunks for name in foreign_linears(unwrap(chunk))]
+    entries |= dict.fromkeys(foreign, ("bf16", "asked", ""))
+    # Sites are told one by one only where the message of an error names them.
+    if not all(anywhere(matched(overrides, entries))):
+        check_overrides_match(overrides, union(entries))
+    if not any(anywhere([is_something_left(entries.values())])):
+        check_something_left(union(entries).values())
 
 
 def _say_everywhere(refused: ValueError | None) -> None:
     """The same ValueError on every rank if any has one. Collective."""
-    said = [refused and str(refused)]
-    if dist.is_initialized():
-        said = [None] * dist.get_world_size()
-        dist.all_gather_object(said, refused and str(refused))
-    for text in said:
-        if text is not None:
-            raise ValueError(text) from refused
+    if (said := first_to_say(None if refused is None else str(refused))) is not None:
+        raise ValueError(said[1]) from refused
 
 
 def count_plain_linear(module: Any, state: Fp8State) -> None:

@@ -95,6 +95,13 @@ def _hint(value: Any, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def matched(overrides: Mapping[str, Any], names: Iterable[str]) -> list[bool]:
+    """For each override, in order, whether its glob matches any of these sites."""
+    names = list(names)
+    every = [Override.of(key, value) for key, value in overrides.items()]
+    return [any(override.matches(name) for name in names) for override in every]
+
+
 def check_overrides_match(
     overrides: Mapping[str, Any], names: Iterable[str], field: str = "fp8_overrides"
 ) -> None:
@@ -103,9 +110,8 @@ def check_overrides_match(
     ``names`` are the sites of the whole model, over all pipeline stages.
     """
     names = list(names)
-    for key, value in overrides.items():
-        override = Override.of(key, value)
-        if not any(override.matches(name) for name in names):
+    for key, found in zip(overrides, matched(overrides, names), strict=True):
+        if not found:
             more = ", ..." if len(names) > 6 else ""
             raise ValueError(
                 f"{field}: {key!r} matches no GEMM site; the sites are {', '.join(names[:6])}{more}"

@@ -134,13 +134,18 @@ def bf16_site(name: str, layer: int | None, reason: str, cause: Cause = "asked")
     return SitePlan(name, layer, "bf16", None, None, reason, nothing, cause)
 
 
+def is_something_left(plans: Iterable[tuple[Precision, Cause, str]]) -> bool:
+    """Whether one of these sites runs in FP8, or was allowed not to."""
+    return any(precision == "fp8" or cause == "fallback" for precision, cause, _ in plans)
+
+
 def check_something_left(plans: Iterable[tuple[Precision, Cause, str]]) -> None:
     """ValueError if FP8 was asked for and no site runs in it, unless a fallback was allowed.
 
     ``plans``: (precision, cause, reason) of every site of the whole model; nothing is said of a model without any.
     """
     plans = list(plans)
-    if not plans or any(precision == "fp8" or cause == "fallback" for precision, cause, _ in plans):
+    if not plans or is_something_left(plans):
         return
     reasons = list(dict.fromkeys(reason for _, _, reason in plans))
     more = ", ..." if len(reasons) > 3 else ""

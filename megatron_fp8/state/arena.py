@@ -31,6 +31,7 @@ from ..recipe import DelayedScaling
 from .counts import IterationCounts
 from .history import History
 from .observer import Observer
+from .ranks import collected, from_rank, same_everywhere
 
 Group = Any
 """A torch.distributed process group, or None for a single process."""
@@ -179,11 +180,10 @@ class Arena:
         """
         described = "\n".join(f"{s.name} {s.fmt.name} {s.delayed}" for s in self.slots)
         digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
-        mine = torch.tensor([len(self.slots), digest], dtype=torch.int64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine, group=self.group)
-        if any(not torch.equal(mine, other) for other in everyone):
-            counts = [int(other[0]) for other in everyone]
+        if not same_everywhere([len(self.slots), digest], self.group):
+            counts = from_rank(
+                0, [count for _, count in collected([len(self.slots)], self.group)], self.group
+            )
             raise RuntimeError(
                 f"ranks of one amax group hold different FP8 tensors (slots per rank: {counts}; mine are"
                 f" {', '.join(s.name for s in self.slots[:4])}, ...): build the same layers, with the same fp8 settings,"

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..linear.share import Share
+from ..state.ranks import device_of, size, union
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,52 @@ class Agreed:
 
 
 def agree(shares: Mapping[str, Share], group: Any) -> Agreed:
-    """What ranks that have these sites count. Collective over the group; None: this process alone."""
-    everyone: list[Any] = [dict(shares)]
-    rank = 0
-    if group is not None:
-        rank, everyone = dist.get_rank(group), [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, dict(shares), group=group)
-    before = everyone[:rank]
+    """What ranks that have these sites count. Collective over the group; None: this process alone.
 
-    def first(name: str, field: str) -> bool:
-        value = getattr(shares[name], field)
-        return all(name not in other or getattr(other[name], field) != value for other in before)
+    A rank's sites have few shares among them, most often one for dense layers and one for experts. So ranks agree on the
+    names, then on the sets of sites that have one share on some rank, and then, in one all-reduce, on the first rank that
+    has a part, or tokens, of each set: none of it grows with the number of ranks times that of sites.
+    """
+    if group is None or size(group) == 1:
+        return Agreed(
+            tuple(shares), {name: Counts(share.kind, True, True) for name, share in shares.items()}, 0
+        )
+    rank = dist.get_rank(group)
+    sites = tuple(union(dict.fromkeys(shares), group))
+    number = {name: index for index, name in enumerate(sites)}
+    together: dict[tuple[int, int], list[int]] = {}
+    for name, share in shares.items():
+        together.setdefault((share.part, share.tokens), []).append(number[name])
+    mine = {(part, tokens): tuple(numbers) for (part, tokens), numbers in together.items()}
+    sets = list(union(dict.fromkeys(mine.values()), group))
+    parts = _first_ranks(sets, [(numbers, part) for (part, _), numbers in mine.items()], group)
+    tokens = _first_ranks(sets, [(numbers, tokens) for (_, tokens), numbers in mine.items()], group)
+    holding: dict[int, list[int]] = {}
+    for index, numbers in enumerate(sets):
+        for one in numbers:
+            holding.setdefault(one, []).append(index)
 
-    mine = {
-        name: Counts(share.kind, first(name, "part"), first(name, "tokens")) for name, share in shares.items()
+    def first(table: torch.Tensor, name: str, column: int) -> bool:
+        return int(table[holding[number[name]], column].min()) == rank
+
+    counts = {
+        name: Counts(share.kind, first(parts, name, share.part), first(tokens, name, share.tokens))
+        for name, share in shares.items()
     }
-    return Agreed(tuple(dict.fromkeys(name for part in everyone for name in part)), mine, rank)
+    return Agreed(sites, counts, rank)
+
+
+def _first_ranks(
+    sets: list[tuple[int, ...]], mine: list[tuple[tuple[int, ...], int]], group: Any
+) -> torch.Tensor:
+    """int64 [sets, numbers] on the CPU: the lowest rank that has this number (of a part, or of tokens) of a set of sites.
+    ``mine``: the sets that this rank has, each with its number."""
+    width = torch.tensor([1 + max((column for _, column in mine), default=0)], device=device_of(group))
+    dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
+    table = torch.full((len(sets), int(width)), size(group), dtype=torch.int64)
+    row = {numbers: index for index, numbers in enumerate(sets)}
+    for numbers, column in mine:
+        table[row[numbers], column] = dist.get_rank(group)
+    table = table.to(device_of(group))
+    dist.all_reduce(table, op=dist.ReduceOp.MIN, group=group)
+    return table.cpu()

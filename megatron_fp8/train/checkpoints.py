@@ -25,6 +25,7 @@ from ..files.checkpoint import (
 )
 from ..mcore.checkpoint import training as checkpoint
 from ..mcore.checkpoint.saver import SaveError, Saver
+from ..state.ranks import first_to_say
 from . import binding
 from .config.run_config import RunConfig
 from .launch.parallel import on_first_rank, seed_streams
@@ -84,14 +85,13 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     chosen = on_first_rank(find)
     if chosen is None:
         return None
-    problem, problems = "", [""] * dist.get_world_size()
+    problem = None
     try:
         check_files(*chosen, sorted(chosen[1].files)[dist.get_rank() :: dist.get_world_size()])
     except ValueError as error:
         problem = str(error)
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        raise ValueError(next(filter(None, problems)))
+    if (found := first_to_say(problem)) is not None:
+        raise ValueError(found[1])
     return chosen
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..mcore.names import named_parameters
 from ..mcore.runtime import state_of, unwrap
+from ..state.ranks import first_to_say
 from .state_check import StateCheck
 
 
@@ -19,6 +19,7 @@ class TrainingFailed(RuntimeError):
 
 
 _KINDS = ("state", "weight", "scale", "cast", "gradient")
+_PLACES, _STAGES = 24, 12  # bits of a number that orders by kind, stage and place
 
 
 def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tuple[str, str] | None:
@@ -29,19 +30,17 @@ def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tupl
     gradients; 'gradient'. Within a kind the model's order counts, then the lowest rank: what one rank's cast met comes to
     the other ranks with the next layers.
     """
-    stage, mine = parallel_state.get_pipeline_model_parallel_rank(), None
+    stage, mine, order = parallel_state.get_pipeline_model_parallel_rank(), None, 0
     if check is not None and (state := check.first()):
-        mine = (0, stage, 0, f"{state} holds NaN or Inf")
+        mine, order = ("state", f"{state} holds NaN or Inf"), stage << _PLACES
     elif first := next(_not_finite(chunks), None):
         kind, place, line = first
-        mine = (_KINDS.index(kind), stage, place, line)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    ranked = [(*one[:3], rank, one[3]) for rank, one in enumerate(found) if one is not None]
-    if not ranked:
+        mine = (kind, line)
+        order = (_KINDS.index(kind) << _PLACES + _STAGES) + (stage << _PLACES) + place
+    if (found := first_to_say(mine, order=order)) is None:
         return None
-    number, _, _, rank, line = min(ranked)
-    return _KINDS[number], f"{line} on rank {rank}"
+    rank, (kind, line) = found
+    return kind, f"{line} on rank {rank}"
 
 
 def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:

@@ -39,6 +39,7 @@ from ..mcore.sites import check_plan, fp8_linears, state_of, unwrap
 from ..plan.overrides import check_overrides_match
 from ..plan.site_plan import SitePlan
 from ..state.guard import as_overrides
+from ..state.ranks import device_of, union
 from ..telemetry.subject import Pass, Table, adam_update, not_finite
 from . import binding
 from .config.model_section import padded_vocab_size, transformer_config
@@ -282,8 +283,7 @@ class RunSubject:
         )
         self.sites = _sites(chunks)
         self.plans: dict[str, SitePlan] = {}
-        for part in _from_all({name: site.plan for name, site in self.sites.items()}):
-            self.plans |= part
+        self.plans |= union({name: site.plan for name, site in self.sites.items()})
         if not self.plans:
             raise ValueError("no layer of this run has a GEMM in FP8: there is nothing to diagnose")
         self._names = {n: p for chunk in chunks for n, p in named_parameters(unwrap(chunk))}
@@ -328,12 +328,13 @@ class RunSubject:
     def merge(self, table: Table) -> Table:
         """Sums over the ranks that hold different elements; of replicas the first counts. Collective."""
         mine = {name: row for name, row in table.items() if _counts_here(self._names[name])}
-        merged: dict[str, tuple[float, ...]] = {}
-        for part in _from_all(mine):
-            for name, row in part.items():
-                known = merged.get(name, (0.0,) * len(row))
-                merged[name] = tuple(a + b for a, b in zip(known, row, strict=True))
-        return merged
+        widths = union({name: len(row) for name, row in mine.items()})
+        zeros = {name: (0.0,) * width for name, width in widths.items()}
+        flat = [value for name in zeros for value in mine.get(name, zeros[name])]
+        sums = torch.tensor(flat, dtype=torch.float64, device=device_of(None))
+        dist.all_reduce(sums)
+        told = iter(sums.tolist())
+        return {name: tuple(next(told) for _ in range(width)) for name, width in widths.items()}
 
     def not_finite(self) -> Table:
         """As Subject's. Collective."""
@@ -379,9 +380,3 @@ def _counts_here(parameter: torch.nn.Parameter) -> bool:
     if shared or parallel_state.get_data_parallel_rank(with_context_parallel=True):
         return False
     return split or parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def _from_all(mine: Mapping[str, Any]) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone

@@ -26,6 +26,7 @@ from ..files.checkpoint import LATEST, complete_checkpoints, not_finite_checkpoi
 from ..files.disk import discard, free_name, remedy, unseen, write_file
 from ..files.run_lock import RunLock
 from ..files.terminal import printable
+from ..state.ranks import first_to_say, total
 from .launch.meeting import FIRST_LINE_S
 from .launch.parallel import on_first_rank, until_leave
 
@@ -136,20 +137,21 @@ class RunFolders:
                 write_file(mine, token)
         except OSError as error:
             problem = f"it cannot write there ({error.strerror})"
-        problems = _gather(problem and f"rank {rank} on {socket.gethostname()}: {problem}")
+        first = first_to_say(f"rank {rank} on {socket.gethostname()}: {problem}" if problem else None)
+        wrong = total(int(bool(problem)))
         try:
-            if not any(problems):
+            if first is None:
                 sizes = dict.fromkeys(names, size)
                 missing = on_first_rank(lambda: unseen(self.checkpoints, sizes, PATIENCE_S))
-                problems = [
-                    f"rank 0 does not see what rank {names.index(name)} has written" for name in missing
-                ]
+                wrong = len(missing)
+                if missing:
+                    first = 0, f"rank 0 does not see what rank {names.index(missing[0])} has written"
         finally:
             mine.unlink(missing_ok=True)
-        if wrong := [text for text in problems if text]:
-            more = f" (and {len(wrong) - 1} more ranks)" if len(wrong) > 1 else ""
+        if first is not None:
+            more = f" (and {wrong - 1} more ranks)" if wrong > 1 else ""
             raise ValueError(
-                f"{self._option}={str(self._given())!r} is not shared by all ranks: {wrong[0]}{more}. Give a folder on a"
+                f"{self._option}={str(self._given())!r} is not shared by all ranks: {first[1]}{more}. Give a folder on a"
                 " file system that all nodes have under the same path."
             )
 
@@ -180,12 +182,6 @@ def _move(paths: list[Path], folder: Path) -> None:
 
 def _same(one: Path, other: Path) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
-
-
-def _gather(value: str) -> list[str]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def _try_to_write(folder: Path) -> None:

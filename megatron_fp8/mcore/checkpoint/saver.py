@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from ...files.checkpoint import (
     LATEST,
@@ -42,7 +41,8 @@ from ...files.checkpoint import (
     not_finite_name,
 )
 from ...files.disk import discard, remedy, replace_file, sync, unseen
-from .store import Make, Prepared, prepare, root_cause, write_companions, write_shards
+from ...state.ranks import collected, first_to_say, from_rank
+from .store import Make, Prepared, Shards, prepare, root_cause, write_companions
 
 _UNFINISHED = ".saving-"
 _PATIENCE_S = 60.0
@@ -124,9 +124,9 @@ class Saver:
     # ------------------------------------------------------------------------------------- on all ranks together
 
     def _note_not_finite(self, prepared: Prepared, manifest: Manifest) -> None:
-        found = self._on_all(lambda: prepared.not_finite)
-        self.not_finite = next((f"{name} on rank {rank}" for rank, name in enumerate(found) if name), "")
-        if not self.not_finite:
+        found = first_to_say(prepared.not_finite or None, self._group)
+        self.not_finite = "" if found is None else f"{found[1]} on rank {found[0]}"
+        if found is None:
             return
         manifest.facts = {**manifest.facts, "not_finite": self.not_finite}
         if self._first:
@@ -138,12 +138,15 @@ class Saver:
             )
 
     def _write(self, prepared: Prepared, manifest: Manifest, make: Make | None = None) -> None:
-        unfinished = self.folder / self._on_first(lambda: self._begin(manifest.iteration))
+        begun = self._on_each(lambda: self._begin(manifest.iteration) if self._first else "")
+        unfinished = self.folder / from_rank(0, begun, self._group)
         try:
             self._shards(unfinished, prepared, make)
-            records = self._on_all(lambda: self._own_files(unfinished))
-            manifest.files = {name: record for part in records for name, record in part.items()}
-            self._on_first(lambda: self._see(unfinished, records))
+            mine = self._on_each(lambda: self._own_files(unfinished))
+            records = collected(list(mine.items()), self._group)
+            manifest.files = {name: record for _, (name, record) in records}
+            writers = {name: rank for rank, (name, _) in records}
+            self._on_first(lambda: self._see(unfinished, manifest.files, writers))
             self._on_first(lambda: self._commit(unfinished, manifest))
         except SaveError as error:
             if self._first or isinstance(error.__cause__, _NotShared):
@@ -152,32 +155,31 @@ class Saver:
             raise
 
     def _shards(self, unfinished: Path, prepared: Prepared, make: Make | None) -> None:
-        try:
-            write_shards(unfinished, prepared.tensors, self._group, make)
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise self._failure(rank, cause) from None
+        shards = Shards(unfinished, prepared.tensors, dist.get_rank(), make)
+        plan = self._on_each(shards.plan)
+        plans = collected([plan] if plan.items else [], self._group)
+        self._on_first(lambda: shards.settle([plan for _, plan in plans]))
+        written = self._on_each(shards.write)
+        results = collected([written] if written else [], self._group)
+        self._on_first(lambda: shards.finish([result for _, result in results]))
 
-    def _on_all(self, work: Callable[[], Any]) -> list[Any]:
-        """Every rank's ``work()``, on every rank; SaveError on all if it failed on any."""
-        outcome: tuple[Any, Exception | None]
+    def _on_each(self, work: Callable[[], Any]) -> Any:
+        """This rank's ``work()``; SaveError on all ranks if it failed on any."""
+        done: Any = None
+        failed: Exception | None = None
         try:
-            outcome = (work(), None)
+            done = work()
         except _NotShared as error:
-            outcome = (None, error)
+            failed = error
         except Exception as error:  # whatever it is, the others must not wait for this rank
             cause = root_cause(error)  # without frames, which do not travel
-            is_os = isinstance(cause, OSError)
-            outcome = (None, OSError(*cause.args) if is_os else RuntimeError(str(cause)))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, outcome, group=self._group)
-        for rank, (_, failed) in enumerate(everyone):
-            if failed is not None:
-                raise self._failure(rank, failed) from (failed if isinstance(failed, _NotShared) else None)
-        return [value for value, _ in everyone]
+            failed = OSError(*cause.args) if isinstance(cause, OSError) else RuntimeError(str(cause))
+        if (found := first_to_say(failed, self._group)) is not None:
+            raise self._failure(*found) from (found[1] if isinstance(found[1], _NotShared) else None)
+        return done
 
-    def _on_first(self, work: Callable[[], Any]) -> Any:
-        return self._on_all(lambda: work() if self._first else None)[0]
+    def _on_first(self, work: Callable[[], Any]) -> None:
+        self._on_each(lambda: work() if self._first else None)
 
     def _failure(self, rank: int, cause: BaseException) -> SaveError:
         reason = " ".join(str(cause).split()) or type(cause).__name__
@@ -224,14 +226,13 @@ class Saver:
             sync(unfinished / name)
         return {name: file_record(unfinished / name) for name in names}
 
-    def _see(self, unfinished: Path, records: list[dict[str, dict[str, Any]]]) -> None:
+    def _see(self, unfinished: Path, files: dict[str, dict[str, Any]], writers: dict[str, int]) -> None:
         """Raise unless every rank's files can be seen here, in their sizes."""
-        sizes = {name: record["bytes"] for part in records for name, record in part.items()}
+        sizes = {name: record["bytes"] for name, record in files.items()}
         if missing := unseen(unfinished, sizes, self.patience):
-            writers = [rank for rank, part in enumerate(records) if not part.keys().isdisjoint(missing)]
             raise _NotShared(
                 f"{len(missing)} of {len(sizes)} files that were written cannot be seen after {self.patience:.0f} s,"
-                f" such as {missing[0]} of rank {writers[0]}"
+                f" such as {missing[0]} of rank {writers[missing[0]]}"
             )
 
     def _commit(self, unfinished: Path, manifest: Manifest) -> None:

@@ -11,6 +11,7 @@ No pickle is made but ``.metadata``, and none is loaded but that one, by checkpo
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,14 +32,14 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ...files.checkpoint import read_metadata
+from ...state.ranks import first_to_say
 from .fp8_state import is_slot_key
 
 _COMMON_FILE = "common.pt"
@@ -65,15 +66,16 @@ Make = Callable[[str], torch.Tensor]
 
 
 def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
-    """What this rank writes of ``sharded_state``, ready for ``write_shards``. Collective.
+    """What this rank writes of ``sharded_state``, ready for ``Shards``. Values that are no sharded tensors are left out.
 
-    Checks that the ranks' shards make up every tensor exactly once. Values that are no sharded tensors are left out.
+    Whether the ranks' shards make up every tensor exactly once is seen where their plans meet (``Shards.settle``):
+    Megatron-Core would have every rank gather all shards of all ranks for that, replicas too.
 
     Args:
         copy: put copies on the CPU, so that training may go on.
     """
     sharded, _ = extract_sharded_base(sharded_state)
-    sharded, _ = save_preprocess(sharded, validate_access_integrity=True)
+    sharded, _ = save_preprocess(sharded, validate_access_integrity=False)
     tensors: dict[str, list[ShardedTensor]] = {}
     replicas: list[ShardedTensor] = []
     for shard in nested_values(sharded):
@@ -109,15 +111,49 @@ def _first_not_finite(named: list[tuple[str, torch.Tensor]]) -> str:
     return next((key for key, data in doubtful if not bool(data.isfinite().all())), "")
 
 
-def write_shards(folder: Path, tensors: dict[str, Any], group: Any, make: Make | None = None) -> None:
-    """Write every rank's part and ``.metadata`` into ``folder``, down to the disk. Collective over ``group``.
+class Shards:
+    """One rank's part of a save into ``folder``: planned, written, and on the first rank put together in ``.metadata``.
+
+    torch's own ``save`` gathers every rank's plan, padded to the longest, and scatters plans back; here ranks need none
+    back, and hand only what they write towards the first (``saver.py``), which cannot do without: it writes the one file
+    that has an entry for every shard.
 
     Args:
         make: gives what is on the meta device, tensor by tensor, in the order of ``tensors``.
-
-    Raises dcp.CheckpointException (no Exception: it names the ranks that failed) on every rank.
     """
-    dcp.save(tensors, storage_writer=_Writer(folder), planner=_SavePlanner(make), process_group=group)
+
+    def __init__(self, folder: Path, tensors: dict[str, Any], rank: int, make: Make | None = None) -> None:
+        self._tensors, self._rank, self._writer = tensors, rank, _Writer(folder)
+        self._planner = _SavePlanner(make)
+        self._metadata: Any = None
+
+    def plan(self) -> dcp.SavePlan:
+        """What this rank will write."""
+        first = self._rank == 0
+        self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), first)
+        self._writer.set_up_storage_writer(first, rank=self._rank, use_collectives=True)
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def settle(self, plans: list[dcp.SavePlan]) -> None:
+        """On the first rank, before anything is written: ValueError unless the plans that write something make up every
+        tensor, each element once."""
+        settled, self._metadata = self._planner.create_global_plan([*plans, dcp.SavePlan([])])
+        for plan, other in zip(plans, settled, strict=False):
+            if len(plan.items) != len(other.items):  # torch leaves out what another plan has too
+                kept = {item.index for item in other.items}
+                twice = next(item.index for item in plan.items if item.index not in kept)
+                raise ValueError(f"{twice.fqn} at {list(twice.offset or [])} is written by two ranks")
+
+    def write(self) -> list[Any]:
+        """Write this rank's file; where in it each shard lies."""
+        plan = dataclasses.replace(self._planner.plan, storage_data=_StoragePrefix(f"__{self._rank}_"))
+        writes = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
+        writes.wait()
+        return list(writes.value())
+
+    def finish(self, results: list[list[Any]]) -> None:
+        """On the first rank: ``.metadata``, of what ``write`` told on the ranks."""
+        self._writer.finish(self._metadata, results)
 
 
 def write_companions(folder: Path) -> None:
@@ -148,17 +184,28 @@ def load_shards(folder: Path, sharded_state: dict[str, Any]) -> Loaded:
     """
     _, rest = extract_nonpersistent(sharded_state)
     _, common = extract_sharded_base(rest)
-    reading = _TensorsOnly()
+    reading, state = _TensorsOnly(), {}
+    failed: Exception | None = None
     try:
+        # Each rank reads what it wants: nothing is asked of others, whose wishes Megatron-Core would gather to compare.
         state = dist_checkpointing.load(
-            sharded_state, str(folder), sharded_strategy=reading, common_strategy=_Current(common)
+            sharded_state,
+            str(folder),
+            sharded_strategy=reading,
+            common_strategy=_Current(common),
+            validate_access_integrity=False,
         )
-        return Loaded(state, reading.not_finite)
-    except CheckpointException as error:  # no Exception: it names the ranks that failed
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise ValueError(f"the checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause})") from error
-    except CheckpointingException as error:
-        raise ValueError(f"the checkpoint {str(folder)!r} is damaged: {error}") from error
+    except Exception as error:  # whatever it is, the others must hear of it
+        failed = error
+    if (found := first_to_say(None if failed is None else _in_words(failed))) is not None:
+        rank, (why, text) = found
+        raise ValueError(f"the checkpoint {str(folder)!r} {why} (rank {rank}: {text})") from failed
+    return Loaded(state, reading.not_finite)
+
+
+def _in_words(error: Exception) -> tuple[str, str]:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "is damaged" if isinstance(error, CheckpointingException) else "cannot be read", text
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -244,11 +291,12 @@ class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
             sharded_state_dict
         )
         loading = torch_dist.mcore_to_pyt_state_dict(by_key, True)
-        dcp.load(
-            loading,
-            storage_reader=_Reader(checkpoint_dir),
-            planner=_Planner(shapes_validation_sharded_tensors=wanted),
-        )
+        reader, planner = _Reader(checkpoint_dir), _Planner(shapes_validation_sharded_tensors=wanted)
+        metadata = reader.read_metadata()
+        planner.set_up_planner(loading, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        reader.read_data(plan, planner).wait()
         plain = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in loading.items()}
         self.not_finite = _first_not_finite([(key, data) for key, parts in plain.items() for data in parts])
         loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(plain, flat_mapping, renamed)

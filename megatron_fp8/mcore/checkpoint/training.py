@@ -31,6 +31,7 @@ from ...fp8_utils import is_float8tensor
 from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
 from ...state.guard import Move, saved_moves
+from ...state.ranks import anywhere, first_to_say, union
 from ..guard import take
 from ..names import of_key
 from ..optimizer.loss_scaler import scalers
@@ -166,9 +167,8 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
 
 def _anywhere(key: str) -> str:
     """'<key> on rank <rank>' of the first rank that has a key; '' if none has. Collective."""
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, key)
-    return next((f"{name} on rank {rank}" for rank, name in enumerate(found) if name), "")
+    found = first_to_say(key or None)
+    return "" if found is None else f"{found[1]} on rank {found[0]}"
 
 
 def load_weights(folder: Path, model: Any, *, left_out: tuple[str, ...] = ()) -> str:
@@ -286,14 +286,15 @@ def _check_same_model(
                 problem = f"it has no {tensor.key}"
             elif tuple(have.size) != tuple(tensor.global_shape):
                 problem = f"{tensor.key} is {list(have.size)} there and {list(tensor.global_shape)} here"
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, (problem, keys))
-    found = next((text for text, _ in everyone if text), "")
-    if left := sorted(_weights(stored).difference(*(keys for _, keys in everyone))):
-        found = found or f"it has {left[0]}, which this one has not"
-    if found:
+    there = sorted(_weights(stored))  # the same on every rank
+    wanted_somewhere = anywhere([key in keys for key in there])
+    found = first_to_say(problem or None)
+    text = "" if found is None else found[1]
+    if left := next((key for key, used in zip(there, wanted_somewhere, strict=True) if not used), None):
+        text = text or f"it has {left}, which this one has not"
+    if text:
         raise ValueError(
-            f"the checkpoint {str(folder)!r} is of another model: {found}. Give the model section it was trained with"
+            f"the checkpoint {str(folder)!r} is of another model: {text}. Give the model section it was trained with"
             f" (config.yaml of its run){otherwise}."
         )
 
@@ -336,14 +337,16 @@ def _settle_fp8(
 ) -> list[str]:
     """Drop what this run has no use for, warm what the checkpoint lacks; lines about both. Collective."""
     linears = fp8_linears(chunks)
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, (recipes_of(linears), present))
-    recipes = sorted({recipe for part, _ in everyone for recipe in part})
-    used = {key for _, part in everyone for key in part}
+    recipes = sorted(union(dict.fromkeys(recipes_of(linears))))
+    slots, mine = (
+        sorted(filter(is_slot_key, stored)),
+        set(present),
+    )  # of the checkpoint, the same on every rank
+    used = anywhere([key in mine for key in slots])
     notes = []
     now = " and ".join(recipes) if recipes else "BF16"
     if dropped := _slots(
-        [key for key in stored if is_slot_key(key) and key not in used and not is_scales_key(key)]
+        [key for key, is_used in zip(slots, used, strict=True) if not is_used and not is_scales_key(key)]
     ):
         notes.append(f"the delayed-scaling state of {len(dropped)} tensors is dropped: this run uses {now}")
     cold = _slots(list(missing))

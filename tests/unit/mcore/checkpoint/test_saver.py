@@ -332,3 +332,31 @@ def test_tensors_of_an_offloaded_optimizer_are_checked_where_they_are(monkeypatc
     shards = [shard("weight", "cuda:0", 1.0), shard("master", "cpu", 2.0), shard("bias", "cuda:0", 3.0)]
     assert checkpoint_store._first_not_finite(shards) == ""
     assert checkpoint_store._first_not_finite([*shards, shard("moment", "cpu", float("nan"))]) == "moment"
+
+
+def wrong_shards(folder: str, kind: str) -> str:
+    """A rank case: a save of shards that do not make up their tensor; what is said."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from megatron_fp8.mcore.checkpoint.saver import SaveError, Saver
+
+    rank = dist.get_rank()
+    values, place, parts = {
+        "twice": (8, 0, 1),
+        "missing": (4, rank, 3),
+        "overlapping": (4 + 4 * rank, 0, 2 - rank),
+    }[kind]
+    shard = ShardedTensor.from_rank_offsets("a", torch.zeros(values), (0, place, parts))
+    try:
+        Saver(Path(folder)).save({"a": shard}, Manifest(1))
+    except SaveError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["twice", "missing", "overlapping"])
+def test_shards_that_do_not_make_up_a_tensor_are_not_saved(ranks, tmp_path, kind):
+    said = ranks(2).run(wrong_shards, str(tmp_path), kind)
+    assert said[0] == said[1] and "(rank 0: " in said[0]
+    assert ("a at [0] is written by two ranks" in said[0]) == (kind == "twice")
+    assert os.listdir(tmp_path) == []

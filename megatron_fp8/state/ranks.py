@@ -1,0 +1,138 @@
+"""What ranks ask each other, at a cost that is the answer's and not the number of ranks times what each has to say.
+
+``all_gather_object`` hands every rank everything of every other, padded to the longest: 16,384 ranks with 1 MB each would
+need 16 GB on each of them. Ranks that hold replicas say the same, and mostly nobody has anything to object. So here ranks
+first agree, by one number, who speaks next; what was said needs no second saying.
+
+Everything here is collective over ``group`` (None: all ranks) and gives every rank the same, unless it says otherwise.
+Without torch.distributed, and in a group of one, a rank answers itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+K = TypeVar("K")
+V = TypeVar("V")
+_NOBODY = 2**62
+
+
+def first_to_say(value: V | None, group: Any = None, *, order: int = 0) -> tuple[int, V] | None:
+    """(rank in the group, value) of the rank that has one, the lowest ``order`` first and then the lowest rank; None if
+    nobody has. One all-reduce of 8 bytes; a broadcast of the value where there is one."""
+    ranks = size(group)
+    if ranks == 1:
+        return None if value is None else (0, value)
+    best = _reduced([_NOBODY if value is None else order * ranks + dist.get_rank(group)], "min", group)[0]
+    if best == _NOBODY:
+        return None
+    return best % ranks, from_rank(best % ranks, value, group)
+
+
+def from_rank(rank: int, value: V | None, group: Any = None) -> V:
+    """The value of one rank of the group; what the others give is not looked at."""
+    said: list[Any] = [value]
+    if size(group) > 1:
+        dist.broadcast_object_list(
+            said, src=rank if group is None else dist.get_global_rank(group, rank), group=group
+        )
+    return said[0]
+
+
+def union(items: Mapping[K, V], group: Any = None) -> dict[K, V]:
+    """The items of all ranks, each key once with the value of the first rank that has it, in the order of ranks.
+
+    Every item is sent once, by one rank; there are as many rounds as ranks that have something new to say.
+    """
+    found: dict[K, V] = {}
+    while (said := first_to_say(_new(items, found), group)) is not None:
+        found.update(said[1])
+    return found
+
+
+def _new(items: Mapping[K, V], known: Mapping[K, V]) -> dict[K, V] | None:
+    return {key: value for key, value in items.items() if key not in known} or None
+
+
+def anywhere(flags: Sequence[bool], group: Any = None) -> list[bool]:
+    """For each flag whether any rank has it set; every rank gives as many. One all-reduce, a byte a flag."""
+    if size(group) == 1 or not flags:
+        return list(flags)
+    told = torch.tensor(list(flags), dtype=torch.uint8, device=device_of(group))
+    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in told.tolist()]
+
+
+def total(number: int, group: Any = None) -> int:
+    """The sum over the ranks."""
+    return number if size(group) == 1 else _reduced([number], "sum", group)[0]
+
+
+def same_everywhere(numbers: Sequence[int], group: Any = None) -> bool:
+    """Whether all ranks give these numbers, as many on each. One all-reduce: the largest, and the smallest negated."""
+    if size(group) == 1:
+        return True
+    largest = _reduced([*numbers, *(-number for number in numbers)], "max", group)
+    return all(a == -b for a, b in zip(largest[: len(numbers)], largest[len(numbers) :], strict=True))
+
+
+def collected(items: Sequence[V], group: Any = None) -> list[tuple[int, V]]:
+    """(rank, item) of all ranks' items in the order of ranks, on the group's first rank; an empty list on the others.
+
+    For what is one file's content and so has to be in one place: it grows with the items and not with the ranks. Ranks
+    send to one another along a binomial tree: each sends once, what it and those behind it have, and the first hears from
+    log2(ranks) others.
+    """
+    ranks = size(group)
+    mine = [(0 if ranks == 1 else dist.get_rank(group), item) for item in items]
+    if ranks == 1:
+        return mine
+    rank, step = dist.get_rank(group), 1
+    while step < ranks:
+        if rank & step:
+            _send(mine, rank - step, group)
+            return []
+        if rank + step < ranks:
+            mine += _receive(rank + step, group)
+        step *= 2
+    return mine
+
+
+def size(group: Any) -> int:
+    """Ranks of the group; 1 without torch.distributed."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def device_of(group: Any) -> torch.device:
+    """Where a tensor has to be for this group's collectives."""
+    cuda = "nccl" in str(dist.get_backend(group))
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def _reduced(numbers: list[int], how: str, group: Any) -> list[int]:
+    told = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
+    dist.all_reduce(told, op=getattr(dist.ReduceOp, how.upper()), group=group)
+    return [int(number) for number in told.tolist()]
+
+
+def _send(value: Any, rank: int, group: Any) -> None:
+    content = torch.frombuffer(bytearray(pickle.dumps(value)) if value else bytearray(1), dtype=torch.uint8)
+    length = torch.tensor([len(content) if value else 0], dtype=torch.int64, device=device_of(group))
+    dist.send(length, group=group, group_dst=rank)
+    if value:
+        dist.send(content.to(device_of(group)), group=group, group_dst=rank)
+
+
+def _receive(rank: int, group: Any) -> list[Any]:
+    length = torch.zeros(1, dtype=torch.int64, device=device_of(group))
+    dist.recv(length, group=group, group_src=rank)
+    if not int(length):
+        return []
+    content = torch.zeros(int(length), dtype=torch.uint8, device=device_of(group))
+    dist.recv(content, group=group, group_src=rank)
+    return list(pickle.loads(content.cpu().numpy().tobytes()))
