@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,8 @@ class _Sentences:
 
 def small_run(layout: Layout, options: list[str]) -> Any:
     """The app's own loop over made-up sentences, not begun."""
+    import torch.distributed as dist
+
     from megatron_fp8.train import model
     from megatron_fp8.train.checkpoints import Start
     from megatron_fp8.train.config import run_config
@@ -61,6 +64,7 @@ def small_run(layout: Layout, options: list[str]) -> Any:
     from megatron_fp8.train.metrics import Display
     from megatron_fp8.train.step import Stepper
     from megatron_fp8.train.stop import StopRequest
+    from megatron_fp8.train.watchdog import Watchdog
 
     sizes = [
         f"--model.tensor_model_parallel_size={layout.tp}",
@@ -70,7 +74,9 @@ def small_run(layout: Layout, options: list[str]) -> Any:
     chunks = model.build_chunks(transformer_config(run.model), run, 256)
     optimizer = model.build_optimizer(chunks[0].config, run, chunks)
     scheduler = model.build_scheduler(run, optimizer)
-    stepper = Stepper(run, chunks, optimizer, scheduler, [_Sentences()], StopRequest({}))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    nobody = Watchdog(Path("stacks"), rank, ranks, least=0, limit=60, say=lambda _: None)
+    stepper = Stepper(run, chunks, optimizer, scheduler, [_Sentences()], StopRequest({}), nobody)
     return Trainer(stepper, Start(), 1.0, display=Display(STEPS, 100))
 
 
