@@ -8,8 +8,8 @@ DeepSeek-V3 also experts that see every token, and layers that predict further t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -35,6 +35,8 @@ class Architecture:
         sliding_window: of a config.json that does not name it, not even as null; None: it attends to all tokens.
         experts: the names of its experts; None: it is dense.
         latent: attention has latents of queries, keys and values.
+        fused: a directory's tensors -> the modules that their rows are made of, in a layer; such a family is read, and
+            written as another that computes the same.
     """
 
     name: str
@@ -47,10 +49,11 @@ class Architecture:
     sliding_window: int | None = None
     experts: ExpertNames | None = None
     latent: bool = False
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def computes_as(self, other: Architecture) -> bool:
-        """Whether models of both are the same but for what a config.json leaves out."""
-        mine, theirs = ((a.qkv_bias, a.qk_norm, a.experts, a.latent) for a in (self, other))
+        """Whether models of both are the same but for what a config.json leaves out, tensor by tensor."""
+        mine, theirs = ((a.qkv_bias, a.qk_norm, a.experts, a.latent, a.fused) for a in (self, other))
         return mine == theirs
 
 
@@ -61,6 +64,15 @@ ARCHITECTURES = {
     for architecture in (
         Architecture("LlamaForCausalLM", "llama"),
         Architecture("MistralForCausalLM", "mistral", sliding_window=4096),
+        Architecture(
+            "Phi3ForCausalLM",
+            "phi3",
+            rms_norm_eps=1e-5,
+            fused={
+                "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+            },
+        ),
         Architecture("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
         Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, head_dim=128),
         Architecture(
@@ -84,8 +96,6 @@ REFUSED = {
     "Gemma3ForCausalLM": f"{_SCALED}, and most of its layers attend to a window, with frequencies of their own",
     "Gemma3ForConditionalGeneration": f"{_SCALED}, and it reads pictures",
     "PhiForCausalLM": "its attention and MLP read the same input, side by side, and Megatron-Core's one after the other",
-    "Phi3ForCausalLM": "its directories hold queries, keys and values as one tensor, and gate and up as one,"
-    " which are not taken apart here",
     "Qwen2MoeForCausalLM": "its expert that every token sees has a gate, and which layers have experts is said otherwise",
     "DeepseekV2ForCausalLM": "its router is another one",
 }
@@ -216,6 +226,21 @@ def entries(architecture: Architecture, section: dict[str, Any]) -> Iterator[Ent
         yield from _placed(of_layer, f"mtp.layers.{number}.transformer_layer.", theirs)
         head = EMBEDDING if section.get("share_embeddings_and_output_weights") else HEAD
         yield replace(head, parts=(f"{theirs}shared_head.head.weight",), copy=True)
+
+
+def fused_rows(architecture: Architecture, shapes: Mapping[str, list[int]]) -> dict[str, dict[str, int]]:
+    """Names of a directory's fused weights -> the weights in them, and how many rows each has.
+
+    Args:
+        shapes: of all weights, taken apart, by Hugging Face's names.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for fused, modules in architecture.fused.items():
+        first = f"{modules[0]}.weight"
+        for layer in (name.removesuffix(first) for name in shapes if name.endswith(first)):
+            parts = [f"{layer}{module}.weight" for module in modules]
+            found[f"{layer}{fused}.weight"] = {part: shapes[part][0] for part in parts}
+    return found
 
 
 def gemms(listed: list[Entry]) -> dict[str, tuple[str, ...]]:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -188,6 +188,7 @@ class Tensors:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._files = contextlib.ExitStack()
         self._handles: dict[str, Any] = {}
         single = folder / SINGLE
@@ -206,6 +207,7 @@ class Tensors:
         for file in set(places.values()) - set(self._handles):
             self._handles[file] = self._open(folder / file)
         self._places: dict[str, str] = places
+        self._parts: dict[str, tuple[str, int, int]] = {}  # name -> what it is rows of, from which to which
         held = {file: set(handle.keys()) for file, handle in self._handles.items()}
         for name, file in places.items():
             if name not in held[file]:
@@ -227,18 +229,50 @@ class Tensors:
     ) -> None:
         self._files.close()
 
+    def take_apart(self, fused: Mapping[str, Mapping[str, int]]) -> None:
+        """Have, in the place of each of these tensors, the parts that its rows are made of, in order.
+
+        Args:
+            fused: its name -> names of the parts, and how many rows each has.
+
+        Raises ValueError: a tensor is not there, or has other rows.
+        """
+        for name, parts in fused.items():
+            if name not in self._places:
+                raise ValueError(f"{str(self._folder)!r} has no {name}, which its config.json asks for.")
+            if (rows := self.shape(name)[0]) != sum(parts.values()):
+                raise ValueError(
+                    f"{name} has {rows} rows in {str(self._folder)!r}, and its config.json says {sum(parts.values())}."
+                )
+            start, file = 0, self._places.pop(name)
+            for part, count in parts.items():
+                self._places[part], self._parts[part] = file, (name, start, start + count)
+                start += count
+
     def names(self) -> Set[str]:
         """Names of all tensors."""
         return self._places.keys()
 
     def shape(self, name: str) -> list[int]:
         """Shape of a tensor, which is not read."""
-        return list(self._handles[self._places[name]].get_slice(name).get_shape())
+        shape = list(self._slice(name).get_shape())
+        if name in self._parts:
+            _, start, stop = self._parts[name]
+            shape[0] = stop - start
+        return shape
 
     def dtype(self, name: str) -> torch.dtype | str:
         """Dtype of a tensor, which is not read; safetensors' word for it if torch has none."""
-        word = self._handles[self._places[name]].get_slice(name).get_dtype()
+        word = self._slice(name).get_dtype()
         return _DTYPES.get(word, word)
 
+    def _slice(self, name: str) -> Any:
+        stored = self._parts[name][0] if name in self._parts else name
+        return self._handles[self._places[name]].get_slice(stored)
+
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._parts:
+            _, start, stop = self._parts[name]
+            part: torch.Tensor = self._slice(name)[start:stop]
+            return part
         return self._handles[self._places[name]].get_tensor(name)

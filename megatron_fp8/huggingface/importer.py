@@ -22,7 +22,7 @@ import yaml
 from ..files.checkpoint import Manifest
 from ..files.disk import write_file
 from ..train.data.tokenizers import load_tokenizer
-from .architectures import Entry, entries, layers_of_experts
+from .architectures import Entry, entries, fused_rows, layers_of_experts
 from .config import architecture_of, model_section
 from .config_types import check_types
 from .directory import (
@@ -93,11 +93,18 @@ def import_directory(
     section = model_section(config)
     check_readable(config)
     architecture = architecture_of(config)
+    if architecture.fused and (config.get("quantization_config") or config.get("compression_config")):
+        raise ValueError(
+            f"config.json has a quantization_config, and {architecture.name} holds several matrices as one, whose scales"
+            " are not taken apart here: import the model in BF16."
+        )
     given = tokenizer or find_tokenizer(source)
     with Tensors(source) as tensors, new_directory(run_dir) as folder:
         _check_size(source, section, tensors)
         _settle_next_tokens(section, tensors.names())
         listed = list(entries(architecture, section))
+        shapes = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
+        tensors.take_apart(fused_rows(architecture, shapes))
         _check_tensors(source, tensors, listed, section)
         _check_copies(source, tensors, listed)
         incoming = Incoming(tensors, listed, section, halves=not config.get("rope_interleave", True))

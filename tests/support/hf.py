@@ -15,7 +15,7 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3")
 OF_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
 _NAMES = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3",
+    "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3", "phi3": "Phi3",
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "original_max_position_embeddings": 16,
