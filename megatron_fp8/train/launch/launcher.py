@@ -33,7 +33,7 @@ from .rank_logs import RankLogs
 from .signals import Signals, Stopped
 from .tied import tied
 
-_SETTLE_S = 3.0
+_SETTLE_S = 10.0
 """Ranks that outlive another one by more than this are said to be waited for: torch gives them 30 s."""
 
 
@@ -179,7 +179,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
         self._signals.hand_on(self._pcontext.pids().values())
-        with said_after(_SETTLE_S, say, "the other ranks to end after one died; they are killed after 30 s"):
+        with said_after(_SETTLE_S, say, "the other ranks to end after one did; they are killed after 30 s"):
             result = super()._monitor_workers(worker_group)
         self._logs.show()
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
@@ -229,7 +229,7 @@ class _Agent(LocalElasticAgent):
             if code == -signal.SIGKILL:
                 how += " (the system does that when memory runs out)"
         line, path = self._logs.last_line(rank)
-        last = f" Its last line: {line[:300]}." if line else " It said nothing."
+        last = f" Its last line: {line[:300].rstrip('.')}." if line else " It said nothing."
         return f"rank {rank} {how}.{last}" + (f" Its log: {path}." if path else "")
 
 
