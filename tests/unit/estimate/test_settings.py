@@ -90,6 +90,17 @@ def test_what_cannot_be_is_said(option: str, words: str | None) -> None:
         read([TINY, option])
 
 
+def test_overrides_may_name_an_expert_of_any_rank() -> None:
+    """tiny_moe_cpu has eight experts on two ranks; the note says whose figures these are."""
+    moe = "--config=examples/configs/tiny_moe_cpu.yaml"
+    settings = read([moe, "--model.fp8_overrides={'*.local_experts.7.*': bf16}"])
+    assert settings.model.expert_model_parallel_size == 2
+    assert any("the rank that has the first ones" in note for note in settings.notes)
+    assert not any("the rank that has the first ones" in note for note in read([moe]).notes)
+    with pytest.raises(ValueError, match=r"local_experts.8.* matches no GEMM site"):
+        read([moe, "--model.fp8_overrides={'*.local_experts.8.*': bf16}"])
+
+
 def test_ranks_that_hold_no_whole_model_are_refused() -> None:
     with pytest.raises(ValueError, match="--gpus=3 must be a multiple of the 2 ranks"):
         read([TINY], gpus=3)
