@@ -100,11 +100,11 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    import yaml
+    from ..files.strict_yaml import read_yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"--config={str(path)!r} cannot be read: {error}.") from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ValueError(f"--config={str(path)!r} has no section 'model': give the config.yaml of a run.")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
+from ..files.strict_yaml import read_yaml
 from ..files.terminal import printable
 from ..telemetry.output import FILE
 from ..telemetry.parting import common_iterations, first_parting, relative_difference
@@ -69,10 +69,10 @@ def _check_same_data(ours: Path, theirs: Path) -> None:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        values = read_yaml(path / "config.yaml")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{str(path / 'config.yaml')!r} cannot be read: {error}") from error
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not all(isinstance(values.get(name, {}), dict) for name in _SAME_DATA):
         raise ValueError(f"{str(path / 'config.yaml')!r} is not a run's config")
     return values
 

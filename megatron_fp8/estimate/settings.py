@@ -17,9 +17,8 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from ..files.shipped import find_config
+from ..files.strict_yaml import load_yaml
 from ..mcore.config.latent_fields import LATENT_RELATIONS
 from ..mcore.config.relations import RELATIONS
 from ..mcore.config.rules import check, check_relation, shown
@@ -190,9 +189,9 @@ def _check_batch(settings: Settings) -> None:
 
 def _value(name: str, text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"--{name}={text!r} is not YAML: {' '.join(str(error).split())}") from error
+        value = load_yaml(text.encode())
+    except ValueError as error:
+        raise ValueError(f"--{name}={shown(text)} is not YAML: {error}") from error
     if isinstance(value, str):
         try:
             return float(value)  # 1e-4, which YAML takes for text

@@ -122,7 +122,7 @@ def records_until(path: Path, finished: int) -> tuple[list[tuple[bytes, dict[str
                 record = json.loads(line)
                 if record["iteration"] <= finished:
                     found.append((line, record))
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 damaged += 1
     return found, damaged
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from .disk import read_ordinary
+
+_LARGEST = 1 << 24
+"""Bytes of a file that people write: a device has no end, and a pipe could be read once only."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -22,6 +28,11 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Any:
+    """What a file says. OSError: it cannot be read, is no ordinary file, or too large; ValueError as of ``load_yaml``."""
+    return load_yaml(read_ordinary(path, _LARGEST))
 
 
 def load_yaml(content: bytes) -> Any:

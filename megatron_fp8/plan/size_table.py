@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files.disk import read_ordinary
 from ..recipe import Recipe, recipe_name
+
+_LARGEST = 1 << 26  # bytes of a table
 
 FORMAT = "megatron_fp8 size filter, 1"
 
@@ -163,8 +166,10 @@ def load_table(path: str) -> SizeTable:
 @functools.lru_cache(maxsize=8)
 def _load(path: str, changed: int) -> SizeTable:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(read_ordinary(Path(path), _LARGEST))
+    except OSError as error:
+        raise _wrong(path, f"it cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise _wrong(path, f"it is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else content

@@ -29,6 +29,8 @@ from ..files.checkpoint import (
     read_manifest,
     without_checksum,
 )
+from ..files.disk import read_ordinary
+from ..files.manifest import LARGEST
 from ..linear.site import GemmSite
 from ..mcore.checkpoint.moments import load_moments
 from ..mcore.checkpoint.training import load_weights
@@ -227,9 +229,9 @@ def _check_batches(batches: int, data: Any, run: RunConfig) -> None:
 def _sites_of_report(folder: Path) -> list[str]:
     """The GEMM sites that a run's report.json names; [] if there is none to read."""
     try:
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        report = json.loads(read_ordinary(folder / "report.json", LARGEST))
         return [site["name"] for site in report["sites"]]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
 
 

@@ -131,7 +131,8 @@ def test_any_setting_among_those(originals, place, changed, more):
 def test_other_bytes_in_a_config(originals, place, edits):
     path = fresh(place, originals, "corpus.txt", "cache", "config.yaml") / "config.yaml"
     path.write_bytes(edited(path.read_bytes(), edits))
-    train(path, "--data.cache_dir=cache", "--checkpoint.folder=kept")
+    short = ("--train.train_iters=1", "--train.global_batch_size=1", "--train.eval_iters=0")
+    train(path, "--data.cache_dir=cache", "--checkpoint.folder=kept", *short)
 
 
 @draws(10, suppress_health_check=[FIXTURES])

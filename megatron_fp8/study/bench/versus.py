@@ -58,11 +58,12 @@ def read(path: Path) -> dict[str, Any]:
         ):
             raise ValueError("its rows are not those of bench")
         str(content["device"])
+        {_cell(row) for row in rows}  # what names a cell are words and numbers
     except OSError as error:
         raise ValueError(
             f"--compare={path} cannot be read ({error.strerror}): give a file of bench --out"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"--compare={path} is no result of bench ({error}): give a file of bench --out"
         ) from error

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ...files.lines import read_lines
-from ...files.strict_yaml import load_yaml
+from ...files.strict_yaml import read_yaml
 from ...recipe import check_recipe_name
 from ...train.config import run_config
 from ...train.config.model_section import ModelSection, transformer_config
@@ -83,7 +83,11 @@ class WantedRun:
         path = self.folder / "config.yaml"
         if not path.exists():
             return
-        theirs, ours = _settings(load_yaml(path.read_bytes())), _settings(self._plain)
+        try:
+            found = read_yaml(path)
+        except OSError as error:
+            raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}).") from error
+        theirs, ours = _settings(found), _settings(self._plain)
         given = {option.partition("=")[0].removeprefix("--").replace("-", "_") for option in self.arguments}
         # What others follow from is named first: an option of the user's.
         for key in sorted(ours.keys() | theirs.keys(), key=lambda key: (key not in given, key)):

@@ -6,12 +6,9 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from ...files.disk import read_ordinary
 from ...files.shipped import shipped_configs
-from ...files.strict_yaml import load_yaml
+from ...files.strict_yaml import read_yaml
 from ...mcore.config.rules import shown
-
-_LARGEST = 1 << 24  # bytes of a config file: a device has no end, and a pipe could be read once only
 
 
 def read_config(path: str, sections: Container[str]) -> dict[str, Any]:
@@ -20,7 +17,7 @@ def read_config(path: str, sections: Container[str]) -> dict[str, Any]:
     Raises ValueError, which names the file: it is not there, too large, no YAML, empty, or has a value for a section.
     """
     try:
-        content = load_yaml(read_ordinary(Path(path), _LARGEST))
+        content = read_yaml(Path(path))
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         shipped = ", ".join(shipped_configs())

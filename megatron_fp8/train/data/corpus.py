@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import sysconfig
 import time
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from ...files.checkpoint import digest
-from ...files.disk import replace_file
+from ...files.disk import read_ordinary, replace_file
 from .tokenizers import Tokenizer
 
 PIECE_BYTES = 1 << 16
@@ -107,7 +108,7 @@ def _content_hash(files: Iterable[Path], tokenizer: Tokenizer) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_ordinary(path, sys.maxsize)
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ValueError(
@@ -281,7 +282,13 @@ def _kept_extremes(record: Path) -> list[int] | None:
     try:
         low, high = json.loads(record.read_text(encoding="utf-8"))["ids from and to"]
         return [int(low), int(high)]
-    except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged: the data is there to be read
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # none yet, or damaged: the data is there to be read
         return None
 
 

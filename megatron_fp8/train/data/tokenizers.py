@@ -11,6 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...files.disk import read_ordinary
+
+_LARGEST = 1 << 28
+"""Bytes of a file that describes a tokenizer."""
+
 
 class Tokenizer(Protocol):
     """What data preparation and `GPTDataset` need. Ids are in [0, vocab_size).
@@ -81,7 +86,7 @@ class JsonTokenizer:
             raise ValueError(
                 f"data.tokenizer={str(path)!r} is not a file: give the path of a tokenizer.json."
             )
-        content = Path(path).read_bytes()
+        content = read_ordinary(Path(path), _LARGEST)
         try:
             self._tokenizer = HuggingFaceTokenizer.from_buffer(content)
         except Exception as error:  # the package raises plain Exception
@@ -177,7 +182,9 @@ class _Beside:
     def _read(self, name: str) -> dict[str, Any]:
         path = self._path.with_name(name)
         try:
-            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            found = json.loads(read_ordinary(path, _LARGEST))
+        except FileNotFoundError:
+            return {}
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error
         if not isinstance(found, dict):
