@@ -115,7 +115,7 @@ REQUIRED = {
 def command_lines(draw: st.DrawFn) -> list[str]:
     """A command as it should be, with options that have some value, words left out,
     said twice and in another order."""
-    command = draw(st.sampled_from(sorted(COMMANDS)))
+    command = draw(st.sampled_from(sorted(OPTIONS)))
     words = list(REQUIRED.get(command, ()))
     for name in draw(st.lists(st.sampled_from(sorted(OPTIONS[command])), max_size=4)):
         found = OPTIONS[command][name]
@@ -151,6 +151,11 @@ def test_any_words(originals, place, words):
     with mock.patch.object(launch, "train_all", side_effect=ValueError("it would train now")):
         done_or_refused(*words)
     assert all(content(Path(path).parent)[path] == digest for path, digest in before.items())
+
+
+def test_every_command_is_tried():
+    """But launch, which starts processes (tests/unit/commands and tests/functional have its words)."""
+    assert set(OPTIONS) == set(COMMANDS) - {"launch"}
 
 
 @pytest.mark.parametrize("command", [name for name in REQUIRED if name != "compare"])
