@@ -35,6 +35,8 @@ _SEARCH_S, _SEARCHES = 1.0, 1000.0
 """Seconds between two looks into the folder, once it takes long, and how many of these all ranks may make in a second."""
 _TIMES, _KEPT, _KNOWN = 3.0, 16, 3
 """The bound is so many times the second longest of the last 16, as soon as there are three."""
+_STILL_S = 3.0
+"""Half of `least`, and at least so many seconds, without a look: this process stood still."""
 _SHOWN = 8
 
 
@@ -145,7 +147,7 @@ class Watchdog:
         now, phase = self._clock(), self._phase
         assert phase is not None
         passed, self._looked = now - self._looked, now
-        if passed > self._least / 2:
+        if passed > max(_STILL_S, self._least / 2):
             self._still += passed
             self._say(
                 f"warning: rank {self.rank} on {socket.gethostname()} stood still for {passed:.0f} s: it was stopped, or"

@@ -46,6 +46,12 @@ def _is_split(value: Any) -> bool:
 
 _SPLIT = Rule("three decimal weights, of which the first is not 0, such as '96,4,0'", _is_split)
 
+
+def _is_watchdog(value: Any) -> bool:
+    """Seconds: a machine that is busy makes iterations of any shorter time."""
+    return type(value) in (int, float) and (value == 0 or 1 <= value <= 10**6)
+
+
 TRAIN: dict[str, Rule] = {
     "train_iters": _ITERATIONS,
     "micro_batch_size": integer(1, 2**16, "sequences"),
@@ -59,7 +65,7 @@ TRAIN: dict[str, Rule] = {
     "deterministic": FLAG,
     "threads": integer(0, 1024, "threads"),
     "distributed_timeout_minutes": integer(1, 10**6, "minutes"),
-    "watchdog": number(0, 10**6),
+    "watchdog": Rule("0, or a number of seconds from 1 to 1e6", _is_watchdog),
     "count_saved": FLAG,
 }
 OPTIMIZER: dict[str, Rule] = {

@@ -45,7 +45,7 @@ class TrainSection:
     """A collective that waits longer than this ends the run."""
     watchdog: float = 15.0
     """Seconds that an iteration may take before every rank writes where it is, or three times as long as those before,
-    where that is more (docs/reliability.md). 0: no rank does, and a slow rank is not named."""
+    where that is more (docs/reliability.md). At least 1; 0: no rank does, and a slow rank is not named."""
     count_saved: bool = False
     """Count in the first iteration the bytes that a micro-batch keeps for its backward (report.json: saved_bytes)."""
 

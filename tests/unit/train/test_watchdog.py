@@ -101,7 +101,7 @@ def test_a_long_iteration_is_said_within_20_s_and_again_after_twice_as_long(rank
 
 
 def test_nothing_is_read_or_written_while_all_is_well(rank, monkeypatch):
-    monkeypatch.setattr(module.os, "scandir", lambda folder: pytest.fail("looked into a folder"))
+    monkeypatch.setattr(module.Path, "iterdir", lambda folder: pytest.fail("looked into a folder"))
     rank.steps(30, 4.5)
     assert not rank.said
 
@@ -128,16 +128,16 @@ def test_the_others_write_when_one_does_and_the_lowest_speaks(tmp_path):
 def test_ranks_are_grouped_by_where_they_are_and_those_that_wait_come_last(rank):
     folder = rank.watchdog.folder
     folder.mkdir()
-    places = ["waits", "elsewhere", "waits", "compiles"]
+    places = ["waits", "elsewhere", "elsewhere", "compiles"]
     for number, kind in enumerate(places):
         record = {"rank": number, "kind": kind, "where": f"x.py:{kind}", "in": "iteration 6"}
         (folder / f"rank-{number}.txt").write_text(json.dumps(record) + "\n\nstacks")
     rank.watchdog.ranks = 6
     assert rank.watchdog._differences(folder) == [
         "ranks 4, 5 do not answer: they are stopped, dead or cut off",
-        "rank 1 works in iteration 6: x.py:elsewhere",
         "rank 3 compiles in iteration 6: x.py:compiles",
-        "ranks 0, 2 wait in iteration 6: x.py:waits",
+        "ranks 1, 2 work in iteration 6: x.py:elsewhere",
+        "rank 0 waits in iteration 6: x.py:waits",
     ]
 
 
