@@ -65,7 +65,7 @@ TRAIN: dict[str, Rule] = {
     "deterministic": FLAG,
     "threads": integer(0, 1024, "threads"),
     "distributed_timeout_minutes": integer(1, 10**6, "minutes"),
-    "watchdog": Rule("0, or a number of seconds from 1 to 1e6", _is_watchdog),
+    "watchdog": Rule("0, or a number of seconds from 1 to 1e6", _is_watchdog, edges=(1, 10**6)),
     "count_saved": FLAG,
 }
 OPTIMIZER: dict[str, Rule] = {

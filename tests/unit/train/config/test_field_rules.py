@@ -183,3 +183,10 @@ def test_an_environment_that_is_half_set_is_refused(environ, words):
 def test_steps_beyond_float32_are_refused(options, names):
     """torch's Adam raises "value cannot be converted to type float without overflow" in the first step."""
     assert names in (taken([*SMALL, *options]) or "")
+
+
+def test_a_watchdog_of_less_than_a_second_is_refused():
+    """Any machine that is busy has such iterations."""
+    rule = RULES["train"]["watchdog"]
+    assert all(rule.holds(value) for value in (0, 0.0, 1, 15.0, 10**6))
+    assert not any(rule.holds(value) for value in (-1, 0.5, True, float("nan"), float("inf"), "15", None))
