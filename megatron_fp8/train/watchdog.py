@@ -153,7 +153,7 @@ class Watchdog:
                 f"warning: rank {self.rank} on {socket.gethostname()} stood still for {passed:.0f} s: it was stopped, or"
                 " its machine was suspended or out of memory"
             )
-        elif phase.kind == "step" and self.ranks > 1:
+        elif phase.kind == "step" and self.ranks > 1 and len(self._took.get("step", ())) >= _KNOWN:
             frame = self._main_frame()
             self.pace.sample(passed, waits=frame is None or waits(frame))
         elapsed, bound = now - phase.since - self._still, self.bound(phase.kind)

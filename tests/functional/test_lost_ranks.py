@@ -62,7 +62,7 @@ def metrics(folder):
 @pytest.fixture(scope="module")
 def troubled(folder, config, forking_python):
     """A run with every trouble that it outlives: its folder, and what its ranks said."""
-    told = {"clock": True, "slow": 0.15, "hangs": 22, "compiles": 24, "stops": 26}
+    told = {"clock": True, "slow": 0.5, "hangs": 22, "compiles": 24, "stops": 26}
     out = folder / "runs" / "troubled"
     options = [f"--config={config}", f"--run_dir={out}", "--train.watchdog=1", *MORE]
     with Ranks(folder / "troubled", forking_python, told, *options, **SLURM) as ranks:
@@ -86,7 +86,7 @@ def test_a_slow_rank_is_named_with_its_delay(troubled):
     said = re.findall(
         r"^warning: rank 1 on \S+ is slow: it works \S+ s an iteration .* all wait (\S+) s", last, re.M
     )
-    assert said and float(said[0]) > 0.1, last
+    assert said and float(said[0]) > 0.2, last
 
 
 def test_a_rank_that_hangs_is_named_and_where_it_is(troubled):
