@@ -1,7 +1,8 @@
 """Does a long run that is disturbed all the time end as if nothing had been? `python -m benchmarks.soak [--write]`
 
-2,000 iterations of a small FP8 GPT (examples/configs/tiny_gpt_cpu.yaml made narrower: delayed scaling, dropout, tensor
-and sequence parallel over two ranks, a checkpoint every ten iterations), and a fault every fifty on average, drawn with a
+2,000 iterations of a small FP8 GPT (examples/configs/tiny_gpt_cpu.yaml, which would take an hour, made narrower: two
+layers of 64 channels, delayed scaling, dropout, a sharded optimizer on two data-parallel ranks, a checkpoint every ten
+iterations), and a fault every fifty on average, drawn with a
 fixed seed from those after which a run goes on exactly:
 
     kill       a rank is killed (SIGKILL)
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -71,13 +73,18 @@ def write_config(folder: Path, iterations: int, save_every: int) -> Path:
     config["model"] |= {
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 32,
         "ffn_hidden_size": 128, "hidden_dropout": 0.1, "fp8_format": "delayed", "first_last_layers_bf16": False,
-        "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max",
+        "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max", "tensor_model_parallel_size": 1,
+        "sequence_parallel": False,
     }  # fmt: skip
     config["train"] |= {
-        "train_iters": iterations, "micro_batch_size": 2, "global_batch_size": 4, "seq_length": 64,
+        "train_iters": iterations, "micro_batch_size": 1, "global_batch_size": 2, "seq_length": 64,
         "eval_interval": max(iterations // 8, 1), "eval_iters": 1, "log_interval": 1, "threads": 1,
     }  # fmt: skip
-    config["optimizer"] |= {"lr": 2e-3, "lr_warmup_iters": 10 if iterations > 100 else 2}
+    config["optimizer"] |= {
+        "use_distributed_optimizer": True,
+        "lr": 2e-3,
+        "lr_warmup_iters": 10 if iterations > 100 else 2,
+    }
     data = {"paths": [str(folder / "text.txt")], "split": "80,20,0", "cache_dir": str(folder / "cache")}
     config |= {"data": data, "checkpoint": {"save_interval": save_every, "keep_last": 4}}
     path = folder / "soak.yaml"
@@ -116,6 +123,7 @@ class Disturbed:
                 if self._refused(run):
                     continue
                 if not waiting:
+                    _wait(run, None)
                     finish(run)
                     self._note(run)
                     return run.folder
@@ -158,16 +166,18 @@ class Disturbed:
         self._note(run)
         while waiting:
             at, kind = waiting.pop(0)
-            run.until(partial(_reached, run, at), f"iteration {at}", 0.02)
+            _wait(run, at)
             if kind == "pause":
                 self._pause(run)
                 if waiting and waiting[0][1] != "starting":
                     continue
                 if not waiting:
-                    finish(run)
+                    _wait(run, None)
                 kind = "kill"  # what comes next needs a start
             if _ended(run):
-                return
+                if kind == "kill" and not waiting:  # after the last pause
+                    return
+                raise RuntimeError(f"the run ended by itself:\n{run.log.read_text()[-4000:]}")
             self._end_by(run, kind)
             return
 
@@ -223,8 +233,14 @@ def _begun(run: Run) -> bool:
     return re.search(r"^iteration ", run.log.read_text(), re.M) is not None
 
 
-def _reached(run: Run, iteration: int) -> bool:
-    return _last(run) >= iteration
+def _wait(run: Run, iteration: int | None) -> None:
+    """Until this iteration is on record, or, without one, the run has ended. RuntimeError: none comes for LIMIT_S."""
+    while (last := _last(run)) < (math.inf if iteration is None else iteration) and not _ended(run):
+        run.until(partial(_moved, run, last), f"an iteration after {last}", 0.02)
+
+
+def _moved(run: Run, last: int) -> bool:
+    return _last(run) != last or _ended(run)
 
 
 def _last(run: Run) -> int:
@@ -268,6 +284,7 @@ def soak(
     disturbed = Disturbed(folder, config, dice, python)
     one = disturbed.play(planned)
     with Run(folder, config, "whole", 0, python) as whole:
+        _wait(whole, None)
         finish(whole)
     last = json.loads((one / "metrics.jsonl").read_text().splitlines()[-1])
     return disturbed.faults, differences(one, whole.folder), last

@@ -184,6 +184,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     from ..train.loop import Trainer
     from ..train.metrics import Display, MetricsWriter, lacks_validation, model_flops_per_token
     from ..train.report import build_report, format_report, write_report
+    from ..train.rewind import Rewinds
     from ..train.run_folder import RunFolders, naming
     from ..train.step import Stepper
 
@@ -262,6 +263,14 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
             finished=start.iteration if continues else 0,
             say=display.say if display else print,
         )
+    saves = checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts)
+    rewinds = None
+    if run.train.rewind_on_spike:
+
+        def restore(found: Any) -> Any:
+            return checkpoints.resume(run, found, tokenizer, chunks, optimizer, scheduler, content)
+
+        rewinds = Rewinds(run.train.rewind_on_spike, folders.checkpoints, restore, saves.wait, start.left_out)
     return Trainer(
         stepper,
         start,
@@ -276,7 +285,8 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         display=display,
         after_first_step=after_first_step,
         sites_moved=lambda: _note_what_ran(report, chunks, folder, first),
-        checkpoints=checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts),
+        checkpoints=saves,
+        rewinds=rewinds,
         telemetry=telemetry,
         unvalidated=done and parallel.on_first_rank(lambda: unvalidated),
     )

@@ -190,6 +190,13 @@ def _check(content: dict[str, Any]) -> None:
             )
         _require([("state.guard", move[i]) for i in (0, 1, 3)], _TEXT)
         _require([("state.guard", move[2])], _COUNT)
+    _require(_present("state", state, ("liveness",)), _SCALER)
+    for record in _list("state.left_out", state.get("left_out", [])):
+        if not isinstance(record, dict) or not {"first", "last"} <= set(record):
+            raise ValueError("state.left_out must hold groups with first and last")
+        _require(_present("state.left_out", record, ("first", "last")), _COUNT)
+        if record["first"] >= record["last"]:
+            raise ValueError("state.left_out has a range that ends before it begins")
     groups = _present("facts", facts, ("layout", "precision", "versions", "run"))
     _require(groups, _SECTION)
     _require(_members("facts.layout", facts.get("layout", {})), _LAYOUT)

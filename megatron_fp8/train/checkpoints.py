@@ -26,7 +26,7 @@ from ..files.checkpoint import (
 from ..mcore.checkpoint import training as checkpoint
 from ..mcore.checkpoint.saver import SaveError, Saver
 from ..state.ranks import first_to_say
-from . import binding
+from . import binding, left_out
 from .config.run_config import RunConfig
 from .launch.parallel import on_first_rank, seed_streams
 from .report import versions
@@ -38,6 +38,7 @@ class Start:
     """Where training starts: iterations finished, how many of these were skipped, samples consumed; lines for people.
 
     ``accepted``: the changes that `--checkpoint.accept` allowed, now and in earlier runs; the next manifests keep them.
+    ``left_out``: records of samples that are left out (left_out.py); ``liveness``: as Liveness.memory() gave it.
     """
 
     iteration: int = 0
@@ -46,6 +47,8 @@ class Start:
     folder: Path | None = None
     accepted: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+    liveness: dict[str, float] = field(default_factory=dict)
 
 
 def checkpoint_before(run: RunConfig, iteration: int) -> Path | None:
@@ -175,7 +178,31 @@ def resume(
     skipped = manifest.iteration - taken
     before = manifest.facts.get("accepted", [])
     now = [{"iteration": manifest.iteration, **vars(change)} for change in accepted]
-    return Start(manifest.iteration, state["consumed_samples"], skipped, folder, [*before, *now], lines)
+    omitted = on_first_rank(lambda: _left_out(folder, state))
+    if omitted:
+        lines.append(_note(f"left out, as before: samples {_ranges(omitted)}"))
+    return Start(
+        manifest.iteration,
+        state["consumed_samples"],
+        skipped,
+        folder,
+        [*before, *now],
+        lines,
+        omitted,
+        state.get("liveness", {}),
+    )
+
+
+def _left_out(folder: Path, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a checkpoint's run left out before it was saved and, as the file beside it says, after."""
+    found = {
+        record["first"]: record for record in [*state.get("left_out", []), *left_out.read(folder.parent)]
+    }
+    return [found[first] for first in sorted(found)]
+
+
+def _ranges(records: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{first} to {last - 1}" for first, last in left_out.ranges_of(records))
 
 
 def _note(text: str) -> str:
@@ -230,8 +257,18 @@ class Checkpoints:
         interval = self.run.checkpoint.save_interval
         return bool(interval) and (iteration % interval == 0 or iteration == self.run.train.train_iters)
 
-    def save(self, iteration: int, samples: int) -> None:
+    def wait(self) -> None:
+        """Return when no save is under way. Raises SaveError if it failed."""
+        self._saver.finish()
+
+    def went_back(self) -> None:
+        """Training goes on from an earlier iteration: the next checkpoints are others, whatever their number."""
+        self._saved = None
+
+    def save(self, iteration: int, samples: int, more: dict[str, Any] | None = None) -> None:
         """Save the state after `iteration` with `samples` consumed, unless that is done. Collective.
+
+        ``more``: numbers for the manifest's state.
 
         Raises SaveError on every rank; earlier checkpoints stay.
         """
@@ -241,6 +278,7 @@ class Checkpoints:
             **checkpoint.numbers(self.chunks, self.optimizer),
             "scheduler_steps": self.scheduler.num_steps,
             "consumed_samples": samples,
+            **(more or {}),
         }
         facts = {**checkpoint.layout_facts(self.chunks), "versions": versions(), "run": self.run.to_dict()}
         facts |= self.facts

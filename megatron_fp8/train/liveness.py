@@ -22,6 +22,7 @@ class Liveness:
         taken: steps that were not skipped.
         skipped: steps that were.
         spike: the first loss far above its running mean, in words; empty: there was none.
+        now: the same of the last step.
     """
 
     max_skipped_steps: int
@@ -29,6 +30,7 @@ class Liveness:
     taken: int = 0
     skipped: int = 0
     spike: str = ""
+    now: str = ""
     _mean: float = field(default=0.0, repr=False)
     _deviation: float = field(default=0.0, repr=False)
     _losses: int = field(default=0, repr=False)
@@ -50,14 +52,26 @@ class Liveness:
         else:
             self.skipped += 1
             self.row += not curable
+        self.now = ""
         return "" if loss is None else self._loss(iteration, loss)
+
+    def memory(self) -> dict[str, float]:
+        """What the losses so far left, for a checkpoint."""
+        return {"mean": self._mean, "deviation": self._deviation, "losses": self._losses}
+
+    def remember(self, memory: dict[str, float]) -> None:
+        """Judge the next losses as after ``memory()``; of an empty one as at the start."""
+        self._mean, self._deviation = memory.get("mean", 0.0), memory.get("deviation", 0.0)
+        self._losses = int(memory.get("losses", 0))
 
     def _loss(self, iteration: int, loss: float) -> str:
         said = ""
         mean, distance = self._mean, loss - self._mean
         far = loss > _FAR * mean and distance > _DEVIATIONS * self._deviation
-        if self._losses and far and not self.spike:
-            self.spike = f"iteration {iteration} had loss {loss:.4f}, far above the running mean {mean:.4f}"
+        if self._losses and far:
+            self.now = f"iteration {iteration} had loss {loss:.4f}, far above the running mean {mean:.4f}"
+        if self.now and not self.spike:
+            self.spike = self.now
             said = (
                 f"warning: {self.spike}. If it does not come back: go back to an earlier checkpoint, with a lower "
                 "optimizer.lr, a longer optimizer.lr_warmup_iters or other data."

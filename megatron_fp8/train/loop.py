@@ -17,8 +17,10 @@ from ..mcore.runtime import unwrap
 from ..telemetry import Telemetry
 from .checkpoints import Checkpoints, Start, checkpoint_before
 from .failure import TrainingFailed, first_not_finite
+from .left_out import ranges_of
 from .liveness import Liveness
 from .metrics import Display, IterationMetrics, MetricsWriter, bf16_peak, finite, peak_memory
+from .rewind import Rewinds
 from .step import Stepper
 
 
@@ -34,6 +36,7 @@ class Trainer:
         sites_moved: called on every rank after a later step in which the guard moved sites.
         checkpoints: saves; None saves nothing.
         telemetry: watches; None: nobody does.
+        rewinds: go back behind spikes of the loss; None: a spike is only said.
         unvalidated: all iterations were done before, and the validation that follows the last one is not on record.
 
     ``samples``: consumed so far.
@@ -52,12 +55,15 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         telemetry: Telemetry | None = None,
         unvalidated: bool = False,
+        rewinds: Rewinds | None = None,
     ) -> None:
         self.stepper, self.run = stepper, stepper.run
         self.finished, self.samples = start.iteration, start.samples
         self.writer, self.display, self.checkpoints = writer, display, checkpoints
         self.telemetry, self._unvalidated = telemetry, unvalidated
-        self.liveness = Liveness(self.run.train.max_skipped_steps)
+        self.liveness, self.rewinds = Liveness(self.run.train.max_skipped_steps), rewinds
+        self.liveness.remember(start.liveness)
+        self._left_out = start.left_out
         self._after_first_step, self._sites_moved = after_first_step, sites_moved
         self._tokens_per_step = self.run.train.global_batch_size * self.run.train.seq_length
         self._flops_per_step = self._tokens_per_step * flops_per_token
@@ -70,23 +76,25 @@ class Trainer:
         Returns the first and last loss, the last validation's, and 'iteration': the last one done.
         """
         wanted = self.run.train
-        training = self.stepper.training_data(self.samples)
+        training = self.stepper.training_data(self.samples, ranges_of(self._left_out))
         summary: dict[str, float] = {"iteration": self.finished}
         moves = guard_moves(self.stepper.chunks)
         if self.finished:
             self._event(self.finished, "resume", f"started after iteration {self.finished}")
         if self._unvalidated:
             self._validate(self.finished, summary)
-        for iteration in range(self.finished + 1, wanted.train_iters + 1):
+        iteration, first = self.finished, True
+        while iteration < wanted.train_iters:
+            iteration += 1
             self._enter("step", iteration)
             metrics = self._timed_step(iteration, training)
             summary["iteration"] = iteration
-            if iteration == self.finished + 1:
+            if first:
                 self._after_first_step()
             moved = [move for move in guard_moves(self.stepper.chunks) if move not in moves]
-            if moved and iteration > self.finished + 1:
+            if moved and not first:
                 self._sites_moved()
-            moves += moved
+            moves, first = moves + moved, False
             if metrics.lm_loss is not None:
                 summary.setdefault("first_loss", metrics.lm_loss)
                 summary["last_loss"] = metrics.lm_loss
@@ -94,13 +102,17 @@ class Trainer:
                 self.writer.iteration(metrics)
                 self.display.iteration(metrics)
             self._look(metrics)
+            if self.liveness.now and (back := self._rewind(iteration)) is not None:
+                iteration = back
+                training = self.stepper.training_data(self.samples, ranges_of(self._left_out))
+                continue
             due = wanted.eval_interval and iteration % wanted.eval_interval == 0
             if wanted.eval_iters and (due or iteration == wanted.train_iters):
                 self._validate(iteration, summary)
             stop = self.stepper.stop.reason is not None
             if self.checkpoints and (stop or self.checkpoints.due(iteration)):
                 self._enter("save", iteration)
-                self.checkpoints.save(iteration, self.samples)
+                self.checkpoints.save(iteration, self.samples, self._more())
                 self._event(iteration, "save", folder_name(iteration))
             if stop:
                 break
@@ -113,6 +125,31 @@ class Trainer:
     def _enter(self, kind: str, iteration: int) -> None:
         """What comes next takes a time of its own: 'step', 'validation', 'save' or 'end'."""
         self.stepper.watchdog.enter(kind, iteration)
+
+    def _rewind(self, iteration: int) -> int | None:
+        """After a spike: the iteration after which training goes on, without the samples since; None where it does not go
+        back. Collective."""
+        if self.rewinds is None or self.checkpoints is None:
+            return None
+        self._enter("save", iteration)  # which reading takes about as long as
+        start, said = self.rewinds.back(iteration, self.samples, self.liveness.now)
+        if self.display:
+            self.display.say(said)
+        if start is None:
+            return None
+        self.samples, self._left_out = start.samples, self.rewinds.records
+        self.liveness.remember(start.liveness)
+        self.stepper.check.forget()
+        self.checkpoints.went_back()
+        if self.writer:
+            self.writer.go_back(start.iteration)
+            self._event(start.iteration, "rewind", said.removeprefix("rewind").strip())
+        return start.iteration
+
+    def _more(self) -> dict[str, Any]:
+        """What manifests say of rewinds; empty where there is nothing to say."""
+        memory = {"liveness": self.liveness.memory()} if self.rewinds is not None else {}
+        return {**memory, **({"left_out": self._left_out} if self._left_out else {})}
 
     def _validate(self, iteration: int, summary: dict[str, float]) -> None:
         self._enter("validation", iteration)
@@ -135,7 +172,7 @@ class Trainer:
         if self.stepper.damaged:
             self._fail("the optimizer or FP8 state of a rank is damaged", metrics.iteration - 1)
         said = live.step(metrics.iteration, metrics.lm_loss, skipped=bool(metrics.skipped), curable=curable)
-        if said and self.display:
+        if said and self.display and self.rewinds is None:
             self.display.say(said)
         if metrics.skipped and live.row == 1:
             self._say_skipped(metrics.iteration)

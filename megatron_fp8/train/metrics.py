@@ -110,10 +110,15 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, finished: int = 0) -> None:
-        self._metrics = continued(folder / "metrics.jsonl", finished)
-        self._validation = continued(folder / "validation.jsonl", finished)
-        self._events = continued(folder / "events.jsonl", finished)
-        self._board = Board(folder / "tensorboard", finished + 1 if finished else 0)
+        self._folder = folder
+        self._lost: list[str] = []
+        self._open(finished)
+
+    def _open(self, finished: int) -> None:
+        self._metrics = continued(self._folder / "metrics.jsonl", finished)
+        self._validation = continued(self._folder / "validation.jsonl", finished)
+        self._events = continued(self._folder / "events.jsonl", finished)
+        self._board = Board(self._folder / "tensorboard", finished + 1 if finished else 0)
 
     def iteration(self, metrics: IterationMetrics) -> None:
         """Record one iteration."""
@@ -136,9 +141,15 @@ class MetricsWriter:
             (json.dumps({"iteration": iteration, "event": event, "text": text}) + "\n").encode()
         )
 
+    def go_back(self, finished: int) -> None:
+        """Drop what is recorded of later iterations than `finished`. Raises OSError."""
+        self._lost += self.close()
+        self._open(finished)
+
     def close(self) -> list[str]:
         """Close every file; what they lack."""
         return [
+            *self._lost,
             *self._events.close(),
             *self._metrics.close(),
             *self._validation.close(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,7 @@ from .data import datasets
 from .data.tokenizers import load_tokenizer, tokenizer_file
 from .launch import parallel
 from .launch.facts import run_facts
+from .left_out import Range, ranges_of
 from .model import build_chunks
 from .restore import choose_recipe, refuse_its_code, run_folder_of, run_of
 from .run_record import RunRecord
@@ -173,6 +174,7 @@ def replay(
             id(parameter): {**moments, "step": manifest.state["optimizer_step"]}
             for parameter, moments in load_moments(folder, chunks)
         },
+        left_out=ranges_of(manifest.state.get("left_out", [])),
     )
     shards = other_shards(manifest.facts.get("layout") or {}, run.model, subject.plans.values(), options)
     if shards is not None:
@@ -271,8 +273,9 @@ class RunSubject:
         *,
         loss_scale: float,
         moments: Mapping[int, Mapping[str, Any]] | None = None,
+        left_out: Sequence[Range] = (),
     ):
-        self._loss_scale, self._moments = loss_scale, moments or {}
+        self._loss_scale, self._moments, self._left_out = loss_scale, moments or {}, left_out
         self.run_config, self._chunks, self._dataset, self._samples = run, chunks, dataset, samples
         self.batches = batches
         self._config = unwrap(chunks[0]).config
@@ -307,7 +310,8 @@ class RunSubject:
         counts = state_of(self._config).counts
         before = counts.fp8_gemms
         several = len(self._chunks) > 1
-        iterators = [datasets.batches(self._dataset, self.run_config.train, first) for _ in self._chunks]
+        train = self.run_config.train
+        iterators = [datasets.batches(self._dataset, train, first, self._left_out) for _ in self._chunks]
         losses = self._schedule(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],

@@ -29,6 +29,7 @@ from ..files.terminal import printable
 from ..state.ranks import first_to_say, total
 from .launch.meeting import FIRST_LINE_S
 from .launch.parallel import on_first_rank, until_leave
+from .left_out import FILE as LEFT_OUT
 
 PATIENCE_S = 60.0
 """How long ranks wait to see each other's files: clients of NFS look at a folder again after at most 60 s."""
@@ -165,7 +166,7 @@ def keep_earlier(run_dir: Path, checkpoints: Path) -> None:
     """Move a run's records and checkpoints out of the way, to a folder of the same file system; OSError if that fails."""
     records = [run_dir / name for name in _RECORDS if os.path.lexists(run_dir / name)]
     saved = [*complete_checkpoints(checkpoints), *not_finite_checkpoints(checkpoints)]
-    saved += [checkpoints / LATEST] if os.path.lexists(checkpoints / LATEST) else []
+    saved += [checkpoints / name for name in (LATEST, LEFT_OUT) if os.path.lexists(checkpoints / name)]
     inside = _same(checkpoints.parent, run_dir) and not checkpoints.is_symlink()
     inside = inside and (not checkpoints.exists() or checkpoints.stat().st_dev == run_dir.stat().st_dev)
     kept = free_name(run_dir / _PREVIOUS)

@@ -42,6 +42,10 @@ class StateCheck:
             self._parts = [tensors[first::PARTS] for first in reversed(range(PARTS))]
         return self._count(self._parts.pop())
 
+    def forget(self) -> None:
+        """Other tensors may have taken the place of those listed: list them anew."""
+        self._parts.clear()
+
     def all(self) -> torch.Tensor:
         """The same of everything."""
         return self._count([tensor for _, tensor in self._named()])

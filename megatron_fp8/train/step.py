@@ -9,7 +9,7 @@ health together; in the optimizer the check for NaN with the gradient norm (docs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..mcore.runtime import state_of, unwrap
 from .config.run_config import RunConfig
 from .data.datasets import batches
+from .left_out import Range
 from .mtp import take_mtp_loss
 from .saved import SavedBytes
 from .state_check import StateCheck
@@ -60,9 +61,9 @@ class Stepper:
         self.check, self.damaged = StateCheck(chunks, optimizer), False
         self.saved: SavedBytes | None = SavedBytes(chunks) if run.train.count_saved else None
 
-    def training_data(self, samples: int) -> list[Iterator[Any]]:
-        """What ``step`` reads, from this sample on."""
-        return self._iterators(self.datasets[0], samples)
+    def training_data(self, samples: int, left_out: Sequence[Range] = ()) -> list[Iterator[Any]]:
+        """What ``step`` reads, after so many samples, without those that are left out."""
+        return [batches(self.datasets[0], self.run.train, samples, left_out) for _ in self.chunks]
 
     def mtp_loss(self) -> float | None:
         """The last step's mean loss of multi-token prediction; None without it. Collective."""
@@ -114,9 +115,9 @@ class Stepper:
         dist.all_reduce(found)
         return bool(found)
 
-    def _iterators(self, dataset: Any, samples: int = 0) -> list[Iterator[Any]]:
+    def _iterators(self, dataset: Any) -> list[Iterator[Any]]:
         """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""
-        return [batches(dataset, self.run.train, samples) for _ in self.chunks]
+        return [batches(dataset, self.run.train) for _ in self.chunks]
 
     def _forward_backward(
         self, iterators: list[Iterator[Any]], microbatches: int, *, forward_only: bool

@@ -9,6 +9,7 @@ python tests/support/app.py spoil 2 train ...              a weight of the last 
 python tests/support/app.py outgrow 2 train ...            a weight is eight times as large after the second iteration
 python tests/support/app.py damage scale:inf:2:1 train ...  memory of rank 1 goes bad after iteration 2 (damage.py)
 python tests/support/app.py full metrics,tfevents train ... there is no room for these files
+python tests/support/app.py spike 16:24 train ...          these samples are noise, and a small rise counts as a spike
 python tests/support/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
 python tests/support/app.py many CASES.json                 several commands; prints [code, stderr] of each
 python tests/support/app.py heard CASES.json                the same; prints [code, stderr, stdout]
@@ -181,6 +182,44 @@ def damage(words, arguments):
     return after_iteration(*damage_from_words(words), arguments)
 
 
+def spike(words, arguments):
+    """FIRST:LAST: these places in the order of samples hold noise; FIRST:LAST:without: the data never had them.
+
+    A spike is what is a fifth above the running mean.
+    """
+    from megatron_fp8.mcore import install
+
+    install()
+
+    from megatron_fp8.train import liveness, step
+
+    first, last = map(int, words.split(":")[:2])
+
+    class Data:
+        def __init__(self, real):
+            self.real = real
+
+        def __len__(self):
+            return len(self.real)
+
+        def __getitem__(self, index):
+            if words.endswith("without"):
+                return self.real[index + last - first if index >= first else index]
+            sample = self.real[index]
+            if first <= index < last:
+                sample = {**sample, "labels": (sample["labels"] * 7 + 3) % 251}
+            return sample
+
+    original = step.batches
+
+    def batches(dataset, *args):
+        return original(Data(dataset) if args[1:] else dataset, *args)
+
+    liveness._FAR, liveness._DEVIATIONS = 1.2, 0.1
+    step.batches = batches
+    return main(arguments)
+
+
 def full(names, arguments):
     """Whoever writes to a file whose name has one of these parts (a,b) finds the disk full."""
     import errno
@@ -228,6 +267,7 @@ if __name__ == "__main__":
             "spoil": lambda n, a: after_iteration(int(n), spoil, a),
             "damage": damage,
             "full": full,
+            "spike": spike,
             "truncate": lambda n, a: after_iteration(int(n), truncate, a),
             "many": lambda p, _: many(p),
             "heard": lambda p, _: many(p, with_output=True),

@@ -36,6 +36,7 @@ from .sections import (
     TelemetrySection,
     TrainSection,
     check_loss_scaling,
+    check_rewinds,
     check_sections,
     check_telemetry,
     settle_warmup,
@@ -134,6 +135,7 @@ def parse(arguments: list[str]) -> RunConfig:
     check_loss_scaling(run.optimizer, fp16=run.model.fp16)
     check_paths(run)
     check_telemetry(run.telemetry)
+    check_rewinds(run.train, run.checkpoint, run.telemetry, run.model.fp8_guard)
     return run
 
 

@@ -41,6 +41,9 @@ class TrainSection:
     max_skipped_steps: int = 10
     """Skipped steps in a row after which the run ends as failed; those of a loss scale that can still fall do not
     count. 0: never."""
+    rewind_on_spike: int = 0
+    """How often a run may go back to its last checkpoint after a spike of the loss, and leave out the samples since.
+    0: never; a spike is said."""
     distributed_timeout_minutes: int = 30
     """A collective that waits longer than this ends the run."""
     watchdog: float = 15.0
@@ -226,6 +229,26 @@ def check_accept(names: list[str]) -> None:
                 f"checkpoint.accept={name}: it may change without being accepted, leave it out. What may be accepted is"
                 " model.rotary_base and the like, and data.tokenizer."
             )
+
+
+def check_rewinds(
+    train: TrainSection, checkpoint: CheckpointSection, telemetry: TelemetrySection, guard: Any
+) -> None:
+    """Raise ValueError if a run is to go back and could not, or not wholly."""
+    if not train.rewind_on_spike:
+        return
+    option = f"train.rewind_on_spike={train.rewind_on_spike}"
+    if not checkpoint.save_interval:
+        raise ValueError(f"{option} needs checkpoints to go back to: give checkpoint.save_interval.")
+    if guard:
+        raise ValueError(
+            f"{option} and model.fp8_guard={guard!r}: a rewind cannot take back the guard's moves. Leave one of them out."
+        )
+    if telemetry.settings().on:
+        raise ValueError(
+            f"{option} and telemetry: what was measured between a checkpoint and a spike would be recorded twice. Leave"
+            " one of them out."
+        )
 
 
 _LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "max_loss_scale", "loss_scale_window", "hysteresis")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from ..config.sections import DataSection, TrainSection
 from ..launch.parallel import on_first_rank, wait_for_all
+from ..left_out import Range, place
 from . import corpus
 from .bigram import bigram_entropy
 from .index_cache import index_folder, index_name, keep_indices
@@ -134,19 +135,21 @@ def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
 
 
 def batches(
-    dataset: Any, train: TrainSection, consumed_samples: int = 0
+    dataset: Any, train: TrainSection, consumed_samples: int = 0, left_out: Sequence[Range] = ()
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches of this rank, starting at `consumed_samples`; starts again from the first when all are used.
 
     Sample order depends on the position only: a step's micro-batches hold together, over all data-parallel ranks, the
     samples that any other layout gives to the same step. Tensors are [micro batch, this rank's part of the sequence].
+    ``left_out``: ranges of samples that are passed over, and not counted as consumed.
     """
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     position = consumed_samples
     while True:
         first = position + rank * train.micro_batch_size
-        samples = [dataset[index % len(dataset)] for index in range(first, first + train.micro_batch_size)]
+        kept = range(first, first + train.micro_batch_size)
+        samples = [dataset[place(index, left_out) % len(dataset)] for index in kept]
         batch = {
             name: _moved(torch.stack([sample[name] for sample in samples]), device)
             for name in ("tokens", "labels", "loss_mask", "position_ids")

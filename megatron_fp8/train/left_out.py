@@ -1,0 +1,62 @@
+"""Samples that a run leaves out, because its loss rose far above what it was when it read them.
+
+    checkpoints/left_out.json    [{"first": 40, "last": 48, "iteration": 12, "went_back_to": 10, "why": "..."}, ...]
+
+Places in the order of samples, from `first` to before `last`. What is counted as consumed are the samples that are not
+left out: so a run that leaves some out goes on, in every number, as one whose data never had them. The file is written
+before training goes on, and lies beside the checkpoints, so that a run that resumes from one that is older than the spike
+leaves them out too; checkpoints that are saved later hold them in their manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files.disk import read_ordinary, replace_file
+
+FILE = "left_out.json"
+_LARGEST = 1 << 24
+
+Range = tuple[int, int]
+
+
+def place(kept: int, ranges: Iterable[Range]) -> int:
+    """Where in the order of all samples the one is that `kept` others of those not left out come before."""
+    for first, last in sorted(ranges):
+        if kept < first:
+            break
+        kept += last - first
+    return kept
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The records beside a folder's checkpoints; none if there is no file. ValueError: it cannot be read, or holds
+    something else."""
+    path = folder / FILE
+    try:
+        found = json.loads(read_ordinary(path, _LARGEST))
+        ranges = ranges_of(found)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no list of samples to leave out ({error}): bring it back, or remove it to read them all."
+        ) from error
+    if any(not 0 <= first < last for first, last in ranges):
+        raise ValueError(
+            f"{str(path)!r} has a range that is none: bring it back, or remove it to read them all."
+        )
+    return list(found)
+
+
+def write(folder: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Put these records beside the checkpoints. Raises OSError."""
+    replace_file(folder / FILE, json.dumps(list(records), indent=1) + "\n")
+
+
+def ranges_of(records: Iterable[dict[str, Any]]) -> list[Range]:
+    """Their ranges alone."""
+    return [(int(record["first"]), int(record["last"])) for record in records]

@@ -1,0 +1,102 @@
+"""Going back behind a spike of the loss: to the last checkpoint, without the samples that were read since.
+
+PaLM's cure (Chowdhery et al., arXiv 2204.02311, section 5.1): its loss spiked about twenty times, at batches that did no
+harm to an earlier state of the weights; training went back some hundred steps and left out 200 to 500 batches. Here the
+checkpoint says how far, so `checkpoint.save_interval` says how many batches a spike costs. What a spike is,
+train/liveness.py judges, whose memory is saved and restored: a run that was interrupted judges as one that was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..files.checkpoint import Manifest, check_files, complete_checkpoints, read_manifest
+from . import left_out
+from .checkpoints import Start
+from .failure import TrainingFailed
+from .launch.parallel import on_first_rank
+
+Chosen = tuple[Path, Manifest]
+
+
+class Rewinds:
+    """The rewinds of one run, made and called on every rank.
+
+    Args:
+        most: how many there may be, those of earlier attempts counted.
+        folder: of this run's checkpoints.
+        restore: puts a checkpoint into model, optimizer, schedule and streams; where training starts then.
+        wait: returns when no save is under way.
+        records: what was left out before.
+
+    ``ranges``: of samples that are left out.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        folder: Path,
+        restore: Callable[[Chosen], Start],
+        wait: Callable[[], None],
+        records: list[dict[str, Any]],
+    ) -> None:
+        self.most, self.folder, self._restore, self._wait = most, folder, restore, wait
+        self.records = list(records)
+
+    @property
+    def ranges(self) -> list[left_out.Range]:
+        return left_out.ranges_of(self.records)
+
+    def back(self, iteration: int, samples: int, why: str) -> tuple[Start | None, str]:
+        """Go back from the end of an iteration; where training goes on, None if it cannot go back, and a line about it.
+
+        Args:
+            samples: that were consumed by then.
+            why: what the loss did.
+
+        Collective. Raises TrainingFailed: the checkpoint is damaged, or what is left out cannot be written down.
+        """
+        if len(self.records) >= self.most:
+            return None, f"warning: {why}. All {self.most} rewinds are used up: training goes on."
+        self._wait()
+        try:
+            chosen = on_first_rank(lambda: self._newest(iteration - 1))
+            if chosen is None:
+                return None, f"warning: {why}. No checkpoint is from before, to go back to: training goes on."
+            start = self._restore(chosen)
+            first, last = (
+                left_out.place(start.samples, self.ranges),
+                left_out.place(samples - 1, self.ranges) + 1,
+            )
+            record = {
+                "first": first,
+                "last": last,
+                "iteration": iteration,
+                "went_back_to": start.iteration,
+                "why": why,
+            }
+            on_first_rank(lambda: self._write([*self.records, record]))
+        except ValueError as error:
+            raise TrainingFailed(f"training failed: {why}, and it cannot go back: {error}") from error
+        self.records.append(record)
+        return start, (
+            f"rewind      {why}: back to {chosen[0].name}, samples {first} to {last - 1} are left out"
+            f" ({len(self.records)} of at most {self.most} times)"
+        )
+
+    def _newest(self, iteration: int) -> Chosen | None:
+        """This run's newest checkpoint of at most an iteration, its files checked."""
+        for path in reversed(complete_checkpoints(self.folder)):
+            if int(path.name[5:]) <= iteration:
+                manifest = read_manifest(path)
+                check_files(path, manifest)
+                return path, manifest
+        return None
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        try:
+            left_out.write(self.folder, records)
+        except OSError as error:
+            raise ValueError(f"{left_out.FILE} cannot be written ({error.strerror})") from error

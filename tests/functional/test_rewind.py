@@ -1,0 +1,90 @@
+"""Going back behind a spike: the run goes on, bit for bit, as one whose data never had these samples."""
+
+import json
+import shutil
+
+import pytest
+
+from benchmarks.kills import differences
+from megatron_fp8.commands.main import main
+from megatron_fp8.files.checkpoint import complete_checkpoints, read_manifest
+from tests.support.command import APP, run
+
+REWIND = ["--train.rewind_on_spike=2", "--checkpoint.save_interval=2", "--checkpoint.keep_last=0"]
+LONGER = ["--train.train_iters=12", "--train.eval_interval=4"]
+
+
+@pytest.fixture(scope="module")
+def train(folder, config):
+    """train(words, name, *options): a run of twelve iterations of four samples; iteration 10 reads 36 to 39."""
+
+    def go(words, name, *options):
+        out = folder / "runs" / name
+        more = [f"--run_dir={out}", *LONGER, *REWIND, *options]
+        done = run(APP, "spike", words, "train", f"--config={config}", *more)
+        return done, out
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def rewound(train):
+    done, out = train("36:40", "rewound")
+    assert done.returncode == 0, done.stderr
+    return done, out
+
+
+def test_it_is_the_run_whose_data_never_had_them(rewound, train):
+    done, out = rewound
+    said = [line for line in done.stdout.splitlines() if line.startswith("rewind ")]
+    assert len(said) == 1 and "back to iter_0000008, samples 32 to 39 are left out (1 of at most 2" in said[0]
+    other, whole = train("32:40:without", "whole")
+    assert other.returncode == 0 and "rewind " not in other.stdout
+    assert differences(out, whole) == []
+    record = json.loads((out / "checkpoints" / "left_out.json").read_text())
+    assert [(r["first"], r["last"], r["iteration"], r["went_back_to"]) for r in record] == [(32, 40, 10, 8)]
+    manifests = [read_manifest(path) for path in complete_checkpoints(out / "checkpoints")]
+    assert [bool(m.state.get("left_out")) for m in manifests] == [False] * 4 + [True] * 2
+    assert manifests[-1].state["left_out"] == record and manifests[-1].state["consumed_samples"] == 48
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [e["iteration"] for e in events if e["event"] == "rewind"] == [8]
+
+
+@pytest.mark.parametrize("last", [6, 8, 10])
+def test_a_run_that_is_resumed_leaves_them_out_too(rewound, train, folder, last):
+    """From a checkpoint that was saved after the rewind, from the one that it went back to, and from an earlier one."""
+    _, out = rewound
+    again = folder / "runs" / f"again{last}"
+    shutil.copytree(out, again)
+    for path in complete_checkpoints(again / "checkpoints"):
+        if int(path.name[5:]) > last:
+            shutil.rmtree(path)
+    (again / "checkpoints" / "latest").write_text(f"iter_{last:07d}\n")
+    done, _ = train("36:40", f"again{last}")
+    assert done.returncode == 0, done.stderr
+    assert "left out, as before: samples 32 to 39" in done.stdout and "rewind  " not in done.stdout
+    assert differences(out, again) == []
+
+
+def test_there_are_no_more_rewinds_than_allowed(train):
+    done, out = train("36:56", "often", "--train.rewind_on_spike=1")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "far above" in line and "goes on" in line]
+    assert done.stdout.count("\nrewind  ") == 1 and said and "All 1 rewinds are used up" in said[0]
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--checkpoint.save_interval=0"], "needs checkpoints to go back to: give checkpoint.save_interval"),
+        (["--model.fp8_guard=true"], "cannot take back the guard's moves"),
+        (["--telemetry.every=2"], "would be recorded twice"),
+        (["--train.rewind_on_spike=-1"], "train.rewind_on_spike=-1 must be"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(config, folder, capsys, options, words):
+    arguments = [f"--config={config}", f"--run_dir={folder / 'refused'}", *REWIND, *options]
+    assert main(["train", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and not (folder / "refused").exists()
