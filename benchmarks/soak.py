@@ -279,11 +279,11 @@ def soak(
     dice: random.Random,
     python: str,
 ) -> tuple[list[Fault], list[str], dict[str, Any]]:
-    """A run with these faults, then one without: the faults, in what the two differ, the last record of both."""
+    """A run with these faults beside one without: the faults, in what the two differ, the last record of both."""
     config = write_config(folder, iterations, save_every)
     disturbed = Disturbed(folder, config, dice, python)
-    one = disturbed.play(planned)
     with Run(folder, config, "whole", 0, python) as whole:
+        one = disturbed.play(planned)
         _wait(whole, None)
         finish(whole)
     last = json.loads((one / "metrics.jsonl").read_text().splitlines()[-1])
