@@ -46,7 +46,7 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
         chunks=[CHUNK],
         optimizer=SimpleNamespace(),
         stop=SimpleNamespace(reason=None),
-        training_data=lambda samples: [],
+        training_data=lambda *_: [],
         damaged=False,
         state_is_damaged=lambda: False,
         watchdog=SimpleNamespace(enter=lambda kind, iteration: None),
