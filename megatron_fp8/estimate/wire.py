@@ -27,11 +27,11 @@ from .wire_linear import Call, Traffic, column, gathered_scales, row
 
 def of_stage(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traffic]:
     """The traffic of a rank of a pipeline stage in one iteration, one entry a kind; groups of one rank send nothing."""
-    found: dict[tuple[str, str, str], Traffic] = {}
+    found: dict[tuple[str, str, str, int], Traffic] = {}
     for one in _all(settings, chunks, plans):
         if one.ranks == 1 or not one.bytes:
             continue
-        key = (one.what, one.call, one.axis)
+        key = (one.what, one.call, one.axis, one.ranks)
         known = found.get(key)
         if known is not None:
             one = Traffic(

@@ -1,0 +1,134 @@
+"""What ranks exchange as their number grows: one rank of a simulated world asks its groups for what the estimate says,
+and for nothing that grows with all the others."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fp8.estimate.settings import Settings, read
+from megatron_fp8.estimate.sites import Plans
+from megatron_fp8.estimate.wire import of_stage
+from tests.support.estimate_cases import CASES
+from tests.support.estimates import _trained, options
+from tests.support.simulated import Count, counted, simulated
+
+VERDICTS = 6
+"""All-reduces of an iteration that no estimate counts, of one or two numbers each: verdicts, norms, the loss."""
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Megatron-Core's configs set variables."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+HERE = (
+    "delayed, interleaved, compact",
+    "context parallel, mixed",
+    "latent attention, experts, two tokens, all layouts",
+)
+
+
+def of_a_world(name: str, world: int) -> tuple[list[str], Settings]:
+    """A case of the estimate's, on more ranks: as many microbatches on each."""
+    ranks, config, changes = CASES[name]
+    few = read(options(config, **changes), gpus=ranks)
+    batch = few.microbatches * few.train.micro_batch_size * world // few.model.model_ranks
+    arguments = options(config, **{**changes, "train__global_batch_size": batch})
+    return arguments, read(arguments, gpus=world)
+
+
+def an_iteration(name: str, world: int, stage: int) -> tuple[dict[str, Count], Settings]:
+    """What the first rank of a stage asks for in an iteration."""
+    arguments, settings = of_a_world(name, world)
+    first = stage * world // settings.model.pipeline_model_parallel_size
+    with simulated(first, world), _trained(arguments, iterations=1) as (step, _, _), counted() as found:
+        step(1)
+    return found, settings
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in HERE else pytest.mark.long) for name in CASES]
+)
+@pytest.mark.parametrize("world", [pytest.param(8, marks=pytest.mark.long), 512])
+def test_an_iteration_asks_for_what_the_estimate_says(name: str, world: int) -> None:
+    stages = of_a_world(name, world)[1].model.pipeline_model_parallel_size
+    found, settings = an_iteration(name, world, stages - 1)
+    expected, calls = Counter[str](), Counter[str]()
+    chunks = [chunk for chunk in settings.model.chunks() if chunk.stage == stages - 1]
+    for one in of_stage(settings, chunks, Plans(settings.model)):
+        expected[one.call] += one.bytes
+        calls[one.call] += one.calls
+    verdicts = found["all-reduce"].calls - calls["all-reduce"]
+    assert 0 < verdicts <= VERDICTS
+    assert 0 < found["all-reduce"].bytes - expected["all-reduce"] <= 16 * verdicts
+    found.pop("all-reduce")
+    calls.pop("all-reduce", None)
+    assert {call: one.calls for call, one in found.items()} == dict(calls)
+    # Of tokens to experts the mean over ranks is known, and this is one rank: trainings hold it (test_estimate.py).
+    exact = {call for call in calls if call != "all-to-all"}
+    assert {call: found[call].bytes for call in exact} == {call: expected[call] for call in exact}
+
+
+# ------------------------------------------------------------------------------------------- once a run, and once a save
+
+
+def once(name: str, world: int, rank: int, folder: Path) -> dict[str, dict[str, Count]]:
+    """What a rank asks for at start-up, for the report, for telemetry and for a checkpoint."""
+    from megatron_fp8.files.checkpoint import Manifest
+    from megatron_fp8.mcore.checkpoint import saver
+    from megatron_fp8.mcore.checkpoint.training import sharded_state
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.sites import check_plan, fp8_linears
+    from megatron_fp8.telemetry.parts import agree
+    from megatron_fp8.train.failure import first_not_finite
+
+    parts: dict[str, dict[str, Count]] = {}
+
+    def part(what: str, work: Callable[[], Any]) -> Any:
+        with counted() as found:
+            done = work()
+        parts[what] = found
+        return done
+
+    with simulated(rank, world), _trained(of_a_world(name, world)[0], iterations=0) as (step, chunks, _):
+        part("plan", lambda: check_plan(chunks))
+        part("report", lambda: site_report(chunks))
+        shares = {linear.fp8_site.plan.name: linear.fp8_share for linear in fp8_linears(chunks)}
+        part("telemetry", lambda: agree(shares, dist.group.WORLD))
+        part("first iteration", lambda: step(0))
+        part("failure", lambda: first_not_finite(chunks))
+        state = sharded_state(chunks, step.optimizer)
+        saving = saver.Saver(folder, patience=1)
+        with (  # what other ranks would tell: the first rank's folder, and their plans
+            mock.patch.object(
+                saver, "from_rank", saver.from_rank if rank == 0 else lambda _, own, group: own
+            ),
+            mock.patch.multiple(saver.Shards, settle=mock.DEFAULT, finish=mock.DEFAULT),
+        ):
+            part("save", lambda: saving.save(state, Manifest(1)))
+    return parts
+
+
+@pytest.mark.parametrize("rank", [0, -1], ids=["the first rank", "the last rank"])
+def test_nothing_that_is_asked_once_grows_with_the_ranks(tmp_path: Path, rank: int) -> None:
+    name = "mxfp8, stages, tied, gathered"
+    few, many = (once(name, world, rank % world, tmp_path / str(world)) for world in (64, 512))
+    for what, found in many.items():
+        assert not {"gather", "scatter"} & set(found), what
+        everybody = {call for call, one in found.items() if one.peers == 512}
+        assert everybody <= {"all-reduce", "broadcast", *(["send"] if what == "save" else [])}, what
+        for call in everybody:
+            assert found[call].calls == few[what][call].calls, (what, call)
+            # Data parallel ranks have a number each, of which the first is looked for (telemetry/parts.py).
+            more = 8 * (512 - 64) if what == "telemetry" else 64
+            assert found[call].largest <= few[what][call].largest + more, (what, call)
