@@ -3,7 +3,6 @@ and for nothing that grows with all the others."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_fp8.estimate.sites import Plans
 from megatron_fp8.estimate.wire import of_stage
 from tests.support.estimate_cases import CASES
 from tests.support.estimates import _trained, options
+from tests.support.left_behind import put_back
 from tests.support.simulated import Count, counted, simulated
 
 VERDICTS = 6
@@ -26,8 +26,8 @@ VERDICTS = 6
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Megatron-Core's configs set variables."""
-    with mock.patch.dict(os.environ):
+    """Megatron-Core is patched in this process, and its configs set variables."""
+    with put_back():
         yield
 
 
