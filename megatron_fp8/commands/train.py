@@ -137,8 +137,9 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except Exception as error:
         told = in_words_of_the_run(error)
-        watchdog, run = trainer.stepper.watchdog, trainer.run
-        told = lost_rank(error, watchdog.doing, watchdog.who(), checkpoint_before(run, 2**31)) or told
+        if told is error:
+            watchdog, run = trainer.stepper.watchdog, trainer.run
+            told = lost_rank(error, watchdog.doing, watchdog.who(), checkpoint_before(run, 2**31)) or error
         if told is not error:
             return refuse(told, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
         traceback.print_exc()

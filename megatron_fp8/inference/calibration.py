@@ -393,7 +393,7 @@ def _over_ranks(seen: Seen, group: Any) -> Seen:
     device = device_of(group)
     amaxes = torch.tensor(seen.amaxes, dtype=torch.float64, device=device)
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-    counts = torch.cat([seen.counts, torch.tensor([seen.nonfinite], dtype=torch.int64)]).to(device)
+    counts = torch.cat([seen.counts, seen.counts.new_tensor([seen.nonfinite])]).to(device)
     dist.all_reduce(counts, op=dist.ReduceOp.SUM, group=group)
     return Seen(amaxes.tolist(), counts[:-1].cpu(), int(counts[-1]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterator
@@ -75,13 +76,13 @@ def rows_with_sizes(found: list[Candidate]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+@functools.lru_cache(maxsize=2**14)  # asked of each linear's parents again and again
 def matches(name: str, pattern: str) -> bool:
     """Whether a glob matches the name, its last part, or those of a module that it is in."""
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        if fnmatchcase(".".join(parts[:end]), pattern) or fnmatchcase(parts[end - 1], pattern):
-            return True
-    return False
+    parent, _, last = name.rpartition(".")
+    if parent and matches(parent, pattern):
+        return True
+    return fnmatchcase(name, pattern) or fnmatchcase(last, pattern)
 
 
 def fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:

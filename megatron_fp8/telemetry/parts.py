@@ -101,12 +101,13 @@ def _first_ranks(
 ) -> torch.Tensor:
     """int64 [sets, numbers] on the CPU: the lowest rank that has this number (of a part, or of tokens) of a set of sites.
     ``mine``: the sets that this rank has, each with its number."""
-    width = torch.tensor([1 + max((column for _, column in mine), default=0)], device=device_of(group))
+    device, most = device_of(group), 1 + max((column for _, column in mine), default=0)
+    width = torch.tensor([most], dtype=torch.int64, device=device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
-    table = torch.full((len(sets), int(width)), size(group), dtype=torch.int64)
+    table = torch.full((len(sets), int(width)), size(group), dtype=torch.int64, device="cpu")
     row = {numbers: index for index, numbers in enumerate(sets)}
     for numbers, column in mine:
         table[row[numbers], column] = dist.get_rank(group)
-    table = table.to(device_of(group))
+    table = table.to(device)
     dist.all_reduce(table, op=dist.ReduceOp.MIN, group=group)
     return table.cpu()

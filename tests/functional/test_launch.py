@@ -61,6 +61,12 @@ def script(tmp_path):
 
 
 @contextmanager
+def listening():
+    """The suite may have been started in the background, which ignores Ctrl-C, or by nohup."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def started(folder, python, *command, name="launch", **variables):
     """A launch that goes on meanwhile; its process, and a function that reads what it has said."""
     log = folder / f"{name}.log"
@@ -68,6 +74,7 @@ def started(folder, python, *command, name="launch", **variables):
         process = subprocess.Popen(
             [python, "-m", "megatron_fp8", "launch", *map(str, command)],
             stdout=out, stderr=out, env=environment(**variables), cwd=folder,
+            preexec_fn=listening,
         )  # fmt: skip
     try:
         yield process, log.read_text

@@ -76,6 +76,14 @@ def _set_signals(handlers: dict[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
+def _fills() -> bool:
+    return bool(torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
+
+
+def _fill(wanted: bool) -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = wanted  # type: ignore[attr-defined]
+
+
 GLOBALS = {
     "megatron_fp8.mcore.install()": Global(_installed, _install),
     "Megatron-Core's groups": Global(_megatron_groups, _forget_megatron_groups),
@@ -92,6 +100,7 @@ GLOBALS = {
     "torch.use_deterministic_algorithms": Global(
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
     ),
+    "whether deterministic algorithms fill new memory": Global(_fills, _fill),
     "torch's float32 precision of products": Global(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     ),
