@@ -60,13 +60,13 @@ def script(tmp_path):
     return path
 
 
-@contextmanager
 def listening():
     """The suite may have been started in the background, which ignores Ctrl-C, or by nohup."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@contextmanager
 def started(folder, python, *command, name="launch", **variables):
     """A launch that goes on meanwhile; its process, and a function that reads what it has said."""
     log = folder / f"{name}.log"
