@@ -126,6 +126,7 @@ def _as_command(
 ) -> None:
     """What the interpreter does with its command line, in a forked child."""
     Path("/proc/self/comm").write_text(name)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what forks may have been started by nohup
     for signal_number in ignored:
         signal.signal(signal_number, signal.SIG_IGN)
     for number, path in ((1, stdout), (2, stderr)):
