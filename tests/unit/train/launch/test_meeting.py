@@ -190,7 +190,7 @@ def test_two_processes_with_one_rank_are_refused(launch):
 
 def test_one_rank_looks_who_is_missing_and_asks_by_halves(launch, monkeypatch):
     """A thousand ranks that each ask about a thousand would keep the store busy for minutes."""
-    monkeypatch.setattr(meeting_file, "FIRST_LINE_S", 0.4)
+    monkeypatch.setattr(meeting_file, "FIRST_LINE_S", 2.0)  # the second line is two seconds later
     looked, asked = [], []
     look = Meeting._missing
     monkeypatch.setattr(Meeting, "_missing", lambda one: looked.append(one.rank) or look(one))
