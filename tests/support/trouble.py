@@ -4,9 +4,10 @@ python tests/support/trouble.py '{"clock": true, "slow": 0.1, "hangs": 30, "stop
 
     clock      the time of day jumps by days, back and forth, before every iteration
     slow       the last rank sleeps so many seconds in each of the first 20 iterations
-    hangs      in this iteration the last rank sleeps until rank 0 has noticed, in a function named `read_slowly`
-    compiles   so, in what looks like torch's compiler
-    stops      so, as a whole: SIGSTOP
+    log        the file that rank 0 writes to
+    hangs      in this iteration the last rank sleeps until rank 0 says so, in a function named `read_slowly`
+    compiles   in this one until rank 0 has noticed, and a little longer, in what looks like torch's compiler
+    stops      in this one the last rank is stopped (SIGSTOP) until rank 0 says so
     dies       in this iteration the last rank is killed: SIGKILL
     leaves     [rank, iteration]: this rank is stopped for good
     minute     seconds that a minute of train.distributed_timeout_minutes has
@@ -32,28 +33,36 @@ RANK, LAST = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", 
 
 
 RUN_DIR = next(Path(word.partition("=")[2]) for word in sys.argv if word.startswith("--run_dir="))
-SPOKEN_S = 4.0
-"""After rank 0 wrote its stacks: until it has said something."""
+SAID_S, SILENT_S = 120, 4.0
+"""How long rank 0 may take to say something; after it wrote its stacks: until it would have."""
 
 
 def read_slowly(iteration):
-    while not list(RUN_DIR.glob(f"stacks/*/iteration-{iteration}-*/rank-0.txt")):
+    """Until rank 0 has told this function's name: in its first line on this iteration or, on a busy machine, a later."""
+    until = time.monotonic() + SAID_S
+    while f"rank {RANK} works in iteration {iteration}" not in Path(TOLD["log"]).read_text():
+        assert time.monotonic() < until, "rank 0 said nothing"
         time.sleep(0.1)
-    time.sleep(SPOKEN_S)
 
 
 def compile_slowly(iteration):
-    """From a file whose name is one of the compiler's."""
+    """In a file whose name is one of the compiler's."""
     program = compile("def work(): wait(number)", "/any/torch/_dynamo/convert_frame.py", "exec")
-    found = {"wait": read_slowly, "number": iteration}
+    found = {"wait": until_seen, "number": iteration}
     exec(program, found)
     found["work"]()
 
 
+def until_seen(iteration):
+    while not list(RUN_DIR.glob(f"stacks/*/iteration-{iteration}-*/rank-0.txt")):
+        time.sleep(0.1)
+    time.sleep(SILENT_S)
+
+
 def stop(iteration):
     """Somebody else goes on with this process later."""
-    seen = f"ls {RUN_DIR}/stacks/*/iteration-{iteration}-*/rank-0.txt"
-    until = f"until {seen}; do sleep 0.2; done; sleep {SPOKEN_S}; kill -CONT {os.getpid()}"
+    said = f"grep -q '^waiting     iteration {iteration} takes.*rank {RANK} does not answer' {TOLD['log']}"
+    until = f"for i in $(seq {5 * SAID_S}); do {said} && break; sleep 0.2; done; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", until], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
 
