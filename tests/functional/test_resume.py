@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.support.fp8_gpt import DEEPSEEK, MOE, NARROW, RECIPES
 from benchmarks.support.ranks import Layout
-from tests.support.resume import resumes_exactly
+from tests.support.resume import goes_back_exactly, resumes_exactly
 
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
@@ -55,6 +55,10 @@ CASES |= {
     # An embedding that stages share has a bucket of its own, after one that is padded.
     "delayed-deepseek-pp2": (Layout(pp=2), "delayed", {**HISTORY, **DEEPSEEK}, SHARDED),
 }
+BACK = (
+    *("delayed-dp2-own-histories", "delayed-tp2-sp", "delayed-vpp2"),
+    *("delayed-fp8-weights-overlap", "mxfp8-fp8-weights-overlap", "delayed-deepseek-ep2"),
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,6 +67,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks, tmp_path, name):
     if layout.tp == 1:
         fields = {**NARROW, **fields}
     assert ranks(2).run(resumes_exactly, layout, recipe, fields, ddp, str(tmp_path)) == [{}, {}]
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_going_back_in_the_same_model_leaves_nothing_of_what_came_since(ranks, tmp_path, name):
+    """What train.rewind_on_spike does: other iterations lie between the checkpoint and its being read."""
+    layout, recipe, fields, ddp = CASES[name]
+    if layout.tp == 1:
+        fields = {**NARROW, **fields}
+    assert ranks(2).run(goes_back_exactly, layout, recipe, fields, ddp, str(tmp_path)) == [{}, {}]
 
 
 @pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["dp2", "dp2-sharded"])

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.kills import differences
 from megatron_fp8.files.checkpoint import complete_checkpoints, read_manifest
 from megatron_fp8.train.config import run_config
-from tests.support.command import APP, run
+from tests.support.command import APP, run, torchrun
 
 REWIND = ["--train.rewind_on_spike=2", "--checkpoint.save_interval=2", "--checkpoint.keep_last=0"]
 LONGER = ["--train.train_iters=12", "--train.eval_interval=4"]
@@ -72,6 +72,38 @@ def test_there_are_no_more_rewinds_than_allowed(train):
     said = [line for line in done.stdout.splitlines() if "far above" in line and "goes on" in line]
     assert done.stdout.count("\nrewind  ") == 1 and said and "All 1 rewinds are used up" in said[0]
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 12
+
+
+def test_without_a_checkpoint_from_before_the_run_goes_on_and_says_so(train):
+    done, out = train("36:40", "early", "--train.train_iters=10", "--checkpoint.save_interval=12")
+    assert done.returncode == 0, done.stderr
+    assert "iteration 10 had loss" in done.stdout
+    assert "No checkpoint is from before, to go back to: training goes on." in done.stdout
+    assert not (out / "checkpoints" / "left_out.json").exists()
+
+
+def test_two_stages_go_back_together_twice_and_stop_on_a_signal_meanwhile(folder, config, forking_python):
+    """The loss is the last stage's. The second spike is in an iteration done again; rank 1 is told to stop then."""
+    stages = ["--model.pipeline_model_parallel_size=2", f"--config={config}", *LONGER, *REWIND]
+
+    def train(words, name):
+        out = folder / "runs" / name
+        return torchrun(APP, "spike", words, "train", f"--run_dir={out}", *stages, python=forking_python), out
+
+    stopped, out = train("36:44:told", "stages")
+    assert stopped.returncode == 0, stopped.stderr
+    said = [line for line in stopped.stdout.splitlines() if line.startswith("rewind ")]
+    assert len(said) == 2, stopped.stdout
+    assert "samples 32 to 39 are left out" in said[0] and "back to iter_0000008, samples 40 to 43" in said[1]
+    assert complete_checkpoints(out / "checkpoints")[-1].name == "iter_0000009"
+    resumed, _ = train("36:44", "stages")
+    assert "left out, as before: samples 32 to 39, 40 to 43" in resumed.stdout, resumed.stderr
+    whole, other = train("32:44:without", "stages_whole")
+    assert (resumed.returncode, whole.returncode) == (
+        0,
+        0,
+    ) and "rewind  " not in resumed.stdout + whole.stdout
+    assert differences(out, other) == []
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -183,7 +184,8 @@ def damage(words, arguments):
 
 
 def spike(words, arguments):
-    """FIRST:LAST: these places in the order of samples hold noise; FIRST:LAST:without: the data never had them.
+    """FIRST:LAST: these places in the order of samples hold noise; FIRST:LAST:without: the data never had them;
+    FIRST:LAST:told: rank 1 gets a SIGTERM while it goes back the second time.
 
     A spike is what is a fifth above the running mean.
     """
@@ -191,9 +193,18 @@ def spike(words, arguments):
 
     install()
 
-    from megatron_fp8.train import liveness, step
+    from megatron_fp8.train import liveness, rewind, step
 
     first, last = map(int, words.split(":")[:2])
+    back = rewind.Rewinds.back
+
+    def told(self, *given):
+        if os.environ.get("RANK") == "1" and len(self.records) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return back(self, *given)
+
+    if words.endswith("told"):
+        rewind.Rewinds.back = told
 
     class Data:
         def __init__(self, real):

@@ -157,6 +157,33 @@ def resumes_exactly(
     return {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
 
 
+def goes_back_exactly(
+    layout: Layout,
+    recipe: str | None,
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+    folder: str,
+    asynchronous: bool = False,
+    **options: Any,
+) -> dict[str, tuple[Any, Any]]:
+    """A rank case: what differs between two iterations after a checkpoint and the same ones after three on other data
+    and a return to that checkpoint in the same model, as a rewind does; {}: nothing."""
+    with model_parallel(layout):
+        training = Training(layout, recipe, fields, ddp, seed=7, **options)
+        training.steps(2)
+        checkpoint = training.save(folder, asynchronous=asynchronous)
+        wanted = {f"{kind} at load": value for kind, value in training.digests().items()}
+        wanted.update({"losses": training.steps(2), **training.digests()})
+        training.iteration = 100
+        training.steps(3)
+        training.saver.close()
+        wanted["notes"] = []
+        found: dict[str, Any] = {"notes": training.load(checkpoint)}
+        found |= {f"{kind} at load": value for kind, value in training.digests().items()}
+        found.update({"losses": training.steps(2), **training.digests()})
+    return {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
+
+
 def trains_and_saves(
     layout: Layout,
     recipe: str | None,
