@@ -123,12 +123,16 @@ typedef struct { int64_t high, first, top, s; } Place;
 /* Complete sums on their way to out: `blocks` of 32 x 32 side by side, of which `next` rows are there. */
 typedef struct { const float *sums; int64_t row, col, blocks, next; } Done;
 
+/* Rows of out that a block's sums are going to, to be fetched from memory while they are made. */
+typedef struct { const char *at; int64_t step, rows; } Fetch;
+
 /* What is done with each square that is multiplied, and how much of it. */
 struct Beside {
     const Job *job;
     Pieces pieces; /* of the next slice */
     Done done;     /* sums: NULL where there are none */
-    int64_t pieces_each, rows_each;
+    Fetch fetch;
+    int64_t pieces_each, rows_each, fetched_each;
 };
 
 /* So many rows more of complete sums to out, each from end to end: memory is written in its order. */
@@ -145,6 +149,20 @@ INLINE void work_beside(Beside *beside) {
     Pieces *pieces = &beside->pieces;
     for (int64_t i = 0; i < beside->pieces_each && pieces->next < pieces->count; i++) pack_piece(pieces);
     if (beside->done.sums) finish_rows(beside->job, &beside->done, beside->rows_each);
+}
+
+/* A part of a block's rows of out, four times a square: fetched all at once they would wait for each other. */
+INLINE void fetch_beside(Beside *beside) {
+    Fetch *fetch = &beside->fetch;
+    for (int64_t i = 0; i < beside->fetched_each && fetch->rows > 0; i++, fetch->rows--, fetch->at += fetch->step) {
+        __builtin_prefetch(fetch->at, 1);
+        __builtin_prefetch(fetch->at + 64, 1);
+    }
+}
+
+INLINE Fetch fetch_of(const Job *job, int64_t row, int64_t col) {
+    int64_t size = job->out->bfloat16 ? 2 : 4;
+    return (Fetch){(const char *)job->out->at + (row * job->n + col) * size, job->n * size, least(BLOCK, job->m - row)};
 }
 
 INLINE int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
@@ -213,6 +231,7 @@ static void multiply_slice(Beside *beside, const Part *part, const Place *at, co
     int32_t last = at->s + squares == job->squares, more = at->s > 0, held_left = job->holds_a != job->turned;
     beside->pieces_each = (beside->pieces.count + down * across * squares - 1) / (down * across * squares);
     beside->rows_each = (BLOCK + across * squares - 1) / (across * squares);
+    beside->fetched_each = (BLOCK / 4 + squares - 1) / squares;
     for (int64_t row = 0; row < down; row++) {
         float *sums = kept + row * across * BLOCK * BLOCK;
         if (beside->done.sums == sums) finish_rows(job, &beside->done, BLOCK); /* before they become others */
@@ -221,6 +240,7 @@ static void multiply_slice(Beside *beside, const Part *part, const Place *at, co
             const uint32_t *of_held = held + (job->holds_a ? row : col) * 2 * words + (at->s - at->first) * SQUARE;
             const uint32_t *a = held_left ? of_held : of_slice, *b = held_left ? of_slice : of_held;
             int64_t a_apart = held_left ? words : apart, b_apart = held_left ? apart : words;
+            if (last) beside->fetch = fetch_of(job, out_row + row * BLOCK, out_col + col * BLOCK);
 #if HAS_AMX
             if (job->kernel == WITH_AMX)
                 multiply_amx(a, a_apart, b, b_apart, squares, sums + col * BLOCK * BLOCK, more, beside);

@@ -20,6 +20,7 @@
 
 typedef struct Beside Beside;
 INLINE void work_beside(Beside *beside);
+INLINE void fetch_beside(Beside *beside);
 
 /* sums [32, 32] of two panels of a and two of b, each `apart` words from the first, over squares of k. */
 static void multiply_avx512(const uint32_t *a, int64_t a_apart, const uint32_t *b, int64_t b_apart, int64_t squares,
@@ -36,6 +37,7 @@ static void multiply_avx512(const uint32_t *a, int64_t a_apart, const uint32_t *
         }
         const uint32_t *right = b;
         for (int64_t s = 0; s < squares; s++, left += SQUARE, right += SQUARE) {
+            fetch_beside(beside);
 #pragma GCC unroll 4
             for (int pair = 0; pair < SIDE; pair++) {
                 __m512bh first = (__m512bh)_mm512_load_si512(right + pair * SIDE);
@@ -79,6 +81,7 @@ static void multiply_amx(const uint32_t *a, int64_t a_apart, const uint32_t *b, 
     }
     for (int64_t s = 0; s < squares; s++, a += SQUARE, b += SQUARE) {
         work_beside(beside);
+        for (int quarter = 0; quarter < 4; quarter++) fetch_beside(beside);
         _tile_loadd(4, a, line);
         _tile_loadd(6, b, line);
         _tile_loadd(7, b + b_apart, line);
