@@ -30,6 +30,7 @@ from megatron_fp8.numerics.cast import RandomKey, philox_bits
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, DelayedScaling, Rule
 from megatron_fp8.state.arena import Arena
+from megatron_fp8.state.rings import Rings
 from megatron_fp8.tensor import Float8Tensor, QuantizedSide
 
 KEPT = Path(__file__).parent / "data" / "gpu_digests.json"
@@ -231,20 +232,20 @@ def kernel_functions() -> Functions:
 
     def updated(running: list[torch.Tensor], recipe: DelayedScaling) -> Outputs:
         slots, device = running[0].numel(), running[0].device
-        scale, head = torch.ones(slots, device=device), torch.zeros(slots, dtype=torch.int64, device=device)
-        history = torch.zeros(slots, recipe.amax_history_len, device=device)
+        scale, rings = torch.ones(slots, device=device), Rings(slots, recipe.amax_history_len, device)
         for row in running:
             multi_amax.update_delayed(
                 row,
                 scale,
                 torch.arange(slots, device=device),
-                head,
-                history,
+                rings.head,
+                rings.rows,
+                rings.maxima,
                 torch.full_like(scale, E4M3.max),
+                length=rings.length,
                 margin=recipe.margin,
             )
-        order = (head[:, None] + torch.arange(history.shape[1], device=device)) % history.shape[1]
-        return {"scale": scale, "history": history.gather(1, order)}
+        return {"scale": scale, "history": rings.unrolled().t()}
 
     return Functions(native.quantize, fp8_transpose.transpose, normed, updated)
 

@@ -267,6 +267,7 @@ def _updates() -> None:
     from megatron_fp8.kernels.multi_amax import update_delayed
     from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
     from megatron_fp8.numerics.formats import E4M3
+    from megatron_fp8.state.rings import Rings
 
     first.launch(empty(1, dtype=torch.int32))
     for rows, cols in ((4096, 4096), (300, 257), (70, 200)):
@@ -274,7 +275,10 @@ def _updates() -> None:
     for slots in (1, 2, 21, 450, 7, 16):
         index, head = (empty(slots, dtype=torch.int64) for _ in range(2))
         for length in (1, 4, 16):
-            update_delayed(empty(slots), empty(slots), index, head, empty(slots, length), empty(slots))
+            rings = Rings(slots, length, META)
+            update_delayed(
+                empty(slots), empty(slots), index, head, rings.rows, rings.maxima, empty(slots), length=length
+            )
     for rows, cols in ((1000, 520), (4096, 4096), (130, 140)):
         whole, shape = rows * cols, (rows, cols)
         for scale in (empty(), empty(-(-rows // 128), -(-cols // 128))):

@@ -129,13 +129,14 @@ def works() -> list[Work]:
     from megatron_fp8.kernels.sources import Plain
     from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
     from megatron_fp8.numerics.formats import E4M3, E5M2
+    from megatron_fp8.state.rings import Rings
 
     x, dy = empty(TOKENS, HIDDEN, dtype=BF16), empty(TOKENS, FFN, dtype=BF16)
     wide, gamma = empty(TOKENS, 2 * FFN, dtype=BF16), empty(HIDDEN, dtype=BF16)
     plain, ffn, weight = TOKENS * HIDDEN, TOKENS * FFN, HIDDEN * HIDDEN
     master, blocks = empty(weight), empty(HIDDEN // 128, HIDDEN // 128)
     shape, bytes_ = (HIDDEN, HIDDEN), empty(weight, dtype=torch.uint8)
-    slots, many = empty(1024), empty(1024, dtype=torch.int64)
+    slots, many, rings = empty(1024), empty(1024, dtype=torch.int64), Rings(1024, 1024, torch.device("meta"))
     return [
         *of_source("", lambda: Plain(x), E4M3, plain, 2.0, (2.0,)),
         *of_source("norm, ", lambda: Normalized(x, row_rstd(x, 1e-5), gamma), E4M3, plain, 2.0, (2.0,)),
@@ -169,8 +170,8 @@ def works() -> list[Work]:
         ),
         Work(
             "1024 scales of 1024 amaxes each",
-            lambda: update_delayed(slots, slots, many, many, empty(1024, 1024), slots),
-            "_update", 1024 * 1024, 4.0, 0.0, (4.0,), loop_bytes=16 * 1024 // 128 * 4,
+            lambda: update_delayed(slots, slots, many, many, rings.rows, rings.maxima, slots, length=1024),
+            "_update", 1024 * 64, 4.0, 0.0, (4.0,),
         ),
     ]  # fmt: skip
 

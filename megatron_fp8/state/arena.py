@@ -113,7 +113,10 @@ class Arena:
             )
             self.scale = torch.cat([self.scale, torch.ones(extra, device=self.device, dtype=torch.float32)])
         if delayed is not None:
-            self._histories.setdefault((delayed, fmt.name), History(self.device)).add(slot)
+            known = self._histories.get((delayed, fmt.name))
+            if known is None:
+                known = self._histories[delayed, fmt.name] = History(delayed.amax_history_len, self.device)
+            known.add(slot)
         return slot
 
     def history(self, delayed: DelayedScaling, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,11 +126,11 @@ class Arena:
         """
         held = self._histories[delayed, fmt.name]
         held.grow()
-        return held.index, held.unrolled()
+        return held.index, held.rings.unrolled()
 
-    def histories(self) -> list[tuple[list[Slot], torch.Tensor]]:
-        """The slots of each recipe and format, and their rows [slots, amax_history_len] as they lie. No copies."""
-        return [(held.slots, held.rows) for held in self._histories.values() if held.slots]
+    def histories(self) -> list[History]:
+        """Of each recipe and format. No copies."""
+        return list(self._histories.values())
 
     def saved_slot(self, slot: Slot) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of a delayed slot: float32 scale [1] and amax_history [length], uint8 warm [1] (CPU).
@@ -138,9 +141,7 @@ class Arena:
         assert slot.delayed is not None
         held = self._histories[slot.delayed, slot.fmt.name]
         held.grow()
-        ring = held.rows[slot.column]
-        order = torch.arange(len(ring), device=ring.device, dtype=torch.int64) + held.head[slot.column]
-        history = ring[order % len(ring)]
+        history = held.rings.entries(slot.column)
         history[0] = self.rows[0, slot.index]
         warm = torch.tensor([slot.warm], dtype=torch.uint8, device="cpu")
         return {
@@ -157,14 +158,9 @@ class Arena:
         history = saved["amax_history"].to(self.device)
         self.scale[slot.index] = saved["scale"].to(self.device)[0]
         self.rows[0, slot.index] = history[0]
-        ring = held.rows[slot.column]
-        ring.zero_()
-        held.head[slot.column] = 0
-        kept = min(len(ring), len(history)) - 1
-        if kept:
-            ring[-kept:] = history[-kept:]
-        slot.warm = bool(saved["warm"])
-        held.cold = sum(not s.warm for s in held.slots)
+        held.rings.load(slot.column, history)
+        was_warm, slot.warm = slot.warm, bool(saved["warm"])
+        held.cold += was_warm - slot.warm
 
     @torch.inference_mode(False)
     def _trim(self) -> None:
@@ -286,18 +282,19 @@ class Arena:
             if due:
                 held.warm_up(seen)
             return
-        value = self.rows[0, held.index]
-        value = torch.where(value.isinf(), torch.zeros_like(value), value)
+        value = self.rows[0].index_select(0, held.index)
+        value.masked_fill_(value.isinf(), 0)
         seen = value != 0
-        held.put(value)
+        held.rings.put(value)
         if due:
-            amax = value if delayed.amax_compute_algo == "most_recent" else held.rows.amax(1)
+            amax = value if delayed.amax_compute_algo == "most_recent" else held.rings.largest()
             fresh = compute_scale(
                 amax, held.slots[0].fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon
             )
-            self.scale[held.index] = torch.where(seen, fresh, self.scale[held.index])
+            kept = self.scale.index_select(0, held.index)
+            self.scale.index_copy_(0, held.index, torch.where(seen, fresh, kept))
             held.warm_up(seen)
-        held.roll(seen)
+        held.rings.roll(seen)
 
     def _update_in_one_launch(self, delayed: DelayedScaling, held: History, due: bool) -> torch.Tensor:
         from ..kernels.multi_amax import update_delayed  # loads Triton
@@ -306,9 +303,11 @@ class Arena:
             self.rows[0],
             self.scale,
             held.index,
-            held.head,
-            held.rows,
+            held.rings.head,
+            held.rings.rows,
+            held.rings.maxima,
             held.fp8_max,
+            length=held.rings.length,
             margin=delayed.margin,
             epsilon=delayed.amax_epsilon,
             most_recent=delayed.amax_compute_algo == "most_recent",

@@ -16,6 +16,7 @@ from ..numerics.rule import Direction, Rule
 from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import RECIPES, DelayedScaling
+from ..state.rings import Rings
 from ..tensor import Float8Tensor
 from .names import WHAT_IF
 
@@ -67,8 +68,7 @@ class WhatIfHistory:
         self, fmt: FloatFormat, count: int, device: torch.device, recipe: DelayedScaling | None = None
     ):
         self.fmt, self.recipe = fmt, recipe or DelayedScaling()
-        self.rows = torch.zeros(count, self.recipe.amax_history_len, dtype=torch.float32, device=device)
-        self.head = torch.zeros(count, dtype=torch.int64, device=device)
+        self.rings = Rings(count, self.recipe.amax_history_len, device)
         self.scales = torch.ones(count, dtype=torch.float32, device=device)
         self.warm = [False] * count
         self.updates = 0
@@ -79,17 +79,16 @@ class WhatIfHistory:
         scale; 0 where a tensor was not cast. Read back once, while any has no scale yet."""
         amax = torch.where(amax.isinf(), 0.0, amax)
         seen = amax != 0
-        self.rows.scatter_(1, self.head[:, None], amax[:, None])
+        self.rings.put(amax)
         if self.updates % self.recipe.interval == 0:
-            longest = amax if self.recipe.amax_compute_algo == "most_recent" else self.rows.amax(1)
+            longest = amax if self.recipe.amax_compute_algo == "most_recent" else self.rings.largest()
             margin, epsilon = self.recipe.margin, self.recipe.amax_epsilon
             fresh = compute_scale(longest, self.fmt, margin=margin, epsilon=epsilon)
             self.scales = torch.where(seen, fresh, self.scales)
             if not all(self.warm):
                 told = seen.tolist()
                 self.warm = [before or now for before, now in zip(self.warm, told, strict=True)]
-        self.head.add_(seen).remainder_(self.rows.shape[1])
-        self.rows.scatter_(1, self.head[:, None], torch.zeros_like(amax)[:, None])
+        self.rings.roll(seen)
         self.updates += 1
 
     def scale(self, index: int) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tupl
     """
     stage, mine, order = parallel_state.get_pipeline_model_parallel_rank(), None, 0
     if check is not None and (state := check.first()):
-        mine, order = ("state", f"{state} holds NaN or Inf"), stage << _PLACES
+        mine, order = ("state", state), stage << _PLACES
     elif first := next(_not_finite(chunks), None):
         kind, place, line = first
         mine = (kind, line)

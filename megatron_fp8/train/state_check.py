@@ -18,6 +18,7 @@ from ..mcore.names import named_parameters
 from ..mcore.optimizer.compact_moments import Moment
 from ..mcore.optimizer.models import parts_of
 from ..mcore.runtime import state_of, unwrap
+from ..state.rings import Rings
 
 PARTS = 16
 """So many iterations read everything once."""
@@ -33,10 +34,10 @@ class StateCheck:
 
     def __init__(self, chunks: list[Any], optimizer: Any) -> None:
         self._chunks, self._optimizer = chunks, optimizer
-        self._parts: list[list[torch.Tensor]] = []
+        self._parts: list[list[torch.Tensor | Rings]] = []
 
     def turn(self) -> torch.Tensor:
-        """How many tensors of the next part hold NaN or Inf: float64 [], on the state's device. Nothing is read back."""
+        """How many tensors of the next part are damaged: float64 [], on the state's device. Nothing is read back."""
         if not self._parts:  # listed anew in each round: moments are made by the first step
             tensors = [tensor for _, tensor in self._named()]
             self._parts = [tensors[first::PARTS] for first in reversed(range(PARTS))]
@@ -51,17 +52,21 @@ class StateCheck:
         return self._count([tensor for _, tensor in self._named()])
 
     def first(self) -> str:
-        """What holds NaN or Inf, in words; '' if nothing does."""
-        return next((name for name, tensor in self._named() if bool(_bad(tensor))), "")
+        """What holds NaN or Inf, or what nobody wrote, in words; '' if nothing does."""
+        for name, tensor in self._named():
+            if bool(_bad(tensor)):
+                rings = isinstance(tensor, Rings)
+                return f"{name} {'hold a number that nobody recorded' if rings else 'holds NaN or Inf'}"
+        return ""
 
-    def _count(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def _count(self, tensors: list[torch.Tensor | Rings]) -> torch.Tensor:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         found = torch.zeros((), dtype=torch.float64, device=device)
         for tensor in tensors:
             found += _bad(tensor).to(device)
         return found
 
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named(self) -> Iterator[tuple[str, torch.Tensor | Rings]]:
         names = {}
         for chunk in self._chunks:
             for name, parameter in named_parameters(unwrap(chunk)):
@@ -75,13 +80,18 @@ class StateCheck:
                         if isinstance(moment, torch.Tensor) and moment.is_floating_point():
                             yield f"{key} of {name}", moment
         for arena in state_of(unwrap(self._chunks[0]).config).arenas:
-            for slots, rows in arena.histories():
-                yield f"the amax histories of {slots[0].name} and {len(slots) - 1} others", rows
+            for held in arena.histories():
+                yield (
+                    f"the amax histories of {held.slots[0].name} and {len(held.slots) - 1} others",
+                    held.rings,
+                )
 
 
 @torch.no_grad()
-def _bad(tensor: torch.Tensor) -> torch.Tensor:
+def _bad(tensor: torch.Tensor | Rings) -> torch.Tensor:
     """bool []: whether it holds NaN or Inf, in one pass without a copy."""
+    if isinstance(tensor, Rings):
+        return tensor.damaged()
     if isinstance(tensor, Moment):
         return torch.stack([_bad(stored) for stored in tensor.stored_tensors()]).any()
     values = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()

@@ -131,6 +131,7 @@ def unsound(layout: Layout, options: list[str], kinds: list[str]) -> list[str]:
 ONCE, NEVER = [0, 0, 1, 0, 0, 0], [0] * STEPS
 STATE = "the optimizer or FP8 state of a rank is damaged"
 MAX = ["--model.fp8_amax_compute_algo=max", "--model.fp8_amax_history_len=8"]
+LONG = ["--model.fp8_amax_compute_algo=max", "--model.fp8_amax_history_len=1024"]
 SHARDED = ["--optimizer.use_distributed_optimizer=true"]
 
 
@@ -185,6 +186,7 @@ def test_what_stays_ends_the_run(
         ("second:inf", TP2, ["--optimizer.state_dtype=fp8"], f"exp_avg_sq of {SITE}.weight"),
         ("unread:nan", TP2, ["--model.fp8_format=blockwise"], "the master of embedding.word_embeddings.weight"),
         ("history:inf", TP2, MAX, "the amax histories of "),
+        ("maximum:9", DP2, LONG, "the amax histories of "),
     ],
 )  # fmt: skip
 def test_what_no_step_feels_ends_the_run_too(

@@ -125,8 +125,15 @@ def _scale(trainer: Any, value: float) -> None:
 
 def _history(trainer: Any, value: float) -> None:
     slot = _slot(trainer)
-    held = slot.arena._histories[slot.delayed, slot.fmt.name]
-    held.rows[slot.column, int(held.head[slot.column]) - 1] = value
+    rings = slot.arena._histories[slot.delayed, slot.fmt.name].rings
+    latest = int(rings.head[slot.column]) - 1
+    rings.rows[latest // rings.block, slot.column, latest % rings.block] = value
+
+
+def _maximum(trainer: Any, value: float) -> None:
+    """Of the last block of a history, which no iteration writes for long."""
+    slot = _slot(trainer)
+    slot.arena._histories[slot.delayed, slot.fmt.name].rings.maxima[-1, slot.column] = value
 
 
 _KINDS: dict[str, Callable[[Any, float], None]] = {
@@ -141,4 +148,5 @@ _KINDS: dict[str, Callable[[Any, float], None]] = {
     "amax": _amax,
     "scale": _scale,
     "history": _history,
+    "maximum": _maximum,
 }

@@ -10,6 +10,7 @@ from megatron_fp8.kernels.multi_amax import update_delayed
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Arena
+from megatron_fp8.state.rings import Rings
 from tests.support.matrices import DEVICE
 
 
@@ -18,8 +19,7 @@ class Updated:
 
     def __init__(self, slots: int, length: int):
         self.scale = torch.ones(slots, device=DEVICE)
-        self.head = torch.zeros(slots, dtype=torch.int64, device=DEVICE)
-        self.history = torch.zeros(slots, length, device=DEVICE)
+        self.rings = Rings(slots, length, DEVICE)
         formats = torch.tensor([(E4M3, E5M2)[i % 2].max for i in range(slots)], device=DEVICE)
         # Rows of the kernel's matrices need not be in the arena's order.
         self.index = torch.randperm(slots, generator=torch.Generator().manual_seed(3)).to(DEVICE)
@@ -30,9 +30,11 @@ class Updated:
             running,
             self.scale,
             self.index,
-            self.head,
-            self.history,
+            self.rings.head,
+            self.rings.rows,
+            self.rings.maxima,
             self.fp8_max,
+            length=self.rings.length,
             margin=recipe.margin,
             epsilon=recipe.amax_epsilon,
             most_recent=recipe.amax_compute_algo == "most_recent",
@@ -40,8 +42,7 @@ class Updated:
         )
 
     def unrolled(self, slot: int) -> torch.Tensor:
-        at = int((self.index == slot).nonzero())
-        return torch.roll(self.history[at], -int(self.head[at]))
+        return self.rings.entries(int((self.index == slot).nonzero()))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,7 @@ def test_update(recipe):
         arena.update(iteration)
         assert_same_bytes(running, before, "the running row is not the kernel's to clear")
         assert_same_bytes(mine.scale, arena.scale, f"scales of iteration {iteration}")
+        assert not mine.rings.damaged()
         assert torch.equal(seen, ((running > 0) & running.isfinite())[mine.index])
         for fmt in (E4M3, E5M2):
             index, rows = arena.history(recipe, fmt)

@@ -4,6 +4,7 @@ tests/functional/test_damaged_memory.py."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,17 @@ import pytest
 import torch
 
 from megatron_fp8.mcore.optimizer.compact_moments import Moment
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.recipe import DelayedScaling
+from megatron_fp8.state.arena import Arena
 from megatron_fp8.train import state_check
 from megatron_fp8.train.state_check import PARTS, StateCheck
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, count: int = 30) -> tuple[StateCheck, dict[Any, Any]]:
-    """A check over masters of `count` weights and their second moments; the optimizer's state."""
+def watched(
+    monkeypatch: pytest.MonkeyPatch, count: int = 30, arenas: Sequence[Arena] = ()
+) -> tuple[StateCheck, dict[Any, Any]]:
+    """A check over masters of `count` weights, their second moments, and arenas; the optimizer's state."""
     weights = [(f"layer{i}.weight", torch.ones(3, dtype=torch.float32)) for i in range(count)]
     model = SimpleNamespace(config=None)
     state = {w: {"exp_avg_sq": torch.ones(3, dtype=torch.float32), "step": 3} for _, w in weights}
@@ -24,7 +30,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, count: int = 30) -> tuple[StateChec
     part.optimizer = SimpleNamespace(state=state)
     monkeypatch.setattr(state_check, "unwrap", lambda chunk: chunk)
     monkeypatch.setattr(state_check, "named_parameters", lambda model: weights)
-    monkeypatch.setattr(state_check, "state_of", lambda config: SimpleNamespace(arenas=[]))
+    monkeypatch.setattr(state_check, "state_of", lambda config: SimpleNamespace(arenas=arenas))
     return StateCheck([model], part), state
 
 
@@ -37,7 +43,9 @@ def test_whatever_goes_bad_is_found_once_in_a_round_and_named(
         assert sum(float(check.turn()) for _ in range(PARTS)) == 0 and not check.first() and not check.all()
         list(state.values())[index]["exp_avg_sq"][1] = value
         assert [float(check.turn()) for _ in range(PARTS)].count(1.0) == 1
-        assert float(check.all()) == 1 and check.first() == f"exp_avg_sq of layer{index}.weight"
+        assert (
+            float(check.all()) == 1 and check.first() == f"exp_avg_sq of layer{index}.weight holds NaN or Inf"
+        )
 
 
 def test_a_moment_in_fewer_bits_is_looked_at_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +63,21 @@ def test_large_values_are_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     check, state = watched(monkeypatch, 1)
     next(iter(state)).fill_(3e38)
     assert not check.all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 9.0])
+@pytest.mark.parametrize("kept", ["rows", "maxima"])
+def test_histories_are_looked_at(monkeypatch: pytest.MonkeyPatch, kept: str, value: float) -> None:
+    """Also before their first iteration, and where a finite number is not what was recorded."""
+    arena = Arena(None, torch.device("cpu"))
+    slots = [arena.add(DelayedScaling(), fmt) for fmt in (E4M3, E5M2, E5M2)]
+    check, _ = watched(monkeypatch, 1, [arena])
+    assert not check.all() and not check.first()
+    for iteration in range(3):
+        arena.rows[0] = 2.0
+        arena.update(iteration)
+    assert sum(float(check.turn()) for _ in range(PARTS)) == 0 and not check.all()
+    rings = arena.histories()[1].rings
+    getattr(rings, kept)[20, slots[2].column].view(-1)[:1] = value
+    assert sum(float(check.turn()) for _ in range(PARTS)) == 1 and float(check.all()) == 1
+    assert check.first() == "the amax histories of slot1 and 1 others hold a number that nobody recorded"
