@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from .line import CommandParser, run, tensors_shown
+from .line import CommandParser, tensors_shown
+from .on_checkpoint import run_command
 
 HELP = """\
 Make a run of a directory of Hugging Face's form, to train on from: BF16, or FP8 as compressed-tensors (per tensor, per
@@ -14,10 +20,25 @@ channel) or DeepSeek (128x128 blocks) write it.
   megatron-fp8 import Llama-3.2-1B runs/llama
   megatron-fp8 train --config=runs/llama/config.yaml --model.fp8=hybrid --data my_text.txt --optimizer.lr=1e-5
   megatron-fp8 export runs/llama out/llama-fp8 --format=fp8-channel --like=Llama-3.2-1B
+  megatron-fp8 launch --ranks 8 import DeepSeek-V3 runs/deepseek        eight processes, an eighth of the tensors each
 
-RUN_DIR must be new. It gets config.yaml and a checkpoint of iteration 0, which any parallel layout reads. FP8 weights
-become codes times scales in float32: nothing is rounded before the optimizer's float32 masters are made.
+RUN_DIR must be new. It gets config.yaml and a checkpoint of iteration 0, which any parallel layout reads, however many
+ranks made it. FP8 weights become codes times scales in float32: nothing is rounded before the optimizer's float32 masters
+are made.
 """
+
+_LONGEST = timedelta(hours=12)
+"""That a rank may be behind the others: it reads hundreds of GB, perhaps from a slower disk."""
+
+
+@dataclass
+class _Prepared:
+    """What is to be imported, and the ranks that do it, which have met."""
+
+    source: Path
+    run_dir: Path
+    tokenizer: Path | None
+    sharing: Any
 
 
 def main(arguments: list[str]) -> int:
@@ -26,20 +47,65 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("source", metavar="DIR")
     parser.add_argument("run_dir", metavar="RUN_DIR")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, if DIR has none")
-    return run(parser, arguments, _import)
+    try:
+        return run_command(parser, arguments, _prepare, _import)
+    except _Ended:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)  # as whoever sent it expects
+        raise
 
 
-def _import(options: argparse.Namespace) -> None:
-    from ..huggingface.importer import import_directory
-
+def _prepare(options: argparse.Namespace, _: list[str], launch: Any) -> _Prepared:
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
     if tokenizer and not tokenizer.is_file():
         raise ValueError(f"--tokenizer={str(tokenizer)!r} is not a file: give a tokenizer.json.")
-    done = import_directory(Path(options.source), Path(options.run_dir), tensors_shown, tokenizer)
+    source = Path(options.source)
+    return _Prepared(source, Path(options.run_dir), tokenizer, _met(launch, source, options))
+
+
+def _met(launch: Any, source: Path, options: argparse.Namespace) -> Any:
+    """The ranks that share the import. Raises ValueError where they see different directories."""
+    import torch
+    import torch.distributed as dist
+
+    from ..files.checkpoint import digest
+    from ..huggingface.directory import CONFIG, INDEX
+    from ..huggingface.sharing import Sharing
+    from ..train.launch.parallel import usable_cores
+
+    if launch.world_size == 1:
+        return Sharing()
+    signal.signal(signal.SIGTERM, _end)
+    torch.set_num_threads(max(1, usable_cores() // launch.local_world_size))
+    seen = {name: digest(source / name) if (source / name).is_file() else None for name in (CONFIG, INDEX)}
+    launch.meeting.agree("the import", {"DIR": options.source, "RUN_DIR": options.run_dir, **seen})
+    store = launch.meeting.group_store(_LONGEST.total_seconds())
+    dist.init_process_group(
+        "gloo", rank=launch.rank, world_size=launch.world_size, store=store, timeout=_LONGEST
+    )
+    return Sharing(dist.PrefixStore("import", store))
+
+
+class _Ended(BaseException):
+    """SIGTERM, with which a launcher ends its ranks, came: what was begun is removed on the way out."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended
+
+
+def _import(prepared: _Prepared) -> None:
+    from ..huggingface.importer import import_directory
+
+    sharing, run_dir = prepared.sharing, prepared.run_dir
+    shown = tensors_shown if sharing.rank == 0 else lambda names, _: names
+    done = import_directory(prepared.source, run_dir, shown, prepared.tokenizer, sharing)
+    if sharing.rank != 0:
+        return
     kept = f" ({done.kept_scales} keep their scales beside them)" if done.kept_scales else ""
     fp8 = f", {done.fp8_weights} FP8 weights decoded{kept}" if done.fp8_weights else ""
     padding = f"; vocabulary padded by {done.padding} rows" if done.padding else ""
-    print(f"{done.architecture}, {done.parameters:,} parameters{fp8}{padding}: {options.run_dir}")
+    print(f"{done.architecture}, {done.parameters:,} parameters{fp8}{padding}: {run_dir}")
     if not done.has_tokenizer:
         print("no tokenizer: train and generate need --data.tokenizer=FILE, or data that is tokens already")
-    print(f"next: megatron-fp8 train --config={options.run_dir}/config.yaml --data FILE")
+    print(f"next: megatron-fp8 train --config={run_dir}/config.yaml --data FILE")

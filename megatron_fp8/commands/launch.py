@@ -36,7 +36,7 @@ _MOST = 1024
 """Ranks on a node: more than any has GPUs or cores."""
 
 
-_OF_RANKS = ("train", "diagnose", "calibrate", "generate")
+_OF_RANKS = ("train", "diagnose", "calibrate", "generate", "import")
 _TEXTS = {"-h", "--help", "--keys"}
 
 

@@ -27,6 +27,10 @@ class CommandParser(argparse.ArgumentParser):
         )
         self.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
 
+    def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """(options, what the command takes beside them)."""
+        return self.parse_args(arguments), []
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. {self.prog} --help says more.")
 

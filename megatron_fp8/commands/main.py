@@ -18,7 +18,7 @@ usage: megatron-fp8 COMMAND ...
 FP8 training for Megatron-Core models.
 
   train      train a GPT on real text
-  launch     several ranks of train, diagnose, calibrate, generate or a script
+  launch     several ranks of train, generate, import, ... or of a script
   report     what a run ran, layer by layer, and how it went; as a page too
   compare    train BF16 and several recipes, and say how they differ
   diagnose   what FP8 costs a run, by layer and GEMM, and overrides that cure it

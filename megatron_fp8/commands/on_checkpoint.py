@@ -1,12 +1,14 @@
-"""What the commands on a trained checkpoint share: options, the order of their work, ranks given back."""
+"""What the commands of one or several ranks share, on a checkpoint or before one: options, the order of their work, ranks
+given back."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..files.terminal import printable
@@ -37,7 +39,7 @@ class Parser(CommandParser):
 
 
 def run_command(
-    parser: Parser,
+    parser: CommandParser,
     arguments: list[str],
     prepare: Callable[[argparse.Namespace, list[str], Any], Any],
     work: Callable[[Any], None],
@@ -55,7 +57,7 @@ def run_command(
     warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
     debug = "--debug" in arguments
     try:
-        launch = parallel.meet(parallel.find_launch())
+        launch = parallel.meet(parallel.find_launch(_of_this_process(os.environ)))
     except ValueError as error:
         return refuse(error, debug=debug)
     meeting = launch.meeting
@@ -80,6 +82,13 @@ def run_command(
         return EXIT_FAILED
     finally:
         parallel.leave()
+
+
+def _of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Without SLURM's variables where no srun started this process: a batch script has those of all its tasks."""
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        return environ
+    return {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
 
 
 def say(text: str, launch: Any) -> None:

@@ -53,18 +53,26 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise ValueError(f"{str(path)!r} is there already: give a new folder, or remove it.")
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        for entry in [*unfinished.rglob("*"), unfinished]:
-            sync(entry)
-        unfinished.replace(path)
-        sync(path.parent)
+        with written(path):
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            for entry in [*unfinished.rglob("*"), unfinished]:
+                sync(entry)
+            unfinished.replace(path)
+            sync(path.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """What the disk refuses becomes a ValueError of the directory that is being written."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"{str(path)!r} cannot be written ({error}): make room, or give another folder."
         ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

@@ -4,7 +4,8 @@
     RUN_DIR/checkpoints/iter_0000000        the weights alone: training starts at iteration 0 with a fresh optimizer
     RUN_DIR/tokenizer.json, ...             copied, and generation_config.json: where a text begins and ends
 
-Tensors are read, made and written one by one (incoming.py): memory holds a few times the largest, not the model. Training
+Tensors are read, made and written one by one (incoming.py): memory holds a few times the largest, not the model. Several
+ranks share the tensors (sharing.py). Training
 makes its float32 masters from them, and its BF16 or FP8 weights from the masters.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,13 @@ from .directory import (
     TOKENIZER_FILES,
     Tensors,
     find_file,
-    new_directory,
     read_json,
     write_json,
 )
 from .formats import check_readable, is_companion, is_of_cache, scale_name
 from .incoming import Incoming
 from .shapes import part_shapes
+from .sharing import Sharing
 
 LONGEST_SEQUENCE = 4096
 """Tokens of a sequence that an imported run's config asks for at most, even if the model takes more."""
@@ -46,6 +48,8 @@ TOKENIZER = "tokenizer.json"
 
 Progress = Callable[[Iterable[str], int], Iterable[str]]
 """(items, how many) -> the same items, shown while they pass."""
+
+_HEAD = "lm_head.weight"
 
 # Files of tokenizers in other forms.
 _OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -79,16 +83,43 @@ def import_directory(
     run_dir: Path,
     progress: Progress,
     tokenizer: Path | None = None,
+    sharing: Sharing | None = None,
 ) -> Imported:
     """Make the new run `run_dir` from the directory `source`.
 
     Args:
-        progress: shows how many tensors have been written.
+        progress: shows how many tensors have been written, of this rank's.
         tokenizer: a tokenizers file (tokenizer.json) other than the directory's.
+        sharing: the ranks that do it together; None: this process on its own.
 
     Raises ValueError, and leaves nothing behind: the family or a field is not known, a tensor is missing, left over, of
     another shape, of a kind that cannot be read, or not finite; `run_dir` is there already.
     """
+    sharing = sharing or Sharing()
+    with ExitStack() as opened:
+        config, section, given = sharing.each(lambda: _described(source, tokenizer))
+        tensors = sharing.each(lambda: opened.enter_context(Tensors(source)))
+        folder = opened.enter_context(sharing.new_directory(run_dir))
+        listed = sharing.each(lambda: _listed(source, config, section, tensors))
+        sharing.first(lambda: _check_copies(source, tensors, listed, section))
+        halves = not config.get("rope_interleave", True)
+        incoming = sharing.each(lambda: Incoming(tensors, sharing.part(listed, tensors), section, halves))
+        run = _run_config(config, section, given is not None, run_dir)
+        sharing.first(lambda: _write_beside(folder, source, config, run, given))
+        sharing.see(folder / "config.yaml")
+        _save(folder, incoming, run, progress, sharing)
+        parameters = sharing.total(incoming.parameters())
+        kept_scales = sharing.total(incoming.kept_scales)
+        fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
+    padding = section["padded_vocab_size"] - section["vocab_size"]
+    tied = section["share_embeddings_and_output_weights"]
+    without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
+    name = architecture_of(config).name
+    return Imported(name, without_padding, fp8, kept_scales, padding, given is not None)
+
+
+def _described(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
+    """(config.json, the model section that it means, the tokenizer's file)."""
     config = read_json(source / CONFIG)
     section = model_section(config)
     check_readable(config)
@@ -98,31 +129,33 @@ def import_directory(
             f"config.json has a quantization_config, and {architecture.name} holds several matrices as one, whose scales"
             " are not taken apart here: import the model in BF16."
         )
-    given = tokenizer or find_tokenizer(source)
-    with Tensors(source) as tensors, new_directory(run_dir) as folder:
-        _check_size(source, section, tensors)
-        _settle_next_tokens(section, tensors.names())
-        listed = list(entries(architecture, section))
-        shapes = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
-        tensors.take_apart(fused_rows(architecture, shapes))
-        _check_tensors(source, tensors, listed, section)
-        _check_copies(source, tensors, listed)
-        incoming = Incoming(tensors, listed, section, halves=not config.get("rope_interleave", True))
-        run = _run_config(config, section, given is not None, run_dir)
-        write_file(folder / "config.yaml", yaml.safe_dump(run, sort_keys=False))
-        for name in TOKENIZER_FILES:
-            if file := find_file(source, name):
-                shutil.copyfile(file, folder / name)
-        if given is not None:
-            shutil.copyfile(given, folder / TOKENIZER)
-            write_json(folder / GENERATION, _special_ids(source, config))
-            _check_tokenizer(folder, source, section["vocab_size"])
-        _save(folder, incoming, run, progress)
-        fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
-    padding = section["padded_vocab_size"] - section["vocab_size"]
-    tied = section["share_embeddings_and_output_weights"]
-    without_padding = incoming.parameters() - (1 if tied else 2) * padding * section["hidden_size"]
-    return Imported(architecture.name, without_padding, fp8, incoming.kept_scales, padding, given is not None)
+    return config, section, tokenizer or find_tokenizer(source)
+
+
+def _listed(source: Path, config: dict[str, Any], section: dict[str, Any], tensors: Tensors) -> list[Entry]:
+    """All tensors of the model, which are there in their shapes; none is read. Settles what the section leaves open."""
+    architecture = architecture_of(config)
+    _check_size(source, section, tensors)
+    _settle_next_tokens(section, tensors.names())
+    listed = list(entries(architecture, section))
+    shapes = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
+    tensors.take_apart(fused_rows(architecture, shapes))
+    _check_tensors(source, tensors, listed, section)
+    return listed
+
+
+def _write_beside(
+    folder: Path, source: Path, config: dict[str, Any], run: dict[str, Any], tokenizer: Path | None
+) -> None:
+    """What is no tensor: config.yaml, and the tokenizer with its files."""
+    write_file(folder / "config.yaml", yaml.safe_dump(run, sort_keys=False))
+    for name in TOKENIZER_FILES:
+        if file := find_file(source, name):
+            shutil.copyfile(file, folder / name)
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, folder / TOKENIZER)
+        write_json(folder / GENERATION, _special_ids(source, config))
+        _check_tokenizer(folder, source, run["model"]["vocab_size"])
 
 
 def _settle_next_tokens(section: dict[str, Any], names: Set[str]) -> None:
@@ -155,11 +188,7 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
         raise ValueError(f"{str(source)!r} has no {missing[0]}, which its config.json asks for.")
     for name in sorted(names - set(wanted)):
         belongs = is_companion(name) and f"{name.rpartition('.')[0]}.weight" in wanted
-        tied = name == "lm_head.weight" and section["share_embeddings_and_output_weights"]
-        if tied and not torch.equal(tensors[name], tensors["model.embed_tokens.weight"]):
-            raise ValueError(
-                f"{str(source)!r} has a lm_head.weight of its own, and tie_word_embeddings=true in its config.json."
-            )
+        tied = name == _HEAD and section["share_embeddings_and_output_weights"]
         if not (belongs or tied or is_of_cache(name) or name.endswith(_IGNORED)):
             raise ValueError(f"{str(source)!r} has {name}, which its config.json does not ask for.")
     for name, shape in wanted.items():
@@ -169,8 +198,13 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
             )
 
 
-def _check_copies(source: Path, tensors: Tensors, listed: list[Entry]) -> None:
-    """ValueError unless what the directory holds twice is the same: Megatron-Core has it once."""
+def _check_copies(source: Path, tensors: Tensors, listed: list[Entry], section: dict[str, Any]) -> None:
+    """ValueError unless what the directory holds twice is the same: Megatron-Core has it once. Reads those tensors."""
+    tied = section["share_embeddings_and_output_weights"] and _HEAD in tensors.names()
+    if tied and not torch.equal(tensors[_HEAD], tensors["model.embed_tokens.weight"]):
+        raise ValueError(
+            f"{str(source)!r} has a lm_head.weight of its own, and tie_word_embeddings=true in its config.json."
+        )
     first = {entry.megatron: entry.parts[0] for entry in listed if not entry.copy}
     for entry in listed:
         name, main = entry.parts[0], first[entry.megatron]
@@ -230,7 +264,9 @@ def _run_config(
     return {**run, "run_dir": str(run_dir)}
 
 
-def _save(folder: Path, incoming: Incoming, run: dict[str, Any], progress: Progress) -> None:
+def _save(
+    folder: Path, incoming: Incoming, run: dict[str, Any], progress: Progress, sharing: Sharing
+) -> None:
     """The weights as a checkpoint of iteration 0."""
     from ..mcore.checkpoint.saver import SaveError
     from ..mcore.checkpoint.weights import save_weights
@@ -243,14 +279,15 @@ def _save(folder: Path, incoming: Incoming, run: dict[str, Any], progress: Progr
         "consumed_samples": 0,
     }
     shown = iter(progress(incoming.described, len(incoming.described)))
+    make = sharing.until_one_refuses(incoming.make)
 
-    def make(name: str) -> torch.Tensor:
+    def make_next(name: str) -> torch.Tensor:
         following = next(shown)
         assert following == name, (following, name)
-        return incoming.make(name)
+        return make(name)
 
     try:
-        save_weights(folder / "checkpoints", incoming.described, Manifest(0, state, {"run": run}), make)
+        save_weights(folder / "checkpoints", incoming.described, Manifest(0, state, {"run": run}), make_next)
         assert next(shown, None) is None, "all are written, and the bar is at its end"
     except SaveError as error:
         raise OSError(str(error).partition(". ")[0]) from error

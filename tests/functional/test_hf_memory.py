@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
 
 from megatron_fp8.commands.main import main
-from megatron_fp8.huggingface.architectures import entries
-from megatron_fp8.huggingface.config import architecture_of, model_section
-from megatron_fp8.huggingface.shapes import part_shapes
-from tests.support.hf_small import CONFIG, write
+from tests.support.hf_small import IN_BLOCKS, write, write_family
 
 MEGABYTE = 2**20
 DENSE = {
@@ -27,26 +19,10 @@ DENSE = {
 EXPERTS = {
     **DENSE, "num_hidden_layers": 1, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
     "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    **IN_BLOCKS,
 }  # fmt: skip
+# The largest tensor: 2048 x 1024.
 MODELS = {"dense": DENSE, "experts_fp8": EXPERTS}
-
-
-def directory(folder: Path, fields: dict[str, Any]) -> Path:
-    """A directory of ones; largest tensor: 2048 x 1024."""
-    folder.mkdir(parents=True)
-    config = {**CONFIG, **fields}
-    (folder / "config.json").write_text(json.dumps(config))
-    section = model_section(config)
-    tensors: dict[str, torch.Tensor] = {}
-    for entry in entries(architecture_of(config), section):
-        for name, shape in part_shapes(entry, section).items():
-            in_fp8 = entry.site is not None and "quantization_config" in config
-            tensors[name] = torch.ones(shape, dtype=torch.float8_e4m3fn if in_fp8 else torch.bfloat16)
-            if in_fp8:
-                tensors[f"{name}_scale_inv"] = torch.ones([size // 128 for size in shape])
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 def anonymous() -> int:
@@ -84,7 +60,7 @@ def measure(folder: Path) -> None:
 def test_memory_holds_a_few_tensors_and_not_the_model(tmp_path):
     write(tmp_path / "tiny" / "hf")
     for name, fields in MODELS.items():
-        directory(tmp_path / name / "hf", fields)
+        write_family(tmp_path / name / "hf", fields)
     code = f"from {__name__} import *; measure(Path({str(tmp_path)!r}))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     took = [line.split()[1:] for line in said.splitlines() if line.startswith("took")]

@@ -1,13 +1,18 @@
-"""A Llama directory made by hand, without transformers."""
+"""Directories made without transformers: a Llama's by hand, and any family's from its config.json."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from megatron_fp8.huggingface.architectures import entries
+from megatron_fp8.huggingface.config import architecture_of, model_section
+from megatron_fp8.huggingface.shapes import part_shapes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,4 +64,30 @@ def write(folder: Path, config: dict[str, Any] | None = None, **changed: torch.T
     (folder / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v != "absent"}))
     kept = {name: tensor for name, tensor in {**tensors(), **changed}.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+IN_BLOCKS: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
+def write_family(
+    folder: Path, fields: dict[str, Any], values: Callable[..., torch.Tensor] = torch.ones
+) -> Path:
+    """A directory of CONFIG with other fields, of any family; with IN_BLOCKS its linears are FP8.
+
+    Args:
+        values: makes each tensor from its shape; codes are cast from it, and scales are it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**CONFIG, **fields}
+    (folder / "config.json").write_text(json.dumps(config))
+    section = model_section(config)
+    found: dict[str, torch.Tensor] = {}
+    for entry in entries(architecture_of(config), section):
+        for name, shape in part_shapes(entry, section).items():
+            in_fp8 = entry.site is not None and "quantization_config" in config
+            found[name] = values(shape).to(torch.float8_e4m3fn if in_fp8 else torch.bfloat16)
+            if in_fp8:
+                found[f"{name}_scale_inv"] = values([-(-size // 128) for size in shape])
+    save_file(found, folder / "model.safetensors")
     return folder

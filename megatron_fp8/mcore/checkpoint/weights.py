@@ -6,6 +6,8 @@ and what else the optimizer has, are zero.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +17,20 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 
 from ...files.checkpoint import Manifest
+from ...state.ranks import first_to_say
 from .saver import SaveError, Saver
 from .store import Make
 
 
 def save_weights(folder: Path, weights: dict[str, torch.Tensor], manifest: Manifest, make: Make) -> None:
-    """Save whole tensors, by name, as a checkpoint in `folder`, from one process that has no ranks beside it.
+    """Save whole tensors, by name, as a checkpoint in `folder`: of one process, or of all ranks together.
 
     Args:
-        weights: on the meta device: names, shapes and dtypes.
+        weights: this rank's, on the meta device: names, shapes and dtypes. No other rank has one of them.
         make: gives each one when it is written, in their order; one is in memory at a time.
 
-    Raises SaveError if the disk is full, or the folder cannot be written, and ValueError if `make` does.
+    Raises, on all ranks, SaveError if the disk is full, or the folder cannot be written, and ValueError if `make` does.
     """
-    assert not dist.is_initialized(), "this is for one process on its own"
     refused: list[ValueError] = []
 
     def careful(name: str) -> torch.Tensor:
@@ -38,16 +40,27 @@ def save_weights(folder: Path, weights: dict[str, torch.Tensor], manifest: Manif
             refused.append(error)
             raise
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with _ranks():
         shards = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in weights.items()}
         saver = Saver(folder)
-        saver.save(shards, manifest, careful)
+        try:
+            saver.save(shards, manifest, careful)
+        except SaveError:
+            if (found := first_to_say(refused[0] if refused else None)) is not None:
+                raise found[1] from None
+            raise
         saver.close()
-    except SaveError:
-        if refused:
-            raise refused[0] from None
-        raise
+
+
+@contextmanager
+def _ranks() -> Iterator[None]:
+    """The process group; one of this process alone, if there is none."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 

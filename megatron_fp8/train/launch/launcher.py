@@ -212,7 +212,10 @@ class _Agent(LocalElasticAgent):
         bad_input = failure is not None and failure.exitcode == EXIT_BAD_INPUT
         if errors and not bad_input:
             say(self._death(result.failures))
-        for line in errors or [f"error: {self._death(result.failures)}"]:
+        said_before = (
+            bad_input and self._logs.said_errors
+        )  # ranks of a busy machine end later than they refuse
+        for line in errors or ([] if said_before else [f"error: {self._death(result.failures)}"]):
             say(line)
         return failure.exitcode if failure is not None and failure.exitcode > 0 else EXIT_FAILED
 

@@ -96,6 +96,11 @@ class RankLogs(LogsSpecs):
         self._shown.update(found)
         return found
 
+    @property
+    def said_errors(self) -> bool:
+        """Whether an error of the last attempt was shown."""
+        return bool(self._shown)
+
     def last_line(self, rank: int) -> tuple[str, Path | None]:
         """What a rank of the last attempt said last ('': nothing), and the file that has it (None: nobody kept it)."""
         files = [file for file in self._followed if file.rank == rank]

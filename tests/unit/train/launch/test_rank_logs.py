@@ -67,7 +67,7 @@ def test_an_error_that_ends_nobody_is_shown_after_a_while(logs, capsys, monkeypa
     monkeypatch.setattr(rank_logs, "_HELD_S", -1.0)
     logs.show()
     logs.show()
-    assert capsys.readouterr().err == "error: the disk is full\n" and logs.errors() == []
+    assert capsys.readouterr().err == "error: the disk is full\n" and logs.errors() == [] and logs.said_errors
 
 
 def test_each_attempt_has_files_of_its_own(logs, tmp_path, capsys):
