@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 
 import torch
 
+os.environ.setdefault(
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+)  # CUDA itself, once asked, works in no forked process
 if not torch.cuda.is_available():
     # Triton kernels are interpreted; Triton's own functions are too, if it is told before anybody imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -18,11 +22,13 @@ import pytest
 
 from benchmarks.support import forking
 from benchmarks.support.ranks import RankPool
-from tests.support import order
+from tests.support import order, workers
 from tests.support.interpreter import lean_interpreter
 from tests.support.left_behind import left_behind, state
 
 gc.disable()  # until tests are collected: what is imported and collected stays
+THREADS = torch.get_num_threads()
+torch.set_num_threads(1)  # until then too: what files compute when they are imported starts no thread
 lean_interpreter()
 
 
@@ -31,25 +37,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--write-seconds", action="store_true", help="keep how long files of tests and unit tests took"
     )
     parser.addoption("--quick", action="store_true", help="leave out the slowest unit tests")
+    parser.addoption(
+        "--workers", type=int, default=1, help="how many processes run tests (tests/support/workers.py)"
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The order is that of pytest-xdist's processes; without it files run in the order of their names."""
+    """Several processes begin with the longest files; in one, files run in the order of their names."""
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=order.leave_out_slow(items))
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if config.getoption("workers") > 1:
         order.longest_first(items)
 
 
 def pytest_collection_finish() -> None:
-    """Cycles are looked for among what tests make: modules and 9,000 tests need not be gone through each time."""
+    """Cycles are looked for among what tests make: modules and 10,000 tests need not be gone through each time."""
     gc.freeze()
     gc.enable()
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # else libraries say at exit that their objects were leaked
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In several processes, if so many are asked for; else pytest's own loop does it."""
+    count = session.config.getoption("workers")
+    if count < 2 or session.testsfailed or session.config.option.collectonly:
+        torch.set_num_threads(THREADS)
+        return None
+    workers.run(session, count, lambda: torch.set_num_threads(THREADS))
+    return True
+
+
+atexit.register(gc.unfreeze)  # else libraries say at exit that their objects were leaked
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -81,9 +100,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """`ranks(n).run(case, *args, timeout=120)`: gloo ranks shared by the whole session (benchmarks/support/ranks.py)."""
-    pool = RankPool()
-    yield pool
-    pool.close()
+    with RankPool() as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

@@ -154,7 +154,7 @@ class Ranks:
 
 
 class RankPool:
-    """Rank processes, started when first needed."""
+    """Rank processes, started when first needed. Inside `with` its folder is gone afterwards, else when Python ends."""
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
@@ -200,6 +200,13 @@ class RankPool:
     def _grow(self, count: int) -> None:
         while len(self._workers) < count:
             self._workers.append(_Worker(Path(self._folder.name), len(self._workers)))
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._folder.cleanup()
 
     def close(self) -> None:
         """Kills the ranks; a later run starts new ones."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,7 @@ import pytest
 
 def made_once(temporary: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
     """The folder `name`, which `make` filled and nobody may change. After a failure the next one tries again."""
-    base = temporary.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # of all workers of this run
+    base = temporary.getbasetemp()  # of all processes of this run
     folder, done = base / f"once-{name}", base / f"once-{name}.done"
     with (base / f"once-{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -142,8 +142,7 @@ def test_draws_are_the_same_in_each_run_but_for_the_long_ones(monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- made once
 
 
-def test_a_folder_is_made_once_and_again_after_a_failure(tmp_path_factory, monkeypatch):
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+def test_a_folder_is_made_once_and_again_after_a_failure(tmp_path_factory):
     made = []
 
     def make(folder: Path) -> None:
