@@ -12,6 +12,7 @@ Rejected: a table by ``id(config)``, in which copies are not found and numbers a
 
 from __future__ import annotations
 
+import copy
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,8 @@ _KEY, _LENGTH = "_fp8_runtime", "_fp8_training_length"
 
 @dataclass(eq=False)
 class Fp8Runtime:
-    """Of the models of one config. Copies of the config share it; in another process a copy begins anew.
+    """Of the models of one config. Copies of the config share it; a copy of a model has its own, and in another process a
+    copy begins anew.
 
     Attributes:
         state: amaxes, scales, counts; the verdict on health is its ``last.nonfinite``.
@@ -58,7 +60,12 @@ class Fp8Runtime:
         _living.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Runtime:
-        return self
+        """``memo`` has the modules that are being copied, if there are any: then it is a model's copy (copies.py)."""
+        if not any(isinstance(made, torch.nn.Module) for made in memo.values()):
+            return self
+        copied = Fp8Runtime(frozen=self.frozen, te_layers=self.te_layers)
+        copied.state.phases, copied.state.guard = self.state.phases, copy.deepcopy(self.state.guard, memo)
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _in_another_process, (self.frozen,)

@@ -319,6 +319,11 @@ class Fp8Parameter(CodedTensor):
         new.take_scales(old, device)
         return type(self)(new)
 
+    def quantised_by(self, quantizer: Quantizer) -> None:
+        """From now on another quantizer of the same rule casts what is written: that of the linear it was copied into."""
+        assert quantizer.rule == self.rule, (quantizer.rule, self.rule)
+        self._stored.quantizer = quantizer
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Parameter:
         old = self._stored
         new = type(old)(old.quantizer, old.dtype, [codes.clone() for codes in old.codes])

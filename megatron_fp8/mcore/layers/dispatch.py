@@ -115,6 +115,10 @@ class Dispatch:
             stream = dist.get_rank()
         self._site = GemmSite(self._plan(name), state, group, seed=state.seed, stream=stream)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to another model, whose experts have other sites."""
+        return {**self.__dict__, "_site": None}
+
     @property
     def fp8_site(self) -> GemmSite:
         """Its site; that of a layer outside any prepared model is made here."""

@@ -73,6 +73,10 @@ class _Fp8Site:
         kind: Any = "column" if isinstance(self, ColumnParallelLinear) else "row"
         return share_of(kind, expert=self.is_expert)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to another model, whose plan gives it a site."""
+        return {**self.__dict__, "_site": None, "_sited": False, "_forwards": Forwards()}
+
     def make_sites(self) -> None:
         """Resolve this layer on its own, unless a model's plan has."""
         if self._site is None:

@@ -1,0 +1,90 @@
+"""Copies of a model: a moving average of its weights, or the reference that a preference loss compares with.
+
+``copy.deepcopy`` of a Megatron-Core model raises TypeError, in BF16 too: its modules hold process groups, and experts'
+dispatchers what the last forward computed. Here groups are shared, and results of computations are copied as values.
+A copy has FP8 state of its own, which begins with the model's histories, its iteration and its guard's moves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..params.fp8_parameter import Fp8Parameter
+from .checkpoint.state_dict import fp8_state_dict, load_fp8_state_dict
+from .runtime import runtime_of, unwrap
+from .sites import fp8_linears, prepare
+
+T = TypeVar("T", bound=torch.nn.Module)
+
+
+def copy_model(model: T) -> T:
+    """A copy of a model in the same layout, with memory of its own; between two iterations.
+
+    Args:
+        model: as GPTModel or Float16Module has it, not in DistributedDataParallel, whose buffers belong to an optimizer.
+
+    Its parameters have no gradients; they have the flags that Megatron-Core set on them (tensor_model_parallel, ...).
+    Collective where FP8 is. Raises ValueError for a model in DistributedDataParallel, or if FP8 cannot run as the config
+    asks.
+    """
+    if any(hasattr(param, "main_grad") for param in model.parameters()):
+        raise ValueError(
+            "a model in DistributedDataParallel cannot be copied: its weights lie in buffers. Copy it before, or build"
+            " another one from a copy of the config and load its state_dict."
+        )
+    whole = unwrap(model)
+    saved = fp8_state_dict([whole]) if whole.config.fp8 else None
+    memo = {id(found): _instead(found) for found in _held(model)}
+    copied = copy.deepcopy(model, memo)
+    for theirs, mine in zip(model.parameters(), copied.parameters(), strict=True):
+        for name, value in vars(theirs).items():
+            if isinstance(value, bool | int | float | str):  # not its master, nor its gradient's buffer
+                vars(mine).setdefault(name, value)
+    if saved is not None:
+        _take_over(whole, unwrap(copied), saved)
+    return copied
+
+
+def _instead(held: Any) -> Any:
+    """What a copy has in the place of what cannot be copied."""
+    return held.detach().clone() if isinstance(held, torch.Tensor) else held
+
+
+def _held(model: torch.nn.Module) -> Iterator[Any]:
+    """Process groups, and results of computations that have a gradient's graph, wherever a model's modules keep them."""
+    seen: set[int] = set()
+    waiting: list[Any] = [model]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, type):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dist.ProcessGroup):
+            yield value
+        elif isinstance(value, torch.Tensor):
+            if value.grad_fn is not None:
+                yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        elif not callable(value) or isinstance(value, torch.nn.Module):
+            waiting.append(getattr(value, "__dict__", {}))
+
+
+def _take_over(model: Any, copied: Any, saved: dict[str, torch.Tensor]) -> None:
+    """Give the copy its sites, and what the model remembers."""
+    before, after = runtime_of(model.config), runtime_of(copied.config)
+    assert before is not after, "a copy has FP8 state of its own"
+    prepare([copied])
+    load_fp8_state_dict([copied], saved)
+    for linear in fp8_linears([copied]):
+        if isinstance(linear.weight, Fp8Parameter):
+            linear.weight.quantised_by(linear.fp8_site.quantizers["weight"])
+    if model in before.fp8_params:
+        after.fp8_params.add(copied)
