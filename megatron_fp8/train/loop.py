@@ -63,7 +63,7 @@ class Trainer:
         self.telemetry, self._unvalidated = telemetry, unvalidated
         self.liveness, self.rewinds = Liveness(self.run.train.max_skipped_steps), rewinds
         self.liveness.remember(start.liveness)
-        self._left_out = start.left_out
+        self._left_out, self._compared = start.left_out, 0
         self._after_first_step, self._sites_moved = after_first_step, sites_moved
         self._tokens_per_step = self.run.train.global_batch_size * self.run.train.seq_length
         self._flops_per_step = self._tokens_per_step * flops_per_token
@@ -110,8 +110,12 @@ class Trainer:
             if wanted.eval_iters and (due or iteration == wanted.train_iters):
                 self._validate(iteration, summary)
             stop = self.stepper.stop.reason is not None
+            every = wanted.check_replicas_every
+            if every and iteration % every == 0:
+                self._compare(iteration)
             if self.checkpoints and (stop or self.checkpoints.due(iteration)):
                 self._enter("save", iteration)
+                self._compare(iteration)
                 self.checkpoints.save(iteration, self.samples, self._more())
                 self._event(iteration, "save", folder_name(iteration))
             if stop:
@@ -140,6 +144,7 @@ class Trainer:
         self.samples, self._left_out = start.samples, self.rewinds.records
         self.liveness.remember(start.liveness)
         self.stepper.check.forget()
+        self._compared = 0
         self.checkpoints.went_back()
         if self.writer:
             self.writer.go_back(start.iteration)
@@ -206,15 +211,30 @@ class Trainer:
                 self._fail(f"the last {row} steps were skipped", done - row)
         if self.stepper.state_is_damaged():
             self._fail("the optimizer or FP8 state of a rank is damaged", done - 1)
+        self._compare(done)
+
+    def _compare(self, iteration: int) -> None:
+        """Raise TrainingFailed, on all ranks, unless what they hold in common after an iteration is the same on all."""
+        if iteration == self._compared:
+            return
+        if found := self.stepper.differing():
+            raise TrainingFailed(
+                f"training failed: after iteration {iteration} {found}. A memory or a processor has changed bits, which"
+                f" no step can mend. {self._back(iteration - 1)}; where it comes again, leave that rank's node out."
+            )
+        self._compared = iteration
+
+    def _back(self, last_good: int) -> str:
+        """Where to go back to: the newest checkpoint of at most an iteration."""
+        saved = checkpoint_before(self.run, last_good)
+        return (
+            f"Go back to {saved} (--resume={saved})" if saved else "No checkpoint is from before: start again"
+        )
 
     def _fail(self, what: str, last_good: int) -> NoReturn:
         """Raise TrainingFailed: what happened, where, and the newest checkpoint of at most iteration `last_good`."""
         found = first_not_finite(self.stepper.chunks, self.stepper.check)
         where = f"; first, {found[1]}" if found else ""
-        saved = checkpoint_before(self.run, last_good)
-        back = (
-            f"Go back to {saved} (--resume={saved})" if saved else "No checkpoint is from before: start again"
-        )
         skipped, steps = self.liveness.skipped, self.liveness.skipped + self.liveness.taken
         cure = "a lower optimizer.lr, a longer optimizer.lr_warmup_iters or other data"
         if self.run.model.fp16 and self.run.optimizer.loss_scale:
@@ -222,7 +242,8 @@ class Trainer:
                 f"a lower optimizer.loss_scale than {self.run.optimizer.loss_scale:g} or without it, {cure}"
             )
         raise TrainingFailed(
-            f"training failed: {what}{where}. {back}, with {cure}. {skipped} of {steps} steps were skipped."
+            f"training failed: {what}{where}. {self._back(last_good)}, with {cure}."
+            f" {skipped} of {steps} steps were skipped."
         )
 
     def _timed_step(self, iteration: int, training: list[Iterator[Any]]) -> IterationMetrics:

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from ..mcore.replicas import differing
 from ..mcore.runtime import state_of, unwrap
 from .config.run_config import RunConfig
 from .data.datasets import batches
@@ -114,6 +115,10 @@ class Stepper:
         found = self.check.all()
         dist.all_reduce(found)
         return bool(found)
+
+    def differing(self) -> str:
+        """What ranks hold in common and is not the same on all of them, in words; ''. Collective; one reading of it."""
+        return differing(self.chunks, self.optimizer, redundant=self.run.train.deterministic)
 
     def _iterators(self, dataset: Any) -> list[Iterator[Any]]:
         """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.files.checkpoint import complete_checkpoints
+from tests.support.command import APP, torchrun
 
 STEPS, RANK = 6, 1
 SITE = "decoder.layers.1.mlp.linear_fc1"
@@ -68,6 +70,7 @@ def small_run(layout: Layout, options: list[str]) -> Any:
 
     sizes = [
         f"--model.tensor_model_parallel_size={layout.tp}",
+        f"--model.pipeline_model_parallel_size={layout.pp}",
         f"--model.sequence_parallel={str(layout.sp).lower()}",
     ]
     run = run_config.parse([*_OPTIONS, *sizes, *options])
@@ -197,6 +200,64 @@ def test_what_no_step_feels_ends_the_run_too(
     assert seen.skipped == NEVER and not seen.said
     assert STATE in seen.failed and f"first, {words}" in seen.failed
     assert seen.failed.count(" on rank 1. No checkpoint is from before") == 1
+
+
+TIED = ["--model.share_embeddings_and_output_weights=true"]
+FP8 = ["--model.fp8_format=blockwise", "--model.fp8_param=true", *SHARDED]
+
+
+@pytest.mark.parametrize(
+    ("what", "layout", "options", "words"),
+    [
+        ("bit:0:2", DP2, ["--model.fp8_format=blockwise"], "the master of {}.weight differs between ranks 0 and 1"),
+        ("second:1e-3:2", DP2, ["--optimizer.state_dtype=fp8"], "exp_avg_sq of {}.weight differs between ranks 0 and 1"),
+        ("scale:7:6", DP2, MAX, "the delayed scale of {}.input differs between ranks 0 and 1"),
+        ("weight:2:6", DP2, FP8, "the weight {}.weight differs between ranks 0 and 1"),
+        ("weight:2:6", DP2, ["--model.fp8=null", *SHARDED], "the weight {}.weight differs between ranks 0 and 1"),
+        ("weight:2:6", DP2, ["--model.fp8=null"], "the weight {}.weight or its master is damaged on rank 1"),
+        ("weight:2:6", TP2, ["--model.fp8_format=mxfp8"], "the weight {}.weight or its master is damaged on rank 1"),
+        ("weight:2:6", TP2, FP8[:2], "the weight {}.weight or its master is damaged on rank 1"),
+        ("norm:2:2", TP2, ["--model.fp8_format=rowwise"], "the master of decoder.final_layernorm.weight differs"),
+        ("embedding:2:2", Layout(pp=2), TIED, "the master of the embedding differs between"),
+    ],
+)  # fmt: skip
+def test_finite_damage_of_what_ranks_share_ends_the_run(
+    ranks: RankPool, what: str, layout: Layout, options: list[str], words: str
+) -> None:
+    seen = look(ranks(2).run(damaged_training, layout, options, f"{what}:1"))
+    assert seen.skipped == NEVER and not seen.said
+    assert seen.failed.startswith(f"training failed: after iteration 6 {words.format(SITE)}"), seen.failed
+
+
+def test_the_rank_that_differs_from_most_is_named_as_soon_as_it_is_looked(ranks: RankPool) -> None:
+    options = [
+        "--model.fp8_format=tensorwise",
+        "--train.global_batch_size=4",
+        "--train.check_replicas_every=1",
+    ]
+    seen = ranks(4).run(damaged_training, DP2, options, "bit:0:2:2")
+    assert seen == [seen[0]] * 4
+    assert (
+        f"after iteration 2 the master of {SITE}.weight is another one on rank 2 than on ranks 0, 1, 3. A"
+        in seen[0].failed
+    )
+
+
+def test_a_damaged_model_is_not_saved_over_a_good_one(
+    folder: Path, config: Path, forking_python: str
+) -> None:
+    out = folder / "damaged"
+    options = [f"--config={config}", f"--run_dir={out}", "--checkpoint.save_interval=2"]
+    done = torchrun(APP, "damage", "bit:0:3:1", "train", *options, python=forking_python)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    saved = out / "checkpoints" / "iter_0000002"
+    assert (
+        "training failed: after iteration 4 the master of decoder.layers.1.mlp.linear_fc1.weight differs"
+        in line
+    )
+    assert f"Go back to {saved} (--resume={saved}); where it comes again" in line
+    assert [path.name for path in complete_checkpoints(out / "checkpoints")] == ["iter_0000002"]
 
 
 def test_no_complete_checkpoint_holds_it_nor_was_made_beside_it(ranks: RankPool) -> None:

@@ -73,6 +73,20 @@ def _state(name: str) -> Callable[[Any, float], None]:
     return change
 
 
+def _bit(trainer: Any, value: float) -> None:
+    """The lowest bit of one value of a master, whatever it is: no value is given."""
+    _moments(trainer, _parameter(trainer, f"{SITE}.weight"))["master"].data.view(torch.int32).view(-1)[0] ^= 1
+
+
+def _whole(name: str) -> Callable[[Any, float], None]:
+    """A master of what other ranks of a tensor or pipeline parallel group have too."""
+
+    def change(trainer: Any, value: float) -> None:
+        _set(_moments(trainer, _parameter(trainer, name))["master"], value)
+
+    return change
+
+
 def _input(trainer: Any, value: float) -> None:
     module = trainer.stepper.chunks[0].get_submodule(f"module.module.decoder.{SITE}")
 
@@ -139,6 +153,9 @@ def _maximum(trainer: Any, value: float) -> None:
 _KINDS: dict[str, Callable[[Any, float], None]] = {
     "weight": _weight,
     "unread": _unread,
+    "bit": _bit,
+    "norm": _whole("final_layernorm.weight"),
+    "embedding": _whole("output_layer.weight"),
     "master": _state("master"),
     "moment": _state("exp_avg"),
     "second": _state("exp_avg_sq"),

@@ -60,7 +60,9 @@ class Training:
         from megatron_fp8.files.checkpoint import Manifest, folder_name
         from megatron_fp8.mcore.checkpoint import training as checkpoint
         from megatron_fp8.mcore.checkpoint.saver import Saver
+        from megatron_fp8.mcore.replicas import differing
 
+        assert differing(self.chunks, self.optimizer) == ""
         saver = Saver(Path(folder), **options)
         state = checkpoint.numbers(self.chunks, self.optimizer)
         manifest = Manifest(self.iteration, state, checkpoint.layout_facts(self.chunks))

@@ -59,6 +59,7 @@ TRAIN: dict[str, Rule] = {
     "seq_length": integer(1, 2**24, "tokens"),
     "seed": integer(0, 2**32 - 1),  # as NumPy's
     "max_skipped_steps": integer(0, 2**31 - 1, "steps"),
+    "check_replicas_every": _ITERATIONS_OR_0,
     "rewind_on_spike": integer(0, 2**31 - 1, "rewinds"),
     "eval_interval": _ITERATIONS_OR_0,
     "eval_iters": integer(0, 2**24, "global batches"),

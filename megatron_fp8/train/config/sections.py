@@ -44,6 +44,9 @@ class TrainSection:
     rewind_on_spike: int = 0
     """How often a run may go back to its last checkpoint after a spike of the loss, and leave out the samples since.
     0: never; a spike is said."""
+    check_replicas_every: int = 0
+    """Iterations between comparisons of what ranks hold in common (docs/reliability.md), by digests. Before each save and
+    at the end they are compared in any case. 0: then alone."""
     distributed_timeout_minutes: int = 30
     """A collective that waits longer than this ends the run."""
     watchdog: float = 15.0

@@ -1,0 +1,328 @@
+"""Whether what ranks hold in common is the same on all of them, bit by bit.
+
+Finite damage, such as a flipped bit in a master weight, shows in no loss and no cast. But most of a model lies on several
+ranks, which make it of the same bits by the same operations:
+
+    data parallel ranks      weights; masters and moments too, where the optimizer is not sharded; experts' biases
+    tensor parallel ranks    weights that are not cut (norms, routers, some biases), and what the optimizer has of them
+    first and last stage     the embedding that they share
+    an amax group            scales and histories of delayed scaling
+
+and a weight is its own master, rounded. Each rank makes a digest of each tensor, one reading without a copy; ranks
+compare one number a group, all digests of it hashed. Only where these differ is looked for the tensor and for the ranks.
+
+What has no replica is not found: the sharded optimizer's masters and moments, and weights of tensor parallel ranks
+without data parallelism. Nor is a weight that was damaged and made anew of its master by the next step; the step that
+used it is every rank's step. With overlap_param_gather weights of other ranks' shards are one step old, and not compared.
+
+Rejected: comparing parameters themselves, which sends them; sums of values, in which a low bit of a large tensor is lost,
+and which rounding makes depend on the order. A digest is a sum of integers: one flipped bit always changes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.finalize_model_grads import _get_shared_word_embedding_weight
+
+from ..params.fp8_parameter import Fp8Parameter
+from ..state.ranks import device_of, first_to_say, same_everywhere, size
+from .names import in_whole_model, named_parameters
+from .optimizer.compact_moments import Moment
+from .optimizer.models import parts_of
+from .runtime import state_of, unwrap
+
+_ROW = 4096
+_ODD = 0x1E3779B97F4A7C15
+_SHOWN = 8
+
+
+class Held(NamedTuple):
+    """Tensors that this rank shares with others: ``words`` for people and a digest, int64 [k], of each; ``finite`` tells
+    whether all values of one are."""
+
+    words: list[str]
+    digests: torch.Tensor
+    finite: Callable[[int], bool]
+
+
+@torch.no_grad()
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 [], of the bits of a tensor of any dtype. One reading; nothing is read back.
+
+    The sum, modulo 2^64, of its 8-byte words, each 4,096 of them weighted by an odd number of their own: any change
+    within one word changes it, and so do, but for one case in 2^64 or so, changes in several.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    words, rest = data[:whole].view(torch.int64), data[whole:]
+    rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW).sum(1)
+    weights = torch.arange(1, rows.numel() + 1, device=data.device, dtype=torch.int64) * _ODD | 1
+    tail = torch.zeros(8, device=data.device, dtype=torch.uint8)
+    tail[: rest.numel()] = rest
+    return (rows * weights).sum() + words[rows.numel() * _ROW :].sum() + tail.view(torch.int64)[0]
+
+
+def differing(chunks: list[Any], optimizer: Any, *, redundant: bool = True) -> str:
+    """What ranks hold in common and is not the same, in words; '' if all of it is. Collective, the same on all ranks.
+
+    NaN and Inf are other checks' matter (train/state_check.py): a tensor that holds one on some rank is passed over.
+
+    Args:
+        chunks: of the model, in DistributedDataParallel.
+        optimizer: Megatron-Core's, of these chunks.
+        redundant: compare over tensor parallel ranks what each of them computes for itself, too. On devices whose kernels
+            add up in no fixed order such replicas may drift.
+    """
+    with state_of(unwrap(chunks[0]).config).uncounted():
+        mine = _unlike_its_master(optimizer, _named(chunks))
+    ours = ""
+    for group, held in _shared(chunks, optimizer, redundant):
+        if size(group) > 1:
+            found_here = _differs(held(), group)
+            ours = ours or found_here
+    # A weight that is not its own master says which rank is damaged; of two that differ either may be.
+    found = first_to_say(mine or ours or None, order=0 if mine else 1)
+    return "" if found is None else found[1]
+
+
+# --------------------------------------------------------------------------------------------------------- what is held
+
+
+class _Named(NamedTuple):
+    name: str
+    parameter: torch.nn.Parameter
+    state: dict[str, torch.Tensor]
+    """The master and the moments of all of it, where this rank has them."""
+
+
+def _named(chunks: list[Any]) -> list[_Named]:
+    return [_Named(name, p, {}) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
+
+
+def _with_state(named: list[_Named], optimizer: Any) -> None:
+    """Add what an optimizer that is not sharded holds of each parameter."""
+    of_master = {id(getattr(each.parameter, "main_param", each.parameter)): each for each in named}
+    for part in parts_of(optimizer):
+        if part.optimizer is None or _is_sharded(part):
+            continue
+        for group in part.param_groups:
+            for master in group["params"]:
+                each = of_master.get(id(master))
+                if each is None:
+                    continue
+                if master is not each.parameter:
+                    each.state["master"] = master
+                for key, moment in part.optimizer.state.get(master, {}).items():
+                    if isinstance(moment, torch.Tensor) and moment.dim():
+                        each.state[key] = moment
+
+
+def _is_sharded(part: Any) -> bool:
+    return hasattr(part, "gbuf_ranges")
+
+
+def _shared(
+    chunks: list[Any], optimizer: Any, redundant: bool
+) -> Iterator[tuple[Any, Callable[[], list[Held]]]]:
+    """Groups, and what makes the digests of what their ranks hold in common; in the same order on all ranks of each."""
+    named = _named(chunks)
+    _with_state(named, optimizer)
+    dense = [each for each in named if getattr(each.parameter, "allreduce", True)]
+    experts = [each for each in named if not getattr(each.parameter, "allreduce", True)]
+    whole, whole_experts = (
+        [each for each in some if _is_whole(each, redundant)] for some in (dense, experts)
+    )
+    stale = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
+    over_data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    yield over_data, lambda: [*_biases(chunks), *_held(dense, weights=not stale)]
+    yield parallel_state.get_expert_data_parallel_group(), lambda: _held(experts, weights=not stale)
+    yield parallel_state.get_tensor_model_parallel_group(), lambda: [*_biases(chunks), *_held(whole)]
+    yield parallel_state.get_expert_tensor_parallel_group(), lambda: _held(whole_experts)
+    if (shared := _shared_embedding(chunks, named)) is not None:
+        yield parallel_state.get_embedding_group(), lambda: _held([shared], weights=not stale)
+    for arena in state_of(unwrap(chunks[0]).config).arenas:
+        yield arena.group, partial(_of_arena, arena)
+
+
+def _is_whole(each: _Named, redundant: bool) -> bool:
+    """Whether tensor parallel ranks hold all of it each, with bits that have to agree."""
+    if getattr(each.parameter, "tensor_model_parallel", False):
+        return False
+    return redundant or getattr(each.parameter, "sequence_parallel", False)
+
+
+def _held(named: list[_Named], *, weights: bool = True) -> list[Held]:
+    """Causes first: a moment that differs makes a master differ in the next step, and that its weight."""
+    found = []
+    for each in named:
+        for key, tensor in sorted(each.state.items(), key=lambda item: item[0] == "master"):
+            words = f"the master of {each.name}" if key == "master" else f"{key} of {each.name}"
+            found.append(_of_tensor(words, tensor))
+        if weights:
+            found.append(_of_tensor(f"the weight {each.name}", each.parameter))
+    return found
+
+
+def _of_tensor(words: str, tensor: torch.Tensor) -> Held:
+    stored = tensor.stored_tensors() if isinstance(tensor, (Fp8Parameter, Moment)) else [tensor]
+    digests = torch.stack([digest(one) * (2 * place + 1) for place, one in enumerate(stored)])
+    return Held([words], digests.sum()[None], partial(_are_finite, stored))
+
+
+def _are_finite(tensors: list[torch.Tensor], _: int) -> bool:
+    return all(bool(one.detach().float().isfinite().all()) for one in tensors)
+
+
+def _biases(chunks: list[Any]) -> Iterator[Held]:
+    """Experts' biases, which every rank of a stage moves by the same counts of tokens."""
+    for chunk in chunks:
+        whole = in_whole_model(unwrap(chunk))
+        for name, buffer in unwrap(chunk).named_buffers():
+            if name.endswith("expert_bias"):
+                yield _of_tensor(whole(name), buffer)
+
+
+def _shared_embedding(chunks: list[Any], named: list[_Named]) -> _Named | None:
+    """The embedding that the first and the last stage share; None where this rank has none of it."""
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    if not group or size(group) == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
+        return None
+    model = unwrap(chunks[0] if parallel_state.is_pipeline_first_stage(ignore_virtual=True) else chunks[-1])
+    weight = _get_shared_word_embedding_weight(model, model.config)
+    return next((each._replace(name="the embedding") for each in named if each.parameter is weight), None)
+
+
+def _of_arena(arena: Any) -> list[Held]:
+    """Delayed scales and histories, a digest for each tensor that has them."""
+    found = []
+    for held in arena.histories():
+        scales = arena.scale.index_select(0, held.index)
+        for words, values in (("amax history", held.rings.rows), ("delayed scale", scales[None, :, None])):
+            bits = (
+                values.detach().view(torch.int32).sum((0, 2), dtype=torch.int64)
+            )  # [blocks, slots, entries]
+            names = [f"the {words} of {slot.name}" for slot in held.slots]
+            found.append(Held(names, bits, partial(_is_finite_slot, values)))
+    return found
+
+
+def _is_finite_slot(values: torch.Tensor, slot: int) -> bool:
+    return bool(values[:, slot].isfinite().all())
+
+
+# -------------------------------------------------------------------------------------------------------- who has what
+
+
+def _differs(held: list[Held], group: Any) -> str:
+    """Of what a group's ranks hold in common, the first that differs, in words; ''. Collective over the group."""
+    words = [name for each in held for name in each.words]
+    digests = torch.cat([each.digests for each in held]).tolist() if held else []
+    names = _hashed("\n".join(words))
+    if same_everywhere([names, _hashed(str(digests))], group):
+        return ""
+    if not same_everywhere([len(words), names], group):
+        return "ranks that should hold the same tensors hold others"
+    ranks = dist.get_process_group_ranks(group)
+    finite = [partial(each.finite, place) for each in held for place in range(len(each.words))]
+    for place in _unlike(digests, group)[:_SHOWN]:
+        numbers = [mine for mine, good in _gathered([digests[place], finite[place]()], group) if good]
+        if len(numbers) == len(ranks):
+            return f"{words[place]} {_odd_ones(numbers, ranks)}"
+    return ""
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _unlike(numbers: list[int], group: Any) -> list[int]:
+    """The places at which the ranks' numbers are not all the same. One all-reduce."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
+    halves = torch.stack([mine >> 32, mine & 0xFFFFFFFF])  # what is negated below must not overflow
+    largest = torch.stack([halves, -halves])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return (largest[0] != -largest[1]).any(0).nonzero().view(-1).tolist()
+
+
+def _gathered(numbers: list[int], group: Any) -> list[list[int]]:
+    """Each rank's numbers, as many on each."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
+    all_of_them = [torch.empty_like(mine) for _ in range(size(group))]
+    dist.all_gather(all_of_them, mine, group=group)
+    return [each.tolist() for each in all_of_them]
+
+
+def _odd_ones(numbers: list[int], ranks: list[int]) -> str:
+    """Which ranks have another number than most, in words."""
+    (usual, most), *others = Counter(numbers).most_common()
+    if others and others[0][1] == most:
+        return f"differs between ranks {_list(ranks)}"
+    odd = [rank for number, rank in zip(numbers, ranks, strict=True) if number != usual]
+    rest = [rank for number, rank in zip(numbers, ranks, strict=True) if number == usual]
+    return f"is another one on rank{'s' * (len(odd) > 1)} {_list(odd)} than on rank{'s' * (len(rest) > 1)} {_list(rest)}"
+
+
+def _list(ranks: list[int]) -> str:
+    """'3', '0 and 1', '0, 1, 2', '0, 1, 2, 3, 4, 5, 6, 7 and 8 more'."""
+    if len(ranks) == 2:
+        return f"{ranks[0]} and {ranks[1]}"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return ", ".join(map(str, ranks[:_SHOWN])) + more
+
+
+# ------------------------------------------------------------------------------------------------ weights and masters
+
+
+@torch.no_grad()
+def _unlike_its_master(optimizer: Any, named: list[_Named]) -> str:
+    """The first weight of this rank that is not its own master, rounded, in words; ''."""
+    names = {id(each.parameter): each.name for each in named}
+    for weight, held, master in _pairs(optimizer):
+        if not _is_of(held, master) and bool(master.isfinite().all()):
+            name = names.get(id(weight), "a parameter")
+            return f"the weight {name} or its master is damaged on rank {dist.get_rank()}: one is not the other, rounded"
+    return ""
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """(parameter, what this rank has both of, the master of that)."""
+    for part in parts_of(optimizer):
+        if part.optimizer is None or getattr(part.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            continue  # gathered by way of the gradients' buffer: a weight may be one step old
+        weights = getattr(part, "model_float16_groups" if _is_sharded(part) else "float16_groups", [])
+        parts = getattr(part, "shard_float16_groups", []) if _is_sharded(part) else weights
+        masters = getattr(
+            part, "shard_fp32_from_float16_groups" if _is_sharded(part) else "fp32_from_float16_groups", []
+        )
+        for group in zip(weights, parts, masters, strict=True):
+            for weight, held, master in zip(*group, strict=True):
+                if held is not None and master is not None:
+                    yield weight, held, master
+
+
+def _is_of(weight: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether a weight's bits are those of its master, rounded, and for FP8 cast."""
+    rounded = master.detach().to(weight.dtype).view(weight.shape)
+    if not isinstance(weight, Fp8Parameter):
+        return torch.equal(rounded, weight.detach()) or not bool(weight.isfinite().all())
+    made = weight.quantizer.quantize(rounded, "both").tensor
+    for mine, other in (
+        (weight.quantized.rowwise, made.rowwise),
+        (weight.quantized.columnwise, made.columnwise),
+    ):
+        assert mine is not None and other is not None
+        if not torch.equal(mine.codes.view(torch.uint8), other.codes.view(torch.uint8)):
+            return False
+        if not torch.equal(mine.scale_inv, other.scale_inv):
+            return False
+    return True
