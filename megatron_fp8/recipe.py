@@ -326,6 +326,6 @@ def recipe_name(recipe: Recipe) -> str:
 
 def check_recipe_name(name: str) -> str:
     """The name, if it is a recipe's; ValueError naming the choices otherwise."""
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"fp8 recipe {name!r} is unknown: use one of {', '.join(RECIPES)}")
     return name

@@ -13,6 +13,8 @@ from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_DONE
 from .fitted import fitted
 
 T = TypeVar("T")
+_LONGEST = 1500
+"""Characters of a line, before those that are spelled out."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -48,7 +50,10 @@ def refuse(
         tell: takes (exit code, line, a function that prints the line); with several ranks it tells the others, and lets
             one rank print.
     """
-    line = printable(f"error: {' '.join(str(error).split())}")
+    text = " ".join(str(error).split())
+    if len(text) > _LONGEST:  # somebody else's file is quoted in it
+        text = f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
+    line = printable(f"error: {text}")
 
     def say() -> None:
         if debug:

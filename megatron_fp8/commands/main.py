@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -114,6 +115,10 @@ def _run(arguments: list[str]) -> int:
             if (error.name or "").partition(".")[0] != "megatron":
                 raise
             return refuse(_without_megatron(command))
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            return refuse(ValueError(f"{str(error.filename)!r} is longer than a file's name may be"))
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     print(f"error: {command!r} is not a command: they are {', '.join(COMMANDS)}.{hint}", file=sys.stderr)

@@ -6,7 +6,6 @@ Whoever shows a run reads it with `read_lines`, which names the line that is wro
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .disk import ordinary
+from .strict_json import load_json
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LAST_EXACT = 2**53
@@ -119,18 +119,18 @@ def records_until(path: Path, finished: int) -> tuple[list[tuple[bytes, dict[str
     if finished and path.is_file():
         for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
             try:
-                record = json.loads(line)
+                record = load_json(line)
                 if record["iteration"] <= finished:
                     found.append((line, record))
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError):
                 damaged += 1
     return found, damaged
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        content = load_json(line)
+    except ValueError as error:
         raise ValueError(
             f"line {number} of {str(path)!r} is no JSON ({error}): correct or remove it."
         ) from error

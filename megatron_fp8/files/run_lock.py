@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from .disk import read_ordinary
+from .strict_json import load_json
 
 LOCK = ".lock"
 BEAT_S, STALE_S = 5.0, 60.0
@@ -268,7 +269,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     for pause in (0.0, 0.05, 0.2):  # somebody may be writing it just now
         time.sleep(pause)
         try:
-            content = json.loads(read_ordinary(path, 2 * _SIZE)[:_SIZE])
+            content = load_json(read_ordinary(path, 2 * _SIZE)[:_SIZE])
         except FileNotFoundError:
             if path.is_symlink():
                 raise OSError(f"{str(path)!r} is a link to nothing: remove it") from None

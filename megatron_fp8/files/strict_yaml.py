@@ -1,4 +1,4 @@
-"""YAML that people write, read so that nothing of it is dropped without a word."""
+"""YAML that people write, read so that nothing of it is dropped without a word, and nothing in it grows out of bounds."""
 
 from __future__ import annotations
 
@@ -9,25 +9,15 @@ import yaml
 
 from .disk import read_ordinary
 
-_LARGEST = 1 << 24
+_LARGEST = 1 << 22
 """Bytes of a file that people write: a device has no end, and a pipe could be read once only."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error: the first one would be dropped without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(f"the key in line {line} must be a name, and is a list or a section")
-            if key.value in seen:
-                raise yaml.YAMLError(
-                    f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+_MOST = 100_000
+"""Entries, an alias counted as what it stands for: ten lines can stand for more than any memory. Each takes 50 us."""
+_DEEPEST = 64
+"""Sections and lists inside one another; a run's config has four."""
+_LONGEST_NUMBER = 1000
+"""Characters of a whole number: Python writes no more than 4,300 digits, and takes long to read more in base 60."""
+_INT, _MERGE = "tag:yaml.org,2002:int", "tag:yaml.org,2002:merge"
 
 
 def read_yaml(path: Path) -> Any:
@@ -36,9 +26,22 @@ def read_yaml(path: Path) -> Any:
 
 
 def load_yaml(content: bytes) -> Any:
-    """What the file says. ValueError, in one line: it is no YAML, or a key stands twice."""
+    """What the file says. ValueError, in one line: it is no YAML, a key stands twice, or it is larger than any config:
+    more than 64 levels, or than 100,000 entries with those that aliases repeat."""
     try:
-        return yaml.load(content.decode("utf-8"), _Loader)
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} of it is no UTF-8: save it as UTF-8") from error
+    try:
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return None
+            _Check(loader).size(root)
+            return loader.construct_document(root)
+        finally:
+            loader.dispose()
     except yaml.parser.ParserError as error:
         mark = error.problem_mark
         if mark is None or not str(error.problem).startswith("expected <block end>"):
@@ -47,5 +50,96 @@ def load_yaml(content: bytes) -> Any:
             f"line {mark.line + 1} does not begin where the other keys of its section do: is it indented too little or"
             " too far?"
         ) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date, a number, a character
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
+
+
+_TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
+_TOO_MANY = f"it has more than {_MOST:,} entries"
+
+
+class _Loader(yaml.SafeLoader):
+    """Stops where there are too many entries, rather than at the end of the file."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._entries = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._entries += 1
+        if self._entries > _MOST:
+            raise yaml.YAMLError(_TOO_MANY)
+        return super().compose_node(parent, index)
+
+
+class _Check:
+    """What has to hold of a document before it is taken; YAMLError where it does not."""
+
+    def __init__(self, loader: yaml.SafeLoader) -> None:
+        self._loader = loader
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}
+
+    def size(self, node: yaml.Node, depth: int = 0) -> tuple[int, int]:
+        """Entries and levels of a node and all that is in it, an alias taken as what it stands for."""
+        line = node.start_mark.line + 1
+        if node in self._sizes:
+            entries, levels = self._sizes[node]
+            if not entries:
+                raise yaml.YAMLError(f"what begins in line {line} has an alias of itself in it")
+            return entries, levels
+        self._sizes[node] = 0, 0  # until it is known
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            self._keys(node)
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        elif isinstance(node, yaml.ScalarNode) and node.tag != _MERGE:
+            self._scalar(node)
+        within = isinstance(node, yaml.CollectionNode)
+        if within and depth >= _DEEPEST:
+            raise yaml.YAMLError(_TOO_DEEP)
+        sizes = [self.size(part, depth + 1) for part in parts]
+        entries = 1 + sum(entries for entries, _ in sizes)
+        levels = within + max((levels for _, levels in sizes), default=0)
+        if levels > _DEEPEST:
+            raise yaml.YAMLError(_TOO_DEEP)
+        if entries > _MOST:
+            raise yaml.YAMLError(f"{_TOO_MANY} where aliases repeat what begins in line {line}")
+        self._sizes[node] = entries, levels
+        return entries, levels
+
+    def _keys(self, section: yaml.MappingNode) -> None:
+        """Each is a name, and stands once: the first one would be dropped without a word."""
+        seen: set[str] = set()
+        for key, _ in section.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"the key in line {line} must be a name, and is a list or a section")
+            name = _MERGE if key.tag == _MERGE else self._scalar(key)
+            if not isinstance(name, str):
+                raise yaml.YAMLError(
+                    f"the key {key.value[:60]!r} in line {line} must be a name, and is read as"
+                    f" {type(name).__name__}: put it in quotes"
+                )
+            if name in seen:
+                raise yaml.YAMLError(
+                    f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
+                )
+            seen.add(name)
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        """Its value, which the loader keeps. PyYAML raises whatever comes of a text that is not what its tag says."""
+        line = node.start_mark.line + 1
+        if node.tag == _INT and len(node.value) > _LONGEST_NUMBER:
+            raise yaml.YAMLError(f"the number in line {line} has too many digits")
+        try:
+            found = self._loader.construct_object(node)
+        except (ValueError, IndexError, KeyError, AttributeError, OverflowError) as error:
+            kind, why = node.tag.rpartition(":")[2], f": {error}" if isinstance(error, ValueError) else ""
+            raise yaml.YAMLError(f"{node.value[:60]!r} in line {line} is no {kind}{why}") from error
+        if isinstance(found, str) and not found.isascii() and any("\ud800" <= c <= "\udfff" for c in found):
+            raise yaml.YAMLError(f"the text in line {line} has half of a character (\\ud800 to \\udfff)")
+        return found

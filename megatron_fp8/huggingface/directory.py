@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..files.disk import sync, write_file
+from ..files.strict_json import load_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -163,8 +164,8 @@ def read_json(path: Path) -> dict[str, Any]:
             remedy = "it is an adapter; merge it into its model (merge_and_unload) and save that"
         raise ValueError(f"{str(path.parent)!r} has no {path.name}: {remedy}.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = load_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} is not an object, but {type(content).__name__}.")

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ..files.disk import read_ordinary
+from ..files.strict_json import load_json
 from ..linear.share import weight_of
 from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
@@ -275,7 +276,7 @@ def _parsed(text: bytes, content: bytes) -> Calibration:
     """What both files say; any exception if they are no calibration. ``facts`` and ``statistics`` are for people."""
     from safetensors.torch import load
 
-    record = json.loads(text)
+    record = load_json(text)
     if record["format"] != FORMAT or record["version"] != VERSION:
         raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
     if record["sha256"] != hashlib.sha256(content).hexdigest():

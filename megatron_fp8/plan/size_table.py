@@ -11,13 +11,13 @@ both are somebody else's machine.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..files.disk import read_ordinary
+from ..files.strict_json import load_json
 from ..recipe import Recipe, recipe_name
 
 _LARGEST = 1 << 26  # bytes of a table
@@ -166,10 +166,10 @@ def load_table(path: str) -> SizeTable:
 @functools.lru_cache(maxsize=8)
 def _load(path: str, changed: int) -> SizeTable:
     try:
-        content = json.loads(read_ordinary(Path(path), _LARGEST))
+        content = load_json(read_ordinary(Path(path), _LARGEST))
     except OSError as error:
         raise _wrong(path, f"it cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _wrong(path, f"it is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else content

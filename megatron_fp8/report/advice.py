@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from ..files.strict_json import load_json
 
 _TITLES = ("title", "advice", "cause", "text")
 _TO_PASTE = ("line", "lines", "config")
@@ -23,8 +24,8 @@ class ShownAdvice:
 def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
     """The pieces of an advice.json: a list, or an object with a list under 'advice'. Raises ValueError."""
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        found = load_json(content)
+    except ValueError as error:
         raise ValueError(f"{path!r} is no JSON ({error}): correct it or remove it.") from error
     if isinstance(found, dict):
         found = found.get("advice")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.disk import read_ordinary, replace_file
+from ..files.strict_json import load_json
 
 FILE = "left_out.json"
 _LARGEST = 1 << 24
@@ -37,11 +38,11 @@ def read(folder: Path) -> list[dict[str, Any]]:
     something else."""
     path = folder / FILE
     try:
-        found = json.loads(read_ordinary(path, _LARGEST))
+        found = load_json(read_ordinary(path, _LARGEST))
         ranges = ranges_of(found)
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{str(path)!r} is no list of samples to leave out ({error}): bring it back, or remove it to read them all."
         ) from error

@@ -8,7 +8,6 @@ of the run's folder is written.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +30,7 @@ from ..files.checkpoint import (
 )
 from ..files.disk import read_ordinary
 from ..files.manifest import LARGEST
+from ..files.strict_json import load_json
 from ..linear.site import GemmSite
 from ..mcore.checkpoint.moments import load_moments
 from ..mcore.checkpoint.training import load_weights
@@ -231,9 +231,9 @@ def _check_batches(batches: int, data: Any, run: RunConfig) -> None:
 def _sites_of_report(folder: Path) -> list[str]:
     """The GEMM sites that a run's report.json names; [] if there is none to read."""
     try:
-        report = json.loads(read_ordinary(folder / "report.json", LARGEST))
+        report = load_json(read_ordinary(folder / "report.json", LARGEST))
         return [site["name"] for site in report["sites"]]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError):
         return []
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..files.disk import read_ordinary
 from ..files.manifest import LARGEST
+from ..files.strict_json import load_json
 from ..kernels.cpu import loops as cpu
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
@@ -92,10 +93,10 @@ def read_report(folder: Path) -> dict[str, Any]:
     """The report of a run. Raises ValueError if the folder has none, or it is not readable."""
     path = folder / "report.json" if folder.is_dir() else folder
     try:
-        return json.loads(read_ordinary(path, LARGEST).decode("utf-8"))
+        return load_json(read_ordinary(path, LARGEST))
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read ({error}): give the folder of a run.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{str(path)!r} is not a report ({error}): give the folder of a run.") from error
 
 

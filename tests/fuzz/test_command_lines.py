@@ -41,6 +41,8 @@ ODD = (
     "",
     "\udcff",
     "a\0b",
+    "long" * 100,
+    "deep/" * 1000,
 )
 A, N = (*READ, *ODD), ("0", "1", "2", "-1", "1e9", "0.5", "nan", "inf", "-inf", "x", "", "9" * 21, "1_0", "٣")
 W = (
@@ -58,7 +60,7 @@ W = (
     "native",
     "quantise",
 )
-F = ("new", "new/deep", "empty", "corpus.txt/x", "device", "", "\udcff")
+F = ("new", "new/deep", "empty", "corpus.txt/x", "device", "", "\udcff", "long" * 100)
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "report": {"--html": F, "--advice": F},
     "inspect": {"--json": (), "--check": ()},

@@ -126,6 +126,17 @@ def test_any_setting_among_those(originals, place, changed, more):
     train_or_build(place, {**more, **changed})
 
 
+@draws(12, suppress_health_check=[FIXTURES])
+@given(
+    settings(KEYS, 2),
+    settings(list(LIKELY), 3),
+    st.sampled_from(("estimate", "doctor", "bench --only quantise --shape 16x16x1")),
+)
+def test_any_setting_where_nothing_trains(originals, place, changed, more, command):
+    fresh(place, originals, "corpus.txt", "cache", "run")
+    done_or_refused(*command.split(), "--config", write(place / "drawn.yaml", {**more, **changed}))
+
+
 @draws(4, suppress_health_check=[FIXTURES])
 @given(byte_edits())
 def test_other_bytes_in_a_config(originals, place, edits):

@@ -96,3 +96,11 @@ def test_sections_that_are_none_in_another_run(originals, place):
     (place / "run" / "config.yaml").write_text(json.dumps({"train": [1], "data": None}))
     (place / "other").symlink_to(originals / "run")
     assert done_or_refused("diagnose", "run", "--against", "other").code == 2
+
+
+@pytest.mark.parametrize(
+    "command", [*NAMED, "report {}", "inspect {}", "generate {} --prompt the", "import {} new"]
+)
+def test_a_name_longer_than_a_file_may_have(originals, place, command):
+    fresh(place, originals, "run", "hf", "config.yaml", "corpus.txt", "cache")
+    assert done_or_refused(*command.format("long" * 100).split()).code == 2

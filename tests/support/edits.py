@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -85,6 +85,7 @@ _LEAVES: list[Any] = [
         "x",
         "../x",
         "/dev/zero",
+        "long" * 100,
         "a\0b",
         "\ud800",
         "<script>",
@@ -141,3 +142,10 @@ def _nodes(parent: Any) -> Iterator[tuple[Any, Any]]:
         yield parent, key
         if isinstance(parent[key], (dict, list)):
             yield from _nodes(parent[key])
+
+
+def planted(content: Any, number: int, text: str, dumps: Callable[[Any], str]) -> str:
+    """``dumps(content)`` with ``text``, whatever it is, in the place of one node of the tree."""
+    mark = "-planted-here-"
+    written = dumps(json_edited(content, [(number, "value", mark)]))
+    return written.replace(f'"{mark}"', text).replace(mark, text)

@@ -6,7 +6,6 @@ The noise of a row is the sum of the relative interquartile ranges of both measu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from ...files.disk import read_ordinary
 from ...files.manifest import LARGEST
+from ...files.strict_json import load_json
 from ...plan.timing import table
 
 VERDICTS = ("faster", "slower", "within noise", "too noisy to tell")
@@ -48,7 +48,7 @@ class Change:
 def read(path: Path) -> dict[str, Any]:
     """An earlier result of `bench --out` or `--json`. ValueError: it is none."""
     try:
-        content = json.loads(read_ordinary(path, LARGEST))
+        content = load_json(read_ordinary(path, LARGEST))
         rows = content["rows"]
         if any(row["spread"] is None for row in rows):
             raise ValueError("it shows no spread, being of fewer than 4 repetitions")
@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"--compare={path} cannot be read ({error.strerror}): give a file of bench --out"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"--compare={path} is no result of bench ({error}): give a file of bench --out"
         ) from error

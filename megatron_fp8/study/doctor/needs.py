@@ -18,6 +18,7 @@ import torch
 from ...backends import BACKENDS, LAYER_BACKENDS
 from ...backends.transformer_engine import INSTALL
 from ...estimate.settings import given_keys
+from ...mcore.config.rules import shown
 from ...mcore.installed import HOW_TO_GET, SUPPORTED, has_te, uses_apex
 from ...plan.settings import RecipeSettings, from_settings
 from ...recipe import RECIPES, Recipe, check_recipe_name
@@ -54,8 +55,29 @@ def missing(options: list[str]) -> list[Need]:
         ValueError: the file cannot be read, a key is unknown, or what it says of FP8 cannot be.
     """
     given = given_keys(options)
+    _check_kinds(given)
     model = {key.removeprefix("model."): value for key, value in given.items() if key.startswith("model.")}
     return [*_megatron(), *_backend(model), *_functions(model), *_data(given), *_telemetry(given)]
+
+
+_TEXTS = (
+    "data.tokenizer", "data.cache_dir", "checkpoint.folder", "run_dir", "telemetry.te_config",
+    "model.fp8_backend", "model.fp8_quantizer_factory",
+)  # fmt: skip
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    """ValueError where what is looked at here is of another kind than `train` takes."""
+    for key in _TEXTS:
+        if not isinstance(value := given.get(key) or "", str):
+            raise ValueError(f"{key}={shown(value)} must be text: change it, or leave it out.")
+    paths, overrides = given.get("data.paths") or [], given.get("model.fp8_overrides") or {}
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ValueError(f"data.paths={shown(paths)} must be a list of paths: change it, or leave it out.")
+    if not isinstance(overrides, dict):
+        raise ValueError(
+            f"model.fp8_overrides={shown(overrides)} must be names and recipes: change it, or leave it out."
+        )
 
 
 def _megatron() -> Iterator[Need]:
@@ -85,7 +107,9 @@ def recipes_of(model: Mapping[str, Any]) -> list[Recipe]:
     )
     overrides = {**(model.get("fp8_overrides") or {})}
     overrides |= {key: value for key, value in model.items() if key.startswith("fp8_overrides.")}
-    others = [name for name in overrides.values() if name in RECIPES and name != recipe]
+    others = [
+        name for name in overrides.values() if isinstance(name, str) and name in RECIPES and name != recipe
+    ]
     plain = RecipeSettings(fp8_format=fp8, quantizer_factory=settings.quantizer_factory, prefix="fp8_")
     return [
         from_settings(check_recipe_name(recipe), settings),

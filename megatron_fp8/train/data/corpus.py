@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import shutil
 import struct
@@ -23,6 +24,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from ...files.checkpoint import digest
 from ...files.disk import read_ordinary, replace_file
+from ...files.strict_json import load_json
 from .tokenizers import Tokenizer
 
 PIECE_BYTES = 1 << 16
@@ -276,19 +278,14 @@ def _is_settled(prefix: str) -> bool:
 
 
 _TICK_NS = 2_000_000_000
+_LARGEST_RECORD = 1 << 16
 
 
 def _kept_extremes(record: Path) -> list[int] | None:
     try:
-        low, high = json.loads(record.read_text(encoding="utf-8"))["ids from and to"]
-        return [int(low), int(high)]
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # none yet, or damaged: the data is there to be read
+        low, high = load_json(read_ordinary(record, _LARGEST_RECORD))["ids from and to"]
+        return [operator.index(low), operator.index(high)]
+    except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged: the data is there to be read
         return None
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from ...files.checkpoint import digest
 from ...files.disk import discard, ordinary, read_ordinary, write_file
+from ...files.strict_json import load_json
 from . import corpus
 
 _DIGESTS, _LARGEST = "digests.json", 1 << 20
@@ -76,11 +77,11 @@ def keep_indices(built: Path, folder: Path) -> None:
 def damage(folder: Path) -> str:
     """What is wrong with kept indices, '' if nothing is: they are whole, as they were built, and plain numbers."""
     try:
-        known = json.loads(read_ordinary(folder / _DIGESTS, _LARGEST))
+        known = load_json(read_ordinary(folder / _DIGESTS, _LARGEST))
         found = {path.name for path in folder.iterdir()} - {_DIGESTS}
         if not isinstance(known, dict) or found != set(known):
             return "its files are not those that were built"
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return f"{_DIGESTS} cannot be read ({getattr(error, 'strerror', None) or error})"
     for name in sorted(found):
         path = folder / name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...files.disk import read_ordinary
+from ...files.strict_json import load_json
 
 _LARGEST = 1 << 28
 """Bytes of a file that describes a tokenizer."""
@@ -182,10 +182,10 @@ class _Beside:
     def _read(self, name: str) -> dict[str, Any]:
         path = self._path.with_name(name)
         try:
-            found = json.loads(read_ordinary(path, _LARGEST))
+            found = load_json(read_ordinary(path, _LARGEST))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error
         if not isinstance(found, dict):
             raise ValueError(f"{str(path)!r} is not an object, but {type(found).__name__}.")

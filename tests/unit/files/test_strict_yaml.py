@@ -13,6 +13,19 @@ def test_what_it_reads():
     }
 
 
+def bomb(entry, alias):
+    """Thirty lines that stand for 9 ** 30 entries."""
+    found = [f"- &a0 {entry.format('{a: 1}')}"]
+    found += [f"- &a{i} {entry.format(', '.join([alias.format(i - 1)] * 9))}" for i in range(1, 30)]
+    return "\n".join(found).encode()
+
+
+def test_sections_that_are_merged_into_others():
+    """The merged one keeps its own keys, wherever it stands itself."""
+    text = b"a: &b {x: 1}\nb:\n  c: &m {<<: *b, x: 2}\nd: {<<: *m, y: 3}\n"
+    assert load_yaml(text) == {"a": {"x": 1}, "b": {"c": {"x": 2}}, "d": {"x": 2, "y": 3}}
+
+
 @pytest.mark.parametrize(
     "content, said",
     [
@@ -20,8 +33,34 @@ def test_what_it_reads():
         (b"[a]: 1", "must be a name"),
         (b"a: [", "expected"),
         (b"a:\n  b: 1\n c: 2", "^line 3 does not begin where the other keys"),
-        (b"\xff", "decode"),
-        (b"[" * 40_000, "recursion"),
+        (b"a: 1\n'a': 2", "stands twice, again in line 2"),
+        (b"1: a", "the key '1' in line 1 must be a name, and is read as int: put it in quotes"),
+        (b"on: a", "the key 'on' in line 1 must be a name, and is read as bool"),
+        (b"a: 1\n~: 2", "the key '~' in line 2 must be a name, and is read as NoneType"),
+        (b".nan: 1", "read as float"),
+        (b'a: "\\ud800"', "the text in line 1 has half of a character"),
+        (b"\xff", "byte 0 of it is no UTF-8"),
+        ("a: 1".encode("utf-16"), "byte 0 of it is no UTF-8"),
+        (b"[" * 40_000, "deeper than 64 levels"),
+        (b"[" * 65 + b"]" * 65, "deeper than 64 levels"),
+        (
+            b"- &a0 [1]\n" + b"".join(b"- &a%d [*a%d]\n" % (i, i - 1) for i in range(1, 65)),
+            "deeper than 64 levels",
+        ),
+        (bomb("[{}]", "*a{}"), "more than 100,000 entries where aliases repeat"),
+        (bomb("{{<<: [{}]}}", "*a{}"), "more than 100,000 entries where aliases repeat"),
+        (b"[" + b"1," * 100_000 + b"]", "more than 100,000 entries"),
+        (b"a: &a [1, *a]", "line 1 has an alias of itself in it"),
+        (b"a: &a\n  b: *a", "has an alias of itself in it"),
+        (b"a: 0x" + b"f" * 10**4, "the number in line 1 has too many digits"),
+        (b"a: 1" + b":59" * 10**4, "the number in line 1 has too many digits"),
+        (b"a: " + b"9" * 10**4, "the number in line 1 has too many digits"),
+        (b"a: 1\nb: !!int x", "'x' in line 2 is no int"),
+        (b"a: !!int ''", "'' in line 1 is no int"),
+        (b"a: !!bool x", "'x' in line 1 is no bool"),
+        (b"a: !!timestamp x", "'x' in line 1 is no timestamp"),
+        (b"a: 2026-99-99", "'2026-99-99' in line 1 is no timestamp"),
+        (b"a: !!python/object/apply:os.system [x]", "could not determine a constructor"),
     ],
 )
 def test_what_it_refuses_in_one_line(content, said):

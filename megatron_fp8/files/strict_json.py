@@ -1,0 +1,61 @@
+"""JSON that somebody else may have written: UTF-8, each key once, and no deeper than anything that is written here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_DEEPEST = 64
+"""Objects and lists inside one another: Python's own limit, a thousand, is too deep for what is done with them next."""
+
+
+def load_json(content: bytes, *, finite: bool = False) -> Any:
+    """What the bytes say.
+
+    Args:
+        finite: NaN, Infinity and -Infinity, which Python writes and JSON has not, are refused.
+
+    Raises ValueError, in one line: it is no JSON, no UTF-8, a key stands twice, or it has more than 64 levels.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} of it is no UTF-8") from error
+    try:
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_refused if finite else None)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    _check_depth(found)
+    return found
+
+
+_TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number")
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(_DEEPEST):
+        inner = [
+            part
+            for node in level
+            if isinstance(node, (dict, list))
+            for part in (node.values() if isinstance(node, dict) else node)
+            if isinstance(part, (dict, list))
+        ]
+        if not inner:
+            return
+        level = inner
+    raise ValueError(_TOO_DEEP)
