@@ -1,21 +1,22 @@
-"""A model of 1,000 layers and 100,000 sites on the meta device: what is done once a run and once an iteration.
+"""Models of 1,000 layers and 100,000 sites on the meta device: what is done once a run and once an iteration.
 
     python -m benchmarks.scale [--write]
 
-Plan and names (convert_to_fp8), report, plan of a checkpoint, and the amax update of delayed scaling, at two sizes; and
-tables of what ranks exchange in an iteration, by the estimate's formulae. --write puts both into docs/scaling.md and the
-figures into benchmarks/results.
+Of Megatron-Core's GPTModel, dense and with experts, and of plain linears that convert_to_fp8 converts: plan and names,
+report, plan of a checkpoint, at several sizes; the amax update of delayed scaling; and tables of what ranks exchange in
+an iteration, by the estimate's formulae. --write puts all into docs/scaling.md and the figures into benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +36,7 @@ BEGIN, END = "<!-- python -m benchmarks.scale --write: from here -->", "<!-- to 
 WORLDS = (8, 64, 512, 2048, 16384)
 NAMES = ("llama3_8b", "llama3_70b", "deepseek_v3")
 SITES_A_LAYER = 100
+EXPERTS = 49  # of two linears each, beside attention's two: 100 sites a layer
 
 
 # ------------------------------------------------------------------------------------------------------- by formulae
@@ -84,6 +86,13 @@ def exchanged() -> str:
 # ----------------------------------------------------------------------------------------------------------- measured
 
 
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """What is printed inside is not shown."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """(seconds of this thread's processor, result)."""
     start = time.thread_time()
@@ -91,11 +100,10 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.thread_time() - start, done
 
 
-def measure(layers: int) -> dict[str, float]:
-    """Of a model of so many layers on the meta device."""
+def linears(layers: int) -> dict[str, float]:
+    """Of a model of plain linears, 100 a layer, on the meta device; and the amax update of as many sites."""
     from megatron_fp8.nn import convert_to_fp8
 
-    found: dict[str, float] = {"layers": layers, "sites": layers * SITES_A_LAYER}
     with torch.device("meta"):
         model = torch.nn.ModuleDict(
             {
@@ -105,21 +113,65 @@ def measure(layers: int) -> dict[str, float]:
                 )
             }
         )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    gc.collect()
+    found: dict[str, float] = {"layers": layers, "sites": layers * SITES_A_LAYER}
+    with quietly():
         found["plan"], model = timed(lambda: convert_to_fp8(model, "delayed"))
     found["report"], text = timed(lambda: json.dumps(model.fp8_report, default=str))
     found["report_bytes"] = len(text)
-    found |= _checkpoint(dict(model.named_parameters()))
+    found |= _checkpoint(_sharded(dict(model.named_parameters())))
     found |= _update(3 * layers * SITES_A_LAYER)
     return found
 
 
-def _checkpoint(parameters: dict[str, torch.Tensor]) -> dict[str, float]:
+def _sharded(parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+    return {name: ShardedTensor.from_rank_offsets(name, one) for name, one in parameters.items()}
+
+
+def gpt(layers: int, experts: int | None = None) -> Any:
+    """Megatron-Core's GPTModel of small layers on the meta device, with this package's linears, delayed scaling. Inside
+    ``model_parallel``."""
+    from megatron.core.models.gpt import GPTModel
+
+    from benchmarks.support.gpt import gpt_config
+    from megatron_fp8 import TransformerConfig
+    from megatron_fp8.mcore.spec import get_gpt_decoder_block_fp8_spec
+
+    fields: dict[str, Any] = {"num_layers": layers, "fp8": "hybrid", "fp8_recipe": "delayed"}
+    if experts:
+        fields |= {"num_moe_experts": experts, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+    config = gpt_config(cls=TransformerConfig, perform_initialization=False, **fields)
+    with torch.device("meta"):
+        return GPTModel(
+            config, get_gpt_decoder_block_fp8_spec(config), vocab_size=512, max_sequence_length=64
+        )
+
+
+def megatron(layers: int, experts: int | None = None) -> dict[str, float]:
+    """Of a GPTModel on one rank: what Megatron-Core takes to build it, and what comes then."""
+    from benchmarks.support.ranks import model_parallel
+    from megatron_fp8.mcore.checkpoint.training import model_state
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.sites import check_plan
+
+    gc.collect()
+    found: dict[str, float] = {"layers": layers}
+    with model_parallel(), quietly():
+        found["build"], model = timed(lambda: gpt(layers, experts))
+        found["plan"], _ = timed(lambda: check_plan([model]))
+        found["report"], entries = timed(lambda: site_report([model]))
+        found["report_bytes"], found["sites"] = len(json.dumps(entries)), len(entries)
+        found["state"], state = timed(lambda: model_state([model]))
+        found |= _checkpoint(state)
+    return found
+
+
+def _checkpoint(state: dict[str, Any]) -> dict[str, float]:
+    """Of one rank's sharded tensors: shards, their plan, ``.metadata``."""
     from megatron_fp8.mcore.checkpoint.store import Shards, prepare
 
-    state = {name: ShardedTensor.from_rank_offsets(name, one) for name, one in parameters.items()}
     with TemporaryDirectory() as folder:
 
         def plan() -> Any:
@@ -127,10 +179,14 @@ def _checkpoint(parameters: dict[str, torch.Tensor]) -> dict[str, float]:
             mine = shards.plan()
             shards.settle([mine])
             shards.finish([])
-            return shards
+            return mine
 
-        seconds, _ = timed(plan)
-        return {"checkpoint": seconds, "checkpoint_bytes": (Path(folder) / ".metadata").stat().st_size}
+        seconds, mine = timed(plan)
+        return {
+            "checkpoint": seconds,
+            "tensors": len(mine.items),
+            "checkpoint_bytes": (Path(folder) / ".metadata").stat().st_size,
+        }
 
 
 def _update(slots: int) -> dict[str, float]:
@@ -151,6 +207,30 @@ def _update(slots: int) -> dict[str, float]:
     return {"slots": slots, "update_ms": statistics.median(times[1:]) * 1e3 * 10_000 / slots}
 
 
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "layers": ("layers", "{:,.0f}".format),
+    "sites": ("sites", "{:,.0f}".format),
+    "build": ("Megatron-Core's own building, s", "{:.1f}".format),
+    "plan": ("plan, s", "{:.1f}".format),
+    "report": ("report, s", "{:.2f}".format),
+    "report_bytes": ("report, MB", lambda size: f"{size / 1e6:.1f}"),
+    "state": ("state of the model, s", "{:.1f}".format),
+    "checkpoint": ("checkpoint's plan, s", "{:.1f}".format),
+    "tensors": ("its tensors", "{:,.0f}".format),
+    "checkpoint_bytes": (".metadata, MB", lambda size: f"{size / 1e6:.1f}"),
+    "update_ms": ("amax update, ms for 10,000 slots", "{:.2f}".format),
+}
+"""What was measured -> its column and a cell of it."""
+
+
+def shown_of(rows: list[dict[str, float]]) -> str:
+    """A table."""
+    columns = [(key, *COLUMNS[key]) for key in COLUMNS if key in rows[0]]
+    return table(
+        [title for _, title, _ in columns], [[cell(row[key]) for key, _, cell in columns] for row in rows]
+    )
+
+
 def main() -> int:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -158,18 +238,19 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    found = [measure(layers) for layers in (100, 1000)]
+    found = {
+        "dense": [megatron(layers) for layers in (250, 500, 1000)],
+        "experts": [megatron(layers, EXPERTS) for layers in (250, 500, 1000)],
+        "linears": [linears(layers) for layers in (100, 1000)],
+    }
     torch.distributed.destroy_process_group()
-    rows = [
-        [f"{one['layers']:,.0f}", f"{one['sites']:,.0f}", f"{one['plan']:.1f}", f"{one['report']:.2f}",
-         f"{one['report_bytes'] / 1e6:.1f}", f"{one['checkpoint']:.1f}", f"{one['checkpoint_bytes'] / 1e6:.1f}",
-         f"{one['update_ms']:.2f}"]
-        for one in found
-    ]  # fmt: skip
-    header = ["layers", "sites", "plan, s", "report, s", "report, MB", "checkpoint's plan, s",
-              ".metadata, MB", "amax update, ms for 10,000 slots"]  # fmt: skip
+    titles = {
+        "dense": "Megatron-Core's GPTModel, four linears a layer",
+        "experts": f"Megatron-Core's GPTModel with {EXPERTS} experts a layer",
+        "linears": "Linears in any PyTorch model",
+    }
+    shown = "\n\n".join(f"{titles[kind]}:\n\n{shown_of(rows)}" for kind, rows in found.items())
     record = {**environment(["megatron-core"]), "measured": "CPU time of one thread; updates: medians of 7"}
-    shown = table(header, rows)
     print(shown)
     if options.write:
         command = "python -m benchmarks.scale --write"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from .numerics.formats import E5M2, ROLES, Format, parse_format
@@ -71,7 +72,7 @@ def products_of(recipe: Recipe | Products) -> Products:
     """What the GEMMs multiply of a layer that runs in one recipe; products are themselves."""
     if isinstance(recipe, Mapping):
         return recipe
-    return {gemm: (recipe.rule(a), recipe.rule(b)) for gemm, (a, b) in GEMM_OPERANDS.items()}
+    return {gemm: (recipe.role_rules[a], recipe.role_rules[b]) for gemm, (a, b) in GEMM_OPERANDS.items()}
 
 
 def refuse_e5m2_twice(products: Products, whose: str) -> None:
@@ -99,8 +100,7 @@ class Recipe:
         if hasattr(self, "fp8_format"):
             object.__setattr__(self, "fp8_format", parse_format(self.fp8_format))
         check_flags(self, "use_power_2_scales", "use_f32_scales", "stochastic_rounding")
-        rules = {role: self.rule(role) for role in ROLES}
-        for role, rule in rules.items():
+        for role, rule in self.role_rules.items():
             if rule is not None and rule.delayed and not isinstance(self, DelayedScaling):
                 raise ValueError(
                     f"{type(self).__name__}: {role} cannot be delayed: delayed scaling needs the DelayedScaling recipe's"
@@ -111,6 +111,11 @@ class Recipe:
     def rule(self, role: str) -> Rule | None:
         """How 'input', 'weight' or 'grad_output' is quantised; None: it stays in high precision."""
         raise NotImplementedError(f"{type(self).__name__} has no rule(role)")
+
+    @cached_property
+    def role_rules(self) -> Mapping[str, Rule | None]:
+        """role -> rule(role), asked once: planning a model asks for each site."""
+        return {role: self.rule(role) for role in ROLES}
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -277,16 +282,14 @@ class CustomRecipe(Recipe):
                 f"CustomRecipe qfactory {self.qfactory!r} {trouble}: give a function of the role ('input', 'weight' or"
                 " 'grad_output')"
             )
-        rules = {role: self._ask(role) for role in ROLES}
-        object.__setattr__(self, "_rules", rules)
+        object.__setattr__(self, "role_rules", {role: self._ask(role) for role in ROLES})
         refuse_e5m2_twice(products_of(self), "CustomRecipe")
 
     def rule(self, role: str) -> Rule | None:
         """What qfactory says of the role."""
         if role not in ROLES:
             raise ValueError(f"role {role!r} is unknown: choose one of {', '.join(ROLES)}")
-        rules: dict[str, Rule | None] = self.__dict__["_rules"]
-        return rules[role]
+        return self.role_rules[role]
 
     def _ask(self, role: str) -> Rule | None:
         answer = self.qfactory(role)

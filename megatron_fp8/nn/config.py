@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 from ..numerics.formats import Format
@@ -188,7 +187,7 @@ class Fp8Config:
                 f"backward_format={self.backward_format!r} does not exist for {name!r}, which has formats of its own:"
                 " leave it out"
             )
-        return _recipe(name, self._settings())
+        return from_settings(name, self._settings())
 
     def _settings(self) -> RecipeSettings:
         given = {"e5m2": Format.HYBRID, "e4m3": Format.E4M3, None: None}[self.backward_format]
@@ -207,9 +206,6 @@ class Fp8Config:
             raise ValueError(
                 f"CustomRecipe decides for itself what is quantised: return None for {', '.join(self.unquantized)} there"
             )
-
-
-_recipe = lru_cache(maxsize=64)(from_settings)  # a model of 100,000 linears asks as often
 
 
 def as_skip(skip: Any) -> tuple[Skip, ...]:

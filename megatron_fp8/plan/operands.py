@@ -44,7 +44,7 @@ class _Choice:
     plain: str | None = None
 
     def cast(self, role: str) -> Cast | None:
-        rule = None if self.plain else self.recipe.rule(role)
+        rule = None if self.plain else self.recipe.role_rules[role]
         if rule is None:
             return None
         if self.fmt is not None:
@@ -121,7 +121,7 @@ class Choices:
                     self.cells[gemm, role] = replace(choice, plain="by name")
                 elif recipe is not None:
                     self.cells[gemm, role] = _Choice(recipe)
-                elif choice.recipe.rule(role) is None:
+                elif choice.recipe.role_rules[role] is None:
                     raise ValueError(
                         f"{said} {override.key!r}: {value!r} is a format, and the recipe does not quantise {role}: name a"
                         " recipe"
@@ -180,7 +180,7 @@ class Choices:
 
     def _left(self, role: str) -> set[str | None]:
         return {
-            choice.plain or ("by the recipe" if choice.recipe.rule(role) is None else None)
+            choice.plain or ("by the recipe" if choice.recipe.role_rules[role] is None else None)
             for (_, whose), choice in self.cells.items()
             if whose == role
         }

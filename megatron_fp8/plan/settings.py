@@ -50,9 +50,8 @@ def from_settings(name: str, settings: RecipeSettings) -> Recipe:
     Raises:
         ValueError: the name is unknown, a value cannot be, or there is no margin to set.
     """
-    made = RECIPES[check_recipe_name(name)]
-    prefix, pow2 = settings.prefix, settings.pow2_scales
-    if made is CustomRecipe:
+    prefix = settings.prefix
+    if RECIPES[check_recipe_name(name)] is CustomRecipe:
         return _custom(settings.quantizer_factory, prefix)
     if settings.margin and not takes(name, "margin"):
         recipe = f"{prefix}recipe={name!r}" if prefix else repr(name)
@@ -60,14 +59,21 @@ def from_settings(name: str, settings: RecipeSettings) -> Recipe:
             f"{prefix}margin={settings.margin} does not exist for {recipe}: only per-tensor scales (delayed, tensorwise)"
             f" keep headroom; set {prefix}margin=0"
         )
+    pow2 = settings.pow2_scales
     asked = {
         **vars(settings),
         "use_power_2_scales": pow2,
         "use_f32_scales": None if pow2 is None else not pow2,
     }
-    return made(
-        **{field: value for field, value in asked.items() if value is not None and takes(name, field)}
-    )
+    given = {field: value for field, value in asked.items() if value is not None and takes(name, field)}
+    said = f"{name} {given!r}"  # which tells 0 from 0.0 and False, as a recipe does
+    if said not in _MADE:
+        _MADE[said] = RECIPES[name](**given)
+    return _MADE[said]
+
+
+_MADE: dict[str, Recipe] = {}
+"""Recipes by what was said of them: a model of 100,000 linears asks as often."""
 
 
 def _custom(path: str | None, prefix: str) -> CustomRecipe:

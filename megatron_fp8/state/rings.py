@@ -32,6 +32,7 @@ class Rings:
         self.rows = torch.zeros(blocks, count, self.block, dtype=torch.float32, device=device)
         self.maxima = torch.zeros(blocks, count, dtype=torch.float32, device=device)
         self._number = torch.arange(count, dtype=torch.int64, device=device)
+        self._steps = torch.arange(length, dtype=torch.int64, device=device)
 
     @property
     def count(self) -> int:
@@ -65,16 +66,14 @@ class Rings:
 
     def unrolled(self) -> torch.Tensor:
         """float32 [length, k], the oldest entry second and the latest last; the running entry, which is first, as 0."""
-        steps = torch.arange(self.length, device=self.head.device, dtype=torch.int64)
-        order = (self.head[:, None] + steps) % self.length  # [k, length]
+        order = (self.head[:, None] + self._steps) % self.length  # [k, length]
         entries = self.rows.transpose(0, 1).reshape(self.count, -1).gather(1, order).t()
         entries[0] = 0
         return entries
 
     def entries(self, ring: int) -> torch.Tensor:
         """float32 [length], as ``unrolled`` has them of one ring. A copy; nothing is read back."""
-        steps = torch.arange(self.length, device=self.head.device, dtype=torch.int64)
-        entries = self.rows[:, ring].flatten()[(self.head[ring] + steps) % self.length]
+        entries = self.rows[:, ring].flatten()[(self.head[ring] + self._steps) % self.length]
         entries[0] = 0
         return entries
 

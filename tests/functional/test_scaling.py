@@ -1,10 +1,13 @@
 """What ranks exchange as their number grows: one rank of a simulated world asks its groups for what the estimate says,
-and for nothing that grows with all the others."""
+and for nothing that grows with all the others. And what is done once, as a model's layers become more."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +15,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from benchmarks.scale import gpt
+from benchmarks.support.ranks import model_parallel
 from megatron_fp8.estimate.settings import Settings, read
 from megatron_fp8.estimate.sites import Plans
 from megatron_fp8.estimate.wire import of_stage
@@ -132,3 +137,66 @@ def test_nothing_that_is_asked_once_grows_with_the_ranks(tmp_path: Path, rank: i
             # Data parallel ranks have a number each, of which the first is looked for (telemetry/parts.py).
             more = 8 * (512 - 64) if what == "telemetry" else 64
             assert found[call].largest <= few[what][call].largest + more, (what, call)
+
+
+# ------------------------------------------------------------------------------------------------------- many layers
+
+
+@contextmanager
+def calls() -> Iterator[list[int]]:
+    """How many functions are called inside, Python's and C's."""
+    found = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        found[0] += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def of_many_layers(layers: int, experts: int | None, folder: Path) -> dict[str, int]:
+    """Calls of what is done once with Megatron-Core's GPTModel on the meta device, and what that makes."""
+    from megatron_fp8.mcore.checkpoint.store import Shards, prepare
+    from megatron_fp8.mcore.checkpoint.training import model_state
+    from megatron_fp8.mcore.report import site_report
+    from megatron_fp8.mcore.sites import check_plan
+
+    parts: dict[str, int] = {}
+
+    def part(what: str, work: Callable[[], Any]) -> Any:
+        with calls() as found:
+            done = work()
+        (parts[what],) = found
+        return done
+
+    with simulated(0, 1), model_parallel():
+        model = gpt(layers, experts)
+        assert {weight.device.type for weight in model.parameters() if weight.dim() > 1} == {"meta"}
+        part("plan", lambda: check_plan([model]))
+        entries = part("report", lambda: site_report([model]))
+        linears = [f"mlp.experts.local_experts.{e}" for e in range(experts)] if experts else ["mlp"]
+        wanted = {f"{linear}.{fc}" for linear in linears for fc in ("linear_fc1", "linear_fc2")}
+        wanted |= {"self_attention.linear_qkv", "self_attention.linear_proj"}
+        names = [f"decoder.layers.{layer}.{linear}" for layer in range(layers) for linear in wanted]
+        assert {one["name"] for one in entries if one["precision"] == "fp8"} == set(names)
+        state = part("state", lambda: model_state([model]))
+        shards = Shards(folder, part("shards", lambda: prepare(state, copy=False)).tensors, 0)
+        mine = part("checkpoint's plan", shards.plan)
+        part("checkpoint's plan, joined", lambda: shards.settle([mine]))
+        part(".metadata", lambda: shards.finish([]))
+        assert len(mine.items) > 9 * len(names)  # scale, history and warmth of each of three tensors
+    parts["its bytes"] = (folder / ".metadata").stat().st_size
+    parts["report's bytes"] = len(json.dumps(entries))
+    return parts
+
+
+@pytest.mark.parametrize("experts", [None, 3], ids=["dense", "experts"])
+def test_what_is_done_once_grows_with_the_layers_and_no_faster(tmp_path: Path, experts: int | None) -> None:
+    four, eight, sixteen = (of_many_layers(layers, experts, tmp_path) for layers in (4, 8, 16))
+    for what, count in sixteen.items():
+        each = (eight[what] - four[what]) / 4
+        assert count - eight[what] <= 1.05 * 8 * each, (what, four[what], eight[what], count)

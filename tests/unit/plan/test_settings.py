@@ -76,3 +76,15 @@ def test_a_recipe_that_cannot_be_is_refused_when_it_is_made():
     with pytest.raises(NotImplementedError, match="has no rule"):
         dataclasses.dataclass(type("Empty", (Recipe,), {}))()
     assert isinstance(CustomRecipe(lambda role: good), Recipe)
+
+
+@pytest.mark.parametrize("wrong", [2.0, True, [2], "2"])
+def test_what_is_refused_is_so_whatever_was_made_before(wrong):
+    """A model asks for its recipe once for each site, and gets one; numbers that are equal need not be good ones."""
+    assert from_settings("delayed", RecipeSettings(margin=2)) is from_settings(
+        "delayed", RecipeSettings(margin=2)
+    )
+    assert from_settings("delayed", RecipeSettings(margin=1)).margin == 1
+    for name in ("delayed", "tensorwise"):
+        with pytest.raises(ValueError, match="margin"):
+            from_settings(name, RecipeSettings(margin=wrong))
