@@ -21,7 +21,7 @@ from ..fp8_utils import get_fp8_recipe
 from ..linear.share import Share, weight_of
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver
-from ..plan.notices import say_what_is_lost, say_what_is_padded
+from ..plan.notices import padded_note, say_what_is_lost, say_what_is_padded
 from ..plan.overrides import check_overrides_match, matched, matching
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left, is_something_left
 from ..plan.switch import LayerBeingBuilt
@@ -157,10 +157,13 @@ def prepare(model_chunks: list[Any]) -> None:
         linears = fp8_linears([model])
         plans = [linear.fp8_site.plan for linear in linears]
         announce(plans)
-        padded = say_what_is_padded(zip(plans, map(weight_of, linears), strict=True))
-        for linear in linears:
-            if note := padded.get(linear.fp8_site.plan.name):
+        padded = {}
+        for linear, plan in zip(linears, plans, strict=True):
+            weight = weight_of(linear)
+            if note := padded_note(plan, weight.device, *weight.shape):
+                padded[plan.name] = note
                 linear.fp8_site.notes.add(note)
+        say_what_is_padded(padded, len(plans))
         say_what_is_lost(plans, "fp8='e4m3' (--model.fp8=e4m3)")
         # Where ranks hold other sites than others, check_plan asks all of them together.
         parts = model.config.pipeline_model_parallel_size * model.config.expert_model_parallel_size

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ..params.fp8_parameter import Fp8Parameter
+from ..plan.notices import padded_note
 from ..plan.resolve import choose
 from ..recipe import recipe_name
 from .config import DEFAULT_SKIP, Fp8Config
@@ -41,6 +42,7 @@ class Candidate:
         multiplied: how many of them a token is multiplied by.
         lazy: it has parameters without a shape yet.
         also: other names by which overrides may call it.
+        padded: that the GPU's products pad its weight, and which; '' where they do not.
     """
 
     row: Row
@@ -50,6 +52,7 @@ class Candidate:
     multiplied: int = 0
     lazy: bool = False
     also: tuple[str, ...] = ()
+    padded: str = ""
 
 
 def candidates(model: nn.Module, config: Fp8Config) -> list[Candidate]:
@@ -145,7 +148,7 @@ def _considered(name: str, module: nn.Module, config: Fp8Config, tied: set[int])
         linear = is_linear(module) or bool(_stacks(module))
         found.row = Row(name, type(module).__name__, shape, False, dtype, reason, linear=linear)
         return [found]
-    found.row = _planned(name, type(module).__name__, _features(module), module.weight, config)
+    found.row, found.padded = _planned(name, type(module).__name__, _features(module), module.weight, config)
     return [found]
 
 
@@ -168,12 +171,12 @@ def _experts(
         for stack in stacks:
             also = also_called(name, stack)
             weight, shape = getattr(module, stack.parameter), stack.features(module)
-            row = _planned(
+            row, padded = _planned(
                 site_name(name, number, stack), type(module).__name__, shape, weight, config, also=also
             )
             parameters = [getattr(module, of) for of in (stack.parameter, stack.bias) if of]
             own = {(id(parameter), number): parameter.numel() // count for parameter in parameters}
-            yield Candidate(row, name, module, own, math.prod(shape), also=also)
+            yield Candidate(row, name, module, own, math.prod(shape), also=also, padded=padded)
 
 
 def _planned(
@@ -184,23 +187,25 @@ def _planned(
     config: Fp8Config,
     *,
     also: tuple[str, ...] = (),
-) -> Row:
-    """The row of a linear for which the plan decides."""
+) -> tuple[Row, str]:
+    """The row of a linear for which the plan decides, and whether its weight is padded (`Candidate.padded`)."""
     dtype, device = _short(weight.dtype), weight.device
     assert isinstance(device, torch.device)
     if device.type == "meta":
         choices = choose(config.asked(), name, also=also)
         if choices.none_in_fp8:
-            return Row(name, kind, shape, False, dtype, "; ".join(choices.reasons), planned=True)
+            return Row(name, kind, shape, False, dtype, "; ".join(choices.reasons), planned=True), ""
         reason = "; ".join(
             filter(None, [*choices.reasons, "on the meta device: the backend is chosen where it will run"])
         )
-        return Row(name, kind, shape, True, recipe_name(choices.recipe), reason, planned=True)
+        return Row(name, kind, shape, True, recipe_name(choices.recipe), reason, planned=True), ""
     plan = plan_linear(config, name, shape, device, also=also)
     if plan.recipe is None:
-        return Row(name, kind, shape, False, dtype, plan.reason, planned=True)
+        return Row(name, kind, shape, False, dtype, plan.reason, planned=True), ""
     runs = f"{recipe_name(plan.recipe)}, {plan.backend}"
-    return Row(name, kind, shape, True, runs, plan.reason, planned=True)
+    padded = padded_note(plan, device, *shape) or ""
+    reason = "; ".join(filter(None, [plan.reason, padded]))
+    return Row(name, kind, shape, True, runs, reason, planned=True), padded
 
 
 # ---------------------------------------------------------------------------------------------------------------- why not

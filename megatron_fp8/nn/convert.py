@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..files.say import say
+from ..plan.notices import say_what_is_padded
 from ..plan.overrides import check_overrides_match
 from ..recipe import Recipe
 from .candidates import candidates, fp8_class, matches, rows_with_sizes, skipped_by
@@ -83,6 +84,7 @@ def convert_to_fp8(
     leave_fast_paths(model)
     keep_report(model, report)
     say(str(report), to="stdout")
+    say_what_is_padded({one.row.name: one.padded for one in found if one.padded}, len(report.converted))
     return model
 
 

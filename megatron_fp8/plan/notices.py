@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -33,29 +33,25 @@ def say_what_is_lost(plans: Iterable[SitePlan], remedy: str) -> None:
             return
 
 
-def say_what_is_padded(sites: Iterable[tuple[SitePlan, torch.Tensor]]) -> dict[str, str]:
-    """A line, once, if weights have sizes that the GPU's products do not take as they are, and codes are copied to pad
-    them, in every step.
+def padded_note(plan: SitePlan, device: torch.device, n: int, k: int) -> str | None:
+    """What a report says of a weight [N, K] of this rank whose sizes the GPU's products do not take as they are, so that
+    codes are copied to pad them, in every step; None of others."""
+    if plan.backend != native.name or not (gemms := padded_products(device, plan.products, n, k)):
+        return None
+    return f"K {k} x N {n} is not what the GPU's product takes: {', '.join(gemms)} copy codes, to pad them"
+
+
+def say_what_is_padded(notes: Mapping[str, str], sites: int) -> None:
+    """A line, once, if there are such weights.
 
     Args:
-        sites: plans, and the weights [N, K] of this rank.
-
-    Returns:
-        Name -> a note for the report, of these sites.
+        notes: by name, of this rank's weights that have one.
+        sites: of this rank in all.
     """
-    found: dict[str, str] = {}
-    sites = list(sites)
-    for plan, weight in sites:
-        n, k = weight.shape
-        if plan.backend == native.name and (gemms := padded_products(weight.device, plan.products, n, k)):
-            found[plan.name] = (
-                f"K {k} x N {n} is not what the GPU's product takes: {', '.join(gemms)} copy codes, to pad them"
-            )
-    if found:
-        name, note = next(iter(found.items()))
+    if notes:
+        name, note = next(iter(notes.items()))
         say(
-            f"megatron_fp8: {len(found)} of this rank's {len(sites)} GEMM sites have sizes that are padded ({name}:"
+            f"megatron_fp8: {len(notes)} of this rank's {sites} GEMM sites have sizes that are padded ({name}:"
             f" {note}); multiples of 16 on each rank (of 128 in blocks, of 32 in mxfp8) cost nothing (docs/shapes.md)",
             once=True,
         )
-    return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from tests.support.native_gpt import sizes_noted
+from tests.support.native_gpt import native_on_cpu, sizes_noted
 
 EXPERTS = {
     "num_moe_experts": 2, "moe_router_topk": 1, "moe_grouped_gemm": True, "moe_router_pre_softmax": True,
@@ -33,3 +35,33 @@ def test_nothing_is_said_where_all_fits(ranks):
     assert "padded" not in said and not any(notes.values())
     ((said, notes),) = ranks(1).run(sizes_noted, "rowwise", {"ffn_hidden_size": 36})
     assert "2 of this rank's 4 GEMM sites" in said
+
+
+def converted(widths: tuple[int, ...]) -> tuple[str, dict[str, str]]:
+    """A rank case: what convert_to_fp8 says of linears between these widths, and the reasons in its report."""
+    import io
+    from contextlib import redirect_stderr, redirect_stdout
+
+    import torch
+
+    from megatron_fp8 import Fp8Config, convert_to_fp8
+    from megatron_fp8.files import say
+
+    say._told.clear()
+    layers = [torch.nn.Linear(a, b) for a, b in pairwise(widths)]
+    with native_on_cpu(), redirect_stderr(io.StringIO()) as said, redirect_stdout(io.StringIO()):
+        config = Fp8Config("rowwise", backend="native", skip=())
+        model = convert_to_fp8(torch.nn.Sequential(*layers), config=config)
+    return said.getvalue(), {row.name: row.reason for row in model.fp8_report.rows}
+
+
+def test_a_converted_model_says_the_same(ranks):
+    ((said, reasons),) = ranks(1).run(converted, (64, 64, 36, 64))
+    note = "K 64 x N 36 is not what the GPU's product takes: fprop, dgrad copy codes, to pad them"
+    assert said.startswith(
+        f"megatron_fp8: 2 of this rank's 3 GEMM sites have sizes that are padded (1: {note})"
+    ), said
+    assert [name for name, reason in reasons.items() if "pad them" in reason] == ["1", "2"]
+    assert note in reasons["1"]
+    ((said, reasons),) = ranks(1).run(converted, (64, 64, 48, 64))
+    assert "padded" not in said and not any("pad them" in reason for reason in reasons.values())
