@@ -9,9 +9,8 @@ import os
 
 import torch
 
-os.environ.setdefault(
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-)  # CUDA itself, once asked, works in no forked process
+# CUDA itself, once asked, works in no forked process.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 if not torch.cuda.is_available():
     # Triton kernels are interpreted; Triton's own functions are too, if it is told before anybody imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,6 +24,7 @@ from benchmarks.support.ranks import RankPool
 from tests.support import order, workers
 from tests.support.interpreter import lean_interpreter
 from tests.support.left_behind import left_behind, state
+from tests.support.time_limits import TimeLimits
 
 gc.disable()  # until tests are collected: what is imported and collected stays
 THREADS = torch.get_num_threads()
@@ -40,6 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--workers", type=int, default=1, help="how many processes run tests (tests/support/workers.py)"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(TimeLimits())
 
 
 @pytest.hookimpl(trylast=True)

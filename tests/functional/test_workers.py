@@ -13,9 +13,13 @@ from tests.support.command import run
 CONFTEST = """\
 import json, os, pathlib, time
 import pytest
-from tests.support import workers
+from tests.support import time_limits, workers
 
+time_limits.LOOK_S = 0.1
 HERE = pathlib.Path(__file__).parent
+
+def pytest_configure(config):
+    config.pluginmanager.register(time_limits.TimeLimits())
 
 def pytest_runtestloop(session):
     workers.run(session, 2, lambda: os.environ.update(FIRST="called"))
@@ -50,7 +54,7 @@ def test_fails(): print("said before"); assert 1 == 2, "what failed"
 def test_dies(): os._exit(3)
 def test_goes_on(): pass
 @pytest.mark.timeout(0.2)
-def test_hangs(): time.sleep(60)
+def test_hangs(): print("before it hangs"); time.sleep(60)
 def test_goes_on_again(): pass
 """,
     "test_b.py": """\
@@ -101,6 +105,7 @@ def test_who_dies_or_hangs_is_named(said):
     assert "FAILED test_a.py::test_dies - the process of this test ended with 3" in said
     assert "FAILED test_a.py::test_hangs - the process of this test ended with 1" in said
     assert "in test_hangs" in said, "its stack"
+    assert said.count("+ Timeout +") == 2 and "Captured stdout" in said and "before it hangs" in said
 
 
 def test_files_stay_whole_and_go_to_whoever_is_free(said, folder):
