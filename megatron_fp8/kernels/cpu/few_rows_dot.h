@@ -1,0 +1,182 @@
+/* Products with few rows by AVX512-BF16: pairs of k, from first to last. See few_rows.c.
+
+   A vector holds one pair of sixteen rows of b, so codes are turned in registers: TALL rows by 64 columns at a time, in
+   eight pieces of 16 by 32. Pieces of the next columns are turned between the sums of these, since a processor that
+   looks some hundred instructions ahead leaves the units for sums idle while it turns more, and the other way round.
+   With one row of a a sum waits for the one before it, so four vectors of rows take turns.
+
+   Codes are decoded by tables: bit matrices (few_rows.c) take the same units as sums do on Zen 4, and nothing is faster
+   by them there. Memory is fetched a panel ahead, line by line as it lies. */
+
+#pragma once
+
+#include "few_rows_panel.h"
+
+#if defined(__AVX512BF16__)
+
+#define GROUPS 4            /* of 16 rows of b */
+#define TALL (GROUPS * 16)  /* rows of b that are multiplied together */
+#define WIDTH 64            /* their columns at a time */
+#define PIECES (GROUPS * 2) /* of TALL x WIDTH codes */
+#define LONG 8              /* rows of a at a time: as many sums of two groups as registers hold */
+
+/* Codes by words of two pairs: of sixteen bytes the first eight have a pair of four rows, the others the next one. */
+typedef __m512i Words[GROUPS][WIDTH / 4];
+/* Exponents of blocks, once for each row. */
+typedef uint32_t Lanes[GROUPS][STEPS][16];
+
+/* TALL rows from column `at` on, to be turned; NULL: none. `ahead`: what is fetched meanwhile, as many bytes. */
+typedef struct {
+    const uint8_t *const *row;
+    int64_t at;
+    const uint8_t *ahead;
+    __m512i (*to)[WIDTH / 4];
+} Turned;
+
+/* 32 codes of two rows. */
+INLINE __m512i both(const uint8_t *low, const uint8_t *high) {
+    __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)low));
+    return _mm512_inserti64x4(first, _mm256_loadu_si256((const __m256i *)high), 1);
+}
+
+/* 16 rows, 32 columns. */
+INLINE void turn(const uint8_t *const *row, int64_t at, __m512i *to) {
+    __m512i quads[2][4]; /* words of four rows, and of the four behind them: columns 0-15 and 16-31 of both */
+#pragma GCC unroll 2
+    for (int q = 0; q < 2; q++, row += 8) {
+        __m512i x0 = both(row[0] + at, row[4] + at), x1 = both(row[1] + at, row[5] + at);
+        __m512i x2 = both(row[2] + at, row[6] + at), x3 = both(row[3] + at, row[7] + at);
+        __m512i t0 = _mm512_unpacklo_epi16(x0, x1), t1 = _mm512_unpackhi_epi16(x0, x1);
+        __m512i t2 = _mm512_unpacklo_epi16(x2, x3), t3 = _mm512_unpackhi_epi16(x2, x3);
+        quads[q][0] = _mm512_unpacklo_epi32(t0, t2);
+        quads[q][1] = _mm512_unpackhi_epi32(t0, t2);
+        quads[q][2] = _mm512_unpacklo_epi32(t1, t3);
+        quads[q][3] = _mm512_unpackhi_epi32(t1, t3);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        to[i] = _mm512_shuffle_i32x4(quads[0][i], quads[1][i], 0x88);
+        to[i + 4] = _mm512_shuffle_i32x4(quads[0][i], quads[1][i], 0xDD);
+    }
+}
+
+INLINE void turn_piece(const Turned *next, int64_t piece) {
+    if (next->row == NULL) return;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) _mm_prefetch((const char *)next->ahead + (8 * piece + i) * 64, _MM_HINT_T1);
+    turn(next->row + piece / 2 * 16, next->at + piece % 2 * 32, next->to[piece / 2] + piece % 2 * 8);
+}
+
+/* sums [rows][TALL] += a times WIDTH columns; turns the next ones meanwhile. a: [pair][rows]. */
+INLINE void add_words(const uint32_t *a, const int64_t rows, const Numbers *numbers, const __m512i (*word)[WIDTH / 4],
+                      const Lanes exponents, int64_t step, const int32_t scaled, float (*sums)[TALL],
+                      const Turned *next) {
+    const int64_t some = least(rows, LONG), groups = rows < LONG ? GROUPS : 2;
+    const int64_t each = WIDTH / 4 / (PIECES / (GROUPS / groups) / (rows / some)); /* words for each piece */
+    int64_t piece = 0;
+    for (int64_t first = 0; first < GROUPS; first += groups)
+        for (int64_t m = 0; m < rows; m += some) {
+            const uint32_t *pairs = a + m;
+            __m512 sum[LONG][GROUPS];
+#pragma GCC unroll 8
+            for (int64_t r = 0; r < some; r++)
+#pragma GCC unroll 4
+                for (int64_t g = 0; g < groups; g++) sum[r][g] = _mm512_loadu_ps(sums[m + r] + (first + g) * 16);
+#pragma GCC unroll 1
+            for (int64_t i = 0; i < WIDTH / 4; i++) {
+                __m512i values[GROUPS][2];
+                if (i % each == 0) turn_piece(next, piece++);
+#pragma GCC unroll 4
+                for (int64_t g = 0; g < groups; g++) {
+                    __m512i codes = word[first + g][i];
+                    __asm__("" : "+v"(codes)); /* GCC 12 loads it for each of three uses */
+                    decode_quarters(numbers, codes, values[g], values[g] + 1);
+                    if (!scaled) continue;
+                    __m512i exponent = _mm512_loadu_si512(exponents[first + g][step + i / 8]);
+                    values[g][0] = scaled_by(exponent, values[g][0]);
+                    values[g][1] = scaled_by(exponent, values[g][1]);
+                }
+#pragma GCC unroll 2
+                for (int64_t j = 0; j < 2; j++, pairs += rows)
+#pragma GCC unroll 8
+                    for (int64_t r = 0; r < some; r++) {
+                        __m512bh pair = (__m512bh)_mm512_set1_epi32((int32_t)pairs[r]);
+#pragma GCC unroll 4
+                        for (int64_t g = 0; g < groups; g++)
+                            sum[r][g] = _mm512_dpbf16_ps(sum[r][g], (__m512bh)values[g][j], pair);
+                    }
+            }
+#pragma GCC unroll 8
+            for (int64_t r = 0; r < some; r++)
+#pragma GCC unroll 4
+                for (int64_t g = 0; g < groups; g++) _mm512_storeu_ps(sums[m + r] + (first + g) * 16, sum[r][g]);
+        }
+}
+
+/* One for each number of rows, which are registers; a is padded to it. */
+#define ADD_WORDS(ROWS)                                                                                              \
+    static void add_words_##ROWS(const uint32_t *a, const Numbers *numbers, const __m512i (*word)[WIDTH / 4],        \
+                                 const Lanes exponents, int64_t step, int32_t scaled, float (*sums)[TALL],           \
+                                 const Turned *next) {                                                               \
+        if (scaled) add_words(a, ROWS, numbers, word, exponents, step, 1, sums, next);                               \
+        else add_words(a, ROWS, numbers, word, exponents, step, 0, sums, next);                                      \
+    }
+
+ADD_WORDS(1)
+ADD_WORDS(2)
+ADD_WORDS(4)
+ADD_WORDS(8)
+ADD_WORDS(16)
+
+/* How many rows of a a panel takes. */
+INLINE int64_t padded_rows(int64_t m) { return m <= 2 ? m : m <= 4 ? 4 : m <= 8 ? 8 : 16; }
+
+static void lanes_of(const Product *p, int64_t first, int64_t at, Lanes to) {
+    for (int64_t g = 0; g < GROUPS; g++) {
+        uint32_t exponents[16][STEPS];
+        __m512i row[16];
+        int64_t rows = p->block_rows % TALL ? 16 : 1;
+        read_exponents(p, first + g * 16, rows, at, exponents);
+        for (int64_t r = 0; r < 16; r++) row[r] = _mm512_loadu_si512(exponents[rows > 1 ? r : 0]);
+        transpose(row);
+        for (int64_t step = 0; step < STEPS; step++) _mm512_storeu_si512(to[g][step], row[step]);
+    }
+}
+
+/* TALL rows of b from `first` on. a: [pairs, whole words][padded rows]. */
+static void panel_by_dot(const Product *p, const uint32_t *a, const Numbers *numbers, int64_t first) {
+    const uint8_t *row[TALL], *last[TALL], *ahead;
+    uint8_t rest[TALL][WIDTH]; /* the last columns, where they are fewer than WIDTH, and zeros */
+    float sums[MOST][TALL] = {0};
+    Words words[2]; /* by turns */
+    Lanes exponents;
+    int64_t rows = padded_rows(p->m), whole = p->k / WIDTH * WIDTH;
+    int32_t scaled = p->exponents != NULL;
+    begin_rows(p, first, TALL, row);
+    if (whole < p->k) {
+        memset(rest, 0, sizeof rest);
+        for (int64_t r = 0; r < TALL; r++) last[r] = memcpy(rest[r], row[r] + whole, (size_t)(p->k - whole));
+    }
+    ahead = first + TALL < p->n ? row[0] + TALL * p->k : row[0];
+    for (int64_t at = -WIDTH; at < p->k; at += WIDTH, ahead += TALL * WIDTH) {
+        int64_t then = at + WIDTH, here = at / WIDTH & 1;
+        Turned next = {then < whole ? row : then < p->k ? last : NULL, then < whole ? then : 0, ahead, words[1 - here]};
+        if (at < 0) {
+            for (int64_t piece = 0; piece < PIECES; piece++) turn_piece(&next, piece);
+            continue;
+        }
+        int64_t step = at / STEP % STEPS;
+        if (scaled && step == 0) lanes_of(p, first, at, exponents);
+        const __m512i(*word)[WIDTH / 4] = (const __m512i(*)[WIDTH / 4])words[here];
+        /* branches, no conditional calls: GCC 12 has merged such calls wrongly */
+        if (rows == 1) add_words_1(a, numbers, word, exponents, step, scaled, sums, &next);
+        else if (rows == 2) add_words_2(a, numbers, word, exponents, step, scaled, sums, &next);
+        else if (rows == 4) add_words_4(a, numbers, word, exponents, step, scaled, sums, &next);
+        else if (rows == 8) add_words_8(a, numbers, word, exponents, step, scaled, sums, &next);
+        else add_words_16(a, numbers, word, exponents, step, scaled, sums, &next);
+        a += WIDTH / 2 * rows;
+    }
+    finish(p, sums[0], TALL, first, TALL);
+}
+
+#endif
