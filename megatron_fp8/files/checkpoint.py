@@ -27,7 +27,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -83,6 +83,16 @@ def without_checksum(manifest: Manifest) -> list[str]:
     if manifest.checked:
         return []
     return ["the checkpoint's manifest is of an earlier version, which had no checksum: it is taken as it is"]
+
+
+def of_each_rank(manifest: Manifest, overrides: Collection[str]) -> list[str]:
+    """A line for people for each of the overrides that meant more experts when the checkpoint was saved than now."""
+    return [
+        f"fp8_overrides={key!r} is of one expert of the whole model; when the checkpoint was saved it was of one of each"
+        f" rank, {', '.join(several)}: name all of them to go on as before"
+        for key, several in manifest.of_each_rank.items()
+        if key in overrides and not set(several) <= set(overrides)
+    ]
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:

@@ -49,6 +49,8 @@ class Manifest:
         facts: layout, precision, model and versions of the run that saved it.
         files: name -> {"bytes", "sha256"} of every other file.
         checked: a checksum covers all of this; False for version 1, which had none.
+        of_each_rank: overrides of the run that named an expert of each rank (versions 1 and 2) -> the names that mean
+            those experts now, which ``facts`` has.
     """
 
     iteration: int
@@ -56,6 +58,7 @@ class Manifest:
     facts: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     checked: bool = field(default=True, compare=False)
+    of_each_rank: dict[str, list[str]] = field(default_factory=dict, compare=False)
 
     def text(self) -> str:
         """The content of manifest.json. Raises ValueError if it holds what JSON has not: NaN, Inf, other types."""
@@ -94,19 +97,20 @@ def parse(data: bytes) -> Manifest:
     if checked and content["sha256"] != _checksum(content):
         raise ValueError("its checksum differs: it is not what was written")
     _check(content)
-    if version in _LOCAL_EXPERTS:
-        _number_experts(content["state"], content["facts"])
-    return Manifest(content["iteration"], content["state"], content["facts"], content["files"], checked)
+    renamed = _number_experts(content["state"], content["facts"]) if version in _LOCAL_EXPERTS else {}
+    return Manifest(
+        content["iteration"], content["state"], content["facts"], content["files"], checked, renamed
+    )
 
 
-def _number_experts(state: dict[str, Any], facts: dict[str, Any]) -> None:
+def _number_experts(state: dict[str, Any], facts: dict[str, Any]) -> dict[str, list[str]]:
     """Name experts as the whole model does, in the guard's moves and in the run's overrides: under expert parallelism
-    each of their names meant an expert of every rank."""
+    each of their names meant an expert of every rank. The overrides that became several."""
     model = facts.get("run", {}).get("model") or {}
     ranks: Any = (facts.get("layout") or {}).get("expert") or 1
     experts: Any = model.get("num_moe_experts")
     if not (_is_count(experts) and 1 < ranks <= experts < 1 << 16):
-        return
+        return {}
 
     def names(name: str) -> list[str]:
         found = re.fullmatch(r"(.*\blocal_experts\.)(\d+)(\..*)", name)
@@ -116,8 +120,11 @@ def _number_experts(state: dict[str, Any], facts: dict[str, Any]) -> None:
 
     if "guard" in state:
         state["guard"] = [[name, *rest] for site, *rest in state["guard"] for name in names(site)]
-    if isinstance(overrides := model.get("fp8_overrides"), dict):
-        model["fp8_overrides"] = {name: value for key, value in overrides.items() for name in names(key)}
+    overrides = model.get("fp8_overrides")
+    if not isinstance(overrides, dict):
+        return {}
+    model["fp8_overrides"] = {name: value for key, value in overrides.items() for name in names(key)}
+    return {key: several for key in overrides if len(several := names(key)) > 1}
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from ..files.checkpoint import (
     find_checkpoint,
     latest_checkpoint,
     not_finite_checkpoints,
+    of_each_rank,
     read_manifest,
     without_checksum,
 )
@@ -161,6 +162,7 @@ def resume(
     scheduler.step(state["scheduler_steps"])
     lines = [f"resume      {folder}: iteration {manifest.iteration} is done"]
     lines += map(_note, without_checksum(manifest))
+    lines += map(_note, of_each_rank(manifest, run.model.fp8_overrides))
     if accepted:
         lines.append(
             _note(f"accepted, it computes something else from here on: {', '.join(map(str, accepted))}")

@@ -62,9 +62,16 @@ LEAST = 1e-37  # and below it only zero
 POSITIVE, NOT_NEGATIVE, ANY_NUMBER = number(LEAST, FLOAT32), number(0, FLOAT32), number(-FLOAT32, FLOAT32)
 
 
-def text(words: str = "text without NUL", *, empty: bool = False) -> Rule:
-    """A string without NUL, which no file name and no C library takes; and not a blank one unless `empty`."""
-    return Rule(words, lambda v: isinstance(v, str) and "\0" not in v and (empty or bool(v.strip())))
+def text(words: str = "text without NUL") -> Rule:
+    """A string without NUL, which no file name and no C library takes; and not a blank one."""
+    return Rule(words, lambda v: isinstance(v, str) and "\0" not in v and bool(v.strip()))
+
+
+def folder_or_none() -> Rule:
+    """A folder's path, or '' for none; null, which a command line has as text, is neither."""
+    return Rule(
+        "a folder, or '' for none", lambda v: isinstance(v, str) and "\0" not in v and v.strip() != "null"
+    )
 
 
 def one_of(*choices: str) -> Rule:

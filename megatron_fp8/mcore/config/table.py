@@ -24,6 +24,7 @@ from .rules import (
     SIZE,
     Rule,
     either,
+    folder_or_none,
     integer,
     list_of,
     number,
@@ -366,7 +367,7 @@ FIELDS: dict[str, Field] = {
     ),
     "deterministic_mode": works(FLAG, "tensor_parallel/layers"),
     "use_te_rng_tracker": te_function("that tracker of random numbers", "tensor_parallel/random"),
-    "config_logger_dir": works(text(empty=True), "config_logger"),
+    "config_logger_dir": works(folder_or_none(), "config_logger"),
     "barrier_with_L1_time": works(FLAG, _PP),
     **dict.fromkeys(
         ("timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from megatron_fp8.files.checkpoint import of_each_rank
 from megatron_fp8.files.manifest import FORMAT, Manifest, NotAManifest, is_plain_name, parse
 from tests.support.draws import draws
 
@@ -75,6 +76,13 @@ def test_names_of_experts_from_when_each_rank_counted_its_own():
     overrides = [f"*.local_experts.{e}.linear_fc?" for e in (0, 2, 4)]
     assert list(found.facts["run"]["model"]["fp8_overrides"]) == [*overrides, "*.linear_proj"]
     assert found.checked and parse(found.text().encode()) == found
+    (line,) = of_each_rank(found, ["*.local_experts.0.linear_fc?", "*.linear_proj"])
+    assert line.startswith(
+        "fp8_overrides='*.local_experts.0.linear_fc?' is of one expert of the whole model;"
+    )
+    assert f"one of each rank, {', '.join(overrides)}: name all of them" in line
+    assert not of_each_rank(found, [*overrides, "*.linear_proj"]) and not of_each_rank(found, [])
+    assert not of_each_rank(parse(found.text().encode()), overrides[:1]), "saved anew, it has today's names"
     for experts, ranks in [
         (6, 1),
         (None, 3),
