@@ -9,15 +9,17 @@
         first, second = ranks(2).run(case, 128, timeout=60)
 
 Importing torch and Megatron-Core takes seconds, so ranks are forked from a process that has done it (forked.py), stay
-alive for the whole test session and are shared by all world sizes. Every case gets a process group of its own over a
-file, destroyed after it: a rank that raises cannot leave half a collective behind for the next case, and its peers see
-a closed connection instead of hanging.
+alive for the whole test session and are shared by all world sizes. Every case gets a process group of its own, destroyed
+after it: a rank that raises cannot leave half a collective behind for the next case, and its peers see a closed
+connection instead of hanging. Ranks meet in a store that the pool keeps: who waits there is told at once. Who waits for
+a file asks every ten milliseconds, in each of a layout's dozens of groups.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -159,6 +161,7 @@ class RankPool:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._store: dist.TCPStore | None = None
         self._cases = 0
 
     def __call__(self, world_size: int) -> Ranks:
@@ -170,11 +173,13 @@ class RankPool:
         """See Ranks.run."""
         self._grow(world_size)
         self._cases += 1
-        rendezvous = Path(self._folder.name, f"case{self._cases}")
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting = (self._store.port, f"case{self._cases}")
         payload = pickle.dumps((case, args, kwargs))
         workers = self._workers[:world_size]
         for rank, worker in enumerate(workers):
-            worker.send((sys.path, payload, rank, world_size, str(rendezvous), timeout))
+            worker.send((sys.path, payload, rank, world_size, meeting, timeout))
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < world_size:
@@ -190,7 +195,6 @@ class RankPool:
                 if answers[rank].died:
                     self.close()
                     raise RankError(f"rank {rank} of {case.__qualname__} died\n{answers[rank].trace}")
-        rendezvous.unlink(missing_ok=True)
         failed = sorted((a.time, r) for r, a in answers.items() if a.trace)
         if failed:
             rank = failed[0][1]
@@ -293,8 +297,14 @@ def _serve(connection: Connection, log: str) -> None:
         connection.send_bytes(_run_case(*pickle.loads(message)))
 
 
+@functools.cache
+def _store_at(port: int) -> dist.TCPStore:
+    """A rank's connection to the pool's store."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
 def _run_case(
-    path: list[str], payload: bytes, rank: int, world_size: int, rendezvous: str, timeout: float
+    path: list[str], payload: bytes, rank: int, world_size: int, meeting: tuple[int, str], timeout: float
 ) -> bytes:
     """Runs one case inside a process group of its own; returns the pickled _Answer."""
     sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -302,7 +312,7 @@ def _run_case(
         case, args, kwargs = pickle.loads(payload)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{rendezvous}",
+            store=dist.PrefixStore(meeting[1], _store_at(meeting[0])),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout + 60),  # the parent's timeout comes first, with all the stacks
