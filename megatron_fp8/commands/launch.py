@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
+from ..train.launch.hosts import is_host
 from .line import CommandParser, refuse
 
 HELP = """\
@@ -149,7 +150,14 @@ def _place(master: str) -> tuple[str, int]:
     """(host, port). Raises ValueError."""
     host, colon, port = master.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+    if not (
+        is_host(host)
+        and colon
+        and len(port) < 6
+        and port.isascii()
+        and port.isdigit()
+        and 0 < int(port) < 2**16
+    ):
         raise ValueError(
             f"--master {master} must be HOST:PORT, with a port from 1 to 65535: --master node0:29500."
         )

@@ -156,7 +156,7 @@ def test_any_words(originals, place, words):
 
 
 def test_every_command_is_tried():
-    """But launch, which starts processes (tests/unit/commands and tests/functional have its words)."""
+    """But launch, which is in test_launches.py."""
     assert set(OPTIONS) == set(COMMANDS) - {"launch"}
 
 

@@ -26,6 +26,7 @@ from ...plan.timing import unused_gpu
 from ..config.sections import TrainSection
 from ..exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from .deterministic import be_deterministic
+from .hosts import is_host
 from .meeting import Meeting
 from .rendezvous import check_restarts
 
@@ -114,6 +115,10 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         )
     if not 0 < launch.master_port < 2**16:
         raise ValueError(f"MASTER_PORT={launch.master_port} must be from 1 to 65535.")
+    if launch.world_size > 1 and not is_host(launch.master_addr):
+        raise ValueError(
+            f"MASTER_ADDR={launch.master_addr[:256]!r} is no host's name: give the name or address of rank 0's node."
+        )
     return launch
 
 
@@ -134,9 +139,9 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int:
     """
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
     node = _number(environ, "SLURM_NODEID", 0)
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * min(int(times or 1), 1 << 20)
     listed = counts[node] if node < len(counts) else max(counts, default=1)
     return max(listed, _number(environ, "SLURM_LOCALID", 0) + 1)
 

@@ -32,6 +32,9 @@ REFUSED = {
     "a number too high": ([*NODES, "--node-rank=2", "train"], "--node-rank 2 must be from 0 to 1"),
     "no port": ([*NODES, "--master=a", "train"], "--master a must be HOST:PORT"),
     "a port too high": ([*NODES, "--master=a:65536", "train"], "--master a:65536 must be HOST:PORT"),
+    "no host": ([*NODES, "--master=a b:1", "train"], "--master a b:1 must be HOST:PORT"),
+    "a part too long": ([*NODES, f"--master={'a' * 64}:1", "train"], "must be HOST:PORT"),
+    "a number of many digits": ([*NODES, f"--master=a:{'9' * 5000}", "train"], "must be HOST:PORT"),
     "logs in a file": ([f"--logs={__file__}", SCRIPT], "give another folder by --logs"),
 }  # fmt: skip
 

@@ -107,6 +107,11 @@ def test_the_first_host_of_a_node_list_comes_from_scontrol(tmp_path, monkeypatch
     assert find_launch({**SLURM, "SLURM_JOB_NODELIST": "a1,a2"}).master_addr == "a1"
 
 
+def test_a_list_of_more_nodes_than_there_are():
+    """No memory is taken for them."""
+    assert find_launch({**SLURM, "SLURM_STEP_TASKS_PER_NODE": f"2(x{'9' * 20})"}).local_world_size == 2
+
+
 def test_alone():
     assert find_launch({"PATH": "/bin"}) == Launch("one process")
 
@@ -116,6 +121,9 @@ def test_alone():
     [
         ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not a number"),
         ({**TORCHRUN, "RANK": "4"}, "rank 4 of 4"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR='' is no host's name"),
+        ({**TORCHRUN, "MASTER_ADDR": "a" * 64}, "is no host's name"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT=0 must be from 1"),
         ({"SLURM_PROCID": "0"}, "SLURM_NTASKS is missing"),
     ],
 )
