@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..plan.site_plan import bf16_site
+from ..plan.uncollected import uncollected
 from ..state.ranks import union
 from .names import named_modules, split_expert
 from .runtime import unwrap
@@ -39,6 +40,7 @@ def _named(precision: str, own: str) -> str:
     return own if precision == "bf16" else precision
 
 
+@uncollected()
 def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[str, Any]]:
     """One entry per GEMM site: SitePlan.as_dict(), what was noted at run time, and the phases of an FP8 site's run
     (Phases.describe: empty where it is all FP8).

@@ -25,6 +25,7 @@ from ..plan.notices import padded_note, say_what_is_lost, say_what_is_padded
 from ..plan.overrides import check_overrides_match, matched, matching
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left, is_something_left
 from ..plan.switch import LayerBeingBuilt
+from ..plan.uncollected import uncollected
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from ..state.ranks import anywhere, first_to_say, union
@@ -122,6 +123,7 @@ def _moved(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePlan:
     return dataclasses.replace(moved, reason=reason, cause="guard")
 
 
+@uncollected()
 def prepare(model_chunks: list[Any]) -> None:
     """Name, plan and allocate every site of this rank's model chunks; chunks that were prepared are left alone.
 

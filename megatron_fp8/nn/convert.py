@@ -15,6 +15,7 @@ from torch import nn
 from ..files.say import say
 from ..plan.notices import say_what_is_padded
 from ..plan.overrides import check_overrides_match
+from ..plan.uncollected import uncollected
 from ..recipe import Recipe
 from .candidates import candidates, fp8_class, matches, rows_with_sizes, skipped_by
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
@@ -31,6 +32,7 @@ DEFAULT: Any = object()
 """The skip list of the config: DEFAULT_SKIP, unless the config has another."""
 
 
+@uncollected()
 def convert_to_fp8(
     model: M,
     recipe: Recipe | str | Fp8Config | None = None,

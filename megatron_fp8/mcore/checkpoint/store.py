@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ...files.checkpoint import read_metadata
+from ...plan.uncollected import uncollected
 from ...state.ranks import first_to_say
 from .fp8_state import is_slot_key
 
@@ -65,6 +66,7 @@ Make = Callable[[str], torch.Tensor]
 """The tensor of a key, whole: made when it is written, for shards on the meta device."""
 
 
+@uncollected()
 def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
     """What this rank writes of ``sharded_state``, ready for ``Shards``. Values that are no sharded tensors are left out.
 
@@ -127,6 +129,7 @@ class Shards:
         self._planner = _SavePlanner(make)
         self._metadata: Any = None
 
+    @uncollected()
     def plan(self) -> dcp.SavePlan:
         """What this rank will write."""
         first = self._rank == 0
@@ -134,6 +137,7 @@ class Shards:
         self._writer.set_up_storage_writer(first, rank=self._rank, use_collectives=True)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
+    @uncollected()
     def settle(self, plans: list[dcp.SavePlan]) -> None:
         """On the first rank, before anything is written: ValueError unless the plans that write something make up every
         tensor, each element once."""
@@ -151,6 +155,7 @@ class Shards:
         writes.wait()
         return list(writes.value())
 
+    @uncollected()
     def finish(self, results: list[list[Any]]) -> None:
         """On the first rank: ``.metadata``, of what ``write`` told on the ranks."""
         self._writer.finish(self._metadata, results)

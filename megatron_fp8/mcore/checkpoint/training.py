@@ -30,6 +30,7 @@ from ...files.checkpoint import Manifest, read_metadata, use_another
 from ...fp8_utils import is_float8tensor
 from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
+from ...plan.uncollected import uncollected
 from ...state.guard import Move, saved_moves
 from ...state.ranks import anywhere, first_to_say, union
 from ..guard import take
@@ -54,6 +55,7 @@ _METADATA = {
 }
 
 
+@uncollected()
 def sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     """Everything of this rank that a checkpoint stores, as sharded tensors over live ones. Collective.
 
@@ -197,6 +199,7 @@ def _metadata() -> dict[str, Any]:
     return {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
+@uncollected()
 def model_state(chunks: list[Any]) -> dict[str, dict[str, Any]]:
     """{'model0': flat sharded state dict, ...}; Megatron-Core's extra states, which are None, are left out."""
     found = {}
