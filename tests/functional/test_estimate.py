@@ -31,6 +31,7 @@ from tests.support.estimate_cases import (
     PIPELINE,
 )
 from tests.support.estimates import GELU, TINY, count_held, count_saved, largest, options
+from tests.support.simulated import VERDICTS
 
 # Experts that tensor parallelism cuts are not here: gloo does not gather the pieces of different sizes that they need.
 EXPERTS = {
@@ -104,6 +105,26 @@ def hold(ranks: RankPool, world: int, config: str, changes: dict[str, Any]) -> N
             together.update(one)
         expected = {call: size * len(of_stage_ranks) for call, size in sent(settings, chunks, plans).items()}
         assert expected == dict(together), f"stage {stage}"
+        for count in counts:
+            if count["stage"] == stage:
+                hold_calls(calls_of(settings, chunks, plans), count["calls"])
+
+
+def hold_calls(expected: Counter[str], found: dict[str, int]) -> None:
+    """Collectives that a rank took part in, and messages to other stages, are as many as expected, and the verdicts."""
+    verdicts = found.get("all-reduce", 0) - expected["all-reduce"]
+    assert 0 <= verdicts <= VERDICTS, (expected, found)
+    assert {call: count for call, count in found.items() if call != "all-reduce"} == {
+        call: count for call, count in expected.items() if call != "all-reduce"
+    }
+
+
+def calls_of(settings: Settings, chunks: list[Chunk], plans: Plans) -> Counter[str]:
+    """Calls by collective."""
+    found: Counter[str] = Counter()
+    for one in of_stage_wire(settings, chunks, plans):
+        found[one.call] += one.calls
+    return found
 
 
 def sent(settings: Settings, chunks: list[Chunk], plans: Plans) -> dict[str, int]:

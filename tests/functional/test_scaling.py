@@ -23,10 +23,7 @@ from megatron_fp8.estimate.wire import of_stage
 from tests.support.estimate_cases import CASES
 from tests.support.estimates import _trained, options
 from tests.support.left_behind import put_back
-from tests.support.simulated import Count, counted, simulated
-
-VERDICTS = 6
-"""All-reduces of an iteration that no estimate counts, of one or two numbers each: verdicts, norms, the loss."""
+from tests.support.simulated import VERDICTS, Count, counted, simulated
 
 
 @pytest.fixture(autouse=True)

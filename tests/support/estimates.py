@@ -15,6 +15,7 @@ import torch.distributed as dist
 from benchmarks.param_bytes import held, in_gradients, inner_optimizers, size
 from benchmarks.support.gpt import _batches, train_step
 from benchmarks.support.ranks import Layout, model_parallel
+from tests.support.simulated import counted
 
 TINY = "examples/configs/tiny_gpt_cpu.yaml"
 GELU = "examples/configs/tiny_gelu_cpu.yaml"
@@ -33,20 +34,22 @@ def _text(value: Any) -> str:
 
 
 def count_held(arguments: list[str]) -> dict[str, Any]:
-    """A rank case: bytes on this rank after an iteration, by kind, what the next one sends, and its stage."""
+    """A rank case: bytes on this rank after an iteration, by kind, what the next one sends in how many calls, and its
+    stage."""
     from megatron.core import parallel_state
 
     from megatron_fp8.train.model import count_parameters
 
     with _trained(arguments, iterations=1) as (step, chunks, _):
         kept = _held(chunks, step.optimizer)
-        with _collectives() as sent:
+        with _collectives() as sent, counted() as asked:
             step(1)
         return {
             "stage": parallel_state.get_pipeline_model_parallel_rank(),
             "parameters": count_parameters(chunks)["total"],
             "shapes": _shapes(chunks),
             "sent": dict(sent),
+            "calls": {call: one.calls for call, one in asked.items()},
             **kept,
         }
 

@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+VERDICTS = 7
+"""All-reduces of an iteration that no estimate counts, of one or two numbers each: of the state's health, of each
+optimizer's gradients (those of experts have their own), of these verdicts, of each one's norm, of the loss."""
+
 
 @contextmanager
 def simulated(rank: int, world: int) -> Iterator[None]:
