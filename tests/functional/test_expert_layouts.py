@@ -95,6 +95,21 @@ def test_layout_is_one_rank_as_bf16_has_it(
     assert loss <= own_difference[0] and norm <= own_difference[1]
 
 
+@pytest.mark.parametrize("name", ["ep2-tp2-etp2", "ep2-pp2-vpp2", "ep2-cp2-dp2"])
+def test_layout_with_tokens_in_fp8_is_one_rank(
+    ranks: RankPool, of_one: Any, own_difference: Any, name: str
+) -> None:
+    """Float32 activations, and codes on the wire."""
+    fields = {**FP32, "moe_fp8_dispatch": True}
+    found, one = (
+        of_layout(ranks, name, "blockwise", fields),
+        of_one("blockwise", {**fields, **LAYOUTS[name][2]}),
+    )
+    loss, norm = apart(found, one)
+    print(f"{name}: loss {loss:.1e}, norm {norm:.1e}")
+    assert loss <= own_difference[0] and norm <= own_difference[1]
+
+
 def distances(recipe: str, fields: dict[str, Any]) -> tuple[float, float]:
     """A rank case: how far FP8 is from BF16, relative: RMS over tokens of the loss, and of the gradient as a vector."""
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec

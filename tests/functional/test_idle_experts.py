@@ -80,10 +80,22 @@ def test_nobody_waits_and_scales_are_kept(ranks: RankPool, who: str, how: str) -
                 assert scale == found["busy"][name], name
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-def test_other_recipes(ranks: RankPool, recipe: str) -> None:
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "blockwise": ("blockwise", {}),
+    "tensorwise": ("tensorwise", {}),
+    "tokens in fp8": ("blockwise", {"moe_fp8_dispatch": True}),
+    "tokens in fp8, all-gather": (
+        "mxfp8",
+        {"moe_fp8_dispatch": True, "moe_token_dispatcher_type": "allgather"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_recipes(ranks: RankPool, name: str) -> None:
     """What an idle expert does not multiply is seen in the count of products; afterwards it multiplies again."""
-    everyone = ranks(2).run(idles, recipe, WHO["a rank"], {})
+    recipe, fields = OTHERS[name]
+    everyone = ranks(2).run(idles, recipe, WHO["a rank"], fields)
     assert everyone[0]["losses"] == everyone[1]["losses"]
     assert all(map(math.isfinite, everyone[0]["losses"]))
     before, without, after = everyone[1]["products"]

@@ -190,11 +190,12 @@ def test_a_rank_that_no_token_came_to(main_grad: bool) -> None:
         assert parameter.grad is not None and grad.eq(float(main_grad)).all()
 
 
-def test_saved_for_backward_are_codes() -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_saved_for_backward_are_codes(recipe: str) -> None:
     """A byte a value and scales: at most 0.55 of the BF16 that a linear in high precision saves of its input."""
     tokens = (256, 0, 128, 384)
     x, weights, _ = matrices(tokens)
-    _, sites = experts("blockwise", len(tokens))
+    _, sites = experts(recipe, len(tokens))
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
