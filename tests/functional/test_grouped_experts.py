@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks.support.gpt import gpt_config, train
+from benchmarks.support.fp8_gpt import DEEPSEEK, fp8_config
+from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.waits import waits
 
 SEQUENCE = 128
 MOE = {
@@ -110,6 +113,28 @@ def test_it_trains_as_experts_in_turn_do(ranks: RankPool, case: str) -> None:
     for what in ("losses", "norms", "gemms", "sites"):
         assert grouped[what] == in_turn[what], what
     assert max(grouped["calls"]) == 4 // layout.ep and not in_turn["calls"]
+
+
+def looks(grouped: bool) -> dict[str, int]:
+    """A rank case of two expert parallel ranks: who reads a tensor's value on the host in an iteration, how often."""
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    options: dict[str, Any] = {"sequence": SEQUENCE, "micro_batch": 1, "global_batch": 4}
+    with model_parallel(Layout(ep=2)):
+        config = fp8_config(Layout(ep=2), "blockwise", **{**DEEPSEEK, "moe_grouped_gemm": grouped})
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=SEQUENCE)
+        optimizer = build_optimizer(config, chunks)
+        train_step(config, chunks, optimizer, 0, **options)
+        with waits() as seen:
+            train_step(config, chunks, optimizer, 1, **options)
+    return Counter(place for place in seen.places if "scale_range" not in place)  # of C alone
+
+
+def test_the_host_reads_counts_of_tokens_once_a_layer(ranks: RankPool) -> None:
+    """As Megatron-Core's experts do: grouped ones wait for nothing else."""
+    grouped, in_turn = (ranks(2).run(looks, grouped)[0] for grouped in (True, False))
+    assert grouped.pop("grouped.py forward tolist") == in_turn.pop("experts.py forward tolist") == 3 * 2
+    assert grouped == in_turn
 
 
 def listen(expert: Any, heard: list[str]) -> None:
