@@ -306,6 +306,7 @@ def _watchdog(run: Any, launch: Any) -> Any:
         least=run.train.watchdog,
         limit=run.train.distributed_timeout_minutes * 60,
         say=lambda text: print(text, file=sys.stderr, flush=True),
+        stages=run.model.pipeline_model_parallel_size,
     )
     parallel.until_leave(watchdog.close)
     return watchdog

@@ -28,7 +28,7 @@ class Pace:
     def __init__(self, ranks: int) -> None:
         self._ranks, self._lock = ranks, threading.Lock()
         self._own, self._all, self._iterations = 0.0, 0.0, 0
-        self._share, self._total, self._said = 0.0, 0.0, 0.0
+        self._share, self._total, self._said, self._slow_before = 0.0, 0.0, 0.0, False
 
     def sample(self, seconds: float, *, waits: bool) -> None:
         """So many seconds of an iteration have passed, and at their end this rank waits for others, or does not."""
@@ -52,7 +52,10 @@ class Pace:
             self._share = self._own / self._iterations
             self._own, self._all, self._iterations = 0.0, 0.0, 0
         delay = own - others
-        if others and own > _FAR * others and delay > max(_LEAST_S, 2 * self._said):
+        slow_before = self._slow_before
+        self._slow_before = slow = bool(others) and own > _FAR * others and delay > _LEAST_S
+        # Twice in a row: looks are few, and a busy machine is unfair for some seconds.
+        if slow and slow_before and delay > 2 * self._said:
             self._said = delay
             said = (
                 f"works {own:.3g} s an iteration where the others work {others:.3g} s on average, so all wait"

@@ -27,6 +27,8 @@ _COMPILERS = (
     *("triton/compiler/compiler.py", "triton/runtime/autotuner.py", "megatron_fp8/kernels/cpu/library.py"),
 )
 _ENGINE = "torch/autograd/graph.py"
+_AROUND = ("/contextlib.py", "/typing_extensions.py")
+"""Decorators, between a collective and who called it."""
 
 
 class Place(NamedTuple):
@@ -46,12 +48,11 @@ def place(frame: FrameType) -> Place:
             if not one.f_code.co_filename.endswith(_COLLECTIVES):
                 break
             chain.append(one)
-        name = next(one.f_code.co_name for one in reversed(chain) if one.f_code.co_name != "wrapper")
-        outside = (
-            one for one in frames[len(chain) :] if not one.f_code.co_filename.endswith("/contextlib.py")
-        )
+        names = [one.f_code.co_name for one in reversed(chain) if one.f_code.co_name != "wrapper"]
+        outside = (one for one in frames[len(chain) :] if not one.f_code.co_filename.endswith(_AROUND))
         caller = next(outside, chain[-1])
-        return Place("waits", f"{name}, called in {_spot(caller)}")
+        # At the moment in which a collective is entered there is its decorator alone.
+        return Place("waits", f"{names[0] if names else 'a collective'}, called in {_spot(caller)}")
     if any(mark in line for mark in _WAITS):
         return Place("waits", f"{line!r} in {_spot(frame)}")
     if any(one.f_code.co_filename.endswith(_COMPILERS) for one in frames):
@@ -126,10 +127,11 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _line(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    # A frame that another thread looks at may be between two lines, and then has none.
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()
 
 
 def _spot(frame: FrameType) -> str:
     """'core/tensor_parallel/mappings.py:33 (_reduce)'."""
     short = "/".join(Path(frame.f_code.co_filename).parts[-3:])
-    return f"{short}:{frame.f_lineno} ({frame.f_code.co_name})"
+    return f"{short}:{frame.f_lineno or frame.f_code.co_firstlineno} ({frame.f_code.co_name})"

@@ -56,6 +56,7 @@ class Watchdog:
     Args:
         folder: of this start; made when it is needed.
         rank, ranks: which one this is, and of how many.
+        stages: of the pipeline.
         least: seconds that may always pass; of the first three of a kind, 20 times as many. 0: nobody watches.
         limit: seconds after which a collective gives up; the bound is at most half of it.
         say: takes a line, from the watching thread too.
@@ -72,7 +73,9 @@ class Watchdog:
         limit: float,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        stages: int = 1,
     ) -> None:
+        self._stages, self._failed = stages, ""
         self.folder, self.rank, self.ranks, self.pace = folder, rank, ranks, Pace(ranks)
         self._least, self._limit, self._say, self._clock = least, limit, say, clock
         self._thread_id = threading.get_ident()
@@ -118,7 +121,8 @@ class Watchdog:
     def iterated(self, total: float) -> None:
         """The reduction of the loss brought the sum of all ranks' `pace.share()`."""
         if slow := self.pace.take(total):
-            self._say(f"warning: rank {self.rank} on {socket.gethostname()} is slow: it {slow}")
+            stage = "; or its pipeline stage has more to do than others" if self._stages > 1 else ""
+            self._say(f"warning: rank {self.rank} on {socket.gethostname()} is slow: it {slow}{stage}")
 
     def bound(self, kind: str) -> float:
         """Seconds after which a phase of this kind takes too long."""
@@ -139,8 +143,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
-            if self._phase is not None:
+            if self._phase is None:
+                continue
+            try:
                 self.look()
+            except Exception as error:  # without this thread the others would take this rank for dead
+                if self._failed != repr(error):
+                    self._failed = repr(error)
+                    self._say(
+                        f"warning: the watchdog of rank {self.rank} failed ({self._failed}) and goes on"
+                    )
 
     def look(self) -> None:
         """One look: the watching thread's, ten times a second."""
@@ -157,9 +169,10 @@ class Watchdog:
             frame = self._main_frame()
             self.pace.sample(passed, waits=frame is None or waits(frame))
         elapsed, bound = now - phase.since - self._still, self.bound(phase.kind)
-        if self._to_read and now >= self._to_read[1]:
-            folder, self._to_read = self._to_read[0], None
-            self._speak(folder, phase, elapsed)
+        to_read = self._to_read  # which the main thread may take away at any time
+        if to_read and now >= to_read[1]:
+            self._to_read = None
+            self._speak(to_read[0], phase, elapsed)
         if elapsed < min(self._least, bound) / 3 or now - self._searched < self._search:
             return
         self._searched = now

@@ -24,17 +24,17 @@ SLURM = {"SLURM_JOB_START_TIME": str(time.time()), "SLURM_JOB_END_TIME": str(tim
 
 
 class Ranks:
-    """Two ranks of a run, without torchrun: rank 0 keeps the store. `said[rank]` is what each wrote, once all ended."""
+    """The ranks of a run, without torchrun: rank 0 keeps the store. `said[rank]` is what each wrote, once all ended."""
 
-    def __init__(self, folder, python, told, *arguments, **variables):
+    def __init__(self, folder, python, told, *arguments, count=2, **variables):
         (port,) = free_ports(1)
         folder.mkdir(parents=True)
-        self.logs = [folder / f"{rank}.log" for rank in range(2)]
+        self.logs = [folder / f"{rank}.log" for rank in range(count)]
         self.processes = []
         told = told | {"log": str(self.logs[0])}
         for rank, log in enumerate(self.logs):
             env = environment(
-                RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
+                RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **variables,
             )  # fmt: skip
             command = [python, TROUBLE, json.dumps(told), "train", *map(str, arguments)]
@@ -121,6 +121,31 @@ def test_a_rank_that_was_stopped_says_so(troubled):
         r"^waiting     iteration 26 takes .*: rank 1 does not answer: it is stopped, dead or", said, re.M
     )
     assert re.search(r"^warning: rank 1 on \S+ stood still for \d+ s: it was stopped", other, re.M), other
+
+
+def test_four_ranks_of_two_stages_name_the_one_that_hangs_and_the_one_that_is_slow(
+    folder, config, forking_python
+):
+    """Here waiting is normal: for the other stage's messages, for tensor parallel ranks, in a validation, in a save."""
+    told = {"slow": 0.5, "inside": {"forward": 22, "validation": 24, "save": 26}}
+    layout = ["--model.tensor_model_parallel_size=2", "--model.pipeline_model_parallel_size=2"]
+    phases = [
+        "--train.eval_iters=1",
+        "--train.eval_interval=4",
+        "--checkpoint.save_interval=6",
+        "--train.watchdog=1",
+    ]
+    out = f"--run_dir={folder / 'runs' / 'four'}"
+    options = [f"--config={config}", f"--train.train_iters={ITERATIONS}", out, *layout, *phases]
+    with Ranks(folder / "four", forking_python, told, *options, count=4) as ranks:
+        assert [ranks.wait(rank) for rank in range(4)] == [0] * 4, ranks.said
+        said = ranks.said
+    for words in ("iteration 22", r"iteration 24 \(validation\)", r"iteration 26 \(save\)"):
+        (line, *_) = re.findall(f"^waiting     {words} takes .*rank 3 works.*$", said[0], re.M)
+        assert re.search(rf": rank 3 works in {words}: \S*trouble\.py:\d+ \(read_slowly\); ", line), line
+        assert all(re.search(rf"\b{rank}\b[^;:]* waits? in {words}: ", line) for rank in range(3)), line
+    assert [rank for rank in range(4) if " is slow: it works " in said[rank]] == [3]
+    assert "or its pipeline stage has more to do than others" in said[3]
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_1_and_a_line(folder, config, forking_python):

@@ -6,6 +6,7 @@ python tests/support/trouble.py '{"clock": true, "slow": 0.1, "hangs": 30, "stop
     slow       the last rank sleeps so many seconds in each of the first 20 iterations
     log        the file that rank 0 writes to
     hangs      in this iteration the last rank sleeps until rank 0 says so, in a function named `read_slowly`
+    inside     {"forward": 22, "validation": 24, "save": 26}: in the same way, in these parts of these iterations
     compiles   in this one until rank 0 has noticed, and a little longer, in what looks like torch's compiler
     stops      in this one the last rank is stopped (SIGSTOP) until rank 0 says so
     dies       in this iteration the last rank is killed: SIGKILL
@@ -32,6 +33,8 @@ TOLD = json.loads(sys.argv[1])
 RANK, LAST = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) - 1
 
 
+NOW = [0]
+"""The iteration."""
 RUN_DIR = next(Path(word.partition("=")[2]) for word in sys.argv if word.startswith("--run_dir="))
 SAID_S, SILENT_S = 120, 4.0
 """How long rank 0 may take to say something; after it wrote its stacks: until it would have."""
@@ -86,6 +89,33 @@ def trouble(iteration):
             act(iteration)
 
 
+def hang_inside(parts):
+    """The last rank hangs in parts of iterations."""
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_fp8.train.checkpoints import Checkpoints
+    from megatron_fp8.train.step import Stepper
+
+    owners = {
+        "forward": (GPTModel, "forward"),
+        "validation": (Stepper, "validate"),
+        "save": (Checkpoints, "save"),
+    }
+
+    def hanging(part, original):
+        def call(*args, **kwargs):
+            if RANK == LAST and NOW[0] == parts.get(part):
+                del parts[part]
+                read_slowly(NOW[0])
+            return original(*args, **kwargs)
+
+        return call
+
+    for part in list(parts):
+        owner, name = owners[part]
+        setattr(owner, name, hanging(part, getattr(owner, name)))
+
+
 def troubled(arguments):
     from megatron_fp8.mcore import install
 
@@ -102,10 +132,12 @@ def troubled(arguments):
     step = Trainer._timed_step
 
     def timed_step(self, iteration, training):
+        NOW[0] = iteration
         trouble(iteration)
         return step(self, iteration, training)
 
     Trainer._timed_step = timed_step
+    hang_inside(TOLD.get("inside", {}))
     minutes = lambda minutes: timedelta(seconds=minute * minutes)  # noqa: E731
     with short(parallel, timedelta=minutes), short(parallel_state, timedelta=minutes):
         return main(arguments)

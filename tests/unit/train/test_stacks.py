@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,26 @@ def test_a_collective_is_called_by_its_name_and_its_caller():
     assert told and found.kind == "waits"
     assert found.text.startswith("all_gather_object, called in unit/train/test_stacks.py:")
     assert found.text.endswith("(test_a_collective_is_called_by_its_name_and_its_caller)")
+
+
+def test_a_collective_that_is_just_entered_or_decorated_has_a_caller():
+    """Its decorator is all there is of it for a moment; torch's own deprecations lie between it and who called it."""
+    names = {"found": []}
+    code = "def wrapper(look): found.append(look())\n"
+    exec(compile(code, "/x/torch/distributed/c10d_logger.py", "exec"), names)
+    exec(compile("def around(look): wrapper(look)\n", "/x/typing_extensions.py", "exec"), names)
+    names["around"](lambda: place(sys._getframe(1)))
+    (found,) = names["found"]
+    assert found.kind == "waits" and found.text.startswith(
+        "a collective, called in unit/train/test_stacks.py:"
+    )
+
+
+def test_a_frame_between_two_lines_has_a_place():
+    """Python 3.11 says that it has no line."""
+    code = compile("x", "/x/y/z/data.py", "exec")
+    frame = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    assert not waits(frame) and place(frame).text == "y/z/data.py:1 (<module>)"
 
 
 def test_a_line_that_waits_is_quoted():

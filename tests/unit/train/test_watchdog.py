@@ -125,6 +125,34 @@ def test_the_others_write_when_one_does_and_the_lowest_speaks(tmp_path):
     assert ranks[1].watchdog.who() == "rank 0 does not answer: it is stopped, dead or cut off"
 
 
+def test_what_fails_in_its_thread_is_said_once_and_it_goes_on(tmp_path):
+    said, looks = [], []
+    watchdog = Watchdog(tmp_path, 0, 2, least=600.0, limit=1800.0, say=said.append)
+    watchdog.enter("step", 1)
+
+    def look():
+        looks.append(1)
+        raise RuntimeError("a fault")
+
+    watchdog.look = look
+    watchdog.start()
+    deadline = time.monotonic() + 10
+    while len(looks) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    watchdog.close()
+    assert len(looks) >= 3
+    assert said == ["warning: the watchdog of rank 0 failed (RuntimeError('a fault')) and goes on"]
+
+
+def test_a_slow_rank_of_a_pipeline_may_have_more_to_do(rank):
+    rank.watchdog.pace.take = lambda total: "works"
+    rank.watchdog.iterated(0.0)
+    rank.watchdog._stages = 2
+    rank.watchdog.iterated(0.0)
+    assert rank.said[0].endswith("is slow: it works")
+    assert rank.said[1].endswith("is slow: it works; or its pipeline stage has more to do than others")
+
+
 def test_ranks_are_grouped_by_where_they_are_and_those_that_wait_come_last(rank):
     folder = rank.watchdog.folder
     folder.mkdir()
