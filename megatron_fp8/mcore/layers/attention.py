@@ -152,13 +152,33 @@ def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
     """q [sq, b, heads, d], k and v [sk, b, groups, d]: attention as [sq, b, heads, dv], contiguous.
 
-    Grouped queries share their key and value head inside the kernel; nothing is repeated.
+    Grouped queries share their key and value head inside the kernel; nothing is repeated. One query of many keys
+    on a CPU, a token that is decoded, goes by `_one_query`.
     """
+    plain = "attn_mask" not in mask and not mask.get("is_causal")
+    if plain and q.is_cpu and len(q) == 1 < len(k) and not torch.is_grad_enabled():
+        return _one_query(q, k, v, scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     masked = "attn_mask" in mask and waiting.looking_waits(q.device)
     with sdpa_kernel(_NOT_CUDNN) if masked else nullcontext():
         context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
     return context.permute(2, 0, 1, 3).contiguous()
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """`_sdpa` of q [1, b, heads, d] without a mask: everything in float32 (float64 stays), rounded once.
+
+    A cache has its tokens side by side and a head's keys a whole token apart, which torch's flash kernel for CPUs reads
+    line by line: it took ten times as long as to copy a sequence's keys first. That also bounds the memory for copies.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    found = []
+    for i in range(q.shape[1]):
+        keys, values = (x[:, i].transpose(0, 1).contiguous().to(wide) for x in (k, v))  # [groups, sk, d]
+        queries = q[0, i].to(wide).reshape(len(keys), -1, q.shape[-1])  # [groups, heads / groups, d]
+        weights = (queries @ keys.transpose(1, 2) * scale).softmax(-1)
+        found.append((weights @ values).flatten(0, 1))  # [heads, dv]
+    return torch.stack(found).to(q.dtype).unsqueeze(0)
 
 
 def _packed(
