@@ -117,12 +117,12 @@ class Quantizer:
         """What such casts of matrices that lie as x are bound to by now, if they are, and nobody watches them."""
         if type(self) is not Quantizer:
             return None  # it casts in a way of its own
-        scale, running = self._where(record)
+        scale, running = self.where(record)
         if self._bound is None or self.slot.arena.observer is not None:
             return None
         return self._bound.bound(x, direction, scale=scale, running=running, for_product=for_product)
 
-    def _where(self, record: bool) -> tuple[torch.Tensor | None, Running | None]:
+    def where(self, record: bool) -> tuple[torch.Tensor | None, Running | None]:
         """The delayed scale, if that is there, and where kernels record."""
         place = self._in_arena()
         scale = place.scale if self.rule.delayed and self.slot.warm else None
@@ -136,7 +136,7 @@ class Quantizer:
         reduce_amax: AmaxReduction | None,
         for_product: bool,
     ) -> Float8Tensor:
-        scale, running = self._where(record)
+        scale, running = self.where(record)
         self.slot.arena.counts.casts += 1
         if reduce_amax is None:
             if (bound := self._bound) is None:

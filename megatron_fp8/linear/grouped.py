@@ -8,7 +8,8 @@ A grouped linear is a list of GEMM sites, one for each expert: each has its own 
 as a linear that is called alone. So no amax is shared between experts, no block of a scale straddles two, and codes,
 histories, checkpoints and reports are those of the experts called one after the other, to the bit. What is gained are
 the calls: a backend's ``grouped_gemm`` multiplies all experts in one, and the emulated one casts what is cast in a
-forward, and in a backward, in one (``cast_each``). Of an expert without tokens nothing is cast but the weight, whose
+forward, and in a backward, in one (``cast_each``). Where nothing sets an expert apart, Python does little for each
+(stacked.py). Of an expert without tokens nothing is cast but the weight, whose
 amax a history may want, and nothing is multiplied. Experts that a plan or an experiment
 treats in another way (one of them in BF16, a gradient in high precision) are multiplied alone, beside the others.
 
@@ -30,17 +31,16 @@ from ..plan.switch import in_recompute, without_autocast
 from ..quantizer import Wanted, cast_each
 from ..state.observer import SeenProduct
 from ..tensor import Operand, Sides
+from . import stacked
 from .coded_tokens import CodedTokens
 from .derivative import first_derivative_only
 from .function import AGAIN, Kept, fp8_linear, refuse_tangents, refuse_tracers
 from .passes import (
     Call,
-    added_to_main_grad,
     gradient_cast,
     gradient_operands,
     input_cast,
     input_operands,
-    main_grad_of,
     quantize_grad_output,
     quantize_input,
     requantize_input,
@@ -107,6 +107,8 @@ def grouped_linear(
     with without_autocast(x.device):
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             return _GroupedFunction.apply(x, group, *weights)
+        if kept := stacked.weights_of(x, weights, calls, [False]):
+            return stacked.forward(x, weights, calls, tokens, kept, needs_wgrad=False)[0]
         return _forward(x, weights, group, [False] * len(weights), False).y
 
 
@@ -264,8 +266,14 @@ class _GroupedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: _Group, *weights: torch.Tensor) -> torch.Tensor:
         needs_dgrad, _, *needs_wgrad = (need and group.grad_enabled for need in ctx.needs_input_grad)
+        ctx.group, ctx.weights, ctx.stacked = group, weights, None
+        calls, tokens = group.calls, group.tokens
+        if kept := stacked.weights_of(x, weights, calls, needs_wgrad):
+            y, saved = stacked.forward(x, weights, calls, tokens, kept, needs_wgrad=needs_wgrad[0])
+            ctx.stacked, tensors = saved.taken_apart()
+            ctx.save_for_backward(*tensors)
+            return y
         done = _forward(x, weights, group, needs_wgrad, needs_dgrad)
-        ctx.group, ctx.weights = group, weights
         ctx.kept = [(len(kept.tensors), kept.spec) for kept in done.kept]
         ctx.save_for_backward(*(tensor for kept in done.kept for tensor in kept.tensors))
         return done.y
@@ -285,7 +293,13 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     group: _Group = ctx.group
     calls, tokens = group.calls, list(group.tokens)
     needs_dgrad, _, *needs_wgrad = ctx.needs_input_grad
-    saved = _restored(ctx)
+    if ctx.stacked is not None:
+        of = ctx.stacked.put_together(ctx.saved_tensors)
+        if stacked.can_go_back(grad_output, calls):
+            return stacked.gradients(grad_output, of, ctx.weights, calls, tokens, needs_dgrad, needs_wgrad)
+        saved = of.of_experts()
+    else:
+        saved = _restored(ctx)
     saved_x, saved_w = saved[: len(calls)], saved[len(calls) :]
     operands = _cast_gradients(grad_output.split(tokens), calls, needs_dgrad, needs_wgrad)
     rowwise, columnwise = [row for row, _ in operands], [column for _, column in operands]
@@ -299,7 +313,13 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
         dx = torch.empty(len(grad_output), cols, dtype=grad_output.dtype, device=grad_output.device)
         _multiply("dgrad", group.sites, tokens, rowwise, saved_w, dx.split(tokens), record)
     wanted = [e for e, needs in enumerate(needs_wgrad) if needs]
-    return dx, None, *_weight_gradients(ctx.weights, group, columnwise, saved_x, wanted, record)
+
+    def multiply(these: list[int], outs: list[Any], add: bool) -> None:
+        sites, counts = [group.calls[e].site for e in these], [tokens[e] for e in these]
+        a, b = [columnwise[e] for e in these], [saved_x[e] for e in these]
+        _multiply("wgrad", sites, counts, a, b, outs, record, add=add)
+
+    return dx, None, *stacked.each_weight_gradient(ctx.weights, calls, wanted, multiply)
 
 
 def _cast_gradients(
@@ -317,34 +337,6 @@ def _cast_gradients(
     for (e, cast), done in zip(wanted.items(), cast_each(list(wanted.values())), strict=True):
         found[e] = gradient_operands(cast, done, needs_dgrad, needs_wgrad[e])
     return found
-
-
-def _weight_gradients(
-    weights: Sequence[torch.Tensor],
-    group: _Group,
-    dy: Sequence[Any],
-    x: Sequence[Any],
-    wanted: list[int],
-    record: bool,
-) -> list[torch.Tensor | None]:
-    """The gradients of the wanted experts' weights; of one that was added to its main_grad, a dummy."""
-    found: list[torch.Tensor | None] = [None] * len(weights)
-    sums = {e: main_grad_of(weights[e]) for e in wanted}
-    for add in (True, False):
-        these = [e for e in wanted if (sums[e] is not None) == add]
-        outs = [sums[e] if add else _empty_gradient(weights[e], group.calls[e].site) for e in these]
-        sites, tokens = [group.calls[e].site for e in these], [group.tokens[e] for e in these]
-        _multiply(
-            "wgrad", sites, tokens, [dy[e] for e in these], [x[e] for e in these], outs, record, add=add
-        )
-        for e, out in zip(these, outs, strict=True):
-            assert out is not None
-            found[e] = added_to_main_grad(weights[e]) if add else out.to(weights[e].dtype)
-    return found
-
-
-def _empty_gradient(weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
-    return torch.empty(weight.shape, dtype=site.wgrad_dtype(weight.dtype), device=weight.device)
 
 
 def _restored(ctx: Any) -> list[Operand | None]:

@@ -290,12 +290,12 @@ class Kept:
         facts: tuple[Any, ...] | None = None,
     ):
         self.version, self.recorded, self.scale = version, recorded, scale
-        self._sides, self._facts = sides, facts
+        self.made_by, self._facts = sides, facts
 
     @cached_property
     def quantized(self) -> Float8Tensor:
         """The quantised weight."""
-        return self._sides()
+        return self.made_by()
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ from . import loops
 
 _TALL, _WIDE = 128, 256  # a tile's, in blocks.c
 _KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # in casts.c
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # in casts.c
 
 
 class Wanted(NamedTuple):
@@ -61,7 +61,7 @@ class Made(NamedTuple):
     special: int
 
 
-class _Cut(ctypes.Structure):
+class CutStruct(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_int64),
         ("cols", ctypes.c_int64),
@@ -83,7 +83,7 @@ class ScaleRule(ctypes.Structure):
     )
 
 
-class _Cast(ctypes.Structure):
+class CastStruct(ctypes.Structure):
     """casts.c's."""
 
     _fields_ = (
@@ -93,7 +93,7 @@ class _Cast(ctypes.Structure):
         ("running", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("cols", ctypes.c_int64),
-        ("cuts", _Cut * 2),
+        ("cuts", CutStruct * 2),
         ("rule", ScaleRule),
         *((name, ctypes.c_int32) for name in ("count", "from_dtype", "to_e5m2", "finite")),
         ("special", ctypes.c_int64),
@@ -110,7 +110,7 @@ def quantize(wanted: Sequence[Wanted]) -> list[Made]:
     """Codes and scales of matrices for each way to cut them into blocks; those of one do not depend on the others."""
     if not wanted:
         return []  # and C need not be there
-    told = (_Cast * len(wanted))()
+    told = (CastStruct * len(wanted))()
     made = [_told(one, to) for one, to in zip(wanted, told, strict=True)]
     elements = sum(one.x.numel() for one in wanted)
     failed = loops.compiled().cast_each(told, ctypes.c_int64(len(told)), loops.thread_count(elements))
@@ -119,7 +119,7 @@ def quantize(wanted: Sequence[Wanted]) -> list[Made]:
     return [Made(*of, one.special) for of, one in zip(made, told, strict=True)]
 
 
-def _told(of: Wanted, to: _Cast) -> tuple[list[Coded], torch.Tensor]:
+def _told(of: Wanted, to: CastStruct) -> tuple[list[Coded], torch.Tensor]:
     """Tells C of a matrix; what its codes and scales will be, and its amax."""
     x, rule = of.x, of.rule
     rows, cols = x.shape
@@ -130,14 +130,14 @@ def _told(of: Wanted, to: _Cast) -> tuple[list[Coded], torch.Tensor]:
     to.running = None if of.running is None else loops.address(of.running, torch.float32, 1)
     to.given = None if of.scale is None else loops.address(of.scale, torch.float32, 1)
     to.rule, to.count, to.finite = scale_rule(rule), len(of.cuts), of.finite
-    to.from_dtype, to.to_e5m2 = _DTYPES[x.dtype], rule.fmt is E5M2
+    to.from_dtype, to.to_e5m2 = DTYPES[x.dtype], rule.fmt is E5M2
     made = []
     for i, (high, wide) in enumerate(of.cuts):
         codes = torch.empty(rows, cols, dtype=rule.fmt.dtype, device="cpu")
         blocks = (-(-rows // high) if high else 1, -(-cols // wide) if wide else 1)
         inverse = torch.empty(blocks if high or wide else (), dtype=kind, device="cpu")
         amax = None if of.amaxes is None else loops.address(of.amaxes[i], torch.float32, inverse.numel())
-        to.cuts[i] = _Cut(high, wide, codes.data_ptr(), inverse.data_ptr(), None, amax)
+        to.cuts[i] = CutStruct(high, wide, codes.data_ptr(), inverse.data_ptr(), None, amax)
         made.append(Coded(codes, inverse.view(torch.float8_e8m0fnu) if kind == torch.uint8 else inverse))
     return made, largest
 

@@ -26,7 +26,7 @@ class Product(NamedTuple):
     add: bool = False
 
 
-class _Product(ctypes.Structure):
+class ProductStruct(ctypes.Structure):
     """grouped.c's."""
 
     _fields_ = (
@@ -50,7 +50,7 @@ def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> li
     if not products:
         return []
     told, kept = (
-        (_Product * len(products))(),
+        (ProductStruct * len(products))(),
         [],
     )  # kept: C reads copies of operands that have no dense dimension
     elements = 0
@@ -63,12 +63,13 @@ def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> li
         each.out = loops.out_of(out, None, add=add)
         each.m, each.n, each.k = m, n, k
         elements += max(m * k, n * k, m * n)
-    done = loops.compiled().gemm_each(
-        told,
-        ctypes.c_int64(len(products)),
-        loop or loops.inner_loop(),
-        loops.thread_count(elements),
-    )
-    if done < 0 or any(each.done < 0 for each in told):
-        raise MemoryError(f"no memory to pack the matrices of {len(products)} products")
+    make(told, elements, loop)
     return [each.done == 0 for each in told]
+
+
+def make(told: ctypes.Array[ProductStruct], elements: int, loop: int | None = None) -> None:
+    """Make the products that C is told of, whose largest matrices have so many elements together."""
+    loop = loop or loops.inner_loop()
+    done = loops.compiled().gemm_each(told, ctypes.c_int64(len(told)), loop, loops.thread_count(elements))
+    if done < 0 or any(each.done < 0 for each in told):
+        raise MemoryError(f"no memory to pack the matrices of {len(told)} products")

@@ -199,7 +199,8 @@ _BELOW_AMX = frozenset({
     "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512",
 })
 # fmt: on
-_FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+"""What C calls what an operand holds."""
 _SQUARE = 32
 """Of k: those that gemm.c packs together, under one scale."""
 
@@ -280,7 +281,7 @@ def fits(a: Operand, b: Operand) -> bool:
 
 
 def _taken(of: Operand) -> bool:
-    if of.values.dtype not in _FORMATS or not (_in_memory(of.values) and of.values.numel()):
+    if of.values.dtype not in FORMATS or not (_in_memory(of.values) and of.values.numel()):
         return False
     if of.scale is None or of.block[1] == 0:
         return True
@@ -355,7 +356,7 @@ def side_of(of: Operand, values: torch.Tensor) -> Side:
         values.data_ptr(),
         row_step,
         k_step,
-        _FORMATS[values.dtype],
+        FORMATS[values.dtype],
         int(scale is not None and scale.dtype != torch.float32),
         None if scale is None else scale.data_ptr(),
         block_rows,

@@ -273,7 +273,7 @@ def blocks_call(draw: Draw, most: int) -> Call:
         cuts = [(1, 32), (32, 1)] if draw.random() < 0.5 else [(1, 128), (128, 1)]
     x = of.matrix(draw, rows, cols, dtype, finite=None if draw.random() < 0.5 else True)
     bad = int((~x.isfinite()).sum())
-    told = (blocks._Cut * len(cuts))(
+    told = (blocks.CutStruct * len(cuts))(
         *[(high or rows, wide or cols, None, None, None, None) for high, wide in cuts]
     )
     structs, expected = Buffer(told), []
@@ -282,13 +282,13 @@ def blocks_call(draw: Draw, most: int) -> Call:
         scale, inverse = scales_by(amax, fmt_name, kind, margin, epsilon)
         codes = cast(x, of.spread(scale, (high or rows, wide or cols), rows, cols), fmt).view(torch.uint8)
         expected.append(codes)
-        start = i * ctypes.sizeof(blocks._Cut)
-        structs.pointers[start + blocks._Cut.codes.offset] = empty((rows, cols), torch.uint8)
+        start = i * ctypes.sizeof(blocks.CutStruct)
+        structs.pointers[start + blocks.CutStruct.codes.offset] = empty((rows, cols), torch.uint8)
         if given:
-            structs.pointers[start + blocks._Cut.scale.offset] = Buffer(scale)
+            structs.pointers[start + blocks.CutStruct.scale.offset] = Buffer(scale)
         else:
             expected.append(inverse)
-            structs.pointers[start + blocks._Cut.scale_inv.offset] = empty(
+            structs.pointers[start + blocks.CutStruct.scale_inv.offset] = empty(
                 tuple(inverse.shape), inverse.dtype
             )
     amax = torch.zeros(1) if given else compute_amax(x).view(1)

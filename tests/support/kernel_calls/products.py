@@ -133,8 +133,8 @@ def gemm_call(draw: Draw, most: int, loop: int) -> Call:
 
 def gemm_each_call(draw: Draw, most: int, loop: int) -> Call:
     """Up to three products in one call; one whose scales C refuses leaves its result as it was."""
-    count, size = int(draw.integers(1, 4)), ctypes.sizeof(grouped._Product)
-    structs, expected, words = (grouped._Product * count)(), [], []
+    count, size = int(draw.integers(1, 4)), ctypes.sizeof(grouped.ProductStruct)
+    structs, expected, words = (grouped.ProductStruct * count)(), [], []
     told = Buffer(structs, out=True)
     for i in range(count):
         m, n, k = _sizes(draw, most)
@@ -152,19 +152,19 @@ def gemm_each_call(draw: Draw, most: int, loop: int) -> Call:
             structs[i].a.block_rows = structs[i].a.block_k = structs[i].a.e8m0 = 0
         structs[i].out = loops.Out(None, int(dtype == torch.bfloat16), int(add), None)
         structs[i].m, structs[i].n, structs[i].k = m, n, k
-        for side, place in ((a, grouped._Product.a.offset), (b, grouped._Product.b.offset)):
+        for side, place in ((a, grouped.ProductStruct.a.offset), (b, grouped.ProductStruct.b.offset)):
             told.pointers |= {i * size + place + offset: to for offset, to in side.pointers.items()}
         if refused:
             far = Buffer(torch.tensor([2.0**-120], dtype=torch.float32))
-            told.pointers[i * size + grouped._Product.a.offset + loops.Side.scale.offset] = far
+            told.pointers[i * size + grouped.ProductStruct.a.offset + loops.Side.scale.offset] = far
         out = Buffer(there, out=True)
-        told.pointers[i * size + grouped._Product.out.offset + loops.Out.at.offset] = out
+        told.pointers[i * size + grouped.ProductStruct.out.offset + loops.Out.at.offset] = out
         expected.append((refused, there, exact, sizes, k, dtype))
         words.append(f"{m} x {n} x {k}, {told_a}; {told_b}; {dtype}, add {add}, refused {refused}")
     told.bytes = bytes(structs)
 
     def check(returned: int, outs: list[bytearray]) -> str | None:
-        done = [one.done for one in (grouped._Product * count).from_buffer_copy(outs[0])]
+        done = [one.done for one in (grouped.ProductStruct * count).from_buffer_copy(outs[0])]
         if of.int32(returned) or done != [int(refused) for refused, *_ in expected]:
             return f"returned {of.int32(returned)}, {done}"
         return of.first(

@@ -1,0 +1,404 @@
+"""Experts that are all quantised alike on a CPU, as one: their operands are stacks, and Python does little for each.
+
+``grouped.py`` does for every expert what a linear does, some 500 calls of Python in a forward and a backward, which take
+longer than small experts' products. Where nothing sets an expert apart (one recipe, all of it in FP8 and emulated,
+nobody watching, no random bits), casts and products of all are described to C at once (kernels/cpu/stacks.py). Codes,
+scales, amaxes, histories and kept weights are those of the experts one after the other, to the bit; what C does not
+take (few rows, scales too small or large) is multiplied as anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..backends import emulated
+from ..kernels.cpu import loops, stacks
+from ..kernels.cpu.few_rows import MOST as FEW_ROWS
+from ..kernels.cpu.stacks import Parts, Side
+from ..numerics.rule import Direction, Rule
+from ..quantizer import Quantizer
+from ..tensor import Float8Tensor, QuantizedSide
+from .passes import Call, added_to_main_grad, main_grad_of
+from .site import GemmSite, Kept
+
+
+class Operands(NamedTuple):
+    """What a cast gave of one operand of all experts.
+
+    Attributes:
+        cast: its stacks, that of rows first.
+        rule: by which it was made.
+        dtype: of what was cast.
+    """
+
+    cast: stacks.Cast
+    rule: Rule
+    dtype: torch.dtype
+
+    @property
+    def rowwise(self) -> Side:
+        return Side(self.cast.stacks[0], False, self.rule)
+
+    @property
+    def columnwise(self) -> Side:
+        return Side(self.cast.stacks[-1], True, self.rule)
+
+    def quantized(self, e: int) -> Float8Tensor:
+        """That of one expert, in both directions."""
+        return Float8Tensor(self.side(self.rowwise, e), self.side(self.columnwise, e), self.dtype)
+
+    def side(self, side: Side, e: int) -> QuantizedSide:
+        """One direction of one expert's."""
+        codes, scale_inv, _, pow2 = side.operand(e)
+        assert scale_inv is not None
+        return QuantizedSide(codes, scale_inv, self.rule.granularity, pow2, not self.cast.special[e])
+
+
+class _Expert:
+    """One expert's part of an operand, which is looked at only where it is used alone."""
+
+    def __init__(self, of: Operands, number: int):
+        self.of, self.number = of, number
+
+    def __call__(self) -> Float8Tensor:
+        return self.of.quantized(self.number)
+
+
+class Saved(NamedTuple):
+    """What a backward needs of the input and of the weights; their tensors are saved apart."""
+
+    x: Operands | None
+    weights: Operands
+
+    def taken_apart(self) -> tuple[Saved, list[torch.Tensor]]:
+        """Itself without tensors, and those."""
+        kept = [None if of is None else _bare(of) for of in self]
+        tensors = [t for of in self if of is not None for t in of.cast.stacks[-1][:2]]
+        return Saved(kept[0], kept[1]), tensors  # type: ignore[arg-type]
+
+    def of_experts(self) -> list[QuantizedSide | None]:
+        """wgrad's operand of each expert, then dgrad's; of one without tokens an empty one."""
+        x, weights = self
+        count = range(len(weights.cast.special))
+        kept = [None if x is None else x.side(x.columnwise, e) for e in count]
+        return [*kept, *(weights.side(weights.columnwise, e) for e in count)]
+
+    def put_together(self, tensors: Sequence[torch.Tensor]) -> Saved:
+        """As it was before."""
+        weights = _with(self.weights, *tensors[-2:])
+        return Saved(None if self.x is None else _with(self.x, *tensors[:2]), weights)
+
+
+def _bare(of: Operands) -> Operands:
+    stack = of.cast.stacks[-1]._replace(codes=None, scale_inv=None)  # type: ignore[arg-type]
+    return of._replace(cast=of.cast._replace(stacks=[stack]))
+
+
+def _with(of: Operands, codes: torch.Tensor, scale_inv: torch.Tensor) -> Operands:
+    stack = of.cast.stacks[-1]._replace(codes=codes, scale_inv=scale_inv)
+    return of._replace(cast=of.cast._replace(stacks=[stack]))
+
+
+# --------------------------------------------------------------------------------------------------- which experts can
+
+
+class _Alike(NamedTuple):
+    """A site's rules by role; sites of equal rules have one object."""
+
+    input: Rule
+    weight: Rule
+    grad_output: Rule
+
+
+_found: WeakKeyDictionary[GemmSite, _Alike | None] = WeakKeyDictionary()
+_known: dict[_Alike, _Alike] = {}
+
+
+def _rules_of(site: GemmSite) -> _Alike | None:
+    """The rules of a site that can be stacked; None of others. Plans and rules do not change."""
+    if site not in _found:
+        _found[site] = None
+        quantizers = [site.casts[role].shared for role in _Alike._fields]
+        planned = site.backend is emulated and all(site.plan.gemms[gemm] == "fp8" for gemm in site.plan.gemms)
+        rules = [of.rule for of in quantizers if type(of) is Quantizer and of.backend is emulated]
+        if (
+            planned
+            and len(rules) == 3
+            and all(stacks.in_c(rule, "both") and stacks.taken(rule) for rule in rules)
+        ):
+            alike = _Alike(*rules)
+            _found[site] = _known.setdefault(alike, alike)
+    return _found[site]
+
+
+def weights_of(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    calls: Sequence[Call],
+    needs_wgrad: Sequence[bool],
+) -> Operands | bool:
+    """Whether a forward of these experts goes by ``forward``, which has the bits of any other way; what all sites have
+    kept of their weights, of one cast."""
+    first, state = _rules_of(calls[0].site), calls[0].site.state
+    dtype = weights[0].dtype
+    alike = (
+        first is not None
+        and state.observer is None
+        and _castable(x)
+        and loops.inner_loop() is not None
+        and len(set(needs_wgrad)) == 1
+        and weights[0].shape[0] > FEW_ROWS
+        and dtype in loops.FLOATS
+        and all(loops.plain(weight) and weight.dtype == dtype and weight.numel() for weight in weights)
+        and all(_rules_of(call.site) is first and call.site.state is state for call in calls)
+        and not any(call.save_original_input or call.traced for call in calls)
+        and all(call.site.weights.direction == "both" for call in calls)
+    )
+    return alike and _kept(weights, calls)
+
+
+def _castable(x: torch.Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0 and loops.plain(x.contiguous())
+
+
+def _kept(weights: Sequence[torch.Tensor], calls: Sequence[Call]) -> Operands | bool:
+    """What all sites have kept of their weights, of one cast; True: none has any; False: they have something else."""
+    kept = [
+        call.site.weights.serving(weight, fresh=call.fresh_weight, record=call.record)
+        for weight, call in zip(weights, calls, strict=True)
+    ]
+    there = [one for one in kept if one is not None]
+    made = [one.made_by for one in there if isinstance(one.made_by, _Expert)]
+    in_order = [one.number for one in made] == list(range(len(kept)))
+    if in_order and all(one.of is made[0].of for one in made):
+        return made[0].of
+    return not there
+
+
+# -------------------------------------------------------------------------------------------------------- the forward
+
+
+def forward(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    calls: Sequence[Call],
+    tokens: Sequence[int],
+    kept: Operands | bool,
+    *,
+    needs_wgrad: bool,
+) -> tuple[torch.Tensor, Saved]:
+    """y [T, N] of x [T, K]; what backward needs. ``kept``: what ``weights_of`` gave."""
+    x = x.contiguous()
+    record = calls[0].record
+    for call in calls:
+        call.site.note_forward()
+    rules = _rules_of(calls[0].site)
+    assert rules is not None
+    direction: Direction = "both" if needs_wgrad else "rowwise"
+    inputs = _parts(x, tokens, calls, "input", direction, record=record)
+    with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
+        if isinstance(kept, Operands):
+            of_w = kept
+            (cast_x,) = stacks.quantize([inputs])
+        else:
+            asked = _parts(weights, [len(w) for w in weights], calls, "weight", "both", record=record)
+            cast_x, cast_w = stacks.quantize([inputs, asked])
+            _note(cast_w, calls, "weight", record=record)
+            of_w = Operands(cast_w, rules.weight, weights[0].dtype)
+            _keep(of_w, weights, calls, record=record)
+    _note(cast_x, calls, "input", record=record)
+    of_x = Operands(cast_x, rules.input, x.dtype)
+    y = torch.empty(len(x), len(weights[0]), dtype=x.dtype, device=x.device)
+    present = [e for e, count in enumerate(tokens) if count]
+    _multiply(calls, (of_x, of_x.rowwise), (of_w, of_w.rowwise), y, present)
+    return y, Saved(of_x if needs_wgrad else None, of_w)
+
+
+def _parts(
+    x: torch.Tensor | Sequence[torch.Tensor],
+    rows: Sequence[int],
+    calls: Sequence[Call],
+    role: str,
+    direction: Direction,
+    *,
+    record: bool,
+) -> Parts:
+    """The cast of one role: of tokens [T, cols], or of weights."""
+    first = x if isinstance(x, torch.Tensor) else x[0]
+    running, scales = [], []
+    for call in calls:
+        quantizer = _quantizer(call, role)
+        scale, place = quantizer.where(record)
+        running.append(None if place is None else place.amax.data_ptr())
+        scales.append(None if scale is None else scale.data_ptr())
+    rule = _quantizer(calls[0], role).rule
+    return Parts(_addresses(x, rows), rows, first.shape[1], first.dtype, rule, direction, running, scales)
+
+
+def _quantizer(call: Call, role: str) -> Quantizer:
+    quantizer = call.site.casts[role].rowwise
+    assert quantizer is not None, "these sites have all of it in FP8"
+    return quantizer
+
+
+def _addresses(x: torch.Tensor | Sequence[torch.Tensor], rows: Sequence[int]) -> list[int]:
+    """Where experts' matrices lie: one behind the other in x, or each on its own."""
+    if not isinstance(x, torch.Tensor):
+        return [each.data_ptr() for each in x]
+    size = x.shape[1] * x.element_size()
+    return list(accumulate((count * size for count in rows[:-1]), initial=x.data_ptr()))
+
+
+def _note(cast: stacks.Cast, calls: Sequence[Call], role: str, *, record: bool) -> None:
+    """Count the casts, and what was NaN or Inf."""
+    for call, rows, special in zip(calls, cast.stacks[0].rows, cast.special, strict=True):
+        quantizer = _quantizer(call, role)
+        quantizer.slot.arena.counts.casts += rows > 0
+        _, place = quantizer.where(record) if special else (None, None)
+        if place is not None:
+            place.nonfinite.add_(special)
+
+
+def _keep(made: Operands, weights: Sequence[torch.Tensor], calls: Sequence[Call], *, record: bool) -> None:
+    """Each site keeps its weight, where weights are kept."""
+    for e, (weight, call) in enumerate(zip(weights, calls, strict=True)):
+        cache = call.site.weights
+        if not cache.state.keeps_weights:
+            cache.forget()
+            continue
+        column = cache.casts.columnwise
+        scale = None if column is None else column.delayed_scale()
+        cache.keep(weight, Kept(cache.version(weight), record, scale, _Expert(made, e)))
+
+
+# ----------------------------------------------------------------------------------------------------- the gradients
+
+
+def can_go_back(dy: torch.Tensor, calls: Sequence[Call]) -> bool:
+    """Whether the gradients of a forward by ``forward`` are made by ``gradients``."""
+    return calls[0].site.state.observer is None and _castable(dy)
+
+
+def _cast_gradient(
+    dy: torch.Tensor, calls: Sequence[Call], tokens: Sequence[int], needs_dgrad: bool, needs_wgrad: bool
+) -> Operands:
+    """The operands of dy [T, N], which ``can_go_back``."""
+    rules, record = _rules_of(calls[0].site), calls[0].training
+    assert rules is not None
+    dy = dy.contiguous()
+    direction: Direction = "both"
+    if not (needs_dgrad and needs_wgrad):
+        direction = "rowwise" if needs_dgrad else "columnwise"
+    (cast,) = stacks.quantize([_parts(dy, tokens, calls, "grad_output", direction, record=record)])
+    _note(cast, calls, "grad_output", record=record)
+    return Operands(cast, rules.grad_output, dy.dtype)
+
+
+def _input_gradient(
+    dy: Operands, weights: Operands, calls: Sequence[Call], tokens: Sequence[int]
+) -> torch.Tensor:
+    """dx [T, K]."""
+    side = weights.columnwise
+    dx = torch.empty(sum(tokens), side.stack.codes.shape[1], dtype=dy.dtype, device="cpu")
+    present = [e for e, count in enumerate(tokens) if count]
+    _multiply(calls, (dy, dy.rowwise), (weights, side), dx, present)
+    return dx
+
+
+def gradients(
+    grad_output: torch.Tensor,
+    saved: Saved,
+    weights: Sequence[torch.Tensor],
+    calls: Sequence[Call],
+    tokens: Sequence[int],
+    needs_dgrad: bool,
+    needs_wgrad: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """(dx, None, and of each weight its gradient, or a dummy), where ``can_go_back``."""
+    dy = _cast_gradient(grad_output, calls, tokens, needs_dgrad, any(needs_wgrad))
+    dx = _input_gradient(dy, saved.weights, calls, tokens) if needs_dgrad else None
+    wanted = [e for e, needs in enumerate(needs_wgrad) if needs]
+
+    def multiply(these: list[int], outs: list[Any], add: bool) -> None:
+        """One product for each expert that has tokens."""
+        places: list[Any] = [None] * len(weights)
+        for e, out in zip(these, outs, strict=True):
+            places[e] = out
+            if not (tokens[e] or add):
+                out.zero_()
+        if present := [e for e in these if tokens[e]]:
+            assert saved.x is not None
+            _multiply(calls, (dy, dy.columnwise), (saved.x, saved.x.columnwise), places, present, add=add)
+
+    return dx, None, *each_weight_gradient(weights, calls, wanted, multiply)
+
+
+def each_weight_gradient(
+    weights: Sequence[torch.Tensor],
+    calls: Sequence[Call],
+    wanted: list[int],
+    multiply: Callable[[list[int], list[Any], bool], None],
+) -> list[torch.Tensor | None]:
+    """The gradients of the wanted experts' weights; of one that was added to its main_grad, a dummy.
+
+    Args:
+        multiply: writes the products of these experts to tensors [N, K], or adds them there.
+    """
+    found: list[torch.Tensor | None] = [None] * len(weights)
+    sums = {e: main_grad_of(weights[e]) for e in wanted}
+    for add in (True, False):
+        these = [e for e in wanted if (sums[e] is not None) == add]
+        outs: list[Any] = [sums[e] if add else _empty_gradient(weights[e], calls[e].site) for e in these]
+        multiply(these, outs, add)
+        for e, out in zip(these, outs, strict=True):
+            found[e] = added_to_main_grad(weights[e]) if add else out.to(weights[e].dtype)
+    return found
+
+
+def _empty_gradient(weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
+    return torch.empty(weight.shape, dtype=site.wgrad_dtype(weight.dtype), device=weight.device)
+
+
+def _multiply(
+    calls: Sequence[Call],
+    a: tuple[Operands, Side],
+    b: tuple[Operands, Side],
+    outs: torch.Tensor | Sequence[torch.Tensor],
+    these: Sequence[int],
+    *,
+    add: bool = False,
+) -> None:
+    """outs[e] = a[e] @ b[e]^T of experts ``these`` (add: +=), with the bits of ``emulated.gemm``; outs may lie one behind
+    the other in a tensor."""
+    rows, large = a[1].rows, _large(a[1], b[1])
+    if isinstance(outs, torch.Tensor):
+        dtype, at, fit = outs.dtype, _addresses(outs, rows), [*these]
+    else:
+        dtype, at = outs[these[0]].dtype, [0] * len(outs)
+        shape = (rows[these[0]], b[1].rows[these[0]])  # of all gradients of weights
+        fit = [e for e in these if outs[e].dtype == dtype and loops.plain(outs[e]) and outs[e].shape == shape]
+        for e in fit:
+            at[e] = outs[e].data_ptr()
+    if dtype not in ((torch.float32,) if add else (torch.bfloat16, torch.float32)):
+        fit = []
+    fit = [e for e in fit if rows[e] > FEW_ROWS and large[e]]
+    missed = stacks.multiply(a[1], b[1], at, dtype, fit, add=add)
+    if rest := sorted({*these} - {*fit} | {*missed}):
+        left, right = ([of.side(side, e) for e in rest] for of, side in (a, b))
+        parts = outs.split(rows) if isinstance(outs, torch.Tensor) else outs
+        emulated.grouped_gemm(left, right, [parts[e] for e in rest], add=add)
+    calls[0].site.state.counts.fp8_gemms += len(these)
+
+
+def _large(a: Side, b: Side) -> list[bool]:
+    """Whether products are worth packing (``loops.fits``)."""
+    (cols_a, cols_b), rows = (
+        (side.stack.codes.shape[1] for side in (a, b)),
+        zip(a.stack.rows, b.stack.rows, strict=True),
+    )
+    return [left * cols_a + right * cols_b >= loops.MIN_PRODUCT for left, right in rows]

@@ -1,0 +1,101 @@
+"""Matrices that are cast and multiplied alike: each has the bytes that it has alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.kernels.cpu import blocks, loops, stacks
+from megatron_fp8.kernels.cpu.stacks import Parts, Side
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Rule
+from tests.support.sites import randn
+
+pytestmark = pytest.mark.skipif(loops.reason() is not None, reason="no C compiler")
+
+ROWS, COLS, OTHER = (70, 0, 200, 1, 129), 160, 136
+RULES = [
+    Rule(E4M3, BLOCK_1X128, "pow2"),
+    Rule(E4M3, BLOCK_128X128, "pow2"),
+    Rule(E5M2, BLOCK_1X32, "e8m0"),
+    Rule(E4M3, ROW, "pow2"),
+    Rule(E5M2, TENSOR, "fp32"),
+]
+
+
+def parts(x: torch.Tensor, rule: Rule, direction: Direction, given: torch.Tensor | None) -> Parts:
+    """x [sum of ROWS, cols], cut."""
+    begins = [sum(ROWS[:i]) * x.shape[1] * x.element_size() + x.data_ptr() for i in range(len(ROWS))]
+    scales = [None if given is None else given.data_ptr()] * len(ROWS)
+    return Parts(begins, ROWS, x.shape[1], x.dtype, rule, direction, [None] * len(ROWS), scales)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise", "both"])
+def test_each_part_is_cast_as_alone(rule: Rule, direction: Direction) -> None:
+    """In two dtypes, one part with NaN, under scales of its own and under one that was there."""
+    assert stacks.in_c(rule, direction)
+    for dtype, given in ((torch.bfloat16, None), (torch.float32, torch.tensor(3.0))):
+        x = randn(sum(ROWS), COLS, seed=3).to(dtype)
+        x[80, 7] = torch.nan
+        scale = given if rule.granularity is TENSOR else None
+        (cast,) = stacks.quantize([parts(x, rule, direction, scale)])
+        assert cast.special == [0, 0, 1, 0, 0]
+        for i, part in enumerate(x.split(ROWS)):
+            for stack, (high, wide) in zip(cast.stacks, stacks._cuts(rule, direction), strict=True):
+                codes, scale_inv = stack.part(i)
+                assert codes.shape == part.shape
+                if len(part):
+                    (alone,) = blocks.quantize([blocks.Wanted(part, rule, [(high, wide)], scale=scale)])
+                    assert_same_bytes(codes, alone.sides[0].codes)
+                    assert_same_bytes(scale_inv.flatten(), alone.sides[0].scale_inv.flatten())
+
+
+@pytest.mark.skipif(loops.inner_loop() is None, reason="no inner loop for products")
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_each_product_is_that_of_the_parts_alone(rule: Rule) -> None:
+    """Of parts turned, as weight gradients have them, and of parts as they lie."""
+    x = randn(sum(ROWS), COLS, seed=3)
+    other = randn(sum(ROWS), OTHER, seed=4)
+    cast_x, cast_other = stacks.quantize([parts(x, rule, "both", None), parts(other, rule, "both", None)])
+    assert stacks.taken(rule)
+    these = [0, 2, 3, 4]
+    a, b = Side(cast_other.stacks[-1], True, rule), Side(cast_x.stacks[-1], True, rule)
+    for dtype, add in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
+        outs = [torch.ones(OTHER, COLS, dtype=dtype) for _ in ROWS]
+        missed = stacks.multiply(a, b, [out.data_ptr() for out in outs], dtype, these, add=add)
+        assert missed == []
+        for i in these:
+            alone = loops.multiply(a.operand(i), b.operand(i), dtype)
+            assert alone is not None
+            assert_same_bytes(outs[i], alone + 1 if add else alone, f"part {i}")
+        assert outs[1].eq(1).all()
+    rowwise = Side(cast_x.stacks[0], False, rule)
+    outs = [torch.empty(rows, rows) for rows in ROWS]
+    assert (
+        stacks.multiply(rowwise, rowwise, [out.data_ptr() for out in outs], torch.float32, these, add=False)
+        == []
+    )
+    for i in these:
+        alone = loops.multiply(rowwise.operand(i), rowwise.operand(i), torch.float32)
+        assert alone is not None
+        assert_same_bytes(outs[i], alone, f"part {i}")
+
+
+@pytest.mark.skipif(loops.inner_loop() is None, reason="no inner loop for products")
+def test_a_product_whose_scales_are_too_small_is_told() -> None:
+    rule = Rule(E4M3, BLOCK_1X128, "pow2")
+    x = randn(sum(ROWS), COLS, seed=3)
+    x[70:270] *= 2.0**-120
+    (cast,) = stacks.quantize([parts(x, rule, "both", None)])
+    side = Side(cast.stacks[-1], True, rule)
+    outs = [torch.ones(COLS, COLS) for _ in ROWS]
+    addresses = [out.data_ptr() for out in outs]
+    assert stacks.multiply(side, side, addresses, torch.float32, [0, 2, 4], add=False) == [2]
+    assert outs[2].eq(1).all() and not outs[4].eq(1).any()
+
+
+def test_rules_that_are_not_for_it() -> None:
+    assert not stacks.in_c(Rule(E4M3, TENSOR, "fp32", stochastic=True), "both")
+    assert not stacks.taken(Rule(E4M3, BLOCK_1X128, "fp32"))

@@ -1,0 +1,113 @@
+"""Which experts are computed as one, and that it makes no difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.kernels.cpu import loops, stacks
+from megatron_fp8.linear import stacked
+from megatron_fp8.linear.grouped import grouped_linear
+from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.recipe import Float8CurrentScaling, Recipe
+from megatron_fp8.state.fp8_state import Fp8State
+from tests.support.sites import make_site, randn
+
+pytestmark = pytest.mark.skipif(loops.inner_loop() is None, reason="no inner loop for products")
+
+TOKENS = (70, 0, 200, 17)
+K, N = 160, 136
+
+
+def experts(recipe: Recipe | str, **options: Any) -> tuple[Fp8State, list[GemmSite]]:
+    state = Fp8State()
+    named = [f"experts.{e}.fc1" for e in range(len(TOKENS))]
+    return state, [make_site(recipe, state=state, name=name, recording=False, **options)[0] for name in named]
+
+
+def parameters() -> list[Any]:
+    made: list[Any] = [torch.nn.Parameter(randn(N, K, seed=10 + e)) for e in range(len(TOKENS))]
+    for parameter in made:
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(N, K), False
+    return made
+
+
+def steps(sites: list[GemmSite], weights: list[Any], microbatches: int) -> list[torch.Tensor]:
+    """Results, input gradients, and at the end main_grads."""
+    found = []
+    for i in range(microbatches):
+        x = randn(sum(TOKENS), K, seed=i).requires_grad_()
+        y = grouped_linear(x, weights, TOKENS, sites)
+        y.backward(randn(sum(TOKENS), N, seed=50 + i))
+        assert x.grad is not None
+        found += [y.detach(), x.grad]
+    return [*found, *(weight.main_grad for weight in weights)]
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many operands each call of the stacks' cast had."""
+    seen: list[int] = []
+    real = stacks.quantize
+    monkeypatch.setattr(stacks, "quantize", lambda wanted: seen.append(len(wanted)) or real(wanted))
+    return seen
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "rowwise"])
+def test_weights_that_are_kept_are_cast_once(recipe: str, casts: list[int], monkeypatch: Any) -> None:
+    """In the second microbatch only tokens and gradients are; it has the bits of experts one by one."""
+    found = steps(experts(recipe)[1], parameters(), 2)
+    assert casts == [2, 1, 1, 1]
+    monkeypatch.setattr(stacked, "weights_of", lambda *args: False)
+    for one, other in zip(found, steps(experts(recipe)[1], parameters(), 2), strict=True):
+        assert_same_bytes(one, other)
+    assert len(casts) == 4
+
+
+def test_a_weight_that_was_kept_otherwise(casts: list[int]) -> None:
+    """One was written meanwhile, so that three of four are kept: all experts are computed one by one, and the next
+    iteration is as one again."""
+    state, sites = experts("blockwise")
+    weights = parameters()
+    steps(sites, weights, 1)
+    with torch.no_grad():
+        weights[2].mul_(2)
+    steps(sites, weights, 1)
+    assert casts == [2, 1]
+    state.finish_iteration()
+    steps(sites, weights, 1)
+    assert casts == [2, 1, 2, 1]
+
+
+def test_a_backward_that_is_watched_is_that_of_each_expert(casts: list[int], monkeypatch: Any) -> None:
+    found = steps(experts("blockwise")[1], parameters(), 1)
+    casts.clear()
+    monkeypatch.setattr(stacked, "can_go_back", lambda *args: False)
+    for one, other in zip(found, steps(experts("blockwise")[1], parameters(), 1), strict=True):
+        assert_same_bytes(one, other)
+    assert casts == [2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overrides": {"experts.1.*": "bf16"}},
+        {"overrides": {"experts.3.*": "mxfp8"}},
+        {"recipe": Float8CurrentScaling(stochastic_rounding=True)},
+    ],
+    ids=["one in BF16", "one of another recipe", "random bits"],
+)
+def test_experts_that_are_not_alike(options: dict[str, Any], casts: list[int]) -> None:
+    steps(experts(**{"recipe": "blockwise", **options})[1], parameters(), 1)
+    assert casts == []
+
+
+def test_a_main_grad_of_another_shape_is_refused() -> None:
+    """C would write past its end."""
+    weights = parameters()
+    weights[2].main_grad = torch.zeros(N, K - 1)
+    with pytest.raises(AssertionError):
+        steps(experts("blockwise")[1], weights, 1)
