@@ -11,6 +11,7 @@
 #include <stdlib.h>
 
 #include "blocks.h"
+#include "deal.h"
 #include "numbers.h"
 
 typedef struct {
@@ -172,16 +173,14 @@ int32_t cast_each(Cast *casts, int64_t count, int32_t threads) {
         cast_matrix(casts, threads);
         return 0;
     }
-    Cast **order = malloc((size_t)(count + 1) * sizeof(Cast *));
+    Cast **order = malloc((size_t)(count + 1) * (sizeof(Cast *) + sizeof(int64_t)));
     if (order == NULL) return -1;
-    int64_t total = 0, large = 0;
-    for (int64_t i = 0; i < count; i++) {
-        order[i] = casts + i;
-        total += work(casts + i);
-    }
+    int64_t *works = (int64_t *)(order + count);
+    for (int64_t i = 0; i < count; i++) order[i] = casts + i;
     qsort(order, (size_t)count, sizeof(Cast *), larger_first);
-    for (; threads > 1 && large < count && work(order[large]) > total / (4 * threads); large++)
-        cast_matrix(order[large], threads);
+    for (int64_t i = 0; i < count; i++) works[i] = work(order[i]);
+    int64_t large = by_all_threads(works, count, threads);
+    for (int64_t i = 0; i < large; i++) cast_matrix(order[i], threads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = large; i < count; i++) cast_matrix(order[i], 1);
     free(order);

@@ -1,12 +1,13 @@
 /* Products of many pairs of matrices in one call: a layer's experts, each with tokens of its own.
 
    Experts differ in size, and most are too small to be worth all threads. A large one, which a thread alone would be busy
-   with while the others have nothing left to do, is multiplied by all threads; the small ones are then dealt out whole,
-   the largest first, to whichever thread is free. An element's sum has one order whoever computes it (gemm.c), so the
-   result is that of one call for each pair. */
+   with while the others have nothing left to do, is multiplied by all threads; the others are then dealt out whole,
+   the largest first, to whichever thread is free (deal.h). An element's sum has one order whoever computes it (gemm.c), so
+   the result is that of one call for each pair. */
 
 #include <stdlib.h>
 
+#include "deal.h"
 #include "gemm.h"
 
 /* One product; done: as gemm returns. */
@@ -26,16 +27,15 @@ static int larger_first(const void *left, const void *right) {
 
 /* gemm of each, whose `done` says how it went. Returns 0; -1 without memory. */
 int32_t gemm_each(Product *products, int64_t count, int32_t kernel, int32_t threads) {
-    Product **order = malloc((size_t)(count + 1) * sizeof(Product *));
+    Product **order = malloc((size_t)(count + 1) * (sizeof(Product *) + sizeof(int64_t)));
     if (order == NULL) return -1;
-    int64_t total = 0, large = 0;
-    for (int64_t i = 0; i < count; i++) {
-        order[i] = products + i;
-        total += work(products + i);
-    }
+    int64_t *works = (int64_t *)(order + count);
+    for (int64_t i = 0; i < count; i++) order[i] = products + i;
     qsort(order, (size_t)count, sizeof(Product *), larger_first);
-    for (; threads > 1 && large < count && work(order[large]) > total / (4 * threads); large++) {
-        Product *p = order[large];
+    for (int64_t i = 0; i < count; i++) works[i] = work(order[i]);
+    int64_t large = by_all_threads(works, count, threads);
+    for (int64_t i = 0; i < large; i++) {
+        Product *p = order[i];
         p->done = gemm(&p->a, &p->b, &p->out, p->m, p->n, p->k, kernel, threads);
     }
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
