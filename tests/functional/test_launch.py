@@ -287,6 +287,25 @@ def test_two_nodes_meet_and_start_again_together(script, tmp_path, forking_pytho
     )  # after the first line
 
 
+def test_a_node_says_that_node_0_is_gone_which_holds_the_store(script, tmp_path, forking_python):
+    """Its launcher is killed, and its rank with it. The other node's rank is ended, though it waits for nobody."""
+    port = free_port()
+    command = ["--max-restarts=2", script, "waits"]
+    with (
+        started(tmp_path, forking_python, *node(0, port, *command), name="zero") as (zero, of_zero),
+        started(tmp_path, forking_python, *node(1, port, *command), name="one") as (one, of_one),
+    ):
+        running(of_zero, 1)
+        (pid,) = running(of_one, 1)
+        begun = time.monotonic()
+        os.kill(stood_for()[zero.pid], signal.SIGKILL)
+        assert one.wait(LIMIT_S) == 1, of_one()
+        assert time.monotonic() - begun < 30 and not alive(pid)
+    (line,) = [line for line in of_one().splitlines() if line.startswith("error:")]
+    assert f"the launchers of 2 nodes, which meet at 127.0.0.1:{port}, lost each other" in line
+    assert line.endswith(": look at node 0.")
+
+
 def test_an_occupied_port_is_one_line_and_a_node_that_waits_can_be_stopped(script, tmp_path, forking_python):
     port = free_port()
     with started(tmp_path, forking_python, *node(0, port, script, "waits"), name="zero") as (zero, of_zero):
