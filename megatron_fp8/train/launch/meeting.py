@@ -270,12 +270,13 @@ class Meeting:
     # ------------------------------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
-        beats, lines, since = 0, 0, self._since
-        while not self._over.wait(_LOOK_S):
+        beats, lines, since, pause = 0, 0, self._since, 0.0
+        while not self._over.wait(pause):
             self._answered = time.monotonic()
             try:
                 if self._store is None:
                     self._come()
+                    pause = min(2 * pause + 0.02, _LOOK_S) if self._store is None else _LOOK_S
                 else:
                     beats += 1
                     self._store.set(f"beat {self.rank}", str(beats))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_fp8.train.launch import meeting as meeting_file
 from megatron_fp8.train.launch.meeting import Meeting, NotMet, _describe
 from megatron_fp8.train.launch.parallel import exit_code
+from tests.support.slurm_cluster import free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,16 @@ def test_equal_facts_are_agreed_on_and_the_process_group_gets_a_store(launch):
     stores = [one.group_store() for one in ranks]
     stores[0].set("from", "rank 0")
     assert stores[2].get("from") == b"rank 0"
+
+
+def test_ranks_meet_without_waiting_for_a_look(launch, monkeypatch):
+    """Rank 0 is there at once; the other one comes first, to a store that is not there yet."""
+    monkeypatch.setattr(meeting_file, "_LOOK_S", 60.0)
+    (port,) = free_ports(1)
+    (other,) = launch([1], 2, {}, port)
+    time.sleep(0.1)
+    (first,) = launch([0], 2, {}, port)
+    assert everywhere(lambda one: one.agree("settings", {}, 20.0), (first,), (other,)) == [None] * 2
 
 
 def test_of_what_only_one_may_have_each_hears_who_has_it(launch):

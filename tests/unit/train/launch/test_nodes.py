@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 from torch.distributed import DistError, HashStore
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megatron_fp8.train.launch import nodes
 from megatron_fp8.train.launch.nodes import Nodes, _Numbered
@@ -59,3 +61,17 @@ def test_a_node_that_never_listens_is_named(monkeypatch):
     ):
         bound.bind(("127.0.0.1", 0))  # and does not listen
         Nodes(2, 1, "127.0.0.1", bound.getsockname()[1]).rendezvous(said.append)
+
+
+def test_a_rendezvous_reads_no_stacks(monkeypatch):
+    """Torch's own name of a method reads them twice, in each record that it makes."""
+    torch_s, named = dynamic_rendezvous.get_method_name, []
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", torch_s)  # put back afterwards
+    monkeypatch.setattr(
+        dynamic_rendezvous, "construct_and_record_rdzv_event", lambda **record: named.append(record["name"])
+    )
+    monkeypatch.setattr(inspect, "stack", lambda: pytest.fail("a stack was read"))
+    rendezvous = Nodes().rendezvous(print)
+    assert rendezvous.next_rendezvous().world_size == 1
+    rendezvous.shutdown()
+    assert {"DynamicRendezvousHandler.next_rendezvous", "_DistributedRendezvousOpExecutor.run"} <= set(named)
