@@ -38,6 +38,7 @@ _MOST = 1024
 
 
 _OF_RANKS = ("train", "diagnose", "calibrate", "generate", "import")
+_OWN = {"--ranks", "--max-restarts", "--logs", "--nodes", "--node-rank", "--master", "--stopped-code"}
 _TEXTS = {"-h", "--help", "--keys"}
 
 
@@ -98,7 +99,12 @@ def _program(command: list[str]) -> list[str] | None:
         )
     first, *rest = command
     if first in _OF_RANKS:
-        return None if _TEXTS.intersection(rest) else ["-m", "megatron_fp8", *command]
+        if _TEXTS.intersection(rest):
+            return None
+        own = next((word for word in rest if word.partition("=")[0] in _OWN), None)
+        if own is not None:
+            raise ValueError(f"{own} is launch's own, and stands behind {first}: put it before {first}.")
+        return ["-m", "megatron_fp8", *command]
     from .main import COMMANDS
 
     if first in COMMANDS:

@@ -207,7 +207,7 @@ def test_a_run_in_any_environment(originals, place, world, around):
         ["train", "--config=config.yaml"],
         ["--ranks=2", "--max-restarts=3", "script.py", "--x", "\udcff"],
         ["--nodes=2", "--node-rank=1", "--master=node0:29500", "--ranks", "8", "generate", "run"],
-        ["--logs=logs", "--stopped-code=143", "train", "--ranks=2"],
+        ["--logs=logs", "--stopped-code=143", "train", "--train.train_iters=2"],
     ],
 )
 def test_what_is_meant_is_started(originals, place, words: list[Any]):

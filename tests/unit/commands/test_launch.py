@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from megatron_fp8.commands.launch import _place
+from megatron_fp8.commands.launch import _OWN, _parser, _place
 from megatron_fp8.commands.main import main
 
 NODES = ["--nodes=2", "--node-rank=1", "--master=a:1"]
@@ -32,6 +32,8 @@ REFUSED = {
     "a number too high": ([*NODES, "--node-rank=2", "train"], "--node-rank 2 must be from 0 to 1"),
     "no port": ([*NODES, "--master=a", "train"], "--master a must be HOST:PORT"),
     "a port too high": ([*NODES, "--master=a:65536", "train"], "--master a:65536 must be HOST:PORT"),
+    "an option too late": (["train", "--config=x", "--ranks", "2"], "--ranks is launch's own, and stands behind train"),
+    "another one": (["--ranks=2", "generate", "run", "--logs=x"], "put it before generate"),
     "no host": ([*NODES, "--master=a b:1", "train"], "--master a b:1 must be HOST:PORT"),
     "a part too long": ([*NODES, f"--master={'a' * 64}:1", "train"], "must be HOST:PORT"),
     "a number of many digits": ([*NODES, f"--master=a:{'9' * 5000}", "train"], "must be HOST:PORT"),
@@ -53,6 +55,11 @@ def test_refused_in_one_line(case, capsys):
 )
 def test_places(text, place):
     assert _place(text) == place
+
+
+def test_options_in_the_wrong_place_are_all_of_its_own():
+    known = {option for action in _parser()._actions for option in action.option_strings}
+    assert known - {"-h", "--help", "--debug"} == _OWN
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "import"])
