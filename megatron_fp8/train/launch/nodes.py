@@ -26,6 +26,8 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
+from .hosts import leads_here
+
 JOIN_S = 600
 """Seconds that nodes may come apart."""
 FIRST_LINE_S = 20.0
@@ -50,6 +52,11 @@ class Nodes:
         keeps = self.number == 0
         if not keeps:
             self._reach(say)
+        elif self.count > 1 and not leads_here(self.host, self.port):
+            raise ValueError(
+                f"--master {self.host}:{self.port} does not lead to this node, which is node 0: give an address of this"
+                " node, as the others know it, and a free port."
+            )
         parameters = RendezvousParameters(
             "c10d",
             f"{self.host}:{self.port}",

@@ -18,6 +18,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from .hosts import leads_here
+
 _ANSWER = timedelta(seconds=60)  # of a store that is there
 _NAMED_S = 60.0  # for a name to become known: where nodes are made for a job, some come before their names do
 
@@ -71,6 +73,11 @@ class Rendezvous:
         return dist.PrefixStore(self._attempt, store)
 
     def _serve(self) -> dist.Store:
+        if not leads_here(self.address, self.port):
+            raise ValueError(
+                f"MASTER_ADDR={self.address} with MASTER_PORT={self.port} does not lead to this machine"
+                f" ({socket.gethostname()}), which has rank 0: give its address, as all nodes know it, and a free port."
+            )
         try:
             return dist.TCPStore(
                 self.address, self.port, is_master=True, wait_for_workers=False, timeout=_ANSWER

@@ -1,8 +1,11 @@
 """Names that are asked for, and those that no name server could know."""
 
+import socket
+
 import pytest
 
-from megatron_fp8.train.launch.hosts import is_host
+from megatron_fp8.train.launch import hosts
+from megatron_fp8.train.launch.hosts import is_host, leads_here
 
 
 @pytest.mark.parametrize(
@@ -17,3 +20,44 @@ def test_names(name):
 )
 def test_no_names(name):
     assert not is_host(name)
+
+
+ELSEWHERE = "192.0.2.1"  # of documentation: no machine has it
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_this_machine(name):
+    assert leads_here(name, 29500)
+
+
+def test_an_address_of_another_machine(monkeypatch):
+    def refused(*_, **__):
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", refused)
+    assert not leads_here(ELSEWHERE, free_port())
+
+
+def test_an_address_that_leads_here_though_no_interface_has_it(monkeypatch):
+    real = socket.create_connection
+    monkeypatch.setattr(
+        socket, "create_connection", lambda place, **options: real(("127.0.0.1", place[1]), **options)
+    )
+    assert leads_here(ELSEWHERE, free_port())
+
+
+def test_somebody_else_who_answers_there(monkeypatch):
+    """As a proxy does, which takes every connection."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        real = socket.create_connection
+        monkeypatch.setattr(hosts, "_ANSWER_S", 0.2)
+        monkeypatch.setattr(
+            socket, "create_connection", lambda place, **options: real(proxy.getsockname(), **options)
+        )
+        assert not leads_here(ELSEWHERE, free_port())
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
