@@ -172,10 +172,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+_LONGEST_NAME = 256  # more than any file's
+
+
 def _places(folder: Path) -> dict[str, str]:
     """Tensor -> file, as the index has it."""
     places = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    if not isinstance(places, dict) or not all(
+        isinstance(file, str) and len(file) < _LONGEST_NAME for file in places.values()
+    ):
         raise ValueError(f"{str(folder / INDEX)!r} has no weight_map of tensors and their files.")
     return places
 
