@@ -68,7 +68,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if count < 2 or session.testsfailed or session.config.option.collectonly:
         torch.set_num_threads(THREADS)
         return None
-    workers.run(session, count, lambda: torch.set_num_threads(THREADS))
+    workers.run(
+        session, count
+    )  # with one thread each: two in three processes on two cores wait for each other
     return True
 
 

@@ -46,8 +46,8 @@ def run_command(
 ) -> int:
     """Parse, ``prepare(options, run options, launch)``, ``work(what was prepared)``; the exit code.
 
-    Bad input (2): ValueError, RuntimeError and OSError of prepare, and ValueError of work. Failed (1): other exceptions,
-    and what another attempt may not meet (a network, a GPU, ranks that did not come).
+    Bad input (2): ValueError and OSError, and RuntimeError of prepare. Failed (1): other exceptions, and what another
+    attempt may not meet (a network, a GPU, ranks that did not come).
     """
     if {"-h", "--help"} & set(arguments):  # not after the seconds in which ranks meet
         parser.print_help()
@@ -72,8 +72,10 @@ def run_command(
                     return refuse(error, debug=debug, tell=meeting.tell, code=parallel.exit_code(error))
                 meeting.close()
                 work(prepared)
-            except ValueError as error:
-                return refuse(error, debug=debug, tell=meeting.tell)
+            except (ValueError, OSError) as error:
+                if isinstance(error, BrokenPipeError):  # whoever read what is printed has gone
+                    raise
+                return refuse(error, debug=debug, tell=meeting.tell, code=parallel.exit_code(error))
         return EXIT_DONE
     except BrokenPipeError:
         raise

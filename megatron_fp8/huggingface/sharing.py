@@ -38,19 +38,19 @@ class Sharing:
         self.rank, self.size = (0, 1) if store is None else (dist.get_rank(), dist.get_world_size())
 
     def each(self, work: Callable[[], T]) -> T:
-        """This rank's `work()`. Raises ValueError, on all ranks, if it did on any."""
+        """This rank's `work()`. Raises ValueError or OSError, on all ranks, if it did on any."""
         done: list[T] = []
-        failed: ValueError | None = None
+        failed: ValueError | OSError | None = None
         try:
             done.append(work())
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             failed = error
         if (found := first_to_say(failed)) is not None:
             raise found[1] if failed is None else failed
         return done[0]
 
     def first(self, work: Callable[[], T]) -> T:
-        """What `work()` gives on the first rank; the others only wait. Raises ValueError as `each`."""
+        """What `work()` gives on the first rank; the others only wait. Raises as `each`."""
         found = self.each(lambda: work() if self.rank == 0 else None)
         return from_rank(0, found)
 
@@ -74,7 +74,7 @@ class Sharing:
         return mine
 
     def until_one_refuses(self, work: Callable[[str], T]) -> Callable[[str], T]:
-        """`work`, which also ends by ValueError after it did so on another rank: nobody goes on for hours in vain."""
+        """`work`, which also ends by ValueError after it failed on another rank: nobody goes on for hours in vain."""
         store = self._store
         if store is None:
             return work
@@ -84,7 +84,7 @@ class Sharing:
                 raise ValueError(store.get(_REFUSED).decode())
             try:
                 return work(name)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 store.compare_set(_REFUSED, "", str(error))
                 raise
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +62,7 @@ def _held(model: torch.nn.Module) -> Iterator[Any]:
     waiting: list[Any] = [model]
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, type):
+        if id(value) in seen or isinstance(value, type | ModuleType):  # a module leads to all others
             continue
         seen.add(id(value))
         if isinstance(value, dist.ProcessGroup):
@@ -70,7 +71,7 @@ def _held(model: torch.nn.Module) -> Iterator[Any]:
             if value.grad_fn is not None:
                 yield value
         elif isinstance(value, dict):
-            waiting += value.values()
+            waiting += dict.values(value)  # of one that loads what it is asked for, what it has
         elif isinstance(value, list | tuple | set):
             waiting += value
         elif not callable(value) or isinstance(value, torch.nn.Module):

@@ -50,6 +50,10 @@ class FloatFormat:
         """The smallest value above zero, a subnormal (E8M0 has none); half of it and less is rounded to zero."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """Copies and pickles of this file's formats are these themselves, since they are compared by identity."""
+        return self.name.upper() if globals().get(self.name.upper()) == self else super().__reduce__()
+
 
 E4M3 = FloatFormat("e4m3", torch.float8_e4m3fn, 4, 3, 7, 448.0, has_inf=False)
 E5M2 = FloatFormat("e5m2", torch.float8_e5m2, 5, 2, 15, 57344.0, has_inf=True)

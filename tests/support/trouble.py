@@ -126,7 +126,7 @@ def troubled(arguments):
     from megatron_fp8.train.launch import parallel
     from megatron_fp8.train.loop import Trainer
 
-    pace.WINDOW_S = 1.0
+    pace.WINDOW_S, pace.WINDOW_ITERATIONS = 1.0, 4
     minute = TOLD.get("minute", 60)
     short = mock.patch.multiple  # both make their groups' timeouts of minutes
     step = Trainer._timed_step

@@ -12,7 +12,6 @@ import signal
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable
 from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -26,8 +25,8 @@ Items = list[int]
 """Places in the list of collected tests, of one file or what is left of it."""
 
 
-def run(session: pytest.Session, count: int, first: Callable[[], None]) -> None:
-    """Run all tests, each process after a call of `first`. Raises as pytest's own loop does (`-x`, Ctrl-C)."""
+def run(session: pytest.Session, count: int) -> None:
+    """Run all tests. Raises as pytest's own loop does (`-x`, Ctrl-C)."""
     session.config._tmp_path_factory.getbasetemp()  # one folder for all processes
     places = range(len(session.items))
     files = deque(
@@ -37,7 +36,7 @@ def run(session: pytest.Session, count: int, first: Callable[[], None]) -> None:
     try:
         while files or workers:
             while files and len(workers) < count:
-                workers.append(Worker(session, workers, files.popleft(), first))
+                workers.append(Worker(session, workers, files.popleft()))
             for worker in wait(workers):
                 assert isinstance(worker, Worker)
                 if worker.listen(files):
@@ -57,9 +56,7 @@ def run(session: pytest.Session, count: int, first: Callable[[], None]) -> None:
 class Worker:
     """A process that runs tests, as its parent sees it."""
 
-    def __init__(
-        self, session: pytest.Session, others: list[Worker], items: Items, first: Callable[[], None]
-    ) -> None:
+    def __init__(self, session: pytest.Session, others: list[Worker], items: Items) -> None:
         self.session, self.left = session, deque(items)
         self.running: pytest.Item | None = None
         self.connection, theirs = Pipe()
@@ -67,7 +64,7 @@ class Worker:
         if not self.pid:
             for worker in (*others, self):  # a pipe ends when all who have it let go of it
                 worker.connection.close()
-            _work(session, theirs, items, first)
+            _work(session, theirs, items)
         theirs.close()
 
     def fileno(self) -> int:
@@ -119,11 +116,10 @@ class Worker:
 # ------------------------------------------------------------------------------------------------- in a forked process
 
 
-def _work(session: pytest.Session, connection: Connection, items: Items, first: Callable[[], None]) -> None:
+def _work(session: pytest.Session, connection: Connection, items: Items) -> None:
     """Run these, then what the parent gives; never returns."""
     code = 1
     try:
-        first()
         plugins = session.config.pluginmanager
         capture = plugins.getplugin("capturemanager")
         capture.stop_global_capturing()  # its files are those of the other processes

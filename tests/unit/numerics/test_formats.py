@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
+
 import gfloat
 import ml_dtypes
 import numpy as np
@@ -38,6 +42,15 @@ def test_table(row):
 def test_e8m0_is_a_scale_format():
     assert (E8M0.dtype, E8M0.exponent_bits, E8M0.mantissa_bits) == (torch.float8_e8m0fnu, 8, 0)
     assert (E8M0.bias, E8M0.max, E8M0.has_inf) == (127, 2.0**127, False)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E8M0], ids=lambda fmt: fmt.name)
+def test_copies_are_the_format_itself(fmt):
+    """Code asks `fmt is E5M2`: a recipe's copy, or one that another process sent, has to mean the same."""
+    for copied in (copy.copy(fmt), copy.deepcopy([fmt])[0], pickle.loads(pickle.dumps(fmt))):
+        assert copied is fmt
+    other = dataclasses.replace(fmt, max=1.0)
+    assert copy.deepcopy(other) == other != fmt and pickle.loads(pickle.dumps(other)) == other
 
 
 @pytest.mark.parametrize("fmt, spec, ml_dtype, info", ELEMENTS)

@@ -39,7 +39,13 @@ def test_the_first_rank_writes_and_prints_them(monkeypatch, tmp_path, capsys):
 def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
     calls = []
     wanted = SimpleNamespace(
-        train_iters=3, eval_interval=0, eval_iters=0, max_skipped_steps=10, global_batch_size=1, seq_length=1
+        train_iters=3,
+        eval_interval=0,
+        eval_iters=0,
+        max_skipped_steps=10,
+        check_replicas_every=0,
+        global_batch_size=1,
+        seq_length=1,
     )
     stepper = SimpleNamespace(
         run=SimpleNamespace(train=wanted),
@@ -49,6 +55,7 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
         training_data=lambda *_: [],
         damaged=False,
         state_is_damaged=lambda: False,
+        differing=lambda: "",
         watchdog=SimpleNamespace(enter=lambda kind, iteration: None),
     )
     trainer = Trainer(stepper, Start(), 1.0, after_first_step=lambda: calls.append("noted"))
