@@ -4,6 +4,7 @@ given back."""
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -36,6 +37,10 @@ class Parser(CommandParser):
                     " may be given)"
                 )
         return options, rest
+
+
+_PASSES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""A disk's trouble while a command works, which is no fault of what was asked for."""
 
 
 def run_command(
@@ -72,10 +77,12 @@ def run_command(
                     return refuse(error, debug=debug, tell=meeting.tell, code=parallel.exit_code(error))
                 meeting.close()
                 work(prepared)
+            except BrokenPipeError:  # whoever read what is printed has gone
+                raise
             except (ValueError, OSError) as error:
-                if isinstance(error, BrokenPipeError):  # whoever read what is printed has gone
-                    raise
-                return refuse(error, debug=debug, tell=meeting.tell, code=parallel.exit_code(error))
+                passes = isinstance(error, OSError) and error.errno in _PASSES
+                code = EXIT_FAILED if passes else parallel.exit_code(error)
+                return refuse(error, debug=debug, tell=meeting.tell, code=code)
         return EXIT_DONE
     except BrokenPipeError:
         raise

@@ -36,6 +36,7 @@ _DEFAULT_PORT = 29500
 PASSING: tuple[type[BaseException], ...] = (
     dist.DistError,
     getattr(torch, "AcceleratorError", dist.DistError),
+    *(ConnectionError, TimeoutError),
 )
 """What a network, a GPU or another rank's end raises: the input is not at fault, and another attempt may work."""
 

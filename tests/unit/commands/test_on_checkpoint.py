@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_fp8.commands.on_checkpoint import _of_this_process
+import errno
+
+import pytest
+
+from megatron_fp8.commands.line import CommandParser
+from megatron_fp8.commands.on_checkpoint import _of_this_process, run_command
 from megatron_fp8.train.launch.parallel import find_launch
 
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", "HOME": "/home"}
@@ -16,3 +21,24 @@ def test_a_batch_script_is_one_process_and_its_steps_are_several():
         find_launch(_of_this_process({**BATCH, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})).rank == 1
     )
     assert _of_this_process(BATCH)["HOME"] == "/home"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file", "model.safetensors"), 2),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "long"), 2),
+        (OSError(errno.ENOSPC, "No space left on device", "out"), 1),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 1),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_files_and_ranks_do_while_a_command_works_is_one_line(capsys, error, code):
+    """2 where what was asked for is at fault, 1 where another attempt may work."""
+
+    def work(_):
+        raise error
+
+    assert run_command(CommandParser("import", "help"), [], lambda *_: None, work) == code
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"error: {error}"]

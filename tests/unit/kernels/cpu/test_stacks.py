@@ -72,7 +72,7 @@ def test_each_product_is_that_of_the_parts_alone(rule: Rule) -> None:
             assert_same_bytes(outs[i], alone + 1 if add else alone, f"part {i}")
         assert outs[1].eq(1).all()
     rowwise = Side(cast_x.stacks[0], False, rule)
-    outs = [torch.empty(rows, rows) for rows in ROWS]
+    outs = [torch.empty(rows, rows, dtype=torch.float32) for rows in ROWS]
     assert (
         stacks.multiply(rowwise, rowwise, [out.data_ptr() for out in outs], torch.float32, these, add=False)
         == []

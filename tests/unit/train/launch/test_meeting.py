@@ -256,6 +256,7 @@ def test_a_rank_that_never_comes_is_a_failure_and_no_bad_input(launch):
     ) as found:
         alone.agree("settings", {}, timeout_s=0.3)
     assert exit_code(found.value) == 1
+    assert exit_code(ConnectionResetError()) == exit_code(TimeoutError()) == 1
     assert exit_code(ValueError("lr=-1")) == exit_code(OSError("no such file")) == 2
 
 
