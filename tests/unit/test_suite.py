@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,19 @@ from tests.support.left_behind import left_behind, state
 from tests.support.made_once import made_once
 
 TESTS = Path(__file__).parents[1]
+
+
+ROOMS = {"megatron_fp8", "examples", "tests", "benchmarks", "docs", "requirements", ".ci"}
+FILES = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff", "MANIFEST.in"}
+SETTINGS = {"Makefile", "setup.py", "pyproject.toml", "mkdocs.yml", ".gitignore"}
+
+
+def test_nothing_lies_beside_the_rooms():
+    """What a run in the checkout writes (`config_logger_dir: "null"` makes a folder of that name) is not committed."""
+    listed = subprocess.run(["git", "ls-files"], cwd=TESTS.parent, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout: " + listed.stderr.strip())
+    assert {line.partition("/")[0] for line in listed.stdout.splitlines()} == ROOMS | FILES | SETTINGS
 
 
 # ---------------------------------------------------------------------------------------------------------- left behind
