@@ -45,7 +45,7 @@ def convert_at_construction(recipe: str) -> None:
             with contextlib.redirect_stdout(io.StringIO()):
                 convert_to_fp8(self, recipe, skip=[])
 
-    transformers.PreTrainedModel.post_init = converted  # type: ignore[method-assign]
+    transformers.PreTrainedModel.post_init = converted
 
 
 if RECIPE and BY == "specification":

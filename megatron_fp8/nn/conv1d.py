@@ -20,6 +20,8 @@ class Fp8Conv1D(Fp8Layer, Conv1D):
     """
 
     plain_class = Conv1D
+    nx: int
+    nf: int
 
     @property
     def in_features(self) -> int:
