@@ -25,6 +25,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import in_recompute, is_watched, without_autocast
 from ..state.observer import SeenLinear
 from ..tensor import Operand, QuantizedSide
+from . import given_back
 from .bound import BoundBackward, BoundForward
 from .coded_tokens import CodedTokens
 from .derivative import guard
@@ -225,6 +226,7 @@ class _Told(NamedTuple):
     x_shape: torch.Size
     bias_dtype: torch.dtype | None
     specs: tuple[_Spec, _Spec]
+    saved: tuple[given_back.Facts, ...]
 
 
 class _Way(NamedTuple):
@@ -287,9 +289,11 @@ def _forward(
         kept_w = Kept((weight, *stamp_of(call.site.weights, x.device, training=call.training)), AGAIN)
     if not call.site.state.keeps_weights:
         call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
-    told = _Told(x.shape, None if bias is None else bias.dtype, (kept_x.spec, kept_w.spec))
+    saved = *kept_x.tensors, *kept_w.tensors
+    specs = kept_x.spec, kept_w.spec
+    told = _Told(x.shape, None if bias is None else bias.dtype, specs, given_back.facts_of(saved))
     ctx.told, ctx.backwards = told, None
-    ctx.save_for_backward(*kept_x.tensors, *kept_w.tensors)
+    ctx.save_for_backward(*saved)
     plain = any(isinstance(side, torch.Tensor) for side in sides)
     if noted is not None and kind is not None and not (again or plain):
         kept = [side for side in sides if isinstance(side, QuantizedSide)]
@@ -298,7 +302,7 @@ def _forward(
 
 
 def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x_shape, bias_dtype, specs = ctx.told
+    x_shape, bias_dtype, specs, facts = ctx.told
     call, weight, backwards = ctx.call, ctx.weight, ctx.backwards
     needs, tensors = ctx.needs_input_grad, ctx.saved_tensors
     if not needs[2]:
@@ -321,6 +325,7 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
                         dbias = bias_gradient(grad_output, bias_dtype)
                 return dx, dw, dbias, None
     noted = NotedSite(call.site) if kind is not None and kind.to_be_noted() else None
+    given_back.check(call.site.plan.name, tensors, facts)
     queue = list(tensors)
     with without_autocast(grad_output.device):  # backward() may be called inside it
         saved_x, saved_w = (None if spec == AGAIN else Kept.restore(spec, queue) for spec in specs)

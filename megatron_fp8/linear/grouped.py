@@ -31,7 +31,7 @@ from ..plan.switch import in_recompute, without_autocast
 from ..quantizer import Wanted, cast_each
 from ..state.observer import SeenProduct
 from ..tensor import Operand, Sides
-from . import stacked
+from . import given_back, stacked
 from .coded_tokens import CodedTokens
 from .derivative import first_derivative_only
 from .function import AGAIN, Kept, fp8_linear, refuse_tangents, refuse_tracers
@@ -271,11 +271,11 @@ class _GroupedFunction(torch.autograd.Function):
         if kept := stacked.weights_of(x, weights, calls, needs_wgrad):
             y, saved = stacked.forward(x, weights, calls, tokens, kept, needs_wgrad=needs_wgrad[0])
             ctx.stacked, tensors = saved.taken_apart()
-            ctx.save_for_backward(*tensors)
+            given_back.save(ctx, tensors)
             return y
         done = _forward(x, weights, group, needs_wgrad, needs_dgrad)
         ctx.kept = [(len(kept.tensors), kept.spec) for kept in done.kept]
-        ctx.save_for_backward(*(tensor for kept in done.kept for tensor in kept.tensors))
+        given_back.save(ctx, [tensor for kept in done.kept for tensor in kept.tensors])
         return done.y
 
     @staticmethod
@@ -293,13 +293,14 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     group: _Group = ctx.group
     calls, tokens = group.calls, list(group.tokens)
     needs_dgrad, _, *needs_wgrad = ctx.needs_input_grad
+    kept = given_back.saved(ctx, group.sites[0].plan.name)
     if ctx.stacked is not None:
-        of = ctx.stacked.put_together(ctx.saved_tensors)
-        if stacked.can_go_back(grad_output, calls):
+        of = ctx.stacked.put_together(kept)
+        if stacked.can_go_back(grad_output, of, calls):
             return stacked.gradients(grad_output, of, ctx.weights, calls, tokens, needs_dgrad, needs_wgrad)
         saved = of.of_experts()
     else:
-        saved = _restored(ctx)
+        saved = _restored(ctx, kept)
     saved_x, saved_w = saved[: len(calls)], saved[len(calls) :]
     operands = _cast_gradients(grad_output.split(tokens), calls, needs_dgrad, needs_wgrad)
     rowwise, columnwise = [row for row, _ in operands], [column for _, column in operands]
@@ -339,9 +340,8 @@ def _cast_gradients(
     return found
 
 
-def _restored(ctx: Any) -> list[Operand | None]:
+def _restored(ctx: Any, tensors: list[torch.Tensor]) -> list[Operand | None]:
     """The operands that forward kept, wgrad's and then dgrad's of each expert."""
-    tensors = list(ctx.saved_tensors)
     found: list[Operand | None] = []
     for i, (count, spec) in enumerate(ctx.kept):
         these, tensors = tensors[:count], tensors[count:]

@@ -419,8 +419,17 @@ def _region(dy: torch.Tensor, call: Call) -> Region:
 
 
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """The buffer [N, K] that the weight's gradient is added to, if it has one (Megatron-Core's fused wgrad)."""
-    return getattr(weight, "main_grad", None) if hasattr(weight, "grad_added_to_main_grad") else None
+    """The buffer [N, K] that the weight's gradient is added to, if it has one (Megatron-Core's fused wgrad); ValueError
+    if it has another shape."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is not None and main_grad.shape != weight.shape:
+        raise ValueError(
+            f"a main_grad of shape {tuple(main_grad.shape)} is no sum of gradients of a weight {tuple(weight.shape)}:"
+            " give it the weight's shape"
+        )
+    return main_grad
 
 
 def added_to_main_grad(weight: Any) -> torch.Tensor:

@@ -92,6 +92,13 @@ class SideLayout:
         return self.codes(*codes.shape).lay(codes), self.scales(*codes.shape).lay(scales)
 
     def put_together(self, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedSide:
-        """The side again. Whether it is finite was known at run time only, and is forgotten."""
+        """The side again. Whether it is finite was known at run time only, and is forgotten. ValueError unless there is
+        a scale for each block."""
+        wanted = self.scales(*codes.shape)
+        if (scales.shape, scales.dtype, codes.dtype) != (wanted.shape, wanted.dtype, torch.uint8):
+            raise ValueError(
+                f"codes {codes.dtype} {list(codes.shape)} and scales {scales.dtype} {list(scales.shape)} came back from"
+                f" a hook for saved tensors, where torch.uint8 and {wanted.dtype} {list(wanted.shape)} were saved"
+            )
         scales = scales.view(torch.float8_e8m0fnu) if self.scale == "e8m0" else scales
         return QuantizedSide(codes.view(self.fmt), scales, self.granularity, self.scale != "fp32")

@@ -9,7 +9,7 @@ take (few rows, scales too small or large) is multiplied as anywhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -89,7 +89,8 @@ class Saved(NamedTuple):
         return [*kept, *(weights.side(weights.columnwise, e) for e in count)]
 
     def put_together(self, tensors: Sequence[torch.Tensor]) -> Saved:
-        """As it was before."""
+        """As it was before, of tensors that have shapes and dtypes of those; C reads each from end to end."""
+        tensors = [tensor.contiguous() for tensor in tensors]
         weights = _with(self.weights, *tensors[-2:])
         return Saved(None if self.x is None else _with(self.x, *tensors[:2]), weights)
 
@@ -234,8 +235,8 @@ def _parts(
     for call in calls:
         quantizer = _quantizer(call, role)
         scale, place = quantizer.where(record)
-        running.append(None if place is None else place.amax.data_ptr())
-        scales.append(None if scale is None else scale.data_ptr())
+        running.append(None if place is None else loops.address(place.amax, torch.float32, 1).value)
+        scales.append(None if scale is None else loops.address(scale, torch.float32, 1).value)
     rule = _quantizer(calls[0], role).rule
     return Parts(_addresses(x, rows), rows, first.shape[1], first.dtype, rule, direction, running, scales)
 
@@ -279,9 +280,11 @@ def _keep(made: Operands, weights: Sequence[torch.Tensor], calls: Sequence[Call]
 # ----------------------------------------------------------------------------------------------------- the gradients
 
 
-def can_go_back(dy: torch.Tensor, calls: Sequence[Call]) -> bool:
+def can_go_back(dy: torch.Tensor, saved: Saved, calls: Sequence[Call]) -> bool:
     """Whether the gradients of a forward by ``forward`` are made by ``gradients``."""
-    return calls[0].site.state.observer is None and _castable(dy)
+    kept = [of.cast.stacks[-1] for of in saved if of is not None]
+    in_memory = all(loops.plain(stack.codes) and loops.plain(stack.scale_inv) for stack in kept)
+    return calls[0].site.state.observer is None and in_memory and _castable(dy)
 
 
 def _cast_gradient(
@@ -350,14 +353,29 @@ def each_weight_gradient(
         multiply: writes the products of these experts to tensors [N, K], or adds them there.
     """
     found: list[torch.Tensor | None] = [None] * len(weights)
-    sums = {e: main_grad_of(weights[e]) for e in wanted}
-    for add in (True, False):
-        these = [e for e in wanted if (sums[e] is not None) == add]
-        outs: list[Any] = [sums[e] if add else _empty_gradient(weights[e], calls[e].site) for e in these]
-        multiply(these, outs, add)
-        for e, out in zip(these, outs, strict=True):
-            found[e] = added_to_main_grad(weights[e]) if add else out.to(weights[e].dtype)
+    sums = {e: total for e in wanted if (total := main_grad_of(weights[e])) is not None}
+    for these in _apart(sums):
+        multiply(these, [sums[e] for e in these], True)
+        for e in these:
+            found[e] = added_to_main_grad(weights[e])
+    these = [e for e in wanted if e not in sums]
+    outs = [_empty_gradient(weights[e], calls[e].site) for e in these]
+    multiply(these, outs, False)
+    for e, out in zip(these, outs, strict=True):
+        found[e] = out.to(weights[e].dtype)
     return found
+
+
+def _apart(sums: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """Experts in turns, in none of which two add to the same memory, as those do that share a weight."""
+    turns: list[dict[int, int]] = []
+    for e, total in sums.items():
+        at = total.data_ptr()
+        turn = next((turn for turn in turns if at not in turn), None)
+        if turn is None:
+            turns.append(turn := {})
+        turn[at] = e
+    return [list(turn.values()) for turn in turns]
 
 
 def _empty_gradient(weight: torch.Tensor, site: GemmSite) -> torch.Tensor:

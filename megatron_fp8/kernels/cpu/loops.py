@@ -283,9 +283,9 @@ def fits(a: Operand, b: Operand) -> bool:
 def _taken(of: Operand) -> bool:
     if of.values.dtype not in FORMATS or not (_in_memory(of.values) and of.values.numel()):
         return False
-    if of.scale is None or of.block[1] == 0:
+    if of.scale is None:
         return True
-    return of.pow2 and of.block[1] % _SQUARE == 0 and _in_memory(of.scale)
+    return _in_memory(of.scale) and (of.block[1] == 0 or (of.pow2 and of.block[1] % _SQUARE == 0))
 
 
 def _in_memory(x: torch.Tensor) -> bool:
@@ -319,6 +319,7 @@ def multiply(
     """
     (m, k), n = a.values.shape, b.values.shape[0]
     out = torch.empty(m, n, dtype=dtype, device="cpu") if into is None else into
+    assert b.values.shape[1] == k and out.shape == (m, n), (a.values.shape, b.values.shape, out.shape)
     if into is not None and not (m and n and k):
         return into
     if not (m and n and k):
@@ -351,7 +352,7 @@ def side_of(of: Operand, values: torch.Tensor) -> Side:
     if values.shape[1] == 1:
         k_step = 1
     scale, (block_rows, block_k) = of.scale, of.block
-    steps = (0, 0) if scale is None or scale.ndim < 2 else scale.stride()
+    steps = (0, 0) if scale is None else _scale_steps(scale, of)
     return Side(
         values.data_ptr(),
         row_step,
@@ -363,6 +364,17 @@ def side_of(of: Operand, values: torch.Tensor) -> Side:
         block_k,
         *steps,
     )
+
+
+def _scale_steps(scale: torch.Tensor, of: Operand) -> tuple[int, ...]:
+    """From one row of scales to the next, and from one of k to the next; AssertionError unless there is one for each
+    block."""
+    (rows, k), (block_rows, block_k) = of.values.shape, of.block
+    wanted = (-(-rows // block_rows) if block_rows else 1, -(-k // block_k) if block_k else 1)
+    fits = scale.shape == wanted or (wanted == (1, 1) and scale.numel() == 1)
+    if not fits or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        raise AssertionError(f"scales {list(wanted)} of float32 or E8M0 are needed, got {described(scale)}")
+    return scale.stride() if scale.ndim == 2 else (0, 0)
 
 
 def out_of(out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> Out:

@@ -211,7 +211,9 @@ def _describe(side: Side, to: loops.Side) -> list[tuple[int, int, int, int]]:
     to.block_rows, to.block_k = rule.granularity.rows, rule.granularity.cols
     if not rule.granularity.is_tensor:
         to.scale_row_step, to.scale_k_step = (1, stack.across) if turned else (stack.across, 1)
-    at, scales = stack.codes.data_ptr(), stack.scale_inv.data_ptr()
+    at = loops.address(stack.codes, stack.codes.dtype, sum(stack.rows) * cols).value or 0
+    kind = torch.float8_e8m0fnu if rule.scale == "e8m0" else torch.float32
+    scales = loops.address(stack.scale_inv, kind, stack.scale_inv.numel()).value or 0
     begins = accumulate(stack.rows, initial=0)
     return [
         (at + begin * cols, scales + size * first, *((cols, rows) if turned else (rows, cols)))

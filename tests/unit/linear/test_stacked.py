@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.kernels.cpu import loops, stacks
+from megatron_fp8.kernels.cpu import grouped, loops, stacks
 from megatron_fp8.linear import stacked
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.site import GemmSite
@@ -109,5 +109,45 @@ def test_a_main_grad_of_another_shape_is_refused() -> None:
     """C would write past its end."""
     weights = parameters()
     weights[2].main_grad = torch.zeros(N, K - 1)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"a main_grad of shape \(136, 159\) is no sum"):
         steps(experts("blockwise")[1], weights, 1)
+
+
+@pytest.mark.parametrize("as_one", [True, False], ids=["as one", "one by one"])
+def test_experts_that_share_a_weight_add_to_its_gradient_in_turn(as_one: bool, monkeypatch: Any) -> None:
+    """Threads that added to the same memory at once would lose what another adds."""
+    if not as_one:
+        monkeypatch.setattr(stacked, "weights_of", lambda *args: False)
+    met: list[list[int]] = []
+    real = grouped.make
+    monkeypatch.setattr(
+        grouped, "make", lambda told, *rest: met.append([one.out.at for one in told]) or real(told, *rest)
+    )
+    apart = parameters()
+    steps(experts("blockwise")[1], apart, 1)
+    shared = parameters()
+    shared[2], apart_too = shared[0], parameters()
+    apart_too[2].data.copy_(apart_too[0])
+    found = steps(experts("blockwise")[1], shared, 1)
+    expected = steps(experts("blockwise")[1], apart_too, 1)
+    assert_same_bytes(found[0], expected[0])
+    assert_same_bytes(found[1], expected[1])
+    assert_same_bytes(shared[0].main_grad, apart_too[0].main_grad + apart_too[2].main_grad)
+    assert_same_bytes(shared[3].main_grad, apart_too[3].main_grad)
+    assert all(len({*addresses}) == len(addresses) for addresses in met)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+def test_torchs_default_dtype_changes_nothing(recipe: str) -> None:
+    x, dy = randn(sum(TOKENS), K, seed=1), randn(sum(TOKENS), N, seed=2)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        weights, leaf = parameters(), x.clone().requires_grad_()
+        torch.set_default_dtype(dtype)
+        try:
+            grouped_linear(leaf, weights, TOKENS, experts(recipe)[1]).backward(dy)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([leaf.grad, *(weight.main_grad for weight in weights)])
+    for one, other in zip(*found, strict=True):
+        assert_same_bytes(one, other)

@@ -159,6 +159,27 @@ def test_what_is_not_taken():
     assert not loops.multiplies(*[Operand(codes[:4], torch.ones(4, 8), (1, 32), True)] * 2)
 
 
+@pytest.mark.parametrize(
+    "scale",
+    [torch.ones(256, 7), torch.ones(255, 8), torch.ones(2048), torch.ones(256, 8, dtype=torch.float64)],
+    ids=["fewer of k", "fewer of rows", "in a row", "another dtype"],
+)
+def test_scales_that_are_not_one_for_each_block_are_not_read(loop: int, scale: torch.Tensor) -> None:
+    """C would read past their end."""
+    codes = torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
+    good = Operand(codes, torch.ones(256, 8), (1, 32), True)
+    with pytest.raises(AssertionError, match=r"scales \[256, 8\] of float32 or E8M0 are needed"):
+        loops.multiply(good, good._replace(scale=scale), torch.float32, loop=loop)
+
+
+def test_matrices_that_do_not_fit_are_not_read(loop: int) -> None:
+    a, b = (Operand(torch.ones(8, k, dtype=torch.bfloat16)) for k in (64, 63))
+    with pytest.raises(AssertionError):
+        loops.multiply(a, b, torch.float32, loop=loop)
+    with pytest.raises(AssertionError):
+        loops.multiply(a, a, torch.float32, into=torch.zeros(8, 7), loop=loop)
+
+
 def test_a_limit_on_torch_s_instructions_holds_here(monkeypatch: pytest.MonkeyPatch):
     looked_up = loops.inner_loop.__wrapped__
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core_bf16")

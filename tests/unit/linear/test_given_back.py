@@ -1,0 +1,132 @@
+"""Hooks for saved tensors may give backward other tensors: those of the same values serve, others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.linear import given_back, stacked
+from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.grouped import grouped_linear
+from megatron_fp8.mcore.layers.activation import store_swiglu_input_in_fp8
+from megatron_fp8.state.fp8_state import Fp8State
+from tests.support.sites import make_site, randn
+
+Unpack = Callable[[torch.Tensor], torch.Tensor]
+
+TOKENS = (70, 0, 200, 17)
+K, N = 160, 136
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+needs_products = pytest.mark.skipif(loops.inner_loop() is None, reason="no inner loop for products")
+
+
+def dense(recipe: str, unpack: Unpack, **options: Any) -> list[torch.Tensor]:
+    """Gradients of a linear whose saved tensors come back through a hook."""
+    site, _ = make_site(recipe, recording=False, name="layers.3.fc1", **options)
+    x = randn(sum(TOKENS), K, seed=1).requires_grad_()
+    weight = torch.nn.Parameter(randn(N, K, seed=2))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = fp8_linear(x, weight, None, site)
+    y.backward(randn(sum(TOKENS), N, seed=3))
+    return [x.grad, weight.grad]  # type: ignore[list-item]
+
+
+def made_again(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
+    """The same, where backward makes the weight's codes again."""
+    return dense(recipe, unpack, state=Fp8State(keeps_columnwise=False))
+
+
+def experts(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
+    """The same of experts, which are stacked where they can be."""
+    state = Fp8State()
+    names = [f"layers.3.experts.{e}" for e in range(len(TOKENS))]
+    sites = [make_site(recipe, state=state, name=name, recording=False)[0] for name in names]
+    x = randn(sum(TOKENS), K, seed=1).requires_grad_()
+    weights = [torch.nn.Parameter(randn(N, K, seed=10 + e)) for e in range(len(TOKENS))]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = grouped_linear(x, weights, TOKENS, sites)
+    y.backward(randn(sum(TOKENS), N, seed=3))
+    return [x.grad, *(weight.grad for weight in weights)]  # type: ignore[list-item]
+
+
+def one_by_one(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
+    """Experts that are not stacked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stacked, "weights_of", lambda *args: False)
+        return experts(recipe, unpack)
+
+
+WAYS = [dense, made_again, experts, one_by_one]
+
+
+def turned(t: torch.Tensor) -> torch.Tensor:
+    """The same values, columns first."""
+    return t.t().contiguous().t() if t.ndim == 2 else t.clone()
+
+
+def with_gaps(t: torch.Tensor) -> torch.Tensor:
+    """The same values, none beside the other."""
+    bits = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+    return torch.stack([bits, bits.flip(0) if bits.ndim else bits], -1)[..., 0].view(t.dtype)
+
+
+@needs_products
+@pytest.mark.parametrize("unpack", [turned, with_gaps, torch.clone])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+def test_values_that_lie_otherwise_are_the_same_values(recipe: str, way: Any, unpack: Unpack) -> None:
+    for found, expected in zip(way(recipe, unpack), way(recipe, lambda t: t), strict=True):
+        assert_same_bytes(found, expected)
+
+
+class Own(torch.Tensor):
+    """A user's kind of tensor, which C does not read."""
+
+
+def test_tensors_of_another_class_are_read_by_torch() -> None:
+    """Sums in another order than C's, so that they are equal but for the last bit."""
+    found = experts("blockwise", lambda t: t.as_subclass(Own))
+    for one, other in zip(found, experts("blockwise", lambda t: t), strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)
+
+
+BROKEN: dict[str, Unpack] = {
+    "another dtype": lambda t: t.to(torch.float64),
+    "its bytes": lambda t: t.reshape(-1).view(torch.uint8),
+    "fewer": lambda t: t.reshape(-1)[:-1],
+    "another shape": lambda t: t.reshape(1, 1, *t.shape),
+    "no memory": lambda t: t.to("meta"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("of_codes", [True, False], ids=["codes", "scales"])
+@pytest.mark.parametrize("way", WAYS)
+def test_others_are_refused(way: Any, of_codes: bool, broken: str) -> None:
+    """Before, C read past their ends, or crashed."""
+
+    def unpack(t: torch.Tensor) -> torch.Tensor:
+        return BROKEN[broken](t) if (t.dtype in CODES) == of_codes else t
+
+    with pytest.raises(ValueError, match=r"layers.3.* was saved for backward, and .* came back: an unpack"):
+        way("blockwise", unpack)
+
+
+def test_an_input_that_swiglu_has_stored() -> None:
+    x = randn(64, 256, seed=1).requires_grad_()
+    swiglu = store_swiglu_input_in_fp8(lambda *args: pytest.fail("not stored"))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.reshape(-1)[1:]):
+        y = swiglu(x, None, True)
+    with pytest.raises(ValueError, match=r"SwiGLU: float8_e4m3fn \[64, 256\] on cpu was saved"):
+        y.backward(torch.ones_like(y))
+
+
+def test_nothing_is_nothing() -> None:
+    given_back.check("here", [None], given_back.facts_of([None]))
+    with pytest.raises(ValueError, match="nothing was saved"):
+        given_back.check("here", [torch.ones(1)], given_back.facts_of([None]))
