@@ -216,4 +216,5 @@ def test_a_cancelled_job_saves_and_stays_cancelled(runs):
     runs.ended(job, "cancelled", restarts=0, state="CANCELLED")
     saved = stopped_at(runs.said("cancelled"), "SIGTERM")
     names = [path.name for path in complete_checkpoints(runs.folder / "cancelled" / "checkpoints")]
-    assert names == [f"iter_{saved:07d}"]
+    planned = range(25, saved, 25)  # some, if scancel came late
+    assert names == [f"iter_{iteration:07d}" for iteration in (*planned, saved)]
