@@ -114,11 +114,11 @@ def _handle_for(site: GemmSite, *given: Tensor) -> Tensor:
 
 @torch.compiler.disable(
     reason="torch.compile cannot trace a weight that lives as FP8, a tensor of bytes (fp8_param, FP8 all-gather),"
-    " experts' tokens in FP8 (moe_fp8_dispatch), stacked experts, whose numbers of tokens the host reads, nor fp8_matmul,"
-    " which has no layer to keep its state: compile without fullgraph, or use weights in BF16, moe_fp8_dispatch=False,"
-    " and Fp8Linear"
+    " experts' tokens in FP8 (moe_fp8_dispatch), experts in one call (stacked ones, moe_grouped_gemm), whose numbers of"
+    " tokens the host reads, nor fp8_matmul, which has no layer to keep its state: compile without fullgraph, or use"
+    " weights in BF16, moe_fp8_dispatch=False, and Fp8Linear"
 )
-def break_graph(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def break_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The function, outside any graph."""
     return function(*args, **kwargs)
 

@@ -1,15 +1,17 @@
-"""torch.compile over Megatron-Core's layer in FP8: one graph, eager mode's bits, tensor parallelism; offloading."""
+"""torch.compile over Megatron-Core's layers in FP8: graphs, eager bits, tensor parallelism, experts; and offloading."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.fp8_gpt import fp8_config
+from benchmarks.support.fp8_gpt import MOE, fp8_config
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.state.counts import IterationCounts
 
@@ -36,7 +38,7 @@ def make_layer(layout: Layout, recipe: str, **fields: Any) -> Any:
 
 
 def steps(layer: Any, run: Callable[..., Any], rows: int) -> tuple[list[torch.Tensor], list[IterationCounts]]:
-    """Three iterations of two microbatches: results, gradients and what was counted."""
+    """Three iterations of two microbatches: results, gradients, amaxes and what was counted."""
     from megatron_fp8.mcore.runtime import state_of
 
     state = state_of(layer.config)
@@ -50,6 +52,7 @@ def steps(layer: Any, run: Callable[..., Any], rows: int) -> tuple[list[torch.Te
             tensors += [y.detach(), x.grad]
         tensors += [p.main_grad.clone() for p in layer.parameters()]
         counts.append(state.finish_iteration())
+        tensors += [amaxes.clone() for arena in state.arenas for amaxes in (arena.last_amax, arena.scale)]
     return tensors, counts
 
 
@@ -92,6 +95,90 @@ def test_a_layer_is_one_graph_with_eager_modes_bits(ranks: RankPool, recipe: str
     assert found["differ"] == []
     assert found["counts"][0] == found["counts"][1]
     assert found["counts"][0][-1].fp8_gemms == 2 * 4 * 3
+
+
+FEW = 5  # tokens for two of four experts each: how many one gets changes from call to call, and sometimes it is none
+MOE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def compiled_layer_of_experts() -> dict[str, Any]:
+    """A rank case: Megatron-Core's layer of experts, recomputed, eager and its twin compiled; ``calls``: of how many
+    experts each was that C made products of, in compiled code."""
+    from megatron_fp8.kernels.cpu import grouped as products
+
+    torch._dynamo.reset()
+    calls: list[int] = []
+    real = products.make
+
+    def counted(told: Any, *rest: Any) -> None:
+        calls.append(len(told))
+        real(told, *rest)
+
+    def forward_of_experts(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: layer(x)[0]
+
+    with model_parallel():
+        fields = {**MOE, "moe_grouped_gemm": True, **MOE_RECOMPUTED}
+        eager, twin = (make_layer(Layout(), "delayed", **fields).mlp for _ in range(2))
+        expected, counts = steps(eager, forward_of_experts(eager), FEW)
+        run = torch.compile(forward_of_experts(twin), backend="aot_eager")
+        with mock.patch.object(products, "make", counted):
+            found, counts_found = steps(twin, run, FEW)
+    return {"differ": compare(found, expected), "counts": (counts_found, counts), "calls": calls}
+
+
+def test_a_layer_of_experts_has_eager_modes_bits(ranks: RankPool) -> None:
+    """Graphs break around Megatron-Core's routing, and around experts in one call, which stay one call."""
+    (found,) = ranks(1).run(compiled_layer_of_experts)
+    assert found["differ"] == []
+    assert found["counts"][0] == found["counts"][1]
+    assert {3, 4} <= set(found["calls"])
+
+
+def compiled_experts(recipe: str, grouped: bool) -> dict[str, Any]:
+    """A rank case: experts of a layer by themselves, at least one without tokens, eager and their twin compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    splits = [[9, 0, 20, 11], [3, 17, 0, 20], [40, 0, 0, 0], [0, 19, 11, 10]] if grouped else [[9, 0, 20, 11]]
+
+    def whole(experts: Any, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = experts(x[:, 0] * 2, tokens, torch.linspace(0.1, 1, len(x)))[0]
+        return y[:, None] * 2
+
+    def calls_of(layer: Any, call: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        tokens = map(torch.tensor, itertools.cycle(splits))
+        return lambda x: call(layer.experts, x, next(tokens))
+
+    with model_parallel():
+        eager, twin = (make_layer(Layout(), recipe, **MOE, moe_grouped_gemm=grouped).mlp for _ in range(2))
+        expected, counts = steps(eager, calls_of(eager, whole), 40)
+        found, counts_found = steps(twin, calls_of(twin, torch.compile(whole, backend="aot_eager")), 40)
+        graphs, refused = torch._dynamo.utils.counters["stats"]["unique_graphs"], ""
+        if grouped:
+            in_one = torch.compile(whole, backend="eager", fullgraph=True)
+            with pytest.raises(torch._dynamo.exc.Unsupported) as told:
+                in_one(twin.experts, torch.ones(4, 1, HIDDEN).bfloat16(), torch.ones(4, dtype=torch.int64))
+            refused = str(told.value)
+    return {
+        "differ": compare(found, expected),
+        "counts": (counts_found, counts),
+        "graphs": graphs,
+        "refused": refused,
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "grouped"), [("blockwise", True), ("mxfp8", True), ("tensorwise", True), ("delayed", False)]
+)
+def test_experts_in_compiled_code(ranks: RankPool, recipe: str, grouped: bool) -> None:
+    """In one call they break the graph, and no numbers of tokens need another one; one after the other they are
+    operators of graphs, which Megatron-Core breaks where it reads the numbers."""
+    (found,) = ranks(1).run(compiled_experts, recipe, grouped)
+    assert found["differ"] == []
+    assert found["counts"][0] == found["counts"][1]
+    if grouped:
+        assert found["graphs"] == 2
+        assert "experts in one call" in found["refused"] and "without fullgraph" in found["refused"]
 
 
 def compiled_linears(layout: Layout, recipe: str) -> dict[str, Any]:

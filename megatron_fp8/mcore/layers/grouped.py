@@ -52,7 +52,15 @@ class Fp8GroupedMLP(SequentialMLP):
         """[T, hidden] of the experts' tokens [T, hidden], expert by expert, and of their router's probabilities [T].
 
         The host reads tokens_per_expert, int [experts], once; the dispatcher that sends tokens has read it before.
+        So torch.compile leaves the experts out of its graphs: there would be one for each set of numbers.
         """
+        if torch.compiler.is_compiling():
+            from ...linear.compiled import break_graph  # loads torch's compiler
+
+            done: tuple[torch.Tensor, None] = break_graph(
+                self.forward, permuted_local_hidden_states, tokens_per_expert, permuted_probs
+            )
+            return done
         if not all(_is_plain(expert) for expert in self.local_experts):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         x, probs = permuted_local_hidden_states, permuted_probs
@@ -88,8 +96,7 @@ class _Linears(NamedTuple):
     tokens: list[int]
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        traced = torch.compiler.is_compiling()
-        joins = [not traced and _is_ours(linear) and linear.runs_fp8() for linear in self.linears]
+        joins = [_is_ours(linear) and linear.runs_fp8() for linear in self.linears]
 
         def alone(e: int, part: torch.Tensor) -> torch.Tensor:
             """Of an expert in BF16, a wrapped one, or one that somebody listens to, as Megatron-Core calls it."""

@@ -324,7 +324,7 @@ def test_compiled_with_a_graph_break() -> None:
     model.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(Exception, match="stacked experts, whose numbers of tokens"):
+        with pytest.raises(Exception, match=r"stacked ones.*whose numbers of tokens"):
             torch.compile(model, backend="eager", fullgraph=True)(hidden(), *routing())
         for mine, theirs in zip(_through(torch.compile(model, backend="eager")), wanted, strict=True):
             assert_same_bytes(mine, theirs)
