@@ -159,7 +159,7 @@ class SlurmCluster:
         self._command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def bring_back(self, node: str) -> None:
-        """Start a lost node's daemon again, which registers itself: ReturnToService=2 makes the node available by that."""
+        """Start a lost node's daemon again, which registers itself: ReturnToService=2 makes the node available so."""
         self._start_node(node)
         self._until(lambda: not any(s.startswith("down") for s in self._states()), 60, f"{node} to be back")
 
