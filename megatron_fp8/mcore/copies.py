@@ -20,35 +20,49 @@ from .checkpoint.state_dict import fp8_state_dict, load_fp8_state_dict
 from .runtime import runtime_of, unwrap
 from .sites import fp8_linears, prepare
 
-T = TypeVar("T", bound=torch.nn.Module)
+T = TypeVar("T", torch.nn.Module, list[torch.nn.Module])
 
 
 def copy_model(model: T) -> T:
     """A copy of a model in the same layout, with memory of its own; between two iterations.
 
     Args:
-        model: as GPTModel or Float16Module has it, not in DistributedDataParallel, whose buffers belong to an optimizer.
+        model: as GPTModel or Float16Module has it, not in DistributedDataParallel, whose buffers belong to an optimizer;
+            of a virtual pipeline the list of this rank's chunks, whose FP8 state is one.
 
     Its parameters have no gradients; they have the flags that Megatron-Core set on them (tensor_model_parallel, ...).
-    Collective where FP8 is. Raises ValueError for a model in DistributedDataParallel, or if FP8 cannot run as the config
-    asks.
+    Collective where FP8 is. Raises ValueError for a model in DistributedDataParallel, for one chunk of several, or if FP8
+    cannot run as the config asks.
     """
-    if any(hasattr(param, "main_grad") for param in model.parameters()):
+    chunks: list[Any] = model if isinstance(model, list) else [model]
+    whole = [unwrap(chunk) for chunk in chunks]
+    config = whole[0].config
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    if len(chunks) < stages:
+        raise ValueError(
+            f"{len(chunks)} of {stages} chunks of a virtual pipeline cannot be copied alone, since they share their FP8"
+            " state: copy_model takes the list of all of this rank's"
+        )
+    if any(hasattr(param, "main_grad") for chunk in chunks for param in chunk.parameters()):
         raise ValueError(
             "a model in DistributedDataParallel cannot be copied: its weights lie in buffers. Copy it before, or build"
             " another one from a copy of the config and load its state_dict."
         )
-    whole = unwrap(model)
-    saved = fp8_state_dict([whole]) if whole.config.fp8 else None
-    memo = {id(found): _instead(found) for found in _held(model)}
-    copied = copy.deepcopy(model, memo)
-    for theirs, mine in zip(model.parameters(), copied.parameters(), strict=True):
+    saved = fp8_state_dict(whole) if config.fp8 else None
+    memo = {id(found): _instead(found) for found in _held(chunks)}
+    copied: Any = copy.deepcopy(chunks, memo)
+    for theirs, mine in zip(_parameters(chunks), _parameters(copied), strict=True):
         for name, value in vars(theirs).items():
             if isinstance(value, bool | int | float | str):  # not its master, nor its gradient's buffer
                 vars(mine).setdefault(name, value)
     if saved is not None:
-        _take_over(whole, unwrap(copied), saved)
-    return copied
+        _take_over(whole, [unwrap(chunk) for chunk in copied], saved)
+    found: T = copied if isinstance(model, list) else copied[0]
+    return found
+
+
+def _parameters(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    return [param for chunk in chunks for param in chunk.parameters()]
 
 
 def _instead(held: Any) -> Any:
@@ -56,10 +70,10 @@ def _instead(held: Any) -> Any:
     return held.detach().clone() if isinstance(held, torch.Tensor) else held
 
 
-def _held(model: torch.nn.Module) -> Iterator[Any]:
+def _held(chunks: list[torch.nn.Module]) -> Iterator[Any]:
     """Process groups, and results of computations that have a gradient's graph, wherever a model's modules keep them."""
     seen: set[int] = set()
-    waiting: list[Any] = [model]
+    waiting: list[Any] = [*chunks]
     while waiting:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, type | ModuleType):  # a module leads to all others
@@ -78,14 +92,15 @@ def _held(model: torch.nn.Module) -> Iterator[Any]:
             waiting.append(getattr(value, "__dict__", {}))
 
 
-def _take_over(model: Any, copied: Any, saved: dict[str, torch.Tensor]) -> None:
-    """Give the copy its sites, and what the model remembers."""
-    before, after = runtime_of(model.config), runtime_of(copied.config)
+def _take_over(chunks: list[Any], copied: list[Any], saved: dict[str, torch.Tensor]) -> None:
+    """Give the copies their sites, and what the model remembers."""
+    before, after = runtime_of(chunks[0].config), runtime_of(copied[0].config)
     assert before is not after, "a copy has FP8 state of its own"
-    prepare([copied])
-    load_fp8_state_dict([copied], saved)
-    for linear in fp8_linears([copied]):
+    prepare(copied)
+    load_fp8_state_dict(copied, saved)
+    for linear in fp8_linears(copied):
         if isinstance(linear.weight, Fp8Parameter):
             linear.weight.quantised_by(linear.fp8_site.quantizers["weight"])
-    if model in before.fp8_params:
-        after.fp8_params.add(copied)
+    for theirs, mine in zip(chunks, copied, strict=True):
+        if theirs in before.fp8_params:
+            after.fp8_params.add(mine)
