@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import SimpleNamespace
 
@@ -75,7 +75,7 @@ class Plans:
         key = name.replace(f".layers.{layer}.", ".", 1), kept
         if key not in self._alike:
             self._alike[key] = self._make(name, layer, kept)
-        return replace(self._alike[key], name=name, layer=layer)
+        return self._alike[key].of(name, layer)
 
     def _make(self, name: str, layer: int | None, kept: bool) -> SitePlan:
         if self._asked is None:

@@ -358,7 +358,9 @@ def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    entry = metadata.state_dict_metadata[name]
+    entry = metadata.state_dict_metadata.get(name)
+    if entry is None:
+        raise ValueError(f"{str(folder)!r} is damaged: it has no {name}.")
     whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     for chunk in entry.chunks:
         place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]

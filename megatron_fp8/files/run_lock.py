@@ -36,6 +36,8 @@ _SETTLE_S = 0.3
 _OF_SLURM = "SLURM job "
 _SIZE = 2048
 """Bytes of the file, always: it is rewritten in one write, and needs no more room."""
+_NAME = 100
+"""Characters of a name that somebody gave, so that all of it has room, six bytes for each of another script."""
 
 
 class LockHeld(ValueError):
@@ -244,11 +246,12 @@ class RunLock:
 def job_name(environ: Mapping[str, str]) -> str:
     """What a restart has in common with the run before it: the SLURM job, or the torchrun; '' where there is neither."""
     if environ.get("SLURM_JOB_ID"):
-        return f"{_OF_SLURM}{environ['SLURM_JOB_ID']} of {environ.get('SLURM_CLUSTER_NAME', 'this cluster')}"
+        cluster = environ.get("SLURM_CLUSTER_NAME", "this cluster")
+        return f"{_OF_SLURM}{environ['SLURM_JOB_ID'][:_NAME]} of {cluster[:_NAME]}"
     if "TORCHELASTIC_RUN_ID" not in environ:
         return ""
     if environ["TORCHELASTIC_RUN_ID"] != "none":
-        return f"torchrun {environ['TORCHELASTIC_RUN_ID'][:200]}"
+        return f"torchrun {environ['TORCHELASTIC_RUN_ID'][:_NAME]}"
     parent = _process(os.getppid()) or {}
     return f"torchrun {os.getppid()} on {socket.gethostname()}, started at {parent.get('started', '?')}"
 

@@ -11,6 +11,7 @@ Elsewhere they are called directly: for a small linear, torch's dispatcher would
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import in_recompute, is_watched, without_autocast
 from ..state.observer import SeenLinear
 from ..tensor import Operand, QuantizedSide
-from . import given_back
 from .bound import BoundBackward, BoundForward
 from .coded_tokens import CodedTokens
 from .derivative import guard
@@ -226,7 +226,7 @@ class _Told(NamedTuple):
     x_shape: torch.Size
     bias_dtype: torch.dtype | None
     specs: tuple[_Spec, _Spec]
-    saved: tuple[given_back.Facts, ...]
+    saved: tuple[Facts, ...]
 
 
 class _Way(NamedTuple):
@@ -289,11 +289,11 @@ def _forward(
         kept_w = Kept((weight, *stamp_of(call.site.weights, x.device, training=call.training)), AGAIN)
     if not call.site.state.keeps_weights:
         call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
-    saved = *kept_x.tensors, *kept_w.tensors
+    tensors = *kept_x.tensors, *kept_w.tensors
     specs = kept_x.spec, kept_w.spec
-    told = _Told(x.shape, None if bias is None else bias.dtype, specs, given_back.facts_of(saved))
+    told = _Told(x.shape, None if bias is None else bias.dtype, specs, facts_of(tensors))
     ctx.told, ctx.backwards = told, None
-    ctx.save_for_backward(*saved)
+    ctx.save_for_backward(*tensors)
     plain = any(isinstance(side, torch.Tensor) for side in sides)
     if noted is not None and kind is not None and not (again or plain):
         kept = [side for side in sides if isinstance(side, QuantizedSide)]
@@ -325,7 +325,7 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
                         dbias = bias_gradient(grad_output, bias_dtype)
                 return dx, dw, dbias, None
     noted = NotedSite(call.site) if kind is not None and kind.to_be_noted() else None
-    given_back.check(call.site.plan.name, tensors, facts)
+    check_given_back(call.site.plan.name, tensors, facts)
     queue = list(tensors)
     with without_autocast(grad_output.device):  # backward() may be called inside it
         saved_x, saved_w = (None if spec == AGAIN else Kept.restore(spec, queue) for spec in specs)
@@ -347,6 +347,60 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     if dx is not None and dx.shape != x_shape:
         dx = dx.view(x_shape)
     return dx, done.dw, done.dbias, None
+
+
+# ------------------------------------------------------------------------------------------------------------- saved
+
+# Between what forward saves and what backward gets back stand hooks (torch.autograd.graph.saved_tensors_hooks:
+# offloading, recomputation, compression, a user's own), and autograd looks at nothing that they give. Codes may come back
+# as another tensor that lies otherwise; of another shape C would read past its end, of another dtype other numbers.
+
+Facts = tuple[torch.Size, torch.dtype, torch.device] | None
+"""What a tensor has to have again; of None nothing."""
+
+
+def save(ctx: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+    """``ctx.save_for_backward`` of tensors that ``given_back`` will check."""
+    ctx.saved_facts = facts_of(tensors)
+    ctx.save_for_backward(*tensors)
+
+
+def given_back(ctx: Any, name: str) -> list[Any]:
+    """What ``save`` has saved, as ``check_given_back`` lets it pass."""
+    tensors = list(ctx.saved_tensors)
+    check_given_back(name, tensors, ctx.saved_facts)
+    return tensors
+
+
+def facts_of(tensors: Iterable[torch.Tensor | None]) -> tuple[Facts, ...]:
+    """Those of tensors that are saved for backward."""
+    return tuple(_facts(tensor) for tensor in tensors)
+
+
+def check_given_back(name: str, tensors: Iterable[torch.Tensor | None], facts: Sequence[Facts]) -> None:
+    """ValueError, in the name of a layer, unless these tensors can be those that had such facts when they were saved.
+
+    Their values and strides are not looked at.
+    """
+    for tensor, wanted in zip(tensors, facts, strict=True):
+        found = _facts(tensor)
+        if found != wanted:
+            raise ValueError(
+                f"{name}: {_described(wanted)} was saved for backward, and {_described(found)} came back: an unpack hook"
+                " of torch.autograd.graph.saved_tensors_hooks has to give back the same shape and dtype on the same"
+                " device"
+            )
+
+
+def _facts(tensor: torch.Tensor | None) -> Facts:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+
+
+def _described(facts: Facts) -> str:
+    if facts is None:
+        return "nothing"
+    shape, dtype, device = facts
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
 
 
 AGAIN = "again"

@@ -31,10 +31,10 @@ from ..plan.switch import in_recompute, without_autocast
 from ..quantizer import Wanted, cast_each
 from ..state.observer import SeenProduct
 from ..tensor import Operand, Sides
-from . import given_back, stacked
+from . import stacked
 from .coded_tokens import CodedTokens
 from .derivative import first_derivative_only
-from .function import AGAIN, Kept, fp8_linear, refuse_tangents, refuse_tracers
+from .function import AGAIN, Kept, fp8_linear, given_back, refuse_tangents, refuse_tracers, save
 from .passes import (
     Call,
     gradient_cast,
@@ -271,11 +271,11 @@ class _GroupedFunction(torch.autograd.Function):
         if kept := stacked.weights_of(x, weights, calls, needs_wgrad):
             y, saved = stacked.forward(x, weights, calls, tokens, kept, needs_wgrad=needs_wgrad[0])
             ctx.stacked, tensors = saved.taken_apart()
-            given_back.save(ctx, tensors)
+            save(ctx, tensors)
             return y
         done = _forward(x, weights, group, needs_wgrad, needs_dgrad)
         ctx.kept = [(len(kept.tensors), kept.spec) for kept in done.kept]
-        given_back.save(ctx, [tensor for kept in done.kept for tensor in kept.tensors])
+        save(ctx, [tensor for kept in done.kept for tensor in kept.tensors])
         return done.y
 
     @staticmethod
@@ -293,7 +293,7 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     group: _Group = ctx.group
     calls, tokens = group.calls, list(group.tokens)
     needs_dgrad, _, *needs_wgrad = ctx.needs_input_grad
-    kept = given_back.saved(ctx, group.sites[0].plan.name)
+    kept = given_back(ctx, group.sites[0].plan.name)
     if ctx.stacked is not None:
         of = ctx.stacked.put_together(kept)
         if stacked.can_go_back(grad_output, of, calls):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from typing import Any
 
 import torch
@@ -88,6 +89,22 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(last, pattern)
 
 
+@functools.lru_cache(maxsize=2**14)
+def _any_matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether one of these globs ``matches`` the name: one look at it where none does, as with most."""
+    parent, _, last = name.rpartition(".")
+    if parent and _any_matches(parent, patterns):
+        return True
+    match = _one_of(patterns)
+    return match(last) is not None or match(name) is not None
+
+
+@functools.cache
+def _one_of(patterns: tuple[str, ...]) -> Callable[[str], Any]:
+    """What matches one of these globs, as fnmatchcase does."""
+    return re.compile("|".join(map(translate, patterns)) or r"(?!)").match
+
+
 def fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
     """The FP8 class of a module that is exactly a linear, or of such a class; None of what is none."""
     kind = module if isinstance(module, type) else type(module)
@@ -103,11 +120,14 @@ def fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a linear of some class, in FP8 or not."""
-    return isinstance(module, nn.Linear | Fp8Layer) or fp8_class(module) is not None
+    return isinstance(module, (nn.Linear, Fp8Layer)) or fp8_class(module) is not None
 
 
 def skipped_by(name: str, module: nn.Module, config: Fp8Config) -> str | None:
     """Which entry of the skip list names the module, in words."""
+    globs = tuple(entry for entry in config.skip if isinstance(entry, str))
+    if len(globs) == len(config.skip) and not _any_matches(name, globs):
+        return None
     for entry in config.skip:
         if isinstance(entry, str) and matches(name, entry):
             return f"skip {entry!r}"
@@ -134,31 +154,31 @@ def _linears_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 def _considered(name: str, module: nn.Module, config: Fp8Config, tied: set[int]) -> list[Candidate]:
     if isinstance(module, Fp8Layer):
         return [_converted_before(name, module)]
-    weight = next(module.parameters(recurse=False), None)
+    every = list(module.parameters(recurse=False))
+    weight = every[0] if every else None
     reason = _reason_to_skip(name, module, config, tied)
     kind = kind_of(type(module))
     if reason is None and kind is not None:
         return list(_experts(name, module, kind.stacks(module), config))
+    if reason is None:
+        row, padded = _planned(name, type(module).__name__, _features(module), module.weight, config)
+        return [_with_parameters(row, module, every, padded)]
     shape: tuple[int, ...] = () if weight is None or is_lazy(weight) else tuple(weight.shape)
     if shape and is_linear(module):
         shape = _features(module)  # its first parameter need not be the weight: weight_norm's is a norm
-    found = _with_parameters(name, module)
     dtype = "" if weight is None else _short(weight.dtype)
-    if reason is not None:
-        linear = is_linear(module) or bool(_stacks(module))
-        found.row = Row(name, type(module).__name__, shape, False, dtype, reason, linear=linear)
-        return [found]
-    found.row, found.padded = _planned(name, type(module).__name__, _features(module), module.weight, config)
-    return [found]
+    linear = is_linear(module) or bool(_stacks(module))
+    row = Row(name, type(module).__name__, shape, False, dtype, reason, linear=linear)
+    return [_with_parameters(row, module, every)]
 
 
 def _converted_before(name: str, module: Fp8Layer) -> Candidate:
     recipe = recipe_name(module.fp8_config.resolved_recipe)
     reason = f"is an {type(module).__name__} already: left as it is"
-    found = _with_parameters(name, module)
+    row = Row(name, type(module).__name__, _features(module), True, recipe, reason)
+    found = _with_parameters(row, module, list(module.parameters(recurse=False)))
     if isinstance(module, Fp8ExpertLinear) and not found.own:
         found.own, found.multiplied = module.values(), math.prod(_features(module))
-    found.row = Row(name, type(module).__name__, _features(module), True, recipe, reason)
     return found
 
 
@@ -286,13 +306,11 @@ def _what_it_is(module: nn.Module) -> str:
 # ------------------------------------------------------------------------------------------------------------------ sizes
 
 
-def _with_parameters(name: str, module: nn.Module) -> Candidate:
-    """A candidate whose row is to come."""
-    every = list(module.parameters(recurse=False))
+def _with_parameters(row: Row, module: nn.Module, every: list[nn.Parameter], padded: str = "") -> Candidate:
+    """The candidate of this row; ``every``: the module's own parameters."""
     own = [p for p in every if not is_lazy(p)]
-    lazy = len(own) < len(every)
-    row = Row(name, "", (), False, "", "")
-    return Candidate(row, name, module, {id(p): p.numel() for p in own}, _multiplied(module, own), lazy)
+    values, lazy = {id(p): p.numel() for p in own}, len(own) < len(every)
+    return Candidate(row, row.name, module, values, _multiplied(module, own), lazy, padded=padded)
 
 
 def _multiplied(module: nn.Module, own: list[nn.Parameter]) -> int:
@@ -306,7 +324,7 @@ def _multiplied(module: nn.Module, own: list[nn.Parameter]) -> int:
 
 def _features(module: Any) -> tuple[int, int]:
     """(out features, in features) of a linear."""
-    if isinstance(module, nn.Linear | Fp8Layer):
+    if isinstance(module, (nn.Linear, Fp8Layer)):
         return module.out_features, module.in_features
     return module.nf, module.nx  # of a Conv1D
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from ..numerics.formats import Format
@@ -115,9 +116,9 @@ class Fp8Config:
             if value in RECIPES:
                 self._named(value, f"overrides[{key!r}]")
 
-    @property
+    @cached_property
     def resolved_recipe(self) -> Recipe:
-        """The recipe, as an instance."""
+        """The recipe, as an instance; made once, since each linear asks for it."""
         return self._resolve()
 
     @property

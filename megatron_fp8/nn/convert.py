@@ -8,6 +8,7 @@ place. It would have to copy all of that, and would miss what it has never heard
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -65,7 +66,7 @@ def convert_to_fp8(
     if skip is not DEFAULT:
         if settings.skip != DEFAULT_SKIP and as_skip(skip) != settings.skip:
             raise ValueError("skip is given twice, to convert_to_fp8 and in its config: give it once")
-        settings = Fp8Config(**{**vars(settings), "skip": skip})
+        settings = replace(settings, skip=skip)
     _check_globs(model, settings.skip)
     if recipe is not None or config is not None:
         _check_converted(model, settings)
@@ -128,10 +129,9 @@ def _class_in_fp8(plain: type[nn.Module]) -> type[nn.Module] | None:
 
 def _check_globs(model: nn.Module, skip: tuple[Skip, ...]) -> None:
     """ValueError for a glob that matches nothing, unless it is one of the defaults: those name what models often have."""
-    names = [name for name, _ in model.named_modules() if name]
-    for pattern in skip:
-        if callable(pattern) or pattern in DEFAULT_SKIP:
-            continue
+    asked = [pattern for pattern in skip if not callable(pattern) and pattern not in DEFAULT_SKIP]
+    names = [name for name, _ in model.named_modules() if name] if asked else []
+    for pattern in asked:
         if not any(matches(name, pattern) for name in names):
             raise ValueError(
                 f"skip={pattern!r} matches no module of {type(model).__name__}; its modules are {', '.join(names[:8])}"

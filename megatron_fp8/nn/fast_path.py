@@ -21,6 +21,8 @@ from .linear import Fp8Linear
 def leave_fast_paths(model: nn.Module) -> None:
     """Make encoders call their converted linears."""
     for module in model.modules():
+        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+            continue
         inside = next((m for m in module.modules() if isinstance(m, Fp8Linear)), None)
         if inside is None:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..numerics.formats import E4M3, E5M2, ROLES, FloatFormat, Format
 from ..numerics.rule import Rule
@@ -65,6 +66,9 @@ class Choices:
         unquantized: roles that stay in high precision.
         fp8_wgrad: False keeps wgrad in high precision.
         bf16_reason: why the whole linear stays in high precision, if it does.
+
+    Attributes:
+        plans: what these became on a backend, by its name and why it: of linears that share these choices.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Choices:
         bf16_reason: str | None = None,
     ):
         self.unquantized, self.fp8_wgrad = unquantized, fp8_wgrad
+        self.plans: dict[tuple[str, str], Any] = {}
         self.plain: set[str] = set()  # GEMMs whose operands are never quantised
         self._take(recipe, reason)
         if bf16_reason is not None:

@@ -77,9 +77,8 @@ def resolve(
     """
     try:
         choices = choose(asked, name, bf16_reason, also)
-        reason = "; ".join(choices.reasons)
         if choices.none_in_fp8:
-            return bf16_site(name, layer, reason)
+            return bf16_site(name, layer, "; ".join(choices.reasons))
         products = choices.products() if choices.edited else choices.recipe
         backend, why = choose_backend(asked.backend, device, products, layers=layers)
         if brings_own != (backend.name in LAYER_BACKENDS):
@@ -94,24 +93,41 @@ def resolve(
         print(f"megatron_fp8: {name} runs in {asked.dtype}: {error}", file=sys.stderr)
         return bf16_site(name, layer, f"{asked.prefix}fallback: {error}", "fallback")
     say_what_is_slow(backend.name, device, products, asked.faster)
-    reason = f"{reason}; backend {why}" if reason else f"backend: {why}"
-    return chosen_site(name, layer, backend.name, reason, choices)
+    plan = choices.plans.get((backend.name, why))
+    if plan is None:
+        reason = "; ".join(choices.reasons)
+        reason = f"{reason}; backend {why}" if reason else f"backend: {why}"
+        plan = choices.plans[backend.name, why] = chosen_site(name, layer, backend.name, reason, choices)
+    return plan.of(name, layer)
 
 
 def choose(asked: Asked, name: str, bf16_reason: str | None = None, also: tuple[str, ...] = ()) -> Choices:
     """What a linear of that name multiplies, wherever it will run; arguments and errors as ``resolve``'s."""
+    recipe, overrides = asked.recipe(None), matching(name, asked.overrides, also)
+    key = id(recipe), asked.reason, asked.unquantized, asked.fp8_wgrad, bf16_reason
+    if not overrides and key in _ALIKE:
+        return _ALIKE[key]
     choices = Choices(
-        asked.recipe(None),
+        recipe,
         asked.reason,
         unquantized=asked.unquantized,
         fp8_wgrad=asked.fp8_wgrad,
         bf16_reason=bf16_reason,
     )
-    for override in matching(name, asked.overrides, also):
+    if not overrides:
+        if len(_ALIKE) >= _MOST_ALIKE:
+            _ALIKE.clear()
+        _ALIKE[key] = choices  # which keep the recipe, so that no other has its id
+    for override in overrides:
         choices.apply(override, _named(asked, override.value), f"{asked.prefix}overrides")
     if choices.edited:
         refuse_e5m2_twice(choices.products(), f"{name} ({'; '.join(choices.reasons)})")
     return choices
+
+
+_ALIKE: dict[tuple[Any, ...], Choices] = {}
+"""Those of linears of which nothing is said by name: a model of 100,000 asks as often."""
+_MOST_ALIKE = 256
 
 
 def _named(asked: Asked, value: Any) -> Recipe | None:

@@ -50,6 +50,24 @@ def from_settings(name: str, settings: RecipeSettings) -> Recipe:
     Raises:
         ValueError: the name is unknown, a value cannot be, or there is no margin to set.
     """
+    # types tell 0 from 0.0 and False, as a recipe does
+    said = name, settings, *map(type, vars(settings).values())
+    try:
+        found = _MADE.get(said)
+    except TypeError:  # a list, say, which no recipe takes
+        return _made(name, settings)
+    if found is None:
+        found = _made(name, settings)
+        if not isinstance(found, CustomRecipe):  # what a user's function says may change
+            _MADE[said] = found
+    return found
+
+
+_MADE: dict[tuple[Any, ...], Recipe] = {}
+"""Recipes by what was said of them: a model of 100,000 linears asks as often."""
+
+
+def _made(name: str, settings: RecipeSettings) -> Recipe:
     prefix = settings.prefix
     if RECIPES[check_recipe_name(name)] is CustomRecipe:
         return _custom(settings.quantizer_factory, prefix)
@@ -65,15 +83,9 @@ def from_settings(name: str, settings: RecipeSettings) -> Recipe:
         "use_power_2_scales": pow2,
         "use_f32_scales": None if pow2 is None else not pow2,
     }
-    given = {field: value for field, value in asked.items() if value is not None and takes(name, field)}
-    said = f"{name} {given!r}"  # which tells 0 from 0.0 and False, as a recipe does
-    if said not in _MADE:
-        _MADE[said] = RECIPES[name](**given)
-    return _MADE[said]
-
-
-_MADE: dict[str, Recipe] = {}
-"""Recipes by what was said of them: a model of 100,000 linears asks as often."""
+    return RECIPES[name](
+        **{field: value for field, value in asked.items() if value is not None and takes(name, field)}
+    )
 
 
 def _custom(path: str | None, prefix: str) -> CustomRecipe:

@@ -65,6 +65,12 @@ class SitePlan:
         object.__setattr__(self, "gemms", gemms)
         object.__setattr__(self, "rules", rules)
 
+    def of(self, name: str, layer: int | None) -> SitePlan:
+        """The same of another site that is alike."""
+        made = object.__new__(SitePlan)
+        vars(made).update(vars(self), name=name, layer=layer)
+        return made
+
     @property
     def products(self) -> Products:
         """How the operands of each GEMM are quantised."""

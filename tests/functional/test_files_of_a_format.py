@@ -22,7 +22,7 @@ import megatron_fp8
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.kernels.cpu import loops
 from megatron_fp8.numerics.rule import Rule
-from megatron_fp8.plan import settings
+from megatron_fp8.plan import resolve, settings
 from megatron_fp8.plan.operands import Cast
 from megatron_fp8.plan.site_plan import SitePlan
 from megatron_fp8.quantizer import Casts, Quantizer
@@ -74,7 +74,11 @@ def traced() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
         if any(isinstance(x, (*shapes, Casts)) or (isinstance(x, str) and x == "mxfp8") for x in handed):
             note_in(given, frame, value=code.co_name)
 
-    with model_parallel(Layout()), mock.patch.dict(settings._MADE, clear=True):  # no test before asked for it
+    with (
+        model_parallel(Layout()),
+        mock.patch.dict(settings._MADE, clear=True),
+        mock.patch.dict(resolve._ALIKE, clear=True),  # as in a new process
+    ):
         try:
             sys.setprofile(note)
             config = TransformerConfig(

@@ -68,6 +68,18 @@ def test_other_bytes_under_a_manifest_that_agrees(originals, place, name, edits,
     done_or_refused(*command.split())
 
 
+@pytest.mark.parametrize("command", ["inspect run", "inspect run --check"])
+def test_a_name_with_another_letter(originals, place, command):
+    """A scale whose history has another name was a KeyError."""
+    fresh(place, originals, "run")
+    path = place / "run" / "checkpoints" / NEWEST / ".metadata"
+    name = b"layers.0.self_attention.linear_proj.fp8_state.grad_output.amax_history"
+    assert name in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(name, b"m" + name[1:]))
+    forge(path.parent)
+    assert "is damaged" in done_or_refused(*command.split()).refusal
+
+
 @draws(10, suppress_health_check=[FIXTURES])
 @given(json_edits(), st.sampled_from(COMMANDS))
 def test_other_values_in_a_manifest(originals, place, edits, command):

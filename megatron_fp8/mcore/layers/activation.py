@@ -18,8 +18,8 @@ import torch
 from ...backends import specified
 from ...backends.native import backend as native
 from ...kernels.deferred import DeferredTensor, written
-from ...linear import given_back
 from ...linear.derivative import first_derivative_only
+from ...linear.function import given_back, save
 from ...numerics.formats import E4M3
 from ...numerics.rule import BLOCK_1X128, Rule
 from ...tensor import QuantizedSide
@@ -38,7 +38,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         side = specified.quantize(x, _STORE, "rowwise").tensor.rowwise
         assert side is not None
-        given_back.save(ctx, [side.codes, side.scale_inv, weights])
+        save(ctx, [side.codes, side.scale_inv, weights])
         gate, up = x.chunk(2, -1)  # [tokens, n] each
         y = torch.nn.functional.silu(gate.to(torch.float32)) * up
         return (y if weights is None else y * weights).to(x.dtype)
@@ -46,7 +46,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        codes, scale_inv, weights = given_back.saved(ctx, "SwiGLU")
+        codes, scale_inv, weights = given_back(ctx, "SwiGLU")
         gate, up = QuantizedSide(codes, scale_inv, BLOCK_1X128, True).dequantize().chunk(2, -1)
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
@@ -76,9 +76,9 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
         if store:
             side = native.quantize(tokens, _STORE, "rowwise").tensor.rowwise
             assert side is not None
-            given_back.save(ctx, [weights, side.codes, side.scale_inv])
+            save(ctx, [weights, side.codes, side.scale_inv])
         else:
-            given_back.save(ctx, [weights, x])
+            save(ctx, [weights, x])
         return DeferredTensor(Swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
 
     @staticmethod
@@ -86,7 +86,7 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from ...kernels.swiglu_quantize import SwigluGradient, swiglu_weight_grad  # loads Triton
 
-        weights, *kept = given_back.saved(ctx, "SwiGLU")
+        weights, *kept = given_back(ctx, "SwiGLU")
         dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)  # [tokens, n]
         x = kept[0].reshape(-1, ctx.x_shape[-1])
         if ctx.store:  # a code times a power of two is exact in 16 bits too

@@ -149,6 +149,8 @@ def test_tensors_are_read_whole(saved):
     metadata = files.read_metadata(saved)
     assert torch.equal(files.read_tensor(saved, metadata, "w"), torch.arange(12.0).view(3, 4).bfloat16())
     assert files.read_tensor(saved, metadata, "n").tolist() == [3]
+    with pytest.raises(ValueError, match=r"is damaged: it has no layer\.amax"):  # of a scale that it has
+        files.read_tensor(saved, metadata, "layer.amax_history")
 
 
 class Bomb:

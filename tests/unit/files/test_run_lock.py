@@ -213,6 +213,17 @@ def test_jobs_have_names():
     assert str(os.getppid()) in job_name({"TORCHELASTIC_RUN_ID": "none"})
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "\u6f22" * 5000])
+@pytest.mark.parametrize("said", [("TORCHELASTIC_RUN_ID",), ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME")])
+def test_a_job_of_a_very_long_name(tmp_path, said, name):
+    """A lock has room for it: one that is longer than a lock can be was never removed."""
+    held = RunLock(tmp_path, "run_dir", environ=dict.fromkeys(said, name))
+    held.take(print)
+    assert (tmp_path / LOCK).stat().st_size == 2048
+    held.release()
+    assert not (tmp_path / LOCK).exists()
+
+
 def test_it_stays_where_it_was_when_the_program_goes_elsewhere(tmp_path, monkeypatch):
     for name in ("here", "there"):
         (tmp_path / name / "run").mkdir(parents=True)

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.cpu import loops
-from megatron_fp8.linear import given_back, stacked
-from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear import stacked
+from megatron_fp8.linear.function import check_given_back, facts_of, fp8_linear
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.mcore.layers.activation import store_swiglu_input_in_fp8
 from megatron_fp8.state.fp8_state import Fp8State
@@ -127,6 +127,6 @@ def test_an_input_that_swiglu_has_stored() -> None:
 
 
 def test_nothing_is_nothing() -> None:
-    given_back.check("here", [None], given_back.facts_of([None]))
+    check_given_back("here", [None], facts_of([None]))
     with pytest.raises(ValueError, match="nothing was saved"):
-        given_back.check("here", [torch.ones(1)], given_back.facts_of([None]))
+        check_given_back("here", [torch.ones(1)], facts_of([None]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fp8.plan.resolve import Asked, choose, resolve
-from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
+from megatron_fp8.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from tests.support.sites import ALL_RECIPES
 
 CPU = torch.device("cpu")
@@ -167,3 +168,25 @@ def test_a_recipe_may_stand_there_itself():
     assert found.operands["wgrad"]["grad_output"].rule == Float8BlockScaling().rule("grad_output")
     assert "fp8_overrides '*:dgrad': MXFP8BlockScaling" in found.reason
     assert plan({"*": recipe}, "blockwise").recipe is recipe
+
+
+def test_linears_that_are_alike_share_all_but_their_names() -> None:
+    """A model of 100,000 linears asks for as many plans. A recipe that is equal and another object is another."""
+
+    def asked(recipe: Any) -> Asked:
+        named = lambda name: recipe if name is None else ALL_RECIPES[name]  # noqa: E731
+        return Asked(recipe=named, reason="of all", overrides={"*.b": "mxfp8"})
+
+    whole, fraction = DelayedScaling(amax_epsilon=0), DelayedScaling(amax_epsilon=0.0)
+    assert whole == fraction
+    one, other, named = (resolve(asked(whole), f"layers.{i}.{name}", i, CPU) for i, name in enumerate("acb"))
+    assert (one.name, one.layer, other.name, other.layer) == ("layers.0.a", 0, "layers.1.c", 1)
+    assert one.operands is other.operands and one == dataclasses.replace(
+        other, name=one.name, layer=one.layer
+    )
+    assert named.operands != one.operands
+    assert resolve(asked(fraction), "layers.0.a", 0, CPU).recipe is fraction and one.recipe is whole
+    high = resolve(asked(whole), "layers.0.a", 0, CPU, bf16_reason="the first")
+    assert high.precision == "bf16" and high.reason == "the first"
+    kept = resolve(dataclasses.replace(asked(whole), fp8_wgrad=False), "layers.0.a", 0, CPU)
+    assert kept.gemms["wgrad"] == "bf16" and one.gemms["wgrad"] == "fp8"
