@@ -145,7 +145,7 @@ INLINE void finish_rows(const Job *job, Done *done, int64_t rows) {
     if (done->next == all) done->sums = NULL;
 }
 
-INLINE void work_beside(Beside *beside) {
+static __attribute__((noinline)) void work_beside(Beside *beside) {
     Pieces *pieces = &beside->pieces;
     for (int64_t i = 0; i < beside->pieces_each && pieces->next < pieces->count; i++) pack_piece(pieces);
     if (beside->done.sums) finish_rows(beside->job, &beside->done, beside->rows_each);
@@ -219,12 +219,13 @@ static void turn_block(float *sums) {
         }
 }
 
-/* A slice by all that is held; kept: sums of these rows, [blocks of rows of out][blocks of columns][32, 32]. */
+/* A slice by all that is held; kept: sums of these rows, [blocks of rows of out][blocks of columns][32, 32]; after: what
+   the slice after it reads first of what is held, or NULL. */
 static void multiply_slice(Beside *beside, const Part *part, const Place *at, const uint32_t *slice, const uint32_t *held,
-                           float *kept) {
+                           const uint32_t *after, float *kept) {
     const Job *job = beside->job;
     int64_t words = least(job->layer, job->squares) * SQUARE, apart = SLICE * SQUARE, end = end_of(part, at);
-    int64_t squares = least(SLICE, end_of_layer(job, at) - at->s);
+    int64_t squares = least(SLICE, end_of_layer(job, at) - at->s), there = (at->s - at->first) * SQUARE;
     int64_t moving = blocks_of(end - at->top), still = blocks_of(part->to - part->from);
     int64_t down = job->holds_a ? still : moving, across = job->holds_a ? moving : still;
     int64_t out_row = job->holds_a ? part->from : at->top, out_col = job->holds_a ? at->top : part->from;
@@ -236,17 +237,19 @@ static void multiply_slice(Beside *beside, const Part *part, const Place *at, co
         float *sums = kept + row * across * BLOCK * BLOCK;
         if (beside->done.sums == sums) finish_rows(job, &beside->done, BLOCK); /* before they become others */
         for (int64_t col = 0; col < across; col++) {
-            const uint32_t *of_slice = slice + (job->holds_a ? col : row) * 2 * apart;
-            const uint32_t *of_held = held + (job->holds_a ? row : col) * 2 * words + (at->s - at->first) * SQUARE;
-            const uint32_t *a = held_left ? of_held : of_slice, *b = held_left ? of_slice : of_held;
-            int64_t a_apart = held_left ? words : apart, b_apart = held_left ? apart : words;
+            Panels of_slice = {slice + (job->holds_a ? col : row) * 2 * apart, apart};
+            Panels of_held = {held + (job->holds_a ? row : col) * 2 * words + there, words};
+            Panels a = held_left ? of_held : of_slice, b = held_left ? of_slice : of_held;
+            const uint32_t *then = job->holds_a || row + 1 == down ? after : held + there; /* behind the last one */
+            if ((job->holds_a ? row : col) + 1 < still) then = of_held.at + 2 * words;
+            Panels next = {job->holds_a && col + 1 < across ? NULL : then, words}; /* NULL: the same again */
             if (last) beside->fetch = fetch_of(job, out_row + row * BLOCK, out_col + col * BLOCK);
 #if HAS_AMX
             if (job->kernel == WITH_AMX)
-                multiply_amx(a, a_apart, b, b_apart, squares, sums + col * BLOCK * BLOCK, more, beside);
+                multiply_amx(a, b, squares, sums + col * BLOCK * BLOCK, more, beside);
             else
 #endif
-                multiply_avx512(a, a_apart, b, b_apart, squares, sums + col * BLOCK * BLOCK, more, beside);
+                multiply_avx512(a, b, squares, sums + col * BLOCK * BLOCK, more, next, beside);
             if (last && job->turned) turn_block(sums + col * BLOCK * BLOCK);
         }
         if (last) beside->done = (Done){sums, out_row + row * BLOCK, out_col, across, 0};
@@ -271,7 +274,9 @@ static void multiply_part(const Job *job, Part part, uint32_t *own) {
         Place next = at;
         more = advance(job, &part, &next);
         if (more) beside.pieces = begin_slice(job, &part, &next, slices + !turn * size);
-        multiply_slice(&beside, &part, &at, slices + turn * size, own, kept + (one_layer ? 0 : at.top - at.high) * job->width);
+        const uint32_t *after = more && next.first == at.first ? own + (next.s - next.first) * SQUARE : NULL;
+        float *sums = kept + (one_layer ? 0 : at.top - at.high) * job->width;
+        multiply_slice(&beside, &part, &at, slices + turn * size, own, after, sums);
         at = next;
     }
     if (beside.done.sums) finish_rows(job, &beside.done, BLOCK);
