@@ -8,7 +8,7 @@ keep all weights in one tensor [experts, N, K]; here each expert has its own, as
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,15 +40,15 @@ def experts(bench: Bench) -> None:
     """The section: every contender that is here and right."""
     for case, sizes in (DRY if bench.machine.dry else CASES).items():
         count, k, n, average = sizes
-        tokens = _tokens(count, average)
+        tokens = tokens_of(count, average)
         runs = _runs(bench, case, tokens, k, n)
         rate = partial(teraflops, 6 * sum(tokens) * n * k)
         bench.time("experts", case, runs, rate=rate, baseline=BASELINES)
         bench.machine.empty()
 
 
-def _tokens(experts: int, average: int) -> list[int]:
-    """From none to twice the average, evenly."""
+def tokens_of(experts: int, average: int) -> list[int]:
+    """Of each expert: from none to twice the average, evenly."""
     steps = 2 * average // GRAIN
     return [GRAIN * (steps * e // (experts - 1)) for e in range(experts)]
 
@@ -87,7 +87,7 @@ def _runs(bench: Bench, case: str, tokens: list[int], k: int, n: int) -> dict[st
         if bench.gate(f"experts {case} {name}", off, 0.12):
             runs[name] = step
 
-    add("bf16, in turn", partial(_bf16_in_turn, weights=parts, tokens=tokens), parts, own=True)
+    add("bf16, in turn", partial(bf16_in_turn, weights=parts, tokens=tokens), parts, own=True)
     ends = torch.tensor(tokens, device=machine.device).cumsum(0).to(torch.int32)
     add(
         "bf16, grouped",
@@ -129,7 +129,8 @@ def _in_turn(
     return torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
 
 
-def _bf16_in_turn(x: torch.Tensor, weights: list[nn.Parameter], tokens: list[int]) -> torch.Tensor:
+def bf16_in_turn(x: torch.Tensor, weights: Sequence[torch.Tensor], tokens: list[int]) -> torch.Tensor:
+    """[T, N] of tokens [T, K] and weights [N, K], each expert's by torch's own product."""
     return torch.cat([part @ weight.t() for part, weight in zip(x.split(tokens), weights, strict=True)])
 
 

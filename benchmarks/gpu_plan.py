@@ -60,6 +60,7 @@ CHECK = (
     QUANTISE,
     of("gradients", "gpu_checks", SIX, 90, 45),
     of("experts", "gpu_checks", SIX, 60, 30),
+    of("grouped product", "gpu_grouped", ("rowwise", "mxfp8"), 40, 20),
     of("graph", "gpu_checks", SIX, 60, 30),
     of("captured step", "gpu_graph", FIVE, 90, 45),
     Group("update", "benchmarks.gpu_fused", ("update",), 45, 45),
@@ -79,6 +80,7 @@ BENCH = (
     bench("fused", 90),
     bench("linear", 150),
     bench("experts", 120),
+    bench("expert products", 60),
     bench("layer", 240, cases=("4096", "8192")),
     bench("step", 150, megatron=True),
 )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_contenders as contenders
-from benchmarks import gpu_experts, gpu_fused, gpu_kernels
+from benchmarks import gpu_experts, gpu_fused, gpu_grouped, gpu_kernels
 from benchmarks.common import Timing
 from benchmarks.gpu_common import Clock, Machine, NotRun, relative_error
 from benchmarks.gpu_kernels import Bench, random
@@ -32,6 +32,7 @@ def checks() -> dict[str, Callable[[Machine], str]]:
         "fused": gpu_fused.fused,
         "linear": linear,
         "experts": gpu_experts.experts,
+        "expert products": gpu_grouped.products,
         "step": step,
     }
     sections |= {f"layer {hidden}": partial(layer, hidden=hidden) for hidden in LAYERS}

@@ -142,12 +142,22 @@ def test_a_wrong_code_or_product_fails_the_check(monkeypatch: pytest.MonkeyPatch
 
 
 def test_dry_benchmark():
-    names = ("roofline", "gemm", "quantise", "linear", "experts", "layer 4096", "layer 8192", "fused")
+    names = (
+        "roofline",
+        "gemm",
+        "quantise",
+        "linear",
+        "experts",
+        "expert products",
+        "layer 4096",
+        "layer 8192",
+        "fused",
+    )
     told = served(gpu_sections, *(f"bench {name}" for name in names))
     verdicts = {name: result["verdict"] for name, result in told.results.items()}
     assert verdicts.pop("bench layer 8192") == "not run" and set(verdicts.values()) == {"PASS"}, told.results
     found = list(told.rows.values())
-    sections = {"roofline", "gemm", "quantise", "linear", "experts", "layer", "fused"}
+    sections = {"roofline", "gemm", "quantise", "linear", "experts", "expert products", "layer", "fused"}
     assert {row["section"] for row in found} == sections
     missing = {row["contender"]: row["rate"] for row in found if row["median_s"] is None}
     assert "TE delayed" in missing and all(missing.values()), "what was not measured says why"
@@ -156,7 +166,7 @@ def test_dry_benchmark():
     assert layer["bf16"]["speedup"] == 1 and layer["mxfp8"]["speedup"] > 0
     experts = {row["contender"]: row.get("speedup") for row in found if row["section"] == "experts"}
     assert experts["mxfp8, grouped"] > 0 and experts["mxfp8, in turn"] > 0 and experts["bf16, grouped"] > 0
-    assert missing["torchao mxfp8, grouped"]
+    assert missing["torchao mxfp8, grouped"] and missing["rowwise, torch grouped"]
     peaks = {row["contender"]: row["peak"] for row in found if row["section"] == "roofline"}
     assert set(peaks) == {"copy", "bf16"} and all(peak > 0 for peak in peaks.values())
     assert all("of the copy's" in row["rate"] for row in found if row["section"] == "quantise")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ def ceil(a: int, b: int) -> int:
 
 @dataclass
 class FakeTorch:
-    """Replaces both products; counts them by kind, and refuses kinds with the message given for them."""
+    """Replaces its products; counts them by kind, and refuses kinds with the message given for them."""
 
     calls: Counter[str] = field(default_factory=Counter)
     refuse: dict[str, str] = field(default_factory=dict)
@@ -88,6 +89,57 @@ class FakeTorch:
             second = _square_blocks(scale_b, n, k)
         return self._product(kind, a, b, first, second, bias, out_dtype, False)
 
+    def scaled_grouped_mm(
+        self,
+        a,
+        b,
+        scale_a,
+        scale_b,
+        offs=None,
+        bias=None,
+        scale_result=None,
+        out_dtype=None,
+        use_fast_accum=False,
+    ):
+        """The product of tokens [T, K] with experts' matrices [experts, K, N]; of wgrad there is none here."""
+        if "grouped" in self.refuse:
+            raise RuntimeError(self.refuse["grouped"])
+        (rows, k), (experts, depth, n) = a.shape, b.shape
+        assert k == depth and k % 16 == 0 and n % 16 == 0, (a.shape, b.shape)
+        assert a.stride() == (k, 1) and b.stride() == (n * k, 1, k), (a.stride(), b.stride())
+        assert a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16, (
+            "E4M3 alone, BF16 alone"
+        )
+        assert bias is None and scale_result is None
+        assert offs.dtype == torch.int32 and offs.shape == (experts,) and offs[-1] == rows
+        ends = [0, *offs.tolist()]
+        parts = [a[first:last].double() for first, last in pairwise(ends)]
+        if scale_a.dtype == torch.float8_e8m0fnu:
+            assert scale_b.dtype == scale_a.dtype and not use_fast_accum
+            assert scale_a.is_contiguous() and scale_a.shape == (
+                sum(128 * ceil(len(part), 128) for part in parts), 4 * ceil(k, 128)
+            )  # fmt: skip
+            assert scale_b.shape == (experts, 4 * ceil(k, 128) * 128 * ceil(n, 128))
+            tall = [128 * ceil(len(part), 128) for part in parts]
+            first = [
+                unswizzle(tiles.flatten(), len(p), k)
+                for tiles, p in zip(scale_a.split(tall), parts, strict=True)
+            ]
+            second = [unswizzle(tiles, n, k) for tiles in scale_b]
+        else:
+            assert scale_a.dtype == scale_b.dtype == torch.float32
+            assert scale_a.shape == (rows,) and scale_b.shape == (experts, n) and scale_b.is_contiguous()
+            first = [scale_a[f:t, None].double() for f, t in pairwise(ends)]
+            second = [scale[:, None].double() for scale in scale_b]
+        self.calls["grouped"] += 1
+        done = [
+            (part * mine) @ (matrix.t().double() * theirs).t()
+            for part, matrix, mine, theirs in zip(parts, b, first, second, strict=True)
+        ]
+        if self.wrong == "grouped":
+            done[-1] *= 2
+        return torch.cat(done).to(out_dtype)
+
     def _vector_blocks(self, scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
         assert scale.shape == (rows, ceil(k, 128)) and scale.stride() == (1, rows), scale.stride()
         return scale.double().repeat_interleave(128, 1)[:, :k]
@@ -138,7 +190,7 @@ def unswizzle(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
 
 @contextmanager
 def fake_torch(**options: Any) -> Iterator[FakeTorch]:
-    """torch._scaled_mm and _scaled_mm_v2 replaced; what a machine can do is asked anew."""
+    """torch._scaled_mm, _scaled_mm_v2 and _scaled_grouped_mm replaced; what a machine can do is asked anew."""
     from megatron_fp8.backends.native import layout as native_layout
     from megatron_fp8.backends.native import probe as native_modes
 
@@ -152,6 +204,7 @@ def fake_torch(**options: Any) -> Iterator[FakeTorch]:
     with (
         mock.patch.object(torch, "_scaled_mm", fake.scaled_mm),
         mock.patch.object(torch, "_scaled_mm_v2", fake.scaled_mm_v2),
+        mock.patch.object(torch, "_scaled_grouped_mm", fake.scaled_grouped_mm),
     ):
         yield fake
     forget()
