@@ -70,14 +70,15 @@ class PatchSet:
         """
         if self.applied:
             return
-        owners = [resolve(patch) for patch in self.patches]
+        owners = resolve(self.patches)
+        names = ImportedNames()
         for patch, owner in zip(self.patches, owners, strict=True):
             old = getattr(owner, patch.name, None)
             new = patch.replacement(old) if patch.wrap else patch.replacement
             self._bind(owner, patch.name, new)
             if patch.everywhere:
                 self._imported.append((old, new))
-                for module, name in imported_by_name(old):
+                for module, name in names.moved(old, new):
                     self._bind(module, name, new)
         self.applied = True
 
@@ -101,8 +102,9 @@ class PatchSet:
                 delattr(b.owner, b.name)
             else:
                 setattr(b.owner, b.name, b.before)
+        names = ImportedNames()
         for old, new in reversed(self._imported):
-            for module, name in imported_by_name(new):
+            for module, name in names.moved(new, old):
                 setattr(module, name, old)
         self._bindings.clear()
         self._imported.clear()
@@ -115,20 +117,22 @@ class PatchSet:
         self._bindings.append(_Binding(owner, name, before, vars(owner)[name]))
 
 
-def resolve(patch: Patch) -> Any:
-    """The module or class that `patch` changes, imported if need be.
+def resolve(patches: Iterable[Patch]) -> list[Any]:
+    """The module or class that each patch changes, imported if need be.
 
-    Raises RuntimeError naming the attribute and the installed Megatron-Core version if it, or its owner, is
-    missing.
+    Raises RuntimeError naming the attribute and the installed Megatron-Core version if one, or its owner, is missing.
     """
-    owner = _locate(patch.target)
-    if owner is None or not (patch.create or hasattr(owner, patch.name)):
-        raise RuntimeError(
-            f"cannot patch {patch}: no such name in the installed packages ({installed_megatron()}). "
-            f"It is needed because: {patch.why}. "
-            "megatron_fp8 supports megatron-core 0.16.x: pip install megatron-core==0.16.1"
-        )
-    return owner
+    patches = list(patches)
+    # Looked up once each: to learn that torch.Tensor is no module, Python looks into torch's folder.
+    owners = {target: _locate(target) for target in {patch.target: None for patch in patches}}
+    for patch in patches:
+        if owners[patch.target] is None or not (patch.create or hasattr(owners[patch.target], patch.name)):
+            raise RuntimeError(
+                f"cannot patch {patch}: no such name in the installed packages ({installed_megatron()}). "
+                f"It is needed because: {patch.why}. "
+                "megatron_fp8 supports megatron-core 0.16.x: pip install megatron-core==0.16.1"
+            )
+    return [owners[patch.target] for patch in patches]
 
 
 def _locate(path: str) -> Any:
@@ -150,14 +154,25 @@ def _locate(path: str) -> Any:
     return None
 
 
-def imported_by_name(value: Any) -> list[tuple[Any, str]]:
-    """Every (module, attribute) of the loaded Megatron-Core modules that is `value` itself."""
-    return [
-        (module, name)
-        for module in loaded_megatron_modules()
-        for name, v in vars(module).items()
-        if v is value
-    ]
+class ImportedNames:
+    """Which attributes of the loaded Megatron-Core modules hold a value: all are read once, then looked up."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, list[tuple[Any, str]]] = {}
+        for module in loaded_megatron_modules():
+            for name, value in vars(module).items():
+                self._places.setdefault(id(value), []).append((module, name))
+
+    def of(self, value: Any) -> list[tuple[Any, str]]:
+        """Every (module, attribute) that is `value` itself."""
+        found = self._places.get(id(value), [])
+        return [(module, name) for module, name in found if vars(module).get(name, _ABSENT) is value]
+
+    def moved(self, old: Any, new: Any) -> list[tuple[Any, str]]:
+        """Those of `old`, which the caller is about to set to `new`."""
+        found = self.of(old)
+        self._places.setdefault(id(new), []).extend(found)
+        return found
 
 
 def loaded_megatron_modules() -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .patching import imported_by_name
+from .patching import ImportedNames
 
 
 @contextmanager
@@ -39,5 +39,5 @@ def plain_functions() -> Iterator[None]:
     finally:
         torch.compile = original
         # megatron.core.jit.jit_fuser, and modules that imported it.
-        for module, name in imported_by_name(compile_others):
+        for module, name in ImportedNames().of(compile_others):
             setattr(module, name, original)

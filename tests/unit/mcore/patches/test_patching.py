@@ -118,6 +118,17 @@ def test_wrapping_twice_unwinds_in_order(packages: Any) -> None:
     assert home.f is old
 
 
+def test_wrapping_everywhere_twice_unwinds_in_order(packages: Any) -> None:
+    """The second one finds the first one's function where that was put."""
+    home, user = packages
+    louder = Patch("pretend.home", "f", lambda f: lambda: f() + "!", "test", wrap=True, everywhere=True)
+    patches = PatchSet([louder, louder])
+    patches.apply()
+    assert home.f() == user.g() == "old!!"
+    patches.revert()
+    assert home.f is old and user.g is old
+
+
 def test_somebody_elses_later_replacement_is_not_undone(packages: Any) -> None:
     home, _ = packages
     patches = PatchSet([Patch("pretend.home", "f", new, "test")])
