@@ -81,7 +81,8 @@ class Run:
         command += [f"--config={config}", f"--run_dir={self.folder}", f"--resume={resume}"]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with self.log.open("wb") as out:
+        self.log.write_bytes(b"")
+        with self.log.open("ab") as out:  # as forked ranks write to it, behind what is there
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env={**clean, **variables})
 
     def __enter__(self) -> Run:

@@ -100,15 +100,16 @@ def started(
     stdout: str,
     stderr: str,
     *,
+    stdin: str = os.devnull,
     executable: str = sys.executable,
     ignored: Sequence[int] = (),
     name: str = "python",
 ) -> Any:
-    """A running process of a command, which writes to these two files and starts with signals `ignored`.
+    """A running process of a command, which writes to these two files, reads `stdin` and starts with signals `ignored`.
 
     `executable`: its `sys.executable`; `name`: up to 15 bytes, in /proc/PID/comm.
     """
-    arguments = (list(command), dict(env), cwd, stdout, stderr, executable, ignored, name)
+    arguments = (list(command), dict(env), cwd, stdin, stdout, stderr, executable, ignored, name)
     process = CONTEXT.Process(target=_as_command, args=arguments)
     process.start()
     return process
@@ -118,6 +119,7 @@ def _as_command(
     command: Sequence[str],
     env: Mapping[str, str],
     cwd: str,
+    stdin: str,
     stdout: str,
     stderr: str,
     executable: str,
@@ -129,11 +131,17 @@ def _as_command(
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what forks may have been started by nohup
     for signal_number in ignored:
         signal.signal(signal_number, signal.SIG_IGN)
-    for number, path in ((1, stdout), (2, stderr)):
-        # Appended: a file that several processes write to is opened by each of them anew.
-        stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    # Appended: a file that several processes write to is opened by each of them anew.
+    appended = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for number, (path, flags) in enumerate(((stdin, os.O_RDONLY), (stdout, appended), (stderr, appended))):
+        stream = os.open(path, flags)
         os.dup2(stream, number)
         os.close(stream)
+    # The server's own streams know what its stdout was: whether one can seek in it, for one.
+    coding = env.get("PYTHONIOENCODING")
+    sys.stdin = os.fdopen(0, encoding=coding, closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding=coding, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, encoding=coding, errors="backslashreplace", closefd=False)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -6,7 +6,8 @@
 `path` is a small script. It sends its arguments, environment and folder to this process, which forks the command; the
 command writes to the script's own stdout and stderr. The script passes on the signals by which programs are told to
 stop, and which of them it was started to ignore. It ends as the command does, and a killed script takes the command with
-it. In the command, `sys.executable` is the script again: what torchrun starts is forked too. It has no stdin.
+it. In the command, `sys.executable` is the script again: what torchrun starts is forked too. Its stdin is the script's if
+that is a pipe, else empty.
 Those who look at process ids or command lines see the script's; `stood_for` has the processes behind them.
 """
 
@@ -26,7 +27,7 @@ from benchmarks.support.forked import started
 
 # -I and -S: without site-packages it starts in 20 ms.
 SCRIPT = """#!{python} -IS
-import json, os, signal, socket, sys
+import json, os, signal, socket, stat, sys
 def pass_on(number, frame):
     try:
         asked.send(bytes([number]))
@@ -36,7 +37,8 @@ with socket.socket(socket.AF_UNIX) as asked:
     asked.connect({address!r})
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     ignored = [number for number in numbers if signal.getsignal(number) == signal.SIG_IGN]
-    request = [os.getpid(), sys.argv[1:], dict(os.environ), os.getcwd(), ignored]
+    piped = stat.S_ISFIFO(os.stat(0).st_mode)
+    request = [os.getpid(), sys.argv[1:], dict(os.environ), os.getcwd(), ignored, piped]
     asked.sendall(json.dumps(request).encode() + b"\\n")
     for number in numbers:
         signal.signal(number, pass_on)
@@ -95,12 +97,14 @@ def _serve(asked: socket.socket, path: str) -> None:
                 return  # killed before it had asked
             said += more
         request, _, signals = said.partition(b"\n")
-        pid, command, env, cwd, ignored = json.loads(request)
+        pid, command, env, cwd, ignored, piped = json.loads(request)
         if command[0] == "-u":  # of torchrun, and only about when lines are seen
             del command[0]
-        stdout, stderr = f"/proc/{pid}/fd/1", f"/proc/{pid}/fd/2"
-        name = f"{STANDS_FOR}{pid}"
-        process = started(command, env, cwd, stdout, stderr, executable=path, ignored=ignored, name=name)
+        stdin, stdout, stderr = (f"/proc/{pid}/fd/{number}" for number in range(3))
+        process = started(
+            command, env, cwd, stdout, stderr, stdin=stdin if piped else os.devnull,
+            executable=path, ignored=ignored, name=f"{STANDS_FOR}{pid}",
+        )  # fmt: skip
         _pass_on(signals, process.pid)
         while process.sentinel not in wait([process.sentinel, asked]):
             signals = asked.recv(64)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from benchmarks.support.forked import python
 from megatron_fp8.files.checkpoint import latest_checkpoint
 from megatron_fp8.inference.calibration import load_calibration
 from megatron_fp8.kernels.cpu import few_rows
-from tests.support.command import APP, MODEL, environment
+from tests.support.command import APP, MODEL, environment, torchrun
+from tests.support.command import run as command_run
 from tests.support.manifests import edit
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
@@ -190,22 +189,17 @@ def test_a_token_goes_the_short_way(heard, folder):
     assert taken == [5] + [1] * (CONTEXT - 5 - 1)
 
 
-def test_ranks_share_a_prompt_from_stdin(heard, folder):
+def test_ranks_share_a_prompt_from_stdin(heard, folder, forking_python):
     """The launcher gives every rank the same pipe, which only one of them may empty."""
-    command = ["--standalone", "--nproc-per-node=2", "-m", "megatron_fp8", "generate", str(folder / "run")]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command, "--prompt", "-", "--temperature", "0"],
-        input="abcde", capture_output=True, text=True, timeout=100, env=environment(), check=False,
-    )  # fmt: skip
+    command = ["-m", "megatron_fp8", "generate", folder / "run", "--prompt", "-", "--temperature", "0"]
+    done = torchrun(*command, python=forking_python, input="abcde")
     assert done.returncode == 0, done.stderr
     assert done.stdout == heard["greedy"][2]
 
 
 def test_a_stdout_of_few_characters_shows_the_others_by_number(heard, folder):
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_fp8", "generate", str(folder / "run"), "--prompt", "é", "--max-new-tokens", "1"],
-        capture_output=True, text=True, timeout=100, env=environment(PYTHONIOENCODING="ascii"), check=False,
-    )  # fmt: skip
+    command = ["-m", "megatron_fp8", "generate", folder / "run", "--prompt", "é", "--max-new-tokens", 1]
+    done = command_run(*command, PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and done.stdout.startswith("\\xe9"), done.stderr
 
 

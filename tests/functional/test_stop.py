@@ -21,9 +21,10 @@ from megatron_fp8.files.checkpoint import check_files, latest_checkpoint, read_m
         ("SIGTERM", "torchrun", 1),  # torchrun ends with an error when it is told to; its ranks do not
     ],
 )
-def test_a_run_that_is_told_to_stop_saves_and_ends(tmp_path, forking_python, name, told, code):
-    """Told once, then again and again while it saves. Told by torchrun, its processes are real ones."""
+def test_a_run_that_is_told_to_stop_saves_and_ends(tmp_path, forking_python, monkeypatch, name, told, code):
+    """Told once, then again and again while it saves. Told by torchrun, that one is a real process, not its ranks."""
     python = sys.executable if told == "torchrun" else forking_python
+    monkeypatch.setenv("PYTHON_EXEC", forking_python)  # what torchrun starts
     config = write_config(tmp_path, 5000, asynchronous=False)
     with Run(tmp_path, config, "run", restarts=0, python=python) as run:
         run.until(lambda: "\niteration     3/" in run.log.read_text(), "its third iteration")
@@ -48,4 +49,5 @@ def _tell(run, number):
         for pid in run.ranks().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+        time.sleep(0.01)
     return False

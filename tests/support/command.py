@@ -57,13 +57,16 @@ def run(*command, timeout=150, cwd=None, **variables):
     return python(*map(str, command), env=environment(**variables), timeout=timeout, cwd=cwd)
 
 
-def torchrun(*command, python=sys.executable, cwd=None):
-    """Two ranks of a command, by torch's own launcher, in real processes; forked ones if `python` is a forking one."""
+def torchrun(*command, python=sys.executable, cwd=None, input=None):
+    """Two ranks of a command, by torch's own launcher, in real processes; forked ones if `python` is a forking one.
+
+    `input`: what they find in their stdin, which they share.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
         [python, *launcher, *map(str, command)],
         capture_output=True, text=True, timeout=150, env=environment(), check=False,
-        cwd=cwd,
+        cwd=cwd, input=input,
     )  # fmt: skip
 
 

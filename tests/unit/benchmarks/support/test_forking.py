@@ -35,6 +35,16 @@ def test_it_is_told_and_heard(forking_python, tmp_path):
     assert done.stdout == f"['--a', 'b c'] ham {tmp_path} True forking-python\n"
 
 
+def test_it_reads_a_pipe_and_writes_in_the_encoding_that_it_is_told(forking_python, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import sys; sys.stdout.reconfigure(errors='replace'); print(sys.stdin.read(), '\xe9')")
+    pipe, nothing = {"input": b"ham"}, {"stdin": subprocess.DEVNULL}
+    for given, coding, said in ((pipe, "latin-1", b"ham \xe9\n"), (nothing, "ascii", b" ?\n")):
+        env = environment(PYTHONIOENCODING=coding)
+        done = subprocess.run([forking_python, str(path)], env=env, capture_output=True, check=True, **given)
+        assert done.stdout == said
+
+
 def test_the_command_behind_it_is_found(forking_python, tmp_path):
     script = write(tmp_path, "print(os.getpid(), flush=True); import time; time.sleep(60)")
     with subprocess.Popen(
