@@ -135,11 +135,23 @@ static void lanes_of(const Product *p, int64_t first, int64_t at, Lanes to) {
     for (int64_t g = 0; g < GROUPS; g++) {
         uint32_t exponents[16][STEPS];
         __m512i row[16];
-        int64_t rows = p->block_rows % TALL ? 16 : 1;
-        read_exponents(p, first + g * 16, rows, at, exponents);
-        for (int64_t r = 0; r < 16; r++) row[r] = _mm512_loadu_si512(exponents[rows > 1 ? r : 0]);
+        read_exponents(p, first + g * 16, 16, at, exponents);
+        for (int64_t r = 0; r < 16; r++) row[r] = _mm512_loadu_si512(exponents[r]);
         transpose(row);
         for (int64_t step = 0; step < STEPS; step++) _mm512_storeu_si512(to[g][step], row[step]);
+    }
+}
+
+/* WIDTH columns of a from column `at` on, [pair][rows], times the powers of two that all TALL rows of b from `first` on
+   share: the products are the same numbers, and fewer of them have to be scaled. */
+static void scale_pairs(const Product *p, const uint32_t *a, int64_t rows, int64_t first, int64_t at, uint32_t *to) {
+    int64_t size = STEP / 2 * rows;
+    const uint8_t *from = p->exponents + first / p->block_rows * ((p->k + p->block_cols - 1) / p->block_cols);
+    for (int64_t end = at + WIDTH; at < end; at += STEP, a += size, to += size) {
+        int32_t byte = from[least(at, p->k - 1) / p->block_cols], exponent = byte ? byte - 127 : 0; /* 0: of zeros */
+        __m512i shift = _mm512_set1_epi16((short)(exponent * 128));
+        for (int64_t i = 0; i < size; i += 16)
+            _mm512_storeu_si512(to + i, shifted(_mm512_loadu_si512(a + i), shift));
     }
 }
 
@@ -148,10 +160,11 @@ static void panel_by_dot(const Product *p, const uint32_t *a, const Numbers *num
     const uint8_t *row[TALL], *last[TALL], *ahead;
     uint8_t rest[TALL][WIDTH]; /* the last columns, where they are fewer than WIDTH, and zeros */
     float sums[MOST][TALL] = {0};
+    uint32_t scaled_a[WIDTH / 2 * MOST];
     Words words[2]; /* by turns */
     Lanes exponents;
     int64_t rows = padded_rows(p->m), whole = p->k / WIDTH * WIDTH;
-    int32_t scaled = p->exponents != NULL;
+    int32_t scales_a = p->exponents && p->block_rows % TALL == 0, scaled = p->exponents && !scales_a;
     begin_rows(p, first, TALL, row);
     if (whole < p->k) {
         memset(rest, 0, sizeof rest);
@@ -167,13 +180,15 @@ static void panel_by_dot(const Product *p, const uint32_t *a, const Numbers *num
         }
         int64_t step = at / STEP % STEPS;
         if (scaled && step == 0) lanes_of(p, first, at, exponents);
+        if (scales_a) scale_pairs(p, a, rows, first, at, scaled_a);
+        const uint32_t *by = scales_a ? scaled_a : a;
         const __m512i(*word)[WIDTH / 4] = (const __m512i(*)[WIDTH / 4])words[here];
         /* branches, no conditional calls: GCC 12 has merged such calls wrongly */
-        if (rows == 1) add_words_1(a, numbers, word, exponents, step, scaled, sums, &next);
-        else if (rows == 2) add_words_2(a, numbers, word, exponents, step, scaled, sums, &next);
-        else if (rows == 4) add_words_4(a, numbers, word, exponents, step, scaled, sums, &next);
-        else if (rows == 8) add_words_8(a, numbers, word, exponents, step, scaled, sums, &next);
-        else add_words_16(a, numbers, word, exponents, step, scaled, sums, &next);
+        if (rows == 1) add_words_1(by, numbers, word, exponents, step, scaled, sums, &next);
+        else if (rows == 2) add_words_2(by, numbers, word, exponents, step, scaled, sums, &next);
+        else if (rows == 4) add_words_4(by, numbers, word, exponents, step, scaled, sums, &next);
+        else if (rows == 8) add_words_8(by, numbers, word, exponents, step, scaled, sums, &next);
+        else add_words_16(by, numbers, word, exponents, step, scaled, sums, &next);
         a += WIDTH / 2 * rows;
     }
     finish(p, sums[0], TALL, first, TALL);

@@ -88,9 +88,25 @@ def test_powers_of_two_along_the_contraction(loop, block):
     values = decode_blocks(codes, exponents.view(torch.float8_e8m0fnu), block, torch.bfloat16)
     a = matrix(9, k, 5)
     whole = many_rows(loop, a, values)
-    for rows in (1, 4, 9):
+    for rows in (1, 2, 4, 8, 9):
         found = multiply(loop, a[:rows], codes, exponents=exponents, block=block, finite=True)
         assert_same_bytes(found, whole[:rows], f"{rows} rows")
+
+
+@pytest.mark.parametrize("block", [(1, 32), (128, 128)], ids=str)
+def test_nan_and_inf_of_few_rows_stay_under_exponents(loop, block):
+    """Whichever side the powers of two are put into; and zeros under the smallest one give zeros."""
+    n, k = 64, 160
+    exponents = torch.full((-(-n // block[0]), -(-k // block[1])), 120, dtype=torch.uint8)
+    exponents[:, 0] = 0
+    b = torch.ones(n, k)
+    b[:, : block[1]] = 0
+    a = torch.ones(3, k, dtype=torch.bfloat16)
+    a[1, -1], a[2, -1] = torch.nan, -torch.inf
+    a[0, : block[1]] = 0.75  # its exponent and that of the smallest scale would make Inf
+    found = multiply(loop, a, cast(b, ONE, E4M3), exponents=exponents, block=block, finite=True)
+    assert torch.equal(found[0], torch.full((n,), (k - block[1]) / 128.0))
+    assert bool(found[1].isnan().all()) and bool((found[2] == -torch.inf).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
