@@ -22,10 +22,12 @@ NARROW = {"hidden_size": 128, "ffn_hidden_size": 256}  # nothing here has blocks
 FP32 = {"bf16": False, "params_dtype": torch.float32}
 
 # Two microbatches a step, on each of two replicas too: one to add to, one to be added.
-OPTIONS = {"micro_batch": 2, "global_batch": 4}
+OPTIONS = {"micro_batch": 2, "global_batch": 4, "sequence": 32}
 REPLICAS = {"micro_batch": 1, "global_batch": 4}
-FOUR = {"micro_batch": 2, "global_batch": 8}
-"""Interleaved, two fill the stages and two more come before those are through. Experts on two ranks have two each."""
+FOUR = {"micro_batch": 1, "global_batch": 4}
+"""Interleaved, two fill the stages and two more come before those are through."""
+ROUTED = {"micro_batch": 2, "global_batch": 8, "sequence": 64}
+"""On each of two replicas too. In BF16 a token may go to another expert than on one rank: one of few is seen."""
 
 # (loss, gradient norm), relative. FP32 leaves only the order of sums; BF16 rounds partial sums, once a rank.
 TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.bfloat16: (1e-4, 1e-3)}
@@ -37,7 +39,7 @@ def run_case(
     if not fields.get("bf16", True) and layout.pp > 1:
         fields = {**fields, "pipeline_dtype": torch.float32}
     with model_parallel(layout):
-        run = train(gpt_config(layout, **{**NARROW, **fields}), steps=3, **{**OPTIONS, **options})
+        run = train(gpt_config(layout, **{**NARROW, **fields}), steps=2, **{**OPTIONS, **options})
         return run.losses, run.grad_norms
 
 
@@ -71,19 +73,19 @@ LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {
     "dp2-overlap": (2, Layout(), {}, {**REPLICAS, "ddp": OVERLAP}),
     "pp2-vpp2-overlap": (2, Layout(pp=2, vpp=2), {"num_layers": 4}, {**FOUR, "ddp": OVERLAP}),
     "cp2": (2, Layout(cp=2), {}, {}),
-    "ep2-alltoall": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "alltoall"}, FOUR),
-    "ep2-allgather": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "allgather"}, FOUR),
+    "ep2-alltoall": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "alltoall"}, ROUTED),
+    "ep2-allgather": (2, Layout(ep=2), {**MOE, "moe_token_dispatcher_type": "allgather"}, ROUTED),
     "tp2-sp-ep2": (
         2,
         Layout(tp=2, sp=True, ep=2, etp=1),
         {**MOE, "moe_token_dispatcher_type": "alltoall"},
-        FOUR,
+        ROUTED,
     ),
     "ep2-shared-expert-overlap": (
         2,
         Layout(ep=2),
         {**MOE, **SHARED, "moe_token_dispatcher_type": "alltoall"},
-        FOUR,
+        ROUTED,
     ),
     "gpt-tp2-sp-tied": (2, Layout(tp=2, sp=True), {"llama": False}, {**FOUR, "tied": True}),
     "gpt-pp2-tied": (2, Layout(pp=2), {"llama": False}, {**FOUR, "tied": True}),
@@ -103,9 +105,9 @@ def test_layout_trains_as_one_rank_does(
     loss_tolerance, norm_tolerance = TOLERANCE[dtype]
     assert losses[0] == pytest.approx(want_losses[0], rel=loss_tolerance)
     assert norms[0] == pytest.approx(want_norms[0], rel=norm_tolerance)
-    # Two updates later: a gradient that is wrong by a factor on some parameter shows here at the latest.
-    assert losses[2] == pytest.approx(want_losses[2], rel=10 * loss_tolerance)
-    assert losses[2] < losses[0]
+    # An update later: what was not updated alike on all ranks shows here.
+    assert losses[1] == pytest.approx(want_losses[1], rel=10 * loss_tolerance)
+    assert losses[1] < losses[0]
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {

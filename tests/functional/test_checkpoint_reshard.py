@@ -33,7 +33,7 @@ def delayed(ranks, tmp_path_factory) -> tuple[Path, float]:
     """(checkpoint of delayed scaling over TP=2 with sequence parallelism, loss of the next iteration)."""
     folder = tmp_path_factory.mktemp("delayed")
     case = (Layout(tp=2, sp=True), "delayed", HISTORY, {}, str(folder))
-    [(loss, _)] = ranks(2).run(trains_and_saves, *case)[0]
+    [(loss, _)] = ranks(2).run(trains_and_saves, *case, then=1)[0]
     return folder / NAME, loss
 
 
@@ -50,7 +50,8 @@ def test_another_layout_loads_every_bit(ranks, tmp_path, delayed, name):
     """Weights, masters, moments and histories are saved again as they were, and training goes on about as it would."""
     source, loss = delayed
     world, layout, ddp = OTHERS[name]
-    results = ranks(world).run(loads_and_saves, layout, "delayed", HISTORY, ddp, str(source), str(tmp_path))
+    case = (layout, "delayed", HISTORY, ddp, str(source), str(tmp_path))
+    results = ranks(world).run(loads_and_saves, *case, then=1)
     assert_same(tensors_of(source), tensors_of(tmp_path / NAME))
     for notes, [(again, _)] in results:
         assert notes == []
@@ -237,8 +238,8 @@ def test_fp8_weights_are_cast_with_the_scale_that_they_get(ranks, tmp_path):
             str(tmp_path / "bf16" / NAME),
             str(tmp_path / f"{fp8_param}"),
         )
-        losses.append(ranks(2).run(loads_and_saves, *case)[0][1])
-    assert losses[0] == losses[1]
+        losses.append(ranks(2).run(loads_and_saves, *case, then=1)[0][1])
+    assert losses[0] == losses[1] != []
 
 
 def loads_what_a_gpu_saved(folder: str) -> tuple[Any, bool]:

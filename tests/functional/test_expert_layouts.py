@@ -17,7 +17,7 @@ from benchmarks.support.gpt import build_chunks, build_optimizer, train, train_s
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.sick import OVERLAP
 
-OPTIONS: dict[str, Any] = {"sequence": 64, "micro_batch": 1, "global_batch": 4}
+OPTIONS: dict[str, Any] = {"sequence": 64, "micro_batch": 1}
 GATHER = {
     "moe_token_dispatcher_type": "allgather"
 }  # gloo cannot gather the parts of unequal size of the other one
@@ -37,23 +37,32 @@ LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def batch_of(name: str) -> int:
+    """Sequences of an iteration: one for each of four replicas, two for each pipeline, two where there is neither."""
+    world, layout, *_ = LAYOUTS[name]
+    return 4 if layout.pp > 1 or world // layout.model_ranks == 4 else 2
+
+
 def first_iteration(
-    layout: Layout, recipe: str | None, fields: dict[str, Any], ddp: dict[str, Any]
+    layout: Layout, recipe: str | None, fields: dict[str, Any], ddp: dict[str, Any], batch: int
 ) -> tuple[float, float]:
     """A rank case: loss and gradient norm."""
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel(layout):
         config = fp8_config(layout, recipe, **{**DEEPSEEK, **fields})
-        run = train(config, spec=get_gpt_layer_fp8_spec, ddp=ddp, **OPTIONS)
+        run = train(config, spec=get_gpt_layer_fp8_spec, ddp=ddp, global_batch=batch, **OPTIONS)
         return run.losses[0], run.grad_norms[0]
 
 
-def of_layout(ranks: RankPool, name: str, recipe: str | None, fields: dict[str, Any]) -> tuple[float, float]:
+def of_layout(
+    ranks: RankPool, name: str, recipe: str | None, fields: dict[str, Any], batch: int | None = None
+) -> tuple[float, float]:
+    batch = batch or batch_of(name)
     world, layout, own, ddp = LAYOUTS[name]
     if layout.pp == 1:
         fields = {key: value for key, value in fields.items() if key != "pipeline_dtype"}
-    return ranks(world).run(first_iteration, layout, recipe, {**fields, **own}, ddp)[-1]
+    return ranks(world).run(first_iteration, layout, recipe, {**fields, **own}, ddp, batch)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +70,11 @@ def of_one(ranks: RankPool) -> Any:
     """The first iteration of one rank, each run once."""
     known: dict[str, tuple[float, float]] = {}
 
-    def run(recipe: str | None, fields: dict[str, Any]) -> tuple[float, float]:
+    def run(recipe: str | None, fields: dict[str, Any], batch: int) -> tuple[float, float]:
         fields = {key: fields[key] for key in sorted(fields) if key not in (*GATHER, "pipeline_dtype")}
-        key = repr((recipe, fields))
+        key = repr((recipe, fields, batch))
         if key not in known:
-            known[key] = ranks(1).run(first_iteration, Layout(), recipe, fields, {})[0]
+            known[key] = ranks(1).run(first_iteration, Layout(), recipe, fields, {}, batch)[0]
         return known[key]
 
     return run
@@ -79,7 +88,7 @@ def apart(found: tuple[float, float], reference: tuple[float, float]) -> tuple[f
 @pytest.fixture(scope="module")
 def own_difference(ranks: RankPool, of_one: Any) -> tuple[float, float]:
     """BF16's, of loss and norm, between tensor parallel ranks and one."""
-    found = apart(of_layout(ranks, "tp2-etp2", None, {}), of_one(None, {}))
+    found = apart(of_layout(ranks, "tp2-etp2", None, {}, 4), of_one(None, {}, 4))
     assert all(1e-6 < difference < 1e-3 for difference in found), "BF16 is no yardstick"
     return found
 
@@ -90,7 +99,7 @@ def test_layout_is_one_rank_as_bf16_has_it(
 ) -> None:
     """Float32 activations. Measured: losses within 1e-8, norms within 2e-5; BF16: 2e-5 and 2e-4."""
     found = of_layout(ranks, name, "blockwise", FP32)
-    loss, norm = apart(found, of_one("blockwise", {**FP32, **LAYOUTS[name][2]}))
+    loss, norm = apart(found, of_one("blockwise", {**FP32, **LAYOUTS[name][2]}, batch_of(name)))
     print(f"{name}: loss {loss:.1e}, norm {norm:.1e}")
     assert loss <= own_difference[0] and norm <= own_difference[1]
 
@@ -103,14 +112,14 @@ def test_layout_with_tokens_in_fp8_is_one_rank(
     fields = {**FP32, "moe_fp8_dispatch": True}
     found, one = (
         of_layout(ranks, name, "blockwise", fields),
-        of_one("blockwise", {**fields, **LAYOUTS[name][2]}),
+        of_one("blockwise", {**fields, **LAYOUTS[name][2]}, batch_of(name)),
     )
     loss, norm = apart(found, one)
     print(f"{name}: loss {loss:.1e}, norm {norm:.1e}")
     assert loss <= own_difference[0] and norm <= own_difference[1]
 
 
-def distances(recipe: str, fields: dict[str, Any]) -> tuple[float, float]:
+def distances(recipe: str, fields: dict[str, Any], batch: int) -> tuple[float, float]:
     """A rank case: how far FP8 is from BF16, relative: RMS over tokens of the loss, and of the gradient as a vector."""
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
@@ -122,7 +131,7 @@ def distances(recipe: str, fields: dict[str, Any]) -> tuple[float, float]:
             optimizer = build_optimizer(config, chunks, optim={"clip_grad": 0.0})
             losses: list[torch.Tensor] = []
             chunks[0].register_forward_hook(lambda _, args, output, kept=losses: kept.append(output.detach()))
-            train_step(config, chunks, optimizer, 0, **OPTIONS)
+            train_step(config, chunks, optimizer, 0, global_batch=batch, **OPTIONS)
             gradient = torch.cat([p.main_grad.flatten() for p in chunks[0].parameters()])
             found.append((torch.cat(losses).flatten(), gradient))
     (fp8_losses, fp8), (bf16_losses, bf16) = found
@@ -130,13 +139,28 @@ def distances(recipe: str, fields: dict[str, Any]) -> tuple[float, float]:
     return float(token), float((fp8 - bf16).norm() / bf16.norm())
 
 
+@pytest.fixture(scope="module")
+def apart_on_one(ranks: RankPool) -> Any:
+    """``distances``, each found once."""
+    known: dict[str, tuple[float, float]] = {}
+
+    def find(*case: Any) -> tuple[float, float]:
+        if repr(case) not in known:
+            known[repr(case)] = ranks(1).run(distances, *case)[0]
+        return known[repr(case)]
+
+    return find
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 @pytest.mark.parametrize("name", ["ep2-tp2-etp2", "ep2-pp2-vpp2", "ep2-cp2"])
-def test_layout_is_as_near_as_fp8_is_to_bf16(ranks: RankPool, of_one: Any, name: str, recipe: str) -> None:
+def test_layout_is_as_near_as_fp8_is_to_bf16(
+    ranks: RankPool, of_one: Any, apart_on_one: Any, name: str, recipe: str
+) -> None:
     """BF16 activations. Means and norms are nearer than what they are of."""
     own = LAYOUTS[name][2]
-    loss, norm = apart(of_layout(ranks, name, recipe, {}), of_one(recipe, own))
+    loss, norm = apart(of_layout(ranks, name, recipe, {}), of_one(recipe, own, batch_of(name)))
     depth = {key: value for key, value in own.items() if key not in GATHER}
-    token, gradient = ranks(1).run(distances, recipe, depth)[0]
+    token, gradient = apart_on_one(recipe, depth, batch_of(name))
     print(f"{name}, {recipe}: loss {loss:.1e} of {token:.1e}, norm {norm:.1e} of {gradient:.1e}")
     assert loss <= token < 0.01 and norm <= gradient < 0.2

@@ -85,14 +85,21 @@ PARTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def bf16_token_losses(ranks: RankPool) -> torch.Tensor:
+    return ranks(1).run(token_losses, ONE, None, {}, False)[0]
+
+
 @pytest.mark.parametrize("name", PARTS)
-def test_tensor_parallel_differs_less_than_fp8_from_bf16(ranks: RankPool, name: str) -> None:
+def test_tensor_parallel_differs_less_than_fp8_from_bf16(
+    ranks: RankPool, bf16_token_losses: torch.Tensor, name: str
+) -> None:
     """BF16 activations, RMS over tokens of the difference of losses.
 
     Measured: 1.04 where a shard has its own scale, 0.55 with delayed scaling, 0.40 elsewhere.
     """
     recipe, fields, warm, allowed = PARTS[name]
-    bf16 = ranks(1).run(token_losses, ONE, None, {}, False)[0]
+    bf16 = bf16_token_losses
     one = ranks(1).run(token_losses, ONE, recipe, fields, warm)[0]
     assert rms(one - bf16) > 1e-4
     for layout in (TP, TP_SP):
@@ -107,6 +114,9 @@ def rms(x: torch.Tensor) -> float:
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 SHARED = {"moe_shared_expert_intermediate_size": 256}
+
+# Neither recipe of test_layout_trains has blocks of 128 tokens.
+SHORT = {"sequence": 64}
 
 # layout, fields, options, (FP8 GEMMs, high-precision GEMMs) of the last rank's step: 3 per linear and microbatch.
 LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any], tuple[int, int]]] = {
@@ -135,11 +145,12 @@ LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any], tuple[int,
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_trains(ranks: RankPool, name: str, recipe: str) -> None:
     world, layout, fields, options, (fp8, high_precision) = LAYOUTS[name]
-    if layout.tp == 1 and "num_moe_experts" not in fields:
+    if layout.tp == 1:
         fields = {**NARROW, **fields}
-    seen = training(ranks, world, layout, recipe, fields, options, steps=3)[-1]
-    assert seen.losses[2] < seen.losses[0] - 0.02
-    bf16 = training(ranks, world, layout, None, fields, options, steps=3)[-1]
+    options = {**SHORT, **options}
+    seen = training(ranks, world, layout, recipe, fields, options, steps=2)[-1]
+    assert seen.losses[1] < seen.losses[0] - 0.02
+    bf16 = training(ranks, world, layout, None, fields, options, steps=2)[-1]
     assert seen.losses != bf16.losses
     assert seen.losses == pytest.approx(bf16.losses, rel=5e-3)
     for counts in seen.counts:
@@ -153,7 +164,7 @@ def test_layout_trains(ranks: RankPool, name: str, recipe: str) -> None:
 
 def test_experts_are_part_of_the_iteration(ranks: RankPool) -> None:
     """Megatron-Core gives experts deep copies of the config; their casts settle with everybody's."""
-    seen = training(ranks, 1, ONE, "delayed", MOE, steps=3)[0]
+    seen = training(ranks, 1, ONE, "delayed", {**NARROW, **MOE}, SHORT, steps=2)[0]
     linears = 2 * (2 + 2 * 4)
     assert seen.counts[-1]["casts"] == linears * (2 * 2 + 1)
 
@@ -173,8 +184,11 @@ def test_first_and_last_layers_in_bf16(ranks: RankPool, start: int, end: int, re
         "num_layers_at_end_in_bf16": end,
     }
     vpp = layers // 2
+    steps = (
+        2 if recipe == "delayed" else 1
+    )  # scales of its own are seen in the second; mxfp8 remembers nothing
     for layout in (ONE, PP, Layout(pp=2, vpp=vpp)):
-        everyone = training(ranks, layout.pp, layout, recipe, fields, steps=2)
+        everyone = training(ranks, layout.pp, layout, recipe, fields, SHORT, steps=steps)
         ran = {layer: sites for seen in everyone for layer, sites in seen.layers_in_fp8().items()}
         assert ran == {layer: set(SITES) for layer in want}, layout
         assert sum(seen.counts[-1]["fp8_gemms"] for seen in everyone) == len(want) * 4 * 3 * 2
@@ -187,7 +201,9 @@ def test_first_and_last_layers_in_bf16(ranks: RankPool, start: int, end: int, re
             assert [e["layer"] for e in in_layers] == [n for n in range(layers) for _ in range(4)]
             for entry in in_layers:
                 assert ("first_last_layers_bf16" in entry["reason"]) == (entry["layer"] not in want)
-        assert everyone[-1].losses[0] == training(ranks, 1, ONE, recipe, fields, steps=2)[0].losses[0]
+        assert (
+            everyone[-1].losses[0] == training(ranks, 1, ONE, recipe, fields, SHORT, steps=steps)[0].losses[0]
+        )
 
 
 def test_options_hold_blocks_whole() -> None:

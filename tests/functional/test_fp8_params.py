@@ -39,13 +39,13 @@ def same(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_rank(ranks: RankPool, recipe: str) -> None:
-    same(ranks, 1, Layout(), recipe, sick=(1,), steps=4)
+    same(ranks, 1, Layout(), recipe, sick=(1,), steps=3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_distributed_optimizer_with_both_overlaps(ranks: RankPool, recipe: str) -> None:
     """Two ranks, a skipped step, and validations between steps, which gather in forward hooks too."""
-    same(ranks, 2, Layout(), recipe, ddp=OVERLAP, sick=(1,), steps=4, evaluate=True)
+    same(ranks, 2, Layout(), recipe, ddp=OVERLAP, sick=(1,), steps=3, evaluate=True)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -88,4 +88,5 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_layouts(ranks: RankPool, case: str) -> None:
     world, layout, recipe, fields, ddp = CASES[case]
-    same(ranks, world, layout, recipe, fields=fields, ddp=ddp, fp8="unshared" not in case)
+    steps = 3 if "fp8_interval" in fields else 2  # what was cast after the first step is read in the second
+    same(ranks, world, layout, recipe, fields=fields, ddp=ddp, steps=steps, fp8="unshared" not in case)

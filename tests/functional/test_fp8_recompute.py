@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import count
 from typing import Any
 
@@ -47,12 +48,17 @@ BF16_ENDS = {
 }
 
 
+def steps_of(recipe: str, fields: dict[str, Any]) -> int:
+    """Two where something but the weights goes over to the second step: amaxes, and codes that the weights are."""
+    return 2 if recipe == "delayed" or fields.get("fp8_param") else 1
+
+
 def trainings(
     layout: Layout, recipe: str, fields: dict[str, Any], variants: dict[str, dict[str, Any]]
 ) -> dict[str, Watched]:
-    """A rank case: two steps of each variant; an amax or a gradient that differs in the first is seen in the second."""
+    """A rank case: each variant."""
     return {
-        name: watched_training(layout, recipe, {**fields, **variant}, SMALL, 2)
+        name: watched_training(layout, recipe, {**fields, **variant}, SMALL, steps_of(recipe, fields))
         for name, variant in variants.items()
     }
 
@@ -60,8 +66,8 @@ def trainings(
 @pytest.mark.parametrize("ends", [False, True], ids=["all-fp8", "bf16-ends"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recompute_is_bit_identical(ranks: RankPool, recipe: str, ends: bool) -> None:
-    """Losses, and every byte of parameters and gradients, over two steps; what runs again runs in FP8 again."""
-    layers = 3
+    """Losses, and every byte of parameters and gradients; what runs again runs in FP8 again."""
+    layers = 3 if ends else 2
     fields = {"num_layers": layers, **NARROW, **(BF16_ENDS if ends else {})}
     variants = {"none": {}, **{name: variant for name, (variant, _) in WAYS.items()}}
     for layout in (ONE, TP_SP) if recipe == "delayed" and not ends else (ONE,):
@@ -120,12 +126,18 @@ PIPELINED: dict[str, tuple[Layout, str, dict[str, Any], list[str]]] = {
 }
 
 
+def layers_of(layout: Layout, ways: list[str]) -> int:
+    """Two a stage where they differ: a chunk each, or recomputed and not ('block')."""
+    return 4 if layout.vpp or "full-block" in ways else 2
+
+
 def pipelined(layout: Layout, recipe: str, fields: dict[str, Any], ways: list[str]) -> list[Watched]:
-    """A rank case: two steps of four microbatches, without recompute and in each way."""
-    fields = {"num_layers": 4, **NARROW, **fields}
+    """A rank case: steps of four microbatches, without recompute and in each way."""
+    fields = {"num_layers": layers_of(layout, ways), **NARROW, **fields}
     options = {**SMALL, "global_batch": 8, "ddp": fields.pop("ddp", None)}
+    steps = steps_of(recipe, fields)
     variants: list[dict[str, Any]] = [{}, *(WAYS[way][0] for way in ways)]
-    return [watched_training(layout, recipe, {**fields, **variant}, options, 2) for variant in variants]
+    return [watched_training(layout, recipe, {**fields, **variant}, options, steps) for variant in variants]
 
 
 @pytest.mark.parametrize("name", PIPELINED)
@@ -136,8 +148,8 @@ def test_recompute_in_a_pipeline(ranks: RankPool, name: str) -> None:
         for way, got in zip(ways, others, strict=True):
             assert got.losses == plain.losses and got.digests == plain.digests, way
             assert got.records == plain.records > 0, f"{way}: an amax was recorded twice"
-            # Two layers a stage, or one a chunk of two; 'block' recomputes the first of each chunk.
-            layers = (layout.vpp or 1) if way == "full-block" else 2
+            # 'block' recomputes the first of each chunk.
+            layers = (layout.vpp or 1) if way == "full-block" else layers_of(layout, ways) // 2
             more = got.counts[-1]["fp8_gemms"] - plain.counts[-1]["fp8_gemms"]
             assert more == WAYS[way][1] * layers * 4, way
 
@@ -209,33 +221,31 @@ def gradients(recipe: str | None, micro_batch: int, clip: float = 0.0) -> tuple[
 
 
 @pytest.fixture(scope="module")
-def bf16_gradients(ranks: RankPool) -> torch.Tensor:
-    """Those of one microbatch of four."""
-    return ranks(1).run(gradients, None, 4)[0][0]
+def found_gradients(ranks: RankPool) -> Any:
+    """``gradients``, of each recipe and microbatch found once."""
+    return functools.cache(lambda recipe, rows: ranks(1).run(gradients, recipe, rows)[0])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_accumulation_equals_one_big_microbatch(
-    ranks: RankPool, bf16_gradients: torch.Tensor, recipe: str
-) -> None:
+def test_accumulation_equals_one_big_microbatch(found_gradients: Any, recipe: str) -> None:
     """Four microbatches of one sequence against one of four.
 
     With delayed scaling, once warm, every code is the same. A power of two moves no code but the smallest, so it does not
     matter either that blocks hold other tokens. Only the order of float32 sums differs: 1e-7. 'tensorwise' scales by
     the amax of the microbatch: two independent roundings, which differ by at most sqrt(2) of FP8 from BF16.
     """
-    many, many_casts, _ = ranks(1).run(gradients, recipe, 1)[0]
-    once, once_casts, _ = ranks(1).run(gradients, recipe, 4)[0]
-    bf16 = bf16_gradients
+    many, many_casts, _ = found_gradients(recipe, 1)
+    once, once_casts, _ = found_gradients(recipe, 4)
+    bf16 = found_gradients(None, 4)[0]
     allowed = 2**0.5 * (once - bf16).norm() if recipe == "tensorwise" else 1e-5 * bf16.norm()
     assert 0 < (many - once).norm() <= allowed
     # A linear casts its input and its grad_output in every microbatch, its weight once in an iteration.
     assert many_casts == 8 * (2 * 4 + 1) and once_casts == 8 * (2 * 1 + 1)
 
 
-def test_wgrad_accumulates_in_float32(ranks: RankPool) -> None:
+def test_wgrad_accumulates_in_float32(found_gradients: Any) -> None:
     """Without apex: the sum of four microbatches has bits that bfloat16 does not."""
-    many, _, _ = ranks(1).run(gradients, "mxfp8", 1)[0]
+    many, _, _ = found_gradients("mxfp8", 1)
     assert float((many != many.bfloat16().float()).float().mean()) > 0.9
 
 

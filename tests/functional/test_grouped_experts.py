@@ -8,13 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.support.fp8_gpt import DEEPSEEK, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.waits import waits
 
-SEQUENCE = 128
+SEQUENCE, STEPS, MICROBATCHES = 128, 2, 2
 MOE = {
     "hidden_size": 128,
     "ffn_hidden_size": 256,
@@ -65,17 +66,18 @@ def run_case(
             )
 
     fp8 = {"fp8": "hybrid", "fp8_format": recipe, "moe_grouped_gemm": grouped}
+    replicas = dist.get_world_size() // layout.model_ranks
     options: dict[str, Any] = {
         "sequence": SEQUENCE,
         "micro_batch": 1,
-        "global_batch": 4,
+        "global_batch": MICROBATCHES * replicas,
         "ddp": ddp,
         "on_step": make_change,
     }
     in_python = mock.patch.object(emulated, "grouped_gemm", counted)
     with model_parallel(layout), in_python, mock.patch.object(products, "make", counted_in_c):
         config = gpt_config(layout, cls=TransformerConfig, **{**MOE, **fp8, **fields})
-        run = train(config, spec=get_gpt_layer_fp8_spec, steps=3, **options)
+        run = train(config, spec=get_gpt_layer_fp8_spec, steps=STEPS, **options)
         return {
             "losses": run.losses,
             "norms": run.grad_norms,
@@ -131,7 +133,7 @@ def looks(grouped: bool) -> dict[str, int]:
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=SEQUENCE)
         optimizer = build_optimizer(config, chunks)
         train_step(config, chunks, optimizer, 0, **options)
-        with waits() as seen:
+        with waits(hidden=False) as seen:
             train_step(config, chunks, optimizer, 1, **options)
     return Counter(place for place in seen.places if "scale_range" not in place)  # of C alone
 
@@ -177,19 +179,25 @@ CHANGES = {
 }
 
 
-def test_who_listens_to_one_expert_hears_it(ranks: RankPool) -> None:
+@pytest.fixture(scope="module")
+def plain(ranks: RankPool) -> dict[str, Any]:
+    """Nobody listens, nothing is changed."""
+    world, *setting = CASES["blockwise"]
+    return ranks(world).run(run_case, True, *setting)[0]
+
+
+def test_who_listens_to_one_expert_hears_it(ranks: RankPool, plain: dict[str, Any]) -> None:
     """It is then called by itself, with the same losses."""
     world, *setting = CASES["blockwise"]
-    hooked, plain = (ranks(world).run(run_case, True, *setting, change)[0] for change in ("listen", ""))
+    hooked = ranks(world).run(run_case, True, *setting, "listen")[0]
     assert hooked["losses"] == plain["losses"]
-    assert sum(plain["calls"]) - sum(hooked["calls"]) == 2 * 4 * 3  # steps, microbatches, products
+    assert sum(plain["calls"]) - sum(hooked["calls"]) == (STEPS - 1) * MICROBATCHES * 3  # products
     assert set(hooked["heard"]) == {"decoder.layers.1.mlp.experts.local_experts.3.linear_fc2"}
-    assert len(hooked["heard"]) == 2 * 4
+    assert len(hooked["heard"]) == (STEPS - 1) * MICROBATCHES
 
 
 @pytest.mark.parametrize("change", [name for name in CHANGES if name != "listen"])
-def test_who_changes_one_expert_changes_it(ranks: RankPool, change: str) -> None:
+def test_who_changes_one_expert_changes_it(ranks: RankPool, plain: dict[str, Any], change: str) -> None:
     world, *setting = CASES["blockwise"]
     grouped, in_turn = (ranks(world).run(run_case, grouped, *setting, change)[0] for grouped in (True, False))
-    plain = ranks(world).run(run_case, True, *setting)[0]
     assert grouped["losses"] == in_turn["losses"] and grouped["losses"][1:] != plain["losses"][1:]

@@ -34,14 +34,14 @@ def make(layout: Layout, fields: dict[str, Any]) -> Any:
 
 
 def trained(layout: Layout, fields: dict[str, Any]) -> dict[str, Any]:
-    """A rank case: losses and gradient norms of three steps, the gradient norm of the last
+    """A rank case: losses and gradient norms of two steps, the gradient norm of the last
     layer's norm of queries' latents, and which of attention's linears ran in FP8."""
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel(layout):
         config = make(layout, fields)
-        run = train(config, spec=get_gpt_layer_fp8_spec, steps=3)
+        run = train(config, spec=get_gpt_layer_fp8_spec, steps=2, global_batch=4)
         report = site_report(run.chunks) if config.fp8 else []
         fp8 = {site["name"].rpartition(".")[2] for site in report if site["precision"] == "fp8"}
         queries = [
@@ -69,7 +69,7 @@ def test_layout_trains_as_one_rank_does(ranks: RankPool, one: Any, name: str) ->
     assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert found["norms"][0] == pytest.approx(one["norms"][0], rel=1e-5)
     assert found["queries"] == pytest.approx(one["queries"], rel=1e-3)  # too small to show in the norm of all
-    assert found["losses"][2] < found["losses"][0]
+    assert found["losses"][1] < found["losses"][0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -83,7 +83,7 @@ def test_queries_without_a_latent(ranks: RankPool) -> None:
     fields = {"q_lora_rank": None, "rope_type": "rope", "fp8": "hybrid", "fp8_recipe": "mxfp8"}
     found = ranks(1).run(trained, Layout(), fields)[0]
     assert "linear_q_proj" in found["fp8"] and "linear_q_down_proj" not in found["fp8"]
-    assert found["losses"][2] < found["losses"][0]
+    assert found["losses"][1] < found["losses"][0]
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])

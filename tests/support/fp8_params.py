@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.fp8_gpt import CLIP, DISTRIBUTED, OPTIONS, TWO_WAY, fp8_config, record_steps
+from benchmarks.support.fp8_gpt import CLIP, DISTRIBUTED, TWO_WAY, fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
+SEQUENCE = 64
 OVERLAP: dict[str, Any] = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -58,7 +59,7 @@ def train_params(
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
     seen = Trained()
-    options = {**OPTIONS, "global_batch": batch}
+    options = {"sequence": SEQUENCE, "micro_batch": 2, "global_batch": batch}
     shared = fp8_param and recipe in TWO_WAY and ddp.get("use_distributed_optimizer", False)
     shared = shared and not ddp.get("unshared", False)
     ddp = {k: v for k, v in ddp.items() if k != "unshared"}
@@ -68,7 +69,7 @@ def train_params(
         optim["reuse_grad_buf_for_mxfp8_param_ag"] = True
     with model_parallel(layout):
         config = fp8_config(layout, recipe, fp8_param=fp8_param, **fields)
-        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, ddp=ddp)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=SEQUENCE, ddp=ddp)
         optimizer = build_optimizer(config, chunks, ddp=ddp, optim=optim)
         record_steps(optimizer, seen.stepped)
         for index in range(steps):

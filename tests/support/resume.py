@@ -192,25 +192,31 @@ def trains_and_saves(
     fields: dict[str, Any],
     ddp: dict[str, Any],
     folder: str,
-    **options: Any,
+    then: int = 0,
 ) -> list[tuple[float, float]]:
-    """A rank case: two iterations, a checkpoint, and what the next iteration is."""
+    """A rank case: two iterations, a checkpoint, and what the ``then`` next ones are."""
     with model_parallel(layout):
-        training = Training(layout, recipe, fields, ddp, seed=7, **options)
+        training = Training(layout, recipe, fields, ddp, seed=7, sequence=64)
         training.steps(2)
         training.save(folder)
-        return training.steps(1)
+        return training.steps(then)
 
 
 def loads_and_saves(
-    layout: Layout, recipe: str | None, fields: dict[str, Any], ddp: dict[str, Any], source: str, target: str
+    layout: Layout,
+    recipe: str | None,
+    fields: dict[str, Any],
+    ddp: dict[str, Any],
+    source: str,
+    target: str,
+    then: int = 0,
 ) -> tuple[list[str], list[tuple[float, float]]]:
-    """A rank case: loads into another model, saves that as it is; (notes, what the next iteration is)."""
+    """A rank case: loads into another model, saves that as it is; (notes, what the ``then`` next iterations are)."""
     with model_parallel(layout, seed=99):
-        training = Training(layout, recipe, fields, ddp, seed=8)
+        training = Training(layout, recipe, fields, ddp, seed=8, sequence=64)
         notes = training.load(Path(source))
         training.save(target)
-        return notes, training.steps(1)
+        return notes, training.steps(then)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
