@@ -118,7 +118,8 @@ def compiled_layer_of_experts() -> dict[str, Any]:
         return lambda x: layer(x)[0]
 
     with model_parallel():
-        fields = {**MOE, "moe_grouped_gemm": True, **MOE_RECOMPUTED}
+        # Dispatch by all-to-all has the same bits, and twice as many graphs to make.
+        fields = {**MOE, "moe_grouped_gemm": True, **MOE_RECOMPUTED, "moe_token_dispatcher_type": "allgather"}
         eager, twin = (make_layer(Layout(), "delayed", **fields).mlp for _ in range(2))
         expected, counts = steps(eager, forward_of_experts(eager), FEW)
         run = torch.compile(forward_of_experts(twin), backend="aot_eager")
@@ -167,9 +168,7 @@ def compiled_experts(recipe: str, grouped: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("recipe", "grouped"), [("blockwise", True), ("mxfp8", True), ("tensorwise", True), ("delayed", False)]
-)
+@pytest.mark.parametrize(("recipe", "grouped"), [("blockwise", True), ("mxfp8", True), ("delayed", False)])
 def test_experts_in_compiled_code(ranks: RankPool, recipe: str, grouped: bool) -> None:
     """In one call they break the graph, and no numbers of tokens need another one; one after the other they are
     operators of graphs, which Megatron-Core breaks where it reads the numbers."""
