@@ -304,11 +304,12 @@ _NOT_OFFERED = {
 """Options of Megatron-Core's OptimizerConfig -> why they are no keys, and what is."""
 
 
-def known_keys() -> list[str]:
+@functools.cache  # asked for each key of a file
+def known_keys() -> tuple[str, ...]:
     """Every key of a config file, dotted."""
     top = [item.name for item in dataclasses.fields(RunConfig) if item.name not in SECTIONS]
     inner = [f"{name}.{item.name}" for name, kind in SECTIONS.items() for item in dataclasses.fields(kind)]
-    return [*inner, *top]
+    return (*inner, *top)
 
 
 def _check_key(key: str, where: str, *, in_file: bool = False) -> None:

@@ -14,7 +14,7 @@ def found():
 
 
 def test_no_key_is_without_help(found):
-    assert list(found) == known_keys()
+    assert tuple(found) == known_keys()
     assert not [key for key, line in found.items() if not re.search(r"\w+.? \w+", line)]
 
 
