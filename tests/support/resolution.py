@@ -52,7 +52,7 @@ def resolve(wanted: list[str], constraints: Path, wheels: Path | None = None) ->
         if wheels is not None:  # and nothing else, whatever this machine's pip is set to
             command += ["--index-url", wheels.as_uri()]
             environment = {name: value for name, value in environment.items() if not name.startswith("PIP_")}
-            environment["PIP_CONFIG_FILE"] = os.devnull
+            environment |= {"PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": str(wheels)}
         done = subprocess.run([*command, *wanted], capture_output=True, text=True, env=environment)
         if done.returncode:
             raise RuntimeError(done.stderr)
@@ -80,6 +80,9 @@ def write_wheels(recorded: Versions, folder: Path) -> None:
                 wheel.writestr(f"{info}/RECORD", "")
         links = "".join(f'<a href="{wheel.name}">{wheel.name}</a>\n' for wheel in sorted(own.glob("*.whl")))
         (own / "index.html").write_text(f"<!DOCTYPE html>\n{links}")
+    # A distribution's own rules, which are none. pip imports it for every tag of every wheel; for one that is not there
+    # Python looks through all folders each time.
+    (folder / "_manylinux.py").touch()
 
 
 def _extras_of_marker(need: str) -> set[str]:
