@@ -1,19 +1,18 @@
-"""What import and export hold in memory: a few tensors, however large the model is. Counted in a process of its own."""
+"""What import and export hold in memory: a few tensors, however large the model is. Counted in a forked process."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 from megatron_fp8.commands.main import main
+from tests.support.command import run
 from tests.support.hf_small import IN_BLOCKS, write, write_family
 
 MEGABYTE = 2**20
 DENSE = {
-    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "hidden_size": 1024, "num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 8,
     "intermediate_size": 2048,
 }  # fmt: skip
 EXPERTS = {
@@ -37,7 +36,7 @@ def more_than_before(arguments: list[str]) -> int:
     most = [before]
 
     def watch() -> None:
-        while not done.wait(0.001):
+        while not done.wait(0.003):
             most.append(max(most.pop(), anonymous()))
 
     watcher = threading.Thread(target=watch)
@@ -51,9 +50,9 @@ def more_than_before(arguments: list[str]) -> int:
 def measure(folder: Path) -> None:
     """Print what import and export take of each; small ones come first, so that modules are loaded."""
     for name in ("tiny", *MODELS):
-        run, out = folder / name / "run", folder / name / "out"
-        imported = more_than_before(["import", str(folder / name / "hf"), str(run)])
-        exported = more_than_before(["export", str(run), str(out), "--max-shard-size=20MB"])
+        model, out = folder / name / "run", folder / name / "out"
+        imported = more_than_before(["import", str(folder / name / "hf"), str(model)])
+        exported = more_than_before(["export", str(model), str(out), "--max-shard-size=20MB"])
         print("took", name, imported, exported)
 
 
@@ -61,9 +60,12 @@ def test_memory_holds_a_few_tensors_and_not_the_model(tmp_path):
     write(tmp_path / "tiny" / "hf")
     for name, fields in MODELS.items():
         write_family(tmp_path / name / "hf", fields)
-    code = f"from {__name__} import *; measure(Path({str(tmp_path)!r}))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    took = [line.split()[1:] for line in said.splitlines() if line.startswith("took")]
+    script = tmp_path / "measure.py"
+    script.write_text(f"from {__name__} import *; measure(Path({str(tmp_path)!r}))")
+    done = run(script)
+    assert done.returncode == 0, done.stderr
+    took = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("took")]
+    assert len(took) == 1 + len(MODELS)
     for name, imported, exported in took[1:]:
         checkpoint = sum(file.stat().st_size for file in (tmp_path / name / "run").rglob("*.distcp"))
         assert checkpoint > 200 * MEGABYTE
