@@ -51,6 +51,8 @@ def sick_training(
     seen = Health([], [], [], [], [], [], [])
     if layout.tp == 1:
         fields = {**NARROW, **fields}
+    # One microbatch, but where stages hand several to each other.
+    batch = {**OPTIONS, "global_batch": OPTIONS["global_batch"] // layout.tp}
     with model_parallel(layout):
         config = fp8_config(layout, recipe, **fields)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, ddp=ddp)
@@ -60,7 +62,7 @@ def sick_training(
             before = masters(optimizer)
             ill = index in sick and dist.get_rank() == SICK_RANK
             with made_sick(chunks[0], *sick[index]) if ill else nullcontext():
-                loss, _ = train_step(config, chunks, optimizer, index, **OPTIONS)
+                loss, _ = train_step(config, chunks, optimizer, index, **batch)
             seen.losses.append(loss)
             seen.nonfinite.append(iteration_counts()["nonfinite"])
             seen.collectives.append(iteration_counts()["amax_collectives"])
