@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -58,18 +59,34 @@ except RuntimeError as error:
     assert "pip install megatron-core==0.16.1" in done.stdout and "Linux" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train", "--config", "examples/configs/tiny_gpt_cpu.yaml"],
-        ["calibrate", "runs/x"],
-        ["inspect", "runs/x"],
-    ],
-    ids=lambda arguments: arguments[0],
+COMMANDS = (
+    ["train", "--config", "examples/configs/tiny_gpt_cpu.yaml"],
+    ["calibrate", "runs/x"],
+    ["inspect", "runs/x"],
 )
-def test_a_command_that_needs_megatron_says_how_to_get_it(arguments):
-    done = run(f"from megatron_fp8.commands.main import main\nsys.exit(main({arguments!r}))")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    if arguments[0] != "inspect":  # it reads files without Megatron, and there is no such folder
-        assert "pip install megatron-core==0.16.1" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def refused() -> dict[str, tuple[int, str]]:
+    """Exit code and stderr of each command, one after the other in one process."""
+    done = run(f"""
+import contextlib, io, json
+from megatron_fp8.commands.main import main
+for arguments in {COMMANDS!r}:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = main(arguments)
+    print(json.dumps([code, said.getvalue()]))
+""")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    return {command[0]: tuple(json.loads(line)) for command, line in zip(COMMANDS, lines, strict=True)}
+
+
+@pytest.mark.parametrize("command", [command[0] for command in COMMANDS])
+def test_a_command_that_needs_megatron_says_how_to_get_it(refused, command):
+    code, said = refused[command]
+    assert code == 2
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    if command != "inspect":  # it reads files without Megatron, and there is no such folder
+        assert "pip install megatron-core==0.16.1" in said
