@@ -21,7 +21,7 @@ from ..state.graph import CapturedStep
 from . import is_installed
 from .guard import move_ill_sites
 from .runtime import find_runtime, set_length, state_of, unwrap
-from .sites import check_plan
+from .sites import check_plan, is_checked
 
 _latest = IterationCounts()
 """Of the iteration that ended last in this process, for ``iteration_counts()`` to tell. Nothing is decided by it."""
@@ -45,7 +45,7 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
             " building the model"
         )
     state = state_of(config)
-    if config.fp8 and state.iteration == 0:
+    if config.fp8 and state.iteration == 0 and not is_checked(model_chunks):
         check_plan(model_chunks)
     state.finish_iteration()
     if config.fp8:

@@ -40,6 +40,7 @@ class Fp8Runtime:
         te_layers: whether models are made of Transformer Engine's layers; None until that was asked.
         te_recipe: TE's recipe object, once it was needed.
         prepared: models the sites of which have their names, plans and slots.
+        checked: those whose plans all ranks have looked at together (``sites.check_plan``).
         fp8_params: models the weights of which were made FP8 parameters, where the plan has FP8.
         optimizers: Megatron-Core's, that step these models.
         moved_biases: experts' biases that were moved after the last batch, with what they were (patches/router.py).
@@ -51,6 +52,7 @@ class Fp8Runtime:
     te_layers: bool | None = None
     te_recipe: Any = None
     prepared: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    checked: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     fp8_params: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     moved_biases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)

@@ -205,7 +205,8 @@ def check_plan(model_chunks: list[Any]) -> None:
         ValueError: an fp8_overrides glob matches no site, the settings leave none in FP8, or a rank's part cannot be
             prepared.
     """
-    config = unwrap(model_chunks[0]).config
+    models = [unwrap(chunk) for chunk in model_chunks]
+    config = models[0].config
     refused = None
     try:
         prepare(model_chunks)
@@ -217,13 +218,20 @@ def check_plan(model_chunks: list[Any]) -> None:
     _say_everywhere(refused)
     plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
     entries = {plan.name: (plan.precision, plan.cause, plan.reason) for plan in plans}
-    foreign = [name for chunk in model_chunks for name in foreign_linears(unwrap(chunk))]
+    foreign = [name for model in models for name in foreign_linears(model)]
     entries |= dict.fromkeys(foreign, ("bf16", "asked", ""))
     # Sites are told one by one only where the message of an error names them.
     if not all(anywhere(matched(overrides, entries))):
         check_overrides_match(overrides, union(entries))
     if not any(anywhere([is_something_left(entries.values())])):
         check_something_left(union(entries).values())
+    runtime_of(config).checked.update(models)
+
+
+def is_checked(model_chunks: list[Any]) -> bool:
+    """Whether ``check_plan`` has found no fault in these chunks."""
+    models = [unwrap(chunk) for chunk in model_chunks]
+    return runtime_of(models[0].config).checked.issuperset(models)
 
 
 def _say_everywhere(refused: ValueError | None) -> None:

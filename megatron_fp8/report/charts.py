@@ -41,8 +41,9 @@ def models(runs: Sequence[Run]) -> Any:
     roots = [_curves(quantity, runs, iterations) for quantity in shown(runs)]
     if any(run.statistics for run in runs):
         roots += [_map(runs), _site(len(runs))]
-    for root in roots:
-        document.add_root(root)
+    with document.models.freeze():  # else each root has the models of all looked for anew
+        for root in roots:
+            document.add_root(root)
     return document.to_json(deferred=False)
 
 

@@ -13,7 +13,7 @@ Differences are paired: the same batch, random numbers and delayed state in both
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -109,9 +109,11 @@ class Measured:
         return Paired(tuple(found))
 
 
-def _error(sums: object) -> float:
-    rows = list(sums)  # type: ignore[call-overload]
-    difference, reference = (sum(row[i] for row in rows) for i in (0, 1))
+def _error(sums: Iterable[Sequence[float]]) -> float:
+    difference = reference = 0.0
+    for row in sums:
+        difference += row[0]
+        reference += row[1]
     if not math.isfinite(difference):
         return math.inf
     if not reference:
@@ -135,12 +137,12 @@ def sums_of(variant: Mapping[str, torch.Tensor], reference: Mapping[str, torch.T
         v, r = variant.get(name), reference.get(name)
         either = r if v is None else v
         assert either is not None
-        v = (torch.zeros_like(either) if v is None else v).to(torch.float32)
-        r = (torch.zeros_like(either) if r is None else r).to(torch.float32)
-        rows.append(torch.stack([_square(v - r), _square(r), _square(v), (v * r).sum(dtype=torch.float64)]))
+        v = (torch.zeros_like(either) if v is None else v).float()
+        r = (torch.zeros_like(either) if r is None else r).float()
+        rows.append(torch.stack([_norm(v - r), _norm(r), _norm(v), (v * r).sum(dtype=torch.float64)]))
     values = torch.stack(rows).tolist() if rows else []
-    return {name: tuple(row) for name, row in zip(names, values, strict=True)}
+    return {name: (d * d, r * r, v * v, vr) for name, (d, r, v, vr) in zip(names, values, strict=True)}
 
 
-def _square(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float64) ** 2
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64)

@@ -35,7 +35,7 @@ def draw_weights(model: Any, config: Any, seed: int) -> None:
             projects_out = name.endswith(_OUTPUT_PROJECTIONS)
             draw = config.output_layer_init_method if projects_out else config.init_method
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            torch.default_generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             draw(whole)
         parameter.copy_(_own_part(whole, parameter, group))
 

@@ -278,6 +278,8 @@ class RunSubject:
         self._loss_scale, self._moments, self._left_out = loss_scale, moments or {}, left_out
         self.run_config, self._chunks, self._dataset, self._samples = run, chunks, dataset, samples
         self.batches = batches
+        for chunk in chunks:
+            chunk.train()
         self._config = unwrap(chunks[0]).config
         self._config.finalize_model_grads_func = finalize_model_grads
         if loss_scale != 1.0:
@@ -305,7 +307,6 @@ class RunSubject:
         first = self._samples + batch * self.run_config.train.global_batch_size
         parallel.seed_streams(zlib.crc32(f"{self.run_config.train.seed} {first}".encode()))
         for chunk in self._chunks:
-            chunk.train()
             chunk.zero_grad_buffer()
         counts = state_of(self._config).counts
         before = counts.fp8_gemms

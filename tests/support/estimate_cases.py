@@ -30,6 +30,9 @@ LATENT = {
     "model__v_head_dim": 64,
 }
 MTP = {"model__mtp_num_layers": 1}
+THREE = {"model__num_layers": 3}  # the least with one in FP8 between the first and the last
+PAIR = {"train__global_batch_size": 2}  # two microbatches, without data parallelism
+SHORT = {**THREE, **PAIR}
 BIASED = {
     "model__moe_router_score_function": "sigmoid",
     "model__moe_router_enable_expert_bias": True,
@@ -44,17 +47,21 @@ BIASED = {
 # Title -> (ranks, shipped config, changes). Each recipe, fp8_param, optimizer and kind of layout is in one of these.
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "as shipped": (2, TINY, {}),
-    "tied, biases": (2, GELU, {}),
+    "tied, biases": (2, GELU, SHORT),
     "tied over stages": (4, GELU, {**PIPELINE, **DISTRIBUTED, "model__fp8_format": "blockwise"}),
-    "FP8 output layer": (2, TINY, {**OUTPUT, "model__fp8_format": "mxfp8"}),
+    "FP8 output layer": (2, TINY, {**OUTPUT, **SHORT, "model__fp8_format": "mxfp8"}),
     "FP8 output layer, tied over stages, fp8_param": (
         4,
         GELU,
         {**PIPELINE, **DISTRIBUTED, **FP8, **OUTPUT, "model__fp8_format": "blockwise"},
     ),
-    "tensorwise, fp8_param, sharded": (4, TINY, {**DISTRIBUTED, **FP8}),
-    "mxfp8, fp8_param, sharded": (2, TINY, {**ONE, **DISTRIBUTED, **FP8, "model__fp8_format": "mxfp8"}),
-    "rowwise, fp8_param, not sharded": (2, TINY, {**TWO, **FP8, "model__fp8_format": "rowwise"}),
+    "tensorwise, fp8_param, sharded": (4, TINY, {**DISTRIBUTED, **FP8, **THREE}),
+    "mxfp8, fp8_param, sharded": (
+        2,
+        TINY,
+        {**ONE, **DISTRIBUTED, **FP8, **THREE, "model__fp8_format": "mxfp8"},
+    ),
+    "rowwise, fp8_param, not sharded": (2, TINY, {**TWO, **FP8, **SHORT, "model__fp8_format": "rowwise"}),
     "rowwise, fp8_param, buffer apart": (
         2,
         TINY,
@@ -62,6 +69,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             **ONE,
             **DISTRIBUTED,
             **FP8,
+            **THREE,
             "model__fp8_format": "rowwise",
             "optimizer__reuse_grad_buf_for_mxfp8_param_ag": False,
         },
@@ -91,7 +99,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__qk_layernorm": True,
         },
     ),
-    "FP32": (2, TINY, {**ONE, **DISTRIBUTED, "model__fp8": None, "model__bf16": False}),
+    "FP32": (2, TINY, {**ONE, **DISTRIBUTED, **THREE, "model__fp8": None, "model__bf16": False}),
     "context parallel, mixed": (
         4,
         TINY,
@@ -100,25 +108,27 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             **DISTRIBUTED,
             **FP8,
             "model__context_parallel_size": 2,
+            **SHORT,
             "model__fp8_format": "tensorwise",
             "model__fp8_overrides": "{'*.linear_fc1': bf16, '*.linear_proj': blockwise}",
         },
     ),
-    "rowwise, gathered codes": (4, TINY, {**DISTRIBUTED, **FP8, "model__fp8_format": "rowwise"}),
+    "rowwise, gathered codes": (4, TINY, {**DISTRIBUTED, **FP8, **THREE, "model__fp8_format": "rowwise"}),
     "blockwise, shards not aligned": (
         2,
         GELU,
-        {**FP8, "model__fp8_format": "blockwise", "train__seq_length": 64},
+        {**FP8, **SHORT, "model__fp8_format": "blockwise", "train__seq_length": 64},
     ),
     "mxfp8, stages, tied, gathered": (
         4,
         GELU,
-        {"model__pipeline_model_parallel_size": 2, "model__fp8_format": "mxfp8"},
+        {**PAIR, "model__pipeline_model_parallel_size": 2, "model__fp8_format": "mxfp8"},
     ),
     "blockwise, gathered, recomputed": (
         2,
         TINY,
         {
+            **PAIR,
             "model__fp8_format": "blockwise",
             "train__seq_length": 256,
             "model__recompute_granularity": "full",
@@ -129,13 +139,21 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "experts": (
         4,
         TINY,
-        {**ONE, **MOE, **DISTRIBUTED, "model__expert_model_parallel_size": 2, "model__fp8_format": "mxfp8"},
+        {
+            **ONE,
+            **MOE,
+            **DISTRIBUTED,
+            **THREE,
+            "model__expert_model_parallel_size": 2,
+            "model__fp8_format": "mxfp8",
+        },
     ),
     "experts, a shared one, tensor parallel": (
         4,
         TINY,
         {
             **MOE,
+            **THREE,
             "model__expert_model_parallel_size": 2,
             "model__expert_tensor_parallel_size": 1,
             "model__moe_shared_expert_intermediate_size": 256,
@@ -143,20 +161,25 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__fp8_format": "tensorwise",
         },
     ),
-    "latent attention": (2, TINY, {**TWO, **LATENT, "model__fp8_format": "blockwise"}),
+    "latent attention": (2, TINY, {**TWO, **LATENT, **SHORT, "model__fp8_format": "blockwise"}),
     "latent attention, gathered codes, no latent of queries": (
         2,
         TINY,
         {
             **LATENT,
             **FP8,
+            **SHORT,
             "model__q_lora_rank": None,
             "model__fp8_format": "rowwise",
             "train__seq_length": 256,
         },
     ),
     "two tokens predicted, tied over stages": (4, GELU, {**PIPELINE, **DISTRIBUTED, **MTP, **OUTPUT}),
-    "three tokens predicted": (2, TINY, {**ONE, "model__mtp_num_layers": 2, "model__fp8_format": "mxfp8"}),
+    "three tokens predicted": (
+        2,
+        TINY,
+        {**ONE, **THREE, "model__mtp_num_layers": 2, "model__fp8_format": "mxfp8"},
+    ),
     "latent attention, experts, two tokens, all layouts": (
         4,
         TINY,
@@ -166,6 +189,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             **LATENT,
             **MTP,
             **DISTRIBUTED,
+            **PAIR,
             "model__pipeline_model_parallel_size": 2,
             "model__expert_model_parallel_size": 2,
             "model__expert_tensor_parallel_size": 1,

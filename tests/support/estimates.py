@@ -60,17 +60,22 @@ class _Step:
     def __init__(self, config: Any, chunks: list[Any], optimizer: Any, run: Any) -> None:
         self.config, self.chunks, self.optimizer, self.run = config, chunks, optimizer, run
 
-    def __call__(self, iteration: int) -> None:
-        train = self.run.train
+    def __call__(self, iteration: int, fewest: bool = False) -> None:
+        """`fewest`: of as few microbatches as the schedule takes, one on each replica if it is not interleaved."""
+        from megatron.core import parallel_state
+
+        train, model = self.run.train, self.run.model
+        at_once = model.pipeline_model_parallel_size if model.virtual_pipeline_model_parallel_size else 1
+        least = train.micro_batch_size * parallel_state.get_data_parallel_world_size() * at_once
         train_step(
             self.config,
             self.chunks,
             self.optimizer,
             iteration,
             micro_batch=train.micro_batch_size,
-            global_batch=train.global_batch_size,
+            global_batch=least if fewest else train.global_batch_size,
             sequence=train.seq_length,
-            vocab=self.run.model.vocab_size,
+            vocab=model.vocab_size,
         )
 
 
@@ -96,7 +101,7 @@ def _trained(arguments: list[str], iterations: int) -> Iterator[tuple[_Step, lis
         chunks = build_chunks(config, run, padded_vocab_size(model, model.vocab_size))
         step = _Step(config, chunks, build_optimizer(config, run, chunks), run)
         for iteration in range(iterations):
-            step(iteration)
+            step(iteration, fewest=True)
         yield step, chunks, run
 
 

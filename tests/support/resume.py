@@ -137,52 +137,46 @@ def resumes_exactly(
     ddp: dict[str, Any],
     folder: str,
     asynchronous: bool = False,
+    back: bool = False,
     **options: Any,
-) -> dict[str, tuple[Any, Any]]:
-    """A rank case: what differs between four iterations and two, a checkpoint, a new model and two more; {}: nothing."""
+) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """A rank case: what differs between four iterations and
+
+    'anew': two, a checkpoint, a new model and two more;
+    'back', if asked for: the four, one on other data and a return to that checkpoint in the same model, like a rewind;
+
+    {}: nothing. Where nothing is remembered or gathered over iterations it is one instead of each two.
+    """
+    differences = {}
+    count = 2 if recipe == "delayed" or ddp.get("overlap_param_gather") else 1
     with model_parallel(layout):
         whole = Training(layout, recipe, fields, ddp, seed=7, **options)
-        whole.steps(2)
+        whole.steps(count)
         checkpoint = whole.save(folder, asynchronous=asynchronous)
         at_save = whole.digests()
-        losses = whole.steps(2)
+        losses = whole.steps(count)
         whole.saver.close()
-        expected = {"losses": losses, **whole.digests()}
+        wanted = {"notes": [], **{f"{kind} at load": value for kind, value in at_save.items()}}
+        wanted.update({"losses": losses, **whole.digests()})
+        if back:
+            whole.iteration = 100
+            whole.steps(1)
+            assert whole.digests()["weights"] != wanted["weights"] != at_save["weights"]
+            differences["back"] = _differences_from(checkpoint, whole, wanted, count)
     with model_parallel(layout, seed=99):
         again = Training(layout, recipe, fields, ddp, seed=8, **options)
         assert again.digests()["weights"] != at_save["weights"]
-        notes = again.load(checkpoint)
-        found = {"notes": notes, **{f"{kind} at load": value for kind, value in again.digests().items()}}
-        wanted = {"notes": [], **{f"{kind} at load": value for kind, value in at_save.items()}}
-        found.update({"losses": again.steps(2), **again.digests()})
-        wanted.update(expected)
-    return {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
+        differences["anew"] = _differences_from(checkpoint, again, wanted, count)
+    return differences
 
 
-def goes_back_exactly(
-    layout: Layout,
-    recipe: str | None,
-    fields: dict[str, Any],
-    ddp: dict[str, Any],
-    folder: str,
-    asynchronous: bool = False,
-    **options: Any,
+def _differences_from(
+    checkpoint: Path, training: Training, wanted: dict[str, Any], count: int
 ) -> dict[str, tuple[Any, Any]]:
-    """A rank case: what differs between two iterations after a checkpoint and the same ones after three on other data
-    and a return to that checkpoint in the same model, as a rewind does; {}: nothing."""
-    with model_parallel(layout):
-        training = Training(layout, recipe, fields, ddp, seed=7, **options)
-        training.steps(2)
-        checkpoint = training.save(folder, asynchronous=asynchronous)
-        wanted = {f"{kind} at load": value for kind, value in training.digests().items()}
-        wanted.update({"losses": training.steps(2), **training.digests()})
-        training.iteration = 100
-        training.steps(3)
-        training.saver.close()
-        wanted["notes"] = []
-        found: dict[str, Any] = {"notes": training.load(checkpoint)}
-        found |= {f"{kind} at load": value for kind, value in training.digests().items()}
-        found.update({"losses": training.steps(2), **training.digests()})
+    """(wanted, found) where loading a checkpoint and some iterations give something else."""
+    found: dict[str, Any] = {"notes": training.load(checkpoint)}
+    found |= {f"{kind} at load": value for kind, value in training.digests().items()}
+    found.update({"losses": training.steps(count), **training.digests()})
     return {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
 
 

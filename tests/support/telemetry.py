@@ -16,7 +16,7 @@ import torch
 from benchmarks.support.ranks import Layout, model_parallel
 
 SMALL: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
-RUN: dict[str, Any] = {"sequence": 64, "micro_batch": 1, "global_batch": 4, "vocab": 128}
+RUN: dict[str, Any] = {"sequence": 64, "micro_batch": 1, "global_batch": 2, "vocab": 128}
 
 
 @dataclass

@@ -372,7 +372,8 @@ def seed_streams(seed: int) -> None:
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    # Without a GPU torch.manual_seed keeps a call for each kind of device that may yet come, with a trace of the stack.
+    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 

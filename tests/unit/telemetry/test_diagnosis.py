@@ -28,6 +28,8 @@ from tests.support.planted import (
     wrong_scale,
 )
 
+FEW = 40  # passes: all of high precision, planned, at best and BF16, and three sites
+
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_product_with_a_wrong_scale_is_named(seed):
@@ -106,7 +108,7 @@ def test_the_update_that_adam_would_make_is_looked_at_with_an_optimizer():
     assert worst.key == "blocks.1.fc2:dgrad" and worst.update_error > 0.1
     healthy = next(f for f in found.ranking if f.site == "blocks.0.fc1")
     assert 0 < healthy.update_error < worst.update_error / 2
-    assert diagnose(model, loss_of, batches(0)).ranking[0].update_error is None
+    assert diagnose(model, loss_of, batches(0), budget=FEW).ranking[0].update_error is None
 
 
 def test_adam_s_update_is_torch_s():
@@ -237,7 +239,7 @@ def test_the_model_comes_back_bit_for_bit(training):
     model.train(training)
     model.blocks[0].eval()
     before = _bytes(model, optimizer)
-    diagnose(model, loss_of, batches(2), optimizer=optimizer)
+    diagnose(model, loss_of, batches(2), optimizer=optimizer, budget=FEW)
     after = _bytes(model, optimizer)
     assert before.keys() == after.keys()
     for name, value in before.items():
@@ -249,7 +251,7 @@ def test_training_goes_on_as_if_nothing_had_been():
     for look in (False, True):
         model, optimizer = trained(2, DelayedScaling(amax_history_len=4))
         if look:
-            diagnose(model, loss_of, batches(2), optimizer=optimizer)
+            diagnose(model, loss_of, batches(2), optimizer=optimizer, budget=FEW)
         for batch in batches(7):
             optimizer.zero_grad()
             loss = loss_of(model, batch)
@@ -278,13 +280,13 @@ def test_it_comes_back_after_an_error_too():
 
 def test_two_diagnoses_say_the_same():
     model, _ = trained(6)
-    first, second = (diagnose(model, loss_of, batches(6)) for _ in range(2))
-    assert first.as_dict() == second.as_dict()
+    first, second = (diagnose(model, loss_of, batches(6), budget=FEW) for _ in range(2))
+    assert first.as_dict() == second.as_dict() and first.ranking
 
 
 def test_a_checkpointed_model_gives_the_same_figures():
     model, _ = trained(6)
-    plain = diagnose(model, loss_of, batches(6))
+    plain = diagnose(model, loss_of, batches(6), budget=FEW)
 
     def recomputed(model, tokens):
         x = model.embedding(tokens)
@@ -293,7 +295,8 @@ def test_a_checkpointed_model_gives_the_same_figures():
         logits = model.lm_head(model.norm(x))
         return nn.functional.cross_entropy(logits.float(), (3 * tokens + 1) % 24)
 
-    assert diagnose(model, recomputed, batches(6)).as_dict()["ranking"] == plain.as_dict()["ranking"]
+    again = diagnose(model, recomputed, batches(6), budget=FEW)
+    assert again.as_dict()["ranking"] == plain.as_dict()["ranking"] != []
 
 
 # -------------------------------------------------------------------------------------------------- budget, errors
@@ -315,7 +318,7 @@ def test_groups_are_screened_where_there_is_no_room_for_every_site():
 def test_progress_ends_with_all_passes():
     model, _ = trained(0)
     told = []
-    found = diagnose(model, loss_of, batches(0), progress=told.append)
+    found = diagnose(model, loss_of, batches(0), progress=told.append, budget=FEW)
     assert [step.done for step in told] == list(range(1, found.passes + 1))
     assert all(step.seconds_left >= 0 and step.expected >= step.done for step in told)
 
