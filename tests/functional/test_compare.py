@@ -127,7 +127,7 @@ def test_a_comparison_that_is_killed_with_its_ranks_goes_on_to_the_same_table(
     iterations = 30
     options = [
         f"--config={config}", "--recipes=mxfp8", "--seeds=1", "--ranks=2", f"--train.train_iters={iterations}",
-        "--checkpoint.save_interval=1000",
+        "--checkpoint.save_interval=1000", f"--train.eval_interval={iterations}",
     ]  # fmt: skip
     assert main(["compare", *options, f"--out={whole}"]) == 0
     bf16, mxfp8 = "bf16-seed-1234", "mxfp8-seed-1234"
