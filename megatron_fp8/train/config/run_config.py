@@ -307,11 +307,6 @@ _NOT_OFFERED = {
 @functools.cache  # asked for each key of a file
 def known_keys() -> tuple[str, ...]:
     """Every key of a config file, dotted."""
-    return list(_known_keys())
-
-
-@functools.cache
-def _known_keys() -> tuple[str, ...]:
     top = [item.name for item in dataclasses.fields(RunConfig) if item.name not in SECTIONS]
     inner = [f"{name}.{item.name}" for name, kind in SECTIONS.items() for item in dataclasses.fields(kind)]
     return (*inner, *top)
@@ -319,7 +314,7 @@ def _known_keys() -> tuple[str, ...]:
 
 def _check_key(key: str, where: str, *, in_file: bool = False) -> None:
     """ValueError if this is no key. ``in_file``: of a file, whose indentation may be at fault."""
-    known = _known_keys()
+    known = known_keys()
     if key in SECTIONS:
         raise ValueError(f"{where}{key} is a section: give its keys, --{key}.KEY=VALUE.")
     if key in known or any(key.startswith(f"{free}.") for free in _FREE_FORM):
