@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.room import with_room
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["benchmarks.support.warm"])
 multiprocessing.util.get_temp_dir()  # of the server's socket, whose path is short: a test may set a long folder later
@@ -110,7 +112,7 @@ def started(
     `executable`: its `sys.executable`; `name`: up to 15 bytes, in /proc/PID/comm.
     """
     arguments = (list(command), dict(env), cwd, stdin, stdout, stderr, executable, ignored, name)
-    process = CONTEXT.Process(target=_as_command, args=arguments)
+    process = CONTEXT.Process(target=with_room, args=(_as_command, *arguments))
     process.start()
     return process
 

@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from benchmarks.support.forked import CONTEXT
 from benchmarks.support.gloo import share_device
+from benchmarks.support.room import with_room
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -294,7 +295,7 @@ def _serve(connection: Connection, log: str) -> None:
             message = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(_run_case(*pickle.loads(message)))
+        connection.send_bytes(with_room(_run_case, *pickle.loads(message)))
 
 
 @functools.cache

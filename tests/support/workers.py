@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.room import with_room
 from tests.support.order import file_of
 
 Items = list[int]
@@ -129,7 +130,7 @@ def _work(session: pytest.Session, connection: Connection, items: Items) -> None
         plugins.register(speaker, "terminalreporter")  # which repeats the warnings that came before
         speaker.warns = True
         while items:
-            items = _run_file(session, speaker, items)
+            items = with_room(_run_file, session, speaker, items)
         code = 0
     except BaseException:
         traceback.print_exc()
