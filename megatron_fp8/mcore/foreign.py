@@ -16,19 +16,26 @@ from .names import named_modules
 
 def is_te_linear(module: Any) -> bool:
     """Whether a module's GEMMs are Transformer Engine's, told by its classes' names: it need not be installed."""
+    return _is_te(type(module))
+
+
+def _is_te(kind: type) -> bool:
     return any(
         base.__module__.startswith("transformer_engine.") and base.__name__.endswith(("Linear", "MLP"))
-        for base in type(module).__mro__
+        for base in kind.__mro__
     )
 
 
 def foreign_linears(model: Any) -> dict[str, str]:
     """Names of the model's layer linears that are no FP8 sites -> what they are and the remedy."""
-    return {
-        name: what
-        for name, module in named_modules(model)
-        if re.search(r"(^|\.)layers\.\d+\.", name) and (what := _foreign(module)) is not None
-    }
+    found, known = {}, dict[type, str | None]()
+    for name, module in named_modules(model):
+        kind = type(module)
+        if kind not in known:
+            known[kind] = _foreign(kind)
+        if (what := known[kind]) is not None and re.search(r"(^|\.)layers\.\d+\.", name):
+            found[name] = what
+    return found
 
 
 def refuse_foreign_layers(model: Any) -> None:
@@ -60,11 +67,11 @@ def require_mtp_block(model: Any) -> None:
         )
 
 
-def _foreign(module: Any) -> str | None:
-    if hasattr(module, "bind_fp8_site"):
+def _foreign(kind: type) -> str | None:
+    """What modules of a class are, and the remedy, if they are such linears."""
+    if hasattr(kind, "bind_fp8_site"):
         return None
-    kind = type(module)
-    if is_te_linear(module):
+    if _is_te(kind):
         return (
             "Transformer Engine's linear, which runs in BF16: build the model from"
             " megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config)"
@@ -74,7 +81,7 @@ def _foreign(module: Any) -> str | None:
             "Megatron-Core's plain linear, which runs in BF16: call megatron_fp8.mcore.install() before the model is"
             " built, and build it from a layer spec, such as megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config)"
         )
-    if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+    if issubclass(kind, (ColumnParallelLinear, RowParallelLinear)):
         return f"a {kind.__name__}, whose own forward runs in BF16: name Megatron-Core's linear in the spec"
     if kind.__name__ == "GroupedMLP":
         return (

@@ -24,7 +24,7 @@ def in_whole_model(model: Any) -> Callable[[str], str]:
         found = _LAYER.match(name)
         if found and found[0] == name and hasattr(module, "layer_number"):  # Megatron-Core counts from 1
             layers[name] = f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
-        elif hasattr(module, "local_experts") and hasattr(module, "ep_group"):
+        elif "local_experts" in module._modules and hasattr(module, "ep_group"):
             first[f"{name}.local_experts.".removeprefix(".")] = module.ep_group.rank() * len(
                 module.local_experts
             )

@@ -147,14 +147,12 @@ def prepare(model_chunks: list[Any]) -> None:
             state.arena(compat.amax_group(model.config, expert=False))
         named = list(named_modules(model))
         for name, module in named:
-            if hasattr(module, "bind_fp8_site"):
+            if hasattr(type(module), "bind_fp8_site"):
                 module.bind_fp8_site(make_site(module, name, state))
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 count_plain_linear(module, state)
         for name, module in named:
-            if (
-                dispatch := getattr(module, "fp8_dispatch", None)
-            ) is not None:  # its experts have their sites now
+            if (dispatch := vars(module).get("fp8_dispatch")) is not None:  # its experts have their sites now
                 dispatch.bind(f"{name}.dispatch", state)
         linears = fp8_linears([model])
         plans = [linear.fp8_site.plan for linear in linears]
@@ -195,7 +193,7 @@ def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
 
 def fp8_linears(model_chunks: list[Any]) -> list[Any]:
     """This rank's FP8-capable linears, in module order."""
-    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if hasattr(m, "bind_fp8_site")]
+    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if hasattr(type(m), "bind_fp8_site")]
 
 
 def check_plan(model_chunks: list[Any]) -> None:

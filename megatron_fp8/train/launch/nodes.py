@@ -6,6 +6,8 @@ run. Torch itself numbers nodes by name.
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
 import time
@@ -13,9 +15,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from threading import Timer
 
-from torch.distributed import DistError, PrefixStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -30,6 +33,8 @@ from .hosts import leads_here
 
 JOIN_S = 600
 """Seconds that nodes may come apart."""
+STRANGER_S = 20.0
+"""Seconds in which a store at node 0's address has to answer, once somebody listens there."""
 FIRST_LINE_S = 20.0
 _HERE = "127.0.0.1"
 
@@ -47,7 +52,7 @@ class Nodes:
     def rendezvous(self, say: Callable[[str], None]) -> RendezvousHandler:
         """Torch's, of these nodes. Waits for node 0 to listen.
 
-        Raises ValueError: node 0 cannot listen there; DistError: it does not after JOIN_S.
+        Raises ValueError: node 0 cannot listen there; DistError: it does not after JOIN_S, or something else does.
         """
         keeps = self.number == 0
         if not keeps:
@@ -80,8 +85,24 @@ class Nodes:
         return found if self.count == 1 else _Numbered(found, self)
 
     def _reach(self, say: Callable[[str], None]) -> None:
-        """Return when somebody listens at node 0's address."""
+        """Return when a launcher's store answers at node 0's address."""
         deadline = time.monotonic() + JOIN_S
+        self._connect(deadline, say)
+        until = time.monotonic() + STRANGER_S
+        while not _is_store(
+            self.host, self.port
+        ):  # node 0 may just have tried its own address, or be about to end
+            if time.monotonic() > until:
+                raise DistError(
+                    f"somebody listens at --master {self.host}:{self.port}, and is no launcher: no store answered in"
+                    f" {STRANGER_S:.0f} s. Give an address of node 0, and a port that nothing else uses; if both are"
+                    " right, look at node 0."
+                )
+            time.sleep(0.5)
+            self._connect(deadline, say)
+
+    def _connect(self, deadline: float, say: Callable[[str], None]) -> None:
+        """Return when somebody listens at node 0's address."""
         with said_after(FIRST_LINE_S, say, f"node 0 to listen at {self.host}:{self.port}"):
             while True:
                 try:
@@ -96,6 +117,38 @@ class Nodes:
                     time.sleep(0.5)
                 else:
                     return
+
+
+def _is_store(host: str, port: int) -> bool:
+    """Whether a store of torch's answers there, as any does at once.
+
+    Another process asks: torch tries again for a minute, hears no signal meanwhile, and prints its stacks.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, 1)
+            os.dup2(silence, 2)
+            TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STRANGER_S)
+            )
+            os._exit(0)
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + STRANGER_S
+    try:
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                child = 0
+                return status == 0
+            time.sleep(0.02)
+        return False
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def name_methods_at_once() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-from torch.distributed import DistError, HashStore
+from torch.distributed import DistError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megatron_fp8.train.launch import nodes
@@ -61,6 +62,44 @@ def test_a_node_that_never_listens_is_named(monkeypatch):
     ):
         bound.bind(("127.0.0.1", 0))  # and does not listen
         Nodes(2, 1, "127.0.0.1", bound.getsockname()[1]).rendezvous(said.append)
+
+
+@pytest.mark.parametrize(
+    "talks", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100]
+)
+def test_a_program_of_another_kind_at_node_0_is_said(monkeypatch, capfd, talks):
+    """Torch tried for a minute and longer, deaf to signals, and printed stacks of C++."""
+    monkeypatch.setattr(nodes, "STRANGER_S", 1.0)
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port, kept = stranger.getsockname()[1], []
+
+        def answer() -> None:
+            while True:
+                try:
+                    kept.append(stranger.accept()[0])
+                    kept[-1].sendall(talks)
+                except OSError:  # whoever asked has left, or the test is over
+                    if stranger.fileno() < 0:
+                        return
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(
+            DistError, match=f"somebody listens at --master 127.0.0.1:{port}, and is no launcher"
+        ):
+            Nodes(2, 1, "127.0.0.1", port).rendezvous(print)
+        stranger.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    for one in kept:
+        one.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_store_is_one():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert nodes._is_store("127.0.0.1", store.port)
 
 
 def test_a_rendezvous_reads_no_stacks(monkeypatch):
