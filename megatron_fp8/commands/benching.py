@@ -27,6 +27,7 @@ from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..study.bench import peers, versus
 from ..study.bench.cells import LEAST_FOR_SPREAD, Bench
 from ..study.bench.sections import SECTIONS
+from ..train.exit_codes import EXIT_FAILED
 from .line import refuse
 
 _CPU_SHAPES = [Gemm(512, 1024, 512)]
@@ -80,10 +81,16 @@ def work(options: argparse.Namespace, run_options: list[str]) -> int:
     result = {**record, "rows": bench.rows}
     if options.json:
         print(json.dumps(result, indent=1))
-    if options.tune:
-        _write_table(options.out, record, wanted.recipes[0], backends[0][0].name, bench.rows)
-    elif options.out:
-        _write(options.out, result)
+    try:
+        if options.tune:
+            _write_table(options.out, record, wanted.recipes[0], backends[0][0].name, bench.rows)
+        elif options.out:
+            _write(options.out, result)
+    except OSError as error:  # a full disk, say
+        lost = ValueError(
+            f"--out={options.out} cannot be written ({error.strerror}): what was measured is lost"
+        )
+        return refuse(lost, code=EXIT_FAILED)
     return 0
 
 
@@ -156,8 +163,21 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
         )
     if options.tune and not options.out:
         raise ValueError("--tune writes a table and needs a place for it: add --out FILE")
-    if options.out and not Path(options.out).resolve().parent.is_dir():
-        raise ValueError(f"--out={options.out}: there is no such folder; make it first")
+    if options.out:
+        _check_place(options.out)
+
+
+def _check_place(out: str) -> None:
+    """ValueError where results cannot be written, so far as that can be seen before anything is measured."""
+    try:
+        path = Path(out).resolve()
+        in_folder, is_folder = path.parent.is_dir(), path.is_dir()
+    except OSError as error:
+        raise ValueError(f"--out={out} cannot be written ({error.strerror}): give another file") from error
+    if not in_folder:
+        raise ValueError(f"--out={out}: there is no such folder; make it first")
+    if is_folder:
+        raise ValueError(f"--out={out} is a folder: give a file in it")
 
 
 def _from_options(options: argparse.Namespace, device: torch.device) -> _Wanted:
@@ -270,11 +290,11 @@ def _write_table(
     pays = sum(ratio.pays for ratio in load_table(path).ratios.values())
     print(f"FP8 pays for {pays} of {len(entries)} shapes (it is faster by more than half the spread).")
     if pays:
-        print(f"Use it: megatron-fp8 train ... --model.fp8_size_filter={path}")
+        print(printable(f"Use it: megatron-fp8 train ... --model.fp8_size_filter={path}"))
     else:
         print("A run that asks for this table is refused: no GEMM would be left in FP8.")
 
 
 def _write(path: str, content: dict[str, Any]) -> None:
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+    print(printable(f"wrote {path}"))

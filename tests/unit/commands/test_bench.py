@@ -134,6 +134,8 @@ def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
         (["--tune", "--out=t.json", "--repetitions=3"], "at least 4"),
         (["--tune", "--out=t.json", "--recipe=mxfp8,rowwise"], "a table is of one recipe"),
         (["--out=no/such/folder/t.json"], "there is no such folder"),
+        (["--out=/"], "--out=/ is a folder: give a file in it"),
+        ([f"--out={'x' * 300}"], "cannot be written (File name too long): give another file"),
         (["--recipe=tensorwize"], "'tensorwize' is unknown"),
         (["--recipe=custom"], "give --config FILE"),
         (["--fp8=fp4"], "fp4"),
@@ -198,6 +200,18 @@ def test_an_earlier_result_is_compared_and_a_peer_joins(tmp_path, capsys, monkey
     out.write_text(json.dumps(record | {"device": "another"}))
     assert bench(*options, f"--compare={out}") == 2
     assert "is of device 'another'" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_text_is_printed_and_a_full_disk_is_said(tmp_path, capsys):
+    tiny = ["bench", "--only=quantise", "--recipe=rowwise", "--shape=16x16x1", "--repetitions=1"]
+    assert main([*tiny, f"--out={tmp_path}/\udcff"]) == 0
+    assert "wrote" in capsys.readouterr().out and (tmp_path / "\udcff").exists()
+    assert main([*tiny, "--out=/dev/full"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        last
+        == "error: --out=/dev/full cannot be written (No space left on device): what was measured is lost"
+    )
 
 
 def test_help_teaches(capsys):

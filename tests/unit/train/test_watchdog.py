@@ -1,6 +1,7 @@
 """When a phase takes too long, what is written then, and what is said: with a clock that the tests move."""
 
 import json
+import sys
 import threading
 import time
 
@@ -215,20 +216,26 @@ def test_0_watches_nothing(tmp_path):
     watchdog.close()
 
 
-def test_its_thread_looks_by_itself_and_costs_less_than_a_thousandth(tmp_path):
+def test_its_thread_looks_by_itself_and_does_little(tmp_path):
+    """Ten times a second, while all is well: so many calls of functions, Python's and C's."""
     watchdog = Watchdog(tmp_path, 0, 2, least=600.0, limit=1800.0, say=pytest.fail)
-    watchdog.enter("step", 1)
-    spent, look = [], watchdog.look
+    for iteration in (1, 2, 3, 4):  # its pace is known, so that the main thread's frame is looked at, too
+        watchdog.enter("step", iteration)
+    calls, look = [], watchdog.look
 
-    def timed():
-        start = time.thread_time()
+    def count(frame, event, argument):
+        calls[-1] += event in ("call", "c_call")
+
+    def counted():
+        calls.append(0)
+        sys.setprofile(count)
         look()
-        spent.append(time.thread_time() - start)
+        sys.setprofile(None)
 
-    watchdog.look = timed
+    watchdog.look = counted
     watchdog.start()
     deadline = time.monotonic() + 10
-    while len(spent) < 5 and time.monotonic() < deadline:
+    while len(calls) < 5 and time.monotonic() < deadline:
         time.sleep(0.02)
     watchdog.close()
-    assert len(spent) >= 5 and sorted(spent)[len(spent) // 2] < 1e-3 * module._LOOK_S
+    assert len(calls) >= 5 and 5 < max(calls) < 100, calls
