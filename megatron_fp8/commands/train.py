@@ -120,8 +120,11 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     except BrokenPipeError:
         return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except (ValueError, RuntimeError, OSError) as error:
-        code = exit_code(error)
-        return refuse(in_words_of_the_run(error), debug=debug, tell=launch.meeting.tell, code=code)
+        from ..train.lost import lost_before_training
+
+        lost = lost_before_training(error)
+        code = EXIT_FAILED if lost else exit_code(error)
+        return refuse(lost or in_words_of_the_run(error), debug=debug, tell=launch.meeting.tell, code=code)
     from ..mcore.checkpoint.saver import SaveError
     from ..train.checkpoints import checkpoint_before
     from ..train.failure import TrainingFailed

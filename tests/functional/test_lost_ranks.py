@@ -189,3 +189,20 @@ def test_a_rank_that_stays_stopped_ends_the_others_when_a_collective_gives_up(fo
         "rank 0 does not answer: it is stopped, dead or cut off. --resume=auto starts from the beginning"
         in line
     )
+
+
+def test_a_rank_that_is_stopped_before_the_first_step(folder, config, forking_python):
+    """Gloo's own words were all that was said, and the exit code was that of bad input."""
+    options = [
+        f"--config={config}",
+        f"--run_dir={folder / 'runs' / 'early'}",
+        "--train.distributed_timeout_minutes=1",
+    ]
+    with Ranks(folder / "early", forking_python, {"early": True, "minute": 8}, *options, *MORE) as ranks:
+        assert ranks.wait(0) == 1, ranks.said
+        said = ranks.said[0]
+    (line,) = re.findall("^error: .*$", said, re.M)
+    assert (
+        line.startswith("error: before the first step other ranks did not come in time (")
+        and "Traceback" not in said
+    )

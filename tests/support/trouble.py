@@ -11,6 +11,7 @@ python tests/support/trouble.py '{"clock": true, "slow": 0.1, "hangs": 16, "stop
     stops      in this one the last rank is stopped (SIGSTOP) until rank 0 says so
     dies       in this iteration the last rank is killed: SIGKILL
     leaves     [rank, iteration]: this rank is stopped for good
+    early      the last rank is stopped for good before the first iteration, when it opens its data
     minute     seconds that a minute of train.distributed_timeout_minutes has
 """
 
@@ -123,6 +124,7 @@ def troubled(arguments):
     from megatron.core import parallel_state
 
     from megatron_fp8.train import pace
+    from megatron_fp8.train.data import datasets
     from megatron_fp8.train.launch import parallel
     from megatron_fp8.train.loop import Trainer
 
@@ -138,6 +140,8 @@ def troubled(arguments):
 
     Trainer._timed_step = timed_step
     hang_inside(TOLD.get("inside", {}))
+    if TOLD.get("early") and RANK == LAST:
+        datasets.build_datasets = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     minutes = lambda minutes: timedelta(seconds=minute * minutes)  # noqa: E731
     with short(parallel, timedelta=minutes), short(parallel_state, timedelta=minutes):
         return main(arguments)
