@@ -180,6 +180,16 @@ def _differences_from(
     return {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
 
 
+def _short() -> dict[str, int]:
+    """Options of an iteration of one microbatch of few tokens; the batch is the same in every layout."""
+    from megatron.core import parallel_state
+
+    return {
+        "sequence": 64,
+        "micro_batch": OPTIONS["global_batch"] // parallel_state.get_data_parallel_world_size(),
+    }
+
+
 def trains_and_saves(
     layout: Layout,
     recipe: str | None,
@@ -190,7 +200,7 @@ def trains_and_saves(
 ) -> list[tuple[float, float]]:
     """A rank case: two iterations, a checkpoint, and what the ``then`` next ones are."""
     with model_parallel(layout):
-        training = Training(layout, recipe, fields, ddp, seed=7, sequence=64)
+        training = Training(layout, recipe, fields, ddp, seed=7, **_short())
         training.steps(2)
         training.save(folder)
         return training.steps(then)
@@ -207,7 +217,7 @@ def loads_and_saves(
 ) -> tuple[list[str], list[tuple[float, float]]]:
     """A rank case: loads into another model, saves that as it is; (notes, what the ``then`` next iterations are)."""
     with model_parallel(layout, seed=99):
-        training = Training(layout, recipe, fields, ddp, seed=8, sequence=64)
+        training = Training(layout, recipe, fields, ddp, seed=8, **_short())
         notes = training.load(Path(source))
         training.save(target)
         return notes, training.steps(then)
