@@ -25,7 +25,7 @@ from ...files.shipped import find_config
 from ...mcore.config.fields import KNOWN
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import FP8_FORMATS, OWN_RULES
-from .config_file import by_dotted_key, read_config
+from .config_file import by_dotted_key, read_config, text_without
 from .field_rules import RULES, check_rules
 from .model_section import NAMES, ModelSection, settle_precision
 from .paths import check_config_file, check_paths
@@ -111,9 +111,12 @@ def parse(arguments: list[str]) -> RunConfig:
             content = read_config(value, SECTIONS)
             for key in _keys(content):
                 _check_key(key, f"{value}: ", in_file=True)
-            given.update(
-                {key: (item, f"{value}: ") for key, item in by_dotted_key(content, SECTIONS).items()}
-            )
+            items = by_dotted_key(content, SECTIONS)
+            idle = {key for key in items.keys() - given.keys() if _is_default(key, items[key])}
+            # A run's own file has every key: most say nothing, and each takes the parser a look at all that there are.
+            if 2 * len(idle) > len(items) and (text := text_without(value, content, idle)):
+                arguments = [f"--config={text}" if one == f"--config={value}" else one for one in arguments]
+            given.update({key: (item, f"{value}: ") for key, item in items.items()})
         elif name not in _NOT_IN_FILES:
             _check_key(name, "--")
             given[name] = (value, "")
@@ -137,6 +140,28 @@ def parse(arguments: list[str]) -> RunConfig:
     check_telemetry(run.telemetry)
     check_rewinds(run.train, run.checkpoint, run.telemetry, run.model.fp8_guard)
     return run
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """The sections' keys that are scalars by default; not what a file makes a float and Megatron-Core has as `100`."""
+    floats = {
+        f"{name}.{item.name}"
+        for name, kind in SECTIONS.items()
+        for item in dataclasses.fields(kind)
+        if "float" in str(item.type)
+    }
+    return {
+        key: value
+        for key, value in by_dotted_key(RunConfig().to_dict(), SECTIONS).items()
+        if "." in key
+        and (value is None or isinstance(value, (bool, int, float, str)))
+        and not (type(value) is int and key in floats)
+    }
+
+
+def _is_default(key: str, value: Any) -> bool:
+    return key in _defaults() and repr(value) == repr(_defaults()[key])  # -0.0 is not 0.0, nor is 1
 
 
 def _typed(arguments: list[str], given: dict[str, tuple[Any, str]]) -> dict[str, Any]:
