@@ -23,7 +23,7 @@ def training(machine: Machine, name: str) -> str:
     supported(machine, name)
     if not machine.dry:
         be_deterministic()
-    steps = 3 if machine.dry else 12
+    steps = 2 if machine.dry else 12
 
     def losses(backend: str) -> list[float]:
         run = Training(DRY if machine.dry else TINY, name, backend)

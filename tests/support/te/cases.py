@@ -7,6 +7,7 @@ python -m tests.support.te.cases apex
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -57,16 +58,25 @@ def build(config: Any) -> Any:
         config, spec=get_gpt_layer_fp8_spec, sequence=SHORT["sequence"], vocab=SHORT["vocab"]
     )
     if any(name.endswith("layer_norm_weight") for name, _ in chunk.named_parameters()):
-        (source,) = build_chunks(
-            config_of("emulated", "tensorwise", normalization=config.normalization,
-                      add_bias_linear=config.add_bias_linear, gated_linear_unit=config.gated_linear_unit),
-            spec=get_gpt_layer_fp8_spec, sequence=SHORT["sequence"], vocab=SHORT["vocab"],
-        )  # fmt: skip
-        values = {te_name(name): value for name, value in source.named_parameters()}
+        values = emulated_weights(config.normalization, config.add_bias_linear, config.gated_linear_unit)
         with torch.no_grad():
             for name, parameter in chunk.named_parameters():
                 parameter.copy_(values[name])
     return chunk
+
+
+@functools.cache
+def emulated_weights(normalization: str, bias: bool, gated: bool) -> dict[str, torch.Tensor]:
+    """By Transformer Engine's names, what the emulated backend's model of this kind begins with."""
+    from benchmarks.support.gpt import build_chunks
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+
+    (source,) = build_chunks(
+        config_of("emulated", "tensorwise", normalization=normalization, add_bias_linear=bias,
+                  gated_linear_unit=gated),
+        spec=get_gpt_layer_fp8_spec, sequence=SHORT["sequence"], vocab=SHORT["vocab"],
+    )  # fmt: skip
+    return {te_name(name): value.detach().clone() for name, value in source.named_parameters()}
 
 
 def te_name(name: str) -> str:
