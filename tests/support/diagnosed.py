@@ -40,7 +40,7 @@ def diagnosed(
     wrong: tuple[str, str, float] | None = None,
     budget: int = 160,
 ) -> dict[str, Any]:
-    """The diagnosis of an untrained model as plain values; ``wrong``: (site, GEMM, factor)."""
+    """The diagnosis of an untrained model as plain values, its worst site in parts; ``wrong``: (site, GEMM, factor)."""
     from megatron_fp8.mcore.sites import check_plan, state_of
     from megatron_fp8.telemetry.attribution import Limits
     from megatron_fp8.telemetry.diagnosis import diagnose_subject
@@ -66,7 +66,7 @@ def diagnosed(
         queued = len(torch.cuda._queued_calls)
         again = AssertionError("every rank has looked at this plan already")
         with subject.unrecorded(), mock.patch("megatron_fp8.mcore.iteration.check_plan", side_effect=again):
-            found = diagnose_subject(subject, 0.9, budget, None, Limits(), lambda _: None)
+            found = diagnose_subject(subject, 0.9, budget, None, Limits(refined=1), lambda _: None)
         assert len(torch.cuda._queued_calls) == queued, "each pass leaves calls for a GPU that may yet come"
         arenas = state_of(config).arenas
         same = all(torch.equal(a, b.rows[:, : a.shape[1]]) for a, b in zip(rows, arenas, strict=True))
