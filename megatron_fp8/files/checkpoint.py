@@ -194,7 +194,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """
     pointer = folder / LATEST
     try:
-        name = read_ordinary(pointer, 4096).decode("utf-8").strip()
+        name = read_ordinary(pointer, 4096).decode("utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         complete = complete_checkpoints(folder)
         return complete[-1] if complete else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 _DEEPEST = 64
@@ -13,7 +14,8 @@ def load_json(content: bytes, *, finite: bool = False) -> Any:
     """What the bytes say.
 
     Args:
-        finite: NaN, Infinity and -Infinity, which Python writes and JSON has not, are refused.
+        finite: NaN, Infinity and -Infinity, which Python writes and JSON has not, are refused, and so is 1e400, which it
+            would read as infinity.
 
     Raises ValueError, in one line: it is no JSON, no UTF-8, a key stands twice, or it has more than 64 levels.
     """
@@ -22,7 +24,12 @@ def load_json(content: bytes, *, finite: bool = False) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} of it is no UTF-8") from error
     try:
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_refused if finite else None)
+        found = json.loads(
+            text,
+            object_pairs_hook=_once,
+            parse_constant=_refused if finite else None,
+            parse_float=_finite if finite else None,
+        )
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
     _check_depth(found)
@@ -43,6 +50,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refused(constant: str) -> Any:
     raise ValueError(f"{constant} is no number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return _refused(digits) if math.isinf(number) else number
 
 
 def _check_depth(content: Any) -> None:

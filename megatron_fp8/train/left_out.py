@@ -10,6 +10,7 @@ leaves them out too; checkpoints that are saved later hold them in their manifes
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,18 +40,28 @@ def read(folder: Path) -> list[dict[str, Any]]:
     path = folder / FILE
     try:
         found = load_json(read_ordinary(path, _LARGEST))
-        ranges = ranges_of(found)
+        _check(found)
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} is no list of samples to leave out ({error}): bring it back, or remove it to read them all."
         ) from error
-    if any(not 0 <= first < last for first, last in ranges):
-        raise ValueError(
-            f"{str(path)!r} has a range that is none: bring it back, or remove it to read them all."
-        )
     return list(found)
+
+
+def _check(records: Any) -> None:
+    """ValueError unless these are records whose ranges lie one beside the other: one counted twice moves all samples."""
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise ValueError("it holds something else than a list of objects")
+    for record in records:
+        first, last = record.get("first"), record.get("last")
+        if type(first) is not int or type(last) is not int or not 0 <= first < last:
+            raise ValueError(f"no range of samples is from first={first!r} to before last={last!r}")
+    ranges = sorted(ranges_of(records))
+    for (_, end), (first, last) in itertools.pairwise(ranges):
+        if first < end:
+            raise ValueError(f"samples {first} to {min(end, last) - 1} are in it twice")
 
 
 def write(folder: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -60,4 +71,4 @@ def write(folder: Path, records: Sequence[dict[str, Any]]) -> None:
 
 def ranges_of(records: Iterable[dict[str, Any]]) -> list[Range]:
     """Their ranges alone."""
-    return [(int(record["first"]), int(record["last"])) for record in records]
+    return [(record["first"], record["last"]) for record in records]

@@ -98,7 +98,15 @@ def build_datasets(
         eod_mask_loss=False,
         create_attention_mask=False,  # the attention is causal by itself
     )
-    built = BlendedMegatronDatasetBuilder(CorpusDataset, sizes, lambda: True, config).build()
+    try:
+        built = BlendedMegatronDatasetBuilder(CorpusDataset, sizes, lambda: True, config).build()
+    except Exception as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise ValueError(  # Megatron-Core speaks of an option of its own
+            f"data.cache_dir={str(kept.parent)!r}: the indices of samples cannot be written ({error.__cause__}): make"
+            " room there, or give another folder with --data.cache_dir."
+        ) from error
     wait_for_all()  # the others open the files after rank 0 has written them
     on_first_rank(lambda: keep_indices(folder, kept / name))
     return built

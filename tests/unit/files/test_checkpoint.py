@@ -132,6 +132,12 @@ def test_a_pointer_that_is_no_ordinary_file_is_not_read(saved, kind):
         files.find_checkpoint(saved.parent)
 
 
+def test_a_pointer_that_is_no_text_names_nothing(saved):
+    (saved.parent / "latest").write_bytes(b"\xd2\xff")
+    with pytest.warns(UserWarning, match=f"which is not there: {saved.name} is taken"):
+        assert files.latest_checkpoint(saved.parent) == saved
+
+
 def test_an_unreadable_pointer_or_path_is_named(saved):
     (saved.parent / "latest").unlink()
     (saved.parent / "latest").mkdir()

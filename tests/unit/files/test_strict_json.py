@@ -41,7 +41,7 @@ def test_what_it_refuses_in_one_line(content, said):
     assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400"])
 def test_what_json_has_not(constant):
     with pytest.raises(ValueError, match=f"{constant} is no number"):
         load_json(f'{{"a": {constant}}}'.encode(), finite=True)

@@ -32,7 +32,12 @@ def test_what_is_written_is_read(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{}x", "[1]", '[{"first": 4}]', '[{"first": 8, "last": 8}]', '[{"first": -1, "last": 3}]', "[" * 99_999],
+    [
+        "", "{}", '""', "{}x", "[1]", "[[0, 9]]", '[{"first": 4}]', '[{"first": 8, "last": 8}]',
+        '[{"first": -1, "last": 3}]', '[{"first": 0, "last": 1e400}]', '[{"first": 0.9, "last": 2.7}]',
+        '[{"first": false, "last": true}]', '[{"first": 0, "last": "9"}]', "[" * 99_999,
+        '[{"first": 0, "last": 9}, {"first": 0, "last": 9}]', '[{"first": 5, "last": 9}, {"first": 0, "last": 6}]',
+    ],
 )  # fmt: skip
 def test_a_file_that_says_something_else_is_named(tmp_path, content):
     (tmp_path / left_out.FILE).write_text(content)

@@ -163,6 +163,18 @@ def test_an_index_is_built_once_and_kept_whole(build, tmp_path):
     assert tokens_of(build(tmp_path / "same", seed=3)) == set(range(6))
 
 
+def test_a_disk_without_room_for_indices_is_named(build, tmp_path, monkeypatch):
+    def full(self):
+        raise Exception("supply a directory by path_to_cache") from OSError("102368 of 357810 written")
+
+    monkeypatch.setattr(data.BlendedMegatronDatasetBuilder, "build", full)
+    write(tmp_path / "same", 6)
+    with pytest.raises(
+        ValueError, match=r"data\.cache_dir='.*cache'.* \(102368 of 357810 written\): make room"
+    ):
+        build(tmp_path / "same")
+
+
 class _Touches:
     """Pickled, it makes a file where it is unpickled."""
 
