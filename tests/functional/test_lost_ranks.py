@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from tests.support.slurm_cluster import free_ports
 pytestmark = pytest.mark.timeout(600)
 
 TROUBLE = str(ROOT / "tests" / "support" / "trouble.py")
-ITERATIONS = 12
+ITERATIONS = 20
 # One layer in BF16, one in FP8: what ranks say of each other does not depend on more.
 SMALL = [
     "--model.num_layers=2",
@@ -34,8 +33,8 @@ SLURM = {"SLURM_JOB_START_TIME": str(time.time()), "SLURM_JOB_END_TIME": str(tim
 class Ranks:
     """The ranks of a run, without torchrun: rank 0 keeps the store. `said[rank]` is what each wrote, once all ended."""
 
-    def __init__(self, folder, python, told, *arguments, count=2, port=None, **variables):
-        port = port or free_ports(1)[0]
+    def __init__(self, folder, python, told, *arguments, count=2, **variables):
+        (port,) = free_ports(1)
         folder.mkdir(parents=True)
         self.logs = [folder / f"{rank}.log" for rank in range(count)]
         self.processes = []
@@ -72,7 +71,7 @@ def metrics(folder):
 @pytest.fixture(scope="module")
 def troubled(folder, config, forking_python):
     """A run with every trouble that it outlives: its folder, and what its ranks said."""
-    told = {"clock": True, "slow": 0.6, "hangs": 10, "compiles": 11, "stops": 12}
+    told = {"clock": True, "slow": 0.5, "hangs": 16, "compiles": 18, "stops": 20}
     out = folder / "runs" / "troubled"
     options = [f"--config={config}", f"--run_dir={out}", "--train.watchdog=1", *MORE]
     with Ranks(folder / "troubled", forking_python, told, *options, **SLURM) as ranks:
@@ -80,34 +79,13 @@ def troubled(folder, config, forking_python):
         return out, ranks.said
 
 
-ASIDE: dict[str, tuple[dict, list[str]]] = {
-    "whole": ({}, ["--train.watchdog=0"]),
-    "killed": ({"dies": 4}, ["--checkpoint.save_interval=2"]),
-    "stopped": (
-        {"leaves": [0, 5], "minute": 8},
-        ["--train.watchdog=1", "--train.distributed_timeout_minutes=1"],
-    ),
-    "early": ({"early": True, "minute": 8}, ["--train.distributed_timeout_minutes=1"]),
-}
-"""What ranks are told, and options, of runs that train or wait side by side."""
-
-
-@pytest.fixture(scope="module")
-def aside(folder, config, forking_python):
-    with ExitStack() as stack:
-        running = {}
-        for (name, (told, options)), port in zip(ASIDE.items(), free_ports(len(ASIDE)), strict=True):
-            options = [f"--config={config}", f"--run_dir={folder / 'runs' / name}", *options, *MORE]
-            ranks = Ranks(folder / name, forking_python, told, *options, port=port)
-            running[name] = stack.enter_context(ranks)
-        yield running
-
-
-def test_what_ranks_outlive_changes_no_bit(troubled, aside, folder):
+def test_what_ranks_outlive_changes_no_bit(troubled, folder, config, forking_python):
     """A clock that jumps neither: the job's time limit is an hour away, and the clock jumps by weeks."""
-    whole, ranks = folder / "runs" / "whole", aside["whole"]
-    assert [ranks.wait(0), ranks.wait(1)] == [0, 0], ranks.said
-    assert "waiting" not in "".join(ranks.said) and not (whole / "stacks").exists()
+    whole = folder / "runs" / "whole"
+    options = [f"--config={config}", f"--run_dir={whole}", "--train.watchdog=0", *MORE]
+    with Ranks(folder / "whole", forking_python, {}, *options) as ranks:
+        assert [ranks.wait(0), ranks.wait(1)] == [0, 0], ranks.said
+        assert "waiting" not in "".join(ranks.said) and not (whole / "stacks").exists()
     assert len(metrics(whole)) == ITERATIONS and metrics(whole) == metrics(troubled[0])
 
 
@@ -123,16 +101,16 @@ def test_a_slow_rank_is_named_with_its_delay(troubled):
 def test_a_rank_that_hangs_is_named_and_where_it_is(troubled):
     out, (said, other) = troubled
     line = re.search(
-        r"^waiting     iteration 10 takes .*: rank 1 works in iteration 10: \S*trouble\.py:\d+ \(read_slowly\);"
-        r" rank 0 waits in iteration 10: .* Stacks: (.*)$",
+        r"^waiting     iteration 16 takes .*: rank 1 works in iteration 16: \S*trouble\.py:\d+ \(read_slowly\);"
+        r" rank 0 waits in iteration 16: .* Stacks: (.*)$",
         said,
         re.M,
     )
     assert line, said
-    assert "waiting     iteration 10" not in other
-    assert re.search(r"^iteration 10 went on after \d+ s$", said, re.M), said
+    assert "waiting     iteration 16" not in other
+    assert re.search(r"^iteration 16 went on after \d+ s$", said, re.M), said
     folder = Path(line[1])
-    assert folder in set((out / "stacks").glob("*/iteration-10-step-*"))
+    assert folder in set((out / "stacks").glob("*/iteration-16-step-*"))
     records = [json.loads((folder / f"rank-{rank}.txt").read_text().partition("\n")[0]) for rank in range(2)]
     assert [record["kind"] for record in records] == ["waits", "elsewhere"]
     stacks = (folder / "rank-1.txt").read_text()
@@ -141,13 +119,13 @@ def test_a_rank_that_hangs_is_named_and_where_it_is(troubled):
 
 def test_a_rank_that_compiles_is_waited_for_in_silence(troubled):
     out, said = troubled
-    assert list((out / "stacks").glob("*/iteration-11-*")) and "iteration 11 takes" not in "".join(said)
+    assert list((out / "stacks").glob("*/iteration-18-*")) and "iteration 18 takes" not in "".join(said)
 
 
 def test_a_rank_that_was_stopped_says_so(troubled):
     said, other = troubled[1]
     assert re.search(
-        r"^waiting     iteration 12 takes .*: rank 1 does not answer: it is stopped, dead or", said, re.M
+        r"^waiting     iteration 20 takes .*: rank 1 does not answer: it is stopped, dead or", said, re.M
     )
     assert re.search(r"^warning: rank 1 on \S+ stood still for \d+ s: it was stopped", other, re.M), other
 
@@ -156,12 +134,12 @@ def test_four_ranks_of_two_stages_name_the_one_that_hangs_and_the_one_that_is_sl
     folder, config, forking_python
 ):
     """Here waiting is normal: for the other stage's messages, for tensor parallel ranks, in a validation, in a save."""
-    told = {"slow": 0.6, "inside": {"validation": 10, "forward": 11, "save": 12}}
+    told = {"slow": 0.5, "inside": {"forward": 15, "validation": 16, "save": 20}}
     layout = ["--model.tensor_model_parallel_size=2", "--model.pipeline_model_parallel_size=2"]
     phases = [
         "--train.eval_iters=1",
-        "--train.eval_interval=2",
-        "--checkpoint.save_interval=3",
+        "--train.eval_interval=4",
+        "--checkpoint.save_interval=5",
         "--train.watchdog=1",
     ]
     out = f"--run_dir={folder / 'runs' / 'four'}"
@@ -169,7 +147,7 @@ def test_four_ranks_of_two_stages_name_the_one_that_hangs_and_the_one_that_is_sl
     with Ranks(folder / "four", forking_python, told, *options, count=4) as ranks:
         assert [ranks.wait(rank) for rank in range(4)] == [0] * 4, ranks.said
         said = ranks.said
-    for words in (r"iteration 10 \(validation\)", "iteration 11", r"iteration 12 \(save\)"):
+    for words in ("iteration 15", r"iteration 16 \(validation\)", r"iteration 20 \(save\)"):
         (line, *_) = re.findall(f"^waiting     {words} takes .*rank 3 works.*$", said[0], re.M)
         assert re.search(rf": rank 3 works in {words}: \S*trouble\.py:\d+ \(read_slowly\); ", line), line
         assert all(re.search(rf"\b{rank}\b[^;:]* waits? in {words}: ", line) for rank in range(3)), line
@@ -177,22 +155,32 @@ def test_four_ranks_of_two_stages_name_the_one_that_hangs_and_the_one_that_is_sl
     assert "or its pipeline stage has more to do than others" in said[3]
 
 
-def test_a_rank_that_is_killed_ends_the_others_with_1_and_a_line(aside, folder):
-    out, ranks = folder / "runs" / "killed", aside["killed"]
-    assert (ranks.wait(1), ranks.wait(0)) == (-signal.SIGKILL, 1), ranks.said
-    said = ranks.said[0]
+def test_a_rank_that_is_killed_ends_the_others_with_1_and_a_line(folder, config, forking_python):
+    out = folder / "runs" / "killed"
+    options = [f"--config={config}", f"--run_dir={out}", "--checkpoint.save_interval=2", *MORE]
+    with Ranks(folder / "killed", forking_python, {"dies": 4}, *options) as ranks:
+        assert (ranks.wait(1), ranks.wait(0)) == (-signal.SIGKILL, 1), ranks.said
+        said = ranks.said[0]
     assert "Traceback" not in said
     (line,) = re.findall("^error: .*$", said, re.M)
     assert "training failed: iteration 4: the connection to another rank was lost (" in line
     assert line.endswith(f"--resume=auto goes on from {out / 'checkpoints' / 'iter_0000002'}.")
 
 
-def test_a_rank_that_stays_stopped_ends_the_others_when_a_collective_gives_up(aside):
+def test_a_rank_that_stays_stopped_ends_the_others_when_a_collective_gives_up(folder, config, forking_python):
     """Rank 0, which keeps the store where ranks would tell each other of a failure."""
-    ranks = aside["stopped"]
-    assert ranks.wait(1) == 1, ranks.said
-    said = ranks.said[1]
-    assert ranks.processes[0].poll() is None
+    out = folder / "runs" / "stopped"
+    options = [
+        f"--config={config}",
+        f"--run_dir={out}",
+        "--train.watchdog=1",
+        "--train.distributed_timeout_minutes=1",
+    ]
+    told = {"leaves": [0, 5], "minute": 8}
+    with Ranks(folder / "stopped", forking_python, told, *options, *MORE) as ranks:
+        assert ranks.wait(1) == 1, ranks.said
+        said = ranks.said[1]
+        assert ranks.processes[0].poll() is None
     assert "Traceback" not in said
     assert re.search(r"^waiting     iteration 5 takes .*: rank 0 does not answer", said, re.M), said
     (line,) = re.findall("^error: .*$", said, re.M)
@@ -203,11 +191,16 @@ def test_a_rank_that_stays_stopped_ends_the_others_when_a_collective_gives_up(as
     )
 
 
-def test_a_rank_that_is_stopped_before_the_first_step(aside):
+def test_a_rank_that_is_stopped_before_the_first_step(folder, config, forking_python):
     """Gloo's own words were all that was said, and the exit code was that of bad input."""
-    ranks = aside["early"]
-    assert ranks.wait(0) == 1, ranks.said
-    said = ranks.said[0]
+    options = [
+        f"--config={config}",
+        f"--run_dir={folder / 'runs' / 'early'}",
+        "--train.distributed_timeout_minutes=1",
+    ]
+    with Ranks(folder / "early", forking_python, {"early": True, "minute": 8}, *options, *MORE) as ranks:
+        assert ranks.wait(0) == 1, ranks.said
+        said = ranks.said[0]
     (line,) = re.findall("^error: .*$", said, re.M)
     assert (
         line.startswith("error: before the first step other ranks did not come in time (")

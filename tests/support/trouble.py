@@ -1,12 +1,12 @@
 """Runs `megatron-fp8 train` as the command does, with trouble of time and ranks: a child process of the tests.
 
-python tests/support/trouble.py '{"clock": true, "slow": 0.6, "hangs": 10, "stops": 12}' train ...
+python tests/support/trouble.py '{"clock": true, "slow": 0.1, "hangs": 16, "stops": 20}' train ...
 
     clock      the time of day jumps by days, back and forth, before every iteration
-    slow       the last rank sleeps so many seconds in each of iterations 4 to 9
+    slow       the last rank sleeps so many seconds in each of the first 14 iterations
     log        the file that rank 0 writes to
     hangs      in this iteration the last rank sleeps until rank 0 says so, in a function named `read_slowly`
-    inside     {"validation": 10, "forward": 11, "save": 12}: in the same way, in these parts of these iterations
+    inside     {"forward": 15, "validation": 16, "save": 20}: in the same way, in these parts of these iterations
     compiles   in this one until rank 0 has noticed, and a little longer, in what looks like torch's compiler
     stops      in this one the last rank is stopped (SIGSTOP) until rank 0 says so
     dies       in this iteration the last rank is killed: SIGKILL
@@ -37,7 +37,7 @@ RANK, LAST = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", 
 NOW = [0]
 """The iteration."""
 RUN_DIR = next(Path(word.partition("=")[2]) for word in sys.argv if word.startswith("--run_dir="))
-SAID_S, SILENT_S = 120, 3.0
+SAID_S, SILENT_S = 120, 4.0
 """How long rank 0 may take to say something; after it wrote its stacks: until it would have."""
 
 
@@ -84,8 +84,7 @@ def trouble(iteration):
         os.kill(os.getpid(), signal.SIGSTOP)
     if RANK != LAST:
         return
-    # The first three tell how long an iteration takes; then come three comparisons, of two iterations each.
-    time.sleep(TOLD.get("slow", 0) if 4 <= iteration <= 9 else 0)
+    time.sleep(TOLD.get("slow", 0) if iteration <= 14 else 0)
     for name, act in {"hangs": read_slowly, "compiles": compile_slowly, "stops": stop, "dies": die}.items():
         if TOLD.get(name) == iteration:
             act(iteration)
@@ -129,7 +128,7 @@ def troubled(arguments):
     from megatron_fp8.train.launch import parallel
     from megatron_fp8.train.loop import Trainer
 
-    pace.WINDOW_S, pace.WINDOW_ITERATIONS = 1.0, 2
+    pace.WINDOW_S, pace.WINDOW_ITERATIONS = 1.0, 4
     minute = TOLD.get("minute", 60)
     short = mock.patch.multiple  # both make their groups' timeouts of minutes
     step = Trainer._timed_step
