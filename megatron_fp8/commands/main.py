@@ -62,7 +62,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code: 0 done, 1 failed or output was lost, 2 bad input, 130 interrupted by Ctrl-C."""
-    output = Output()
+    output, code = Output(), 0
     try:
         with output.guarded():
             code = _run(sys.argv[1:] if arguments is None else arguments)
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise
     except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code  # a failure stays one if its last words find no reader
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130  # as shells number it

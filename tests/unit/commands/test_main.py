@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -25,6 +26,20 @@ def test_a_reader_that_leaves_is_no_failure():
         process.stdout.close()
         complaint = process.stderr.read()
     assert (process.returncode, complaint) == (0, "")
+
+
+def test_a_failure_whose_last_words_find_no_reader_is_one():
+    """They wait in a buffer, which is written when the command has ended."""
+    code = (
+        "import sys; from megatron_fp8.commands import main as app;"
+        " app._run = lambda words: print('last words') or 1; sys.exit(app.main([]))"
+    )
+    root, buffered = Path(__file__).parents[3], {**os.environ, "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, env=buffered) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+    assert process.returncode == 1
 
 
 def test_a_reader_that_leaves_a_list_of_keys_is_no_bad_input():
