@@ -18,15 +18,8 @@ from tests.support.slurm_cluster import free_ports
 pytestmark = pytest.mark.timeout(600)
 
 TROUBLE = str(ROOT / "tests" / "support" / "trouble.py")
-ITERATIONS = 20
-# One layer in BF16, one in FP8: what ranks say of each other does not depend on more.
-SMALL = [
-    "--model.num_layers=2",
-    "--model.num_layers_at_start_in_bf16=1",
-    "--model.num_layers_at_end_in_bf16=0",
-    f"--train.train_iters={ITERATIONS}",
-]
-MORE = [*SMALL, "--train.eval_iters=0"]
+ITERATIONS = 26
+MORE = [f"--train.train_iters={ITERATIONS}", "--train.eval_iters=0"]
 SLURM = {"SLURM_JOB_START_TIME": str(time.time()), "SLURM_JOB_END_TIME": str(time.time() + 3600)}
 
 
@@ -71,7 +64,7 @@ def metrics(folder):
 @pytest.fixture(scope="module")
 def troubled(folder, config, forking_python):
     """A run with every trouble that it outlives: its folder, and what its ranks said."""
-    told = {"clock": True, "slow": 0.5, "hangs": 16, "compiles": 18, "stops": 20}
+    told = {"clock": True, "slow": 0.5, "hangs": 22, "compiles": 24, "stops": 26}
     out = folder / "runs" / "troubled"
     options = [f"--config={config}", f"--run_dir={out}", "--train.watchdog=1", *MORE]
     with Ranks(folder / "troubled", forking_python, told, *options, **SLURM) as ranks:
@@ -101,16 +94,16 @@ def test_a_slow_rank_is_named_with_its_delay(troubled):
 def test_a_rank_that_hangs_is_named_and_where_it_is(troubled):
     out, (said, other) = troubled
     line = re.search(
-        r"^waiting     iteration 16 takes .*: rank 1 works in iteration 16: \S*trouble\.py:\d+ \(read_slowly\);"
-        r" rank 0 waits in iteration 16: .* Stacks: (.*)$",
+        r"^waiting     iteration 22 takes .*: rank 1 works in iteration 22: \S*trouble\.py:\d+ \(read_slowly\);"
+        r" rank 0 waits in iteration 22: .* Stacks: (.*)$",
         said,
         re.M,
     )
     assert line, said
-    assert "waiting     iteration 16" not in other
-    assert re.search(r"^iteration 16 went on after \d+ s$", said, re.M), said
+    assert "waiting     iteration 22" not in other
+    assert re.search(r"^iteration 22 went on after \d+ s$", said, re.M), said
     folder = Path(line[1])
-    assert folder in set((out / "stacks").glob("*/iteration-16-step-*"))
+    assert folder in set((out / "stacks").glob("*/iteration-22-step-*"))
     records = [json.loads((folder / f"rank-{rank}.txt").read_text().partition("\n")[0]) for rank in range(2)]
     assert [record["kind"] for record in records] == ["waits", "elsewhere"]
     stacks = (folder / "rank-1.txt").read_text()
@@ -119,13 +112,13 @@ def test_a_rank_that_hangs_is_named_and_where_it_is(troubled):
 
 def test_a_rank_that_compiles_is_waited_for_in_silence(troubled):
     out, said = troubled
-    assert list((out / "stacks").glob("*/iteration-18-*")) and "iteration 18 takes" not in "".join(said)
+    assert list((out / "stacks").glob("*/iteration-24-*")) and "iteration 24 takes" not in "".join(said)
 
 
 def test_a_rank_that_was_stopped_says_so(troubled):
     said, other = troubled[1]
     assert re.search(
-        r"^waiting     iteration 20 takes .*: rank 1 does not answer: it is stopped, dead or", said, re.M
+        r"^waiting     iteration 26 takes .*: rank 1 does not answer: it is stopped, dead or", said, re.M
     )
     assert re.search(r"^warning: rank 1 on \S+ stood still for \d+ s: it was stopped", other, re.M), other
 
@@ -134,20 +127,20 @@ def test_four_ranks_of_two_stages_name_the_one_that_hangs_and_the_one_that_is_sl
     folder, config, forking_python
 ):
     """Here waiting is normal: for the other stage's messages, for tensor parallel ranks, in a validation, in a save."""
-    told = {"slow": 0.5, "inside": {"forward": 15, "validation": 16, "save": 20}}
+    told = {"slow": 0.5, "inside": {"forward": 22, "validation": 24, "save": 26}}
     layout = ["--model.tensor_model_parallel_size=2", "--model.pipeline_model_parallel_size=2"]
     phases = [
         "--train.eval_iters=1",
         "--train.eval_interval=4",
-        "--checkpoint.save_interval=5",
+        "--checkpoint.save_interval=6",
         "--train.watchdog=1",
     ]
     out = f"--run_dir={folder / 'runs' / 'four'}"
-    options = [f"--config={config}", out, *SMALL, *layout, *phases]
+    options = [f"--config={config}", f"--train.train_iters={ITERATIONS}", out, *layout, *phases]
     with Ranks(folder / "four", forking_python, told, *options, count=4) as ranks:
         assert [ranks.wait(rank) for rank in range(4)] == [0] * 4, ranks.said
         said = ranks.said
-    for words in ("iteration 15", r"iteration 16 \(validation\)", r"iteration 20 \(save\)"):
+    for words in ("iteration 22", r"iteration 24 \(validation\)", r"iteration 26 \(save\)"):
         (line, *_) = re.findall(f"^waiting     {words} takes .*rank 3 works.*$", said[0], re.M)
         assert re.search(rf": rank 3 works in {words}: \S*trouble\.py:\d+ \(read_slowly\); ", line), line
         assert all(re.search(rf"\b{rank}\b[^;:]* waits? in {words}: ", line) for rank in range(3)), line

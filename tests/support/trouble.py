@@ -1,12 +1,12 @@
 """Runs `megatron-fp8 train` as the command does, with trouble of time and ranks: a child process of the tests.
 
-python tests/support/trouble.py '{"clock": true, "slow": 0.1, "hangs": 16, "stops": 20}' train ...
+python tests/support/trouble.py '{"clock": true, "slow": 0.1, "hangs": 30, "stops": 36}' train ...
 
     clock      the time of day jumps by days, back and forth, before every iteration
-    slow       the last rank sleeps so many seconds in each of the first 14 iterations
+    slow       the last rank sleeps so many seconds in each of the first 20 iterations
     log        the file that rank 0 writes to
     hangs      in this iteration the last rank sleeps until rank 0 says so, in a function named `read_slowly`
-    inside     {"forward": 15, "validation": 16, "save": 20}: in the same way, in these parts of these iterations
+    inside     {"forward": 22, "validation": 24, "save": 26}: in the same way, in these parts of these iterations
     compiles   in this one until rank 0 has noticed, and a little longer, in what looks like torch's compiler
     stops      in this one the last rank is stopped (SIGSTOP) until rank 0 says so
     dies       in this iteration the last rank is killed: SIGKILL
@@ -84,7 +84,7 @@ def trouble(iteration):
         os.kill(os.getpid(), signal.SIGSTOP)
     if RANK != LAST:
         return
-    time.sleep(TOLD.get("slow", 0) if iteration <= 14 else 0)
+    time.sleep(TOLD.get("slow", 0) if iteration <= 20 else 0)
     for name, act in {"hangs": read_slowly, "compiles": compile_slowly, "stops": stop, "dies": die}.items():
         if TOLD.get(name) == iteration:
             act(iteration)
