@@ -70,7 +70,8 @@ def matmul(
         a: bfloat16, contiguous, 1 to MOST rows.
         codes: float8, b's, contiguous and not empty; NaN codes give NaN.
         exponents: uint8 [block rows, block cols], contiguous: b is codes times 2^(exponent - 127), numbers that bfloat16
-            holds and no NaN or Inf. None: b is the codes.
+            holds and no NaN or Inf; so does each number of a times them, which may be scaled instead of b (the
+            emulated backend's limits of scales see to both). None: b is the codes.
         block: rows and columns (a multiple of 32) of b that share an exponent.
         scale_a, scale_b: float32, one for each row of a or b, or one for all.
         bias: float32 [N], or None.

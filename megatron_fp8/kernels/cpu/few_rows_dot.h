@@ -143,7 +143,8 @@ static void lanes_of(const Product *p, int64_t first, int64_t at, Lanes to) {
 }
 
 /* WIDTH columns of a from column `at` on, [pair][rows], times the powers of two that all TALL rows of b from `first` on
-   share: the products are the same numbers, and fewer of them have to be scaled. */
+   share: the products are the same numbers, and fewer of them have to be scaled. Exponents are added without a look at
+   what comes out: few_rows.py says what its callers see to. */
 static void scale_pairs(const Product *p, const uint32_t *a, int64_t rows, int64_t first, int64_t at, uint32_t *to) {
     int64_t size = STEP / 2 * rows;
     const uint8_t *from = p->exponents + first / p->block_rows * ((p->k + p->block_cols - 1) / p->block_cols);

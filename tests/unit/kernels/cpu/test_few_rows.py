@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -107,6 +109,22 @@ def test_nan_and_inf_of_few_rows_stay_under_exponents(loop, block):
     found = multiply(loop, a, cast(b, ONE, E4M3), exponents=exponents, block=block, finite=True)
     assert torch.equal(found[0], torch.full((n,), (k - block[1]) / 128.0))
     assert bool(found[1].isnan().all()) and bool((found[2] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("block", [(1, 32), (128, 128)], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_numbers_at_the_limits_of_what_scales_may_be(loop, fmt, block):
+    """The smallest and the largest code of a under scales whose product is the least or the most that is folded."""
+    n, k = 128, 128
+    least, most = emulated._SMALLEST_SCALE, emulated._LARGEST_SCALE
+    ones = cast(torch.ones(n, k), ONE, E4M3)
+    for of_a, of_b in ((least**0.5, least**0.5), (least, 1.0), (1.0, least), (most, 1.0), (1.0, most)):
+        exponents = torch.full((-(-n // block[0]), -(-k // block[1])), 127 + int(math.log2(of_b)))
+        a = torch.zeros(4, k, dtype=torch.bfloat16)
+        a[0, 5], a[1, 70], a[2, 127] = -of_a * fmt.smallest, of_a * fmt.max, of_a * -1.5
+        found = multiply(loop, a, ones, exponents=exponents.to(torch.uint8), block=block, finite=True)
+        expected = (a.double().sum(1, keepdim=True) * of_b).expand(-1, n)
+        assert torch.equal(found.double(), expected), (of_a, of_b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
