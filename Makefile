@@ -23,7 +23,8 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 
 # Whole files go to one of several processes, the longest first (tests/support/order.py). They are forked from one that has
 # collected the tests (tests/support/workers.py). Each forks its own ranks.
-# One process more than cores: ranks that start and launchers wait a fifth of the time. Idle OpenMP threads do not spin.
+# One process more than cores, since ranks that start and launchers wait a fifth of the time; another has files that wait.
+# Idle OpenMP threads do not spin.
 # Bytecode is written, whatever the environment says: else each process compiles all files of tests and of the package.
 SUITE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest --workers $(WORKERS) --durations=20
 START := $(shell date +%s)

@@ -15,7 +15,7 @@ import pytest
 from tests.support.command import MEASURED, ROOT, environment, lines
 from tests.support.slurm_cluster import free_ports
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.waits]
 
 TROUBLE = str(ROOT / "tests" / "support" / "trouble.py")
 ITERATIONS = 26

@@ -20,6 +20,7 @@ HERE = pathlib.Path(__file__).parent
 
 def pytest_configure(config):
     config.pluginmanager.register(time_limits.TimeLimits())
+    (HERE / "ran.jsonl").touch()
 
 def pytest_runtestloop(session):
     workers.run(session, 2)
@@ -36,13 +37,19 @@ def each_process():
     yield
     (HERE / f"torn-down-{os.getpid()}").touch()
 
-@pytest.fixture(scope="module")
-def other_started():
-    "Until tests run in two processes."
+def until_tests_run_in(processes):
     until = time.monotonic() + 60
-    while len({line.split(",")[1] for line in (HERE / "ran.jsonl").open()}) < 2:
+    while len({line.split(",")[1] for line in (HERE / "ran.jsonl").open()}) < processes:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+@pytest.fixture(scope="module")
+def other_started():
+    until_tests_run_in(2)
+
+@pytest.fixture(scope="module")
+def others_started():
+    until_tests_run_in(3)
 """
 FILES = {
     "test_a.py": """\
@@ -70,6 +77,12 @@ def breaks():
 def test_last(breaks): pass
 """,
     "test_c.py": "def test_only(): pass\n",
+    "test_d.py": """\
+import pytest
+pytestmark = pytest.mark.waits
+def test_waits(others_started): pass
+""",
+    "test_e.py": "import pytest\npytestmark = pytest.mark.waits\ndef test_only(): pass\n",
 }
 
 
@@ -78,7 +91,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("suite")
     for name, text in {
         "conftest.py": CONFTEST,
-        "pytest.ini": "[pytest]\ntimeout_method = thread\n",
+        "pytest.ini": "[pytest]\ntimeout_method = thread\nmarkers = waits\n",
         **FILES,
     }.items():
         (path / name).write_text(text)
@@ -94,7 +107,7 @@ def said(folder) -> str:
 
 def test_all_is_reported_once(said):
     assert (
-        said.splitlines()[-1].strip("= ").startswith("3 failed, 8 passed, 1 skipped, 1 warning, 1 error in ")
+        said.splitlines()[-1].strip("= ").startswith("3 failed, 10 passed, 1 skipped, 1 warning, 1 error in ")
     )
     assert "what failed" in said and "said before" in said and "not here" in said
     assert "RuntimeWarning: of test_a" in said and "OSError: taken down" in said
@@ -118,6 +131,12 @@ def test_files_stay_whole_and_go_to_whoever_is_free(said, folder):
     assert len(processes["test_b.py"]) == 1 and processes["test_b.py"][0] != processes["test_a.py"][0]
     ended = {int(path.name.rpartition("-")[2]) for path in folder.glob("torn-down-*")}
     assert ended == {r[1] for r in ran} - {*processes["test_a.py"][:2]}, "fixtures of a session"
+
+
+def test_one_process_more_has_the_files_that_wait(said, folder):
+    ran = [json.loads(line) for line in (folder / "ran.jsonl").read_text().splitlines()]
+    (process,) = {pid for name, pid in ran if name.startswith(("test_d.py", "test_e.py"))}
+    assert {name for name, pid in ran if pid == process} == {"test_d.py::test_waits", "test_e.py::test_only"}
 
 
 def test_the_first_failure_ends_all(folder):

@@ -1,6 +1,7 @@
 """Runs the collected tests in several processes: whole files, in their order, the next one to whoever is free.
 
-`--workers N`. Tests are imported and collected once, half a minute of a core; the processes are forked from the one that
+`--workers N`. One process more has the files that are marked `waits`, one after another: most of their time a core is
+free. Tests are imported and collected once, half a minute of a core; the processes are forked from the one that
 has them, which itself runs none, reports, and forks another one if a process dies. Nothing may have started a thread of
 OpenMP by then: no forked process would find it (tests/conftest.py).
 """
@@ -24,27 +25,31 @@ from tests.support.order import file_of
 
 Items = list[int]
 """Places in the list of collected tests, of one file or what is left of it."""
+Files = deque[Items]
 
 
 def run(session: pytest.Session, count: int) -> None:
     """Run all tests. Raises as pytest's own loop does (`-x`, Ctrl-C)."""
     session.config._tmp_path_factory.getbasetemp()  # one folder for all processes
     places = range(len(session.items))
-    files = deque(
-        [*group] for _, group in groupby(places, lambda place: file_of(session.items[place].nodeid))
-    )
+    waiting: Files = deque()
+    working: Files = deque()
+    for _, group in groupby(places, lambda place: file_of(session.items[place].nodeid)):
+        items = [*group]
+        (waiting if session.items[items[0]].get_closest_marker("waits") else working).append(items)
     workers: list[Worker] = []
     try:
-        while files or workers:
-            while files and len(workers) < count:
-                workers.append(Worker(session, workers, files.popleft()))
+        while waiting or working or workers:
+            for files, most in ((waiting, 1), (working, count)):
+                while files and sum(worker.files is files for worker in workers) < most:
+                    workers.append(Worker(session, workers, files))
             for worker in wait(workers):
                 assert isinstance(worker, Worker)
-                if worker.listen(files):
+                if worker.listen():
                     continue
                 workers.remove(worker)
                 if left := worker.ended():
-                    files.appendleft(left)
+                    worker.files.appendleft(left)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
@@ -55,10 +60,11 @@ def run(session: pytest.Session, count: int) -> None:
 
 
 class Worker:
-    """A process that runs tests, as its parent sees it."""
+    """A process that runs tests of these files, the next one that is left each time, as its parent sees it."""
 
-    def __init__(self, session: pytest.Session, others: list[Worker], items: Items) -> None:
-        self.session, self.left = session, deque(items)
+    def __init__(self, session: pytest.Session, others: list[Worker], files: Files) -> None:
+        items = files.popleft()
+        self.session, self.files, self.left = session, files, deque(items)
         self.running: pytest.Item | None = None
         self.connection, theirs = Pipe()
         self.pid = os.fork()
@@ -72,8 +78,8 @@ class Worker:
         """Of what `wait` waits for."""
         return self.connection.fileno()
 
-    def listen(self, files: deque[Items]) -> bool:
-        """Take what it says; False if it is gone. `files`: from which it gets its next one."""
+    def listen(self) -> bool:
+        """Take what it says; False if it is gone."""
         try:
             kind, said = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -82,7 +88,7 @@ class Worker:
         if kind == "starts":
             self.running = self.session.items[self.left.popleft()]
         elif kind == "wants":
-            following = files.popleft() if files else []
+            following = self.files.popleft() if self.files else []
             self.left.extend(following)
             self.connection.send(following)
         elif kind == "report":
