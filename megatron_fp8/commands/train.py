@@ -195,7 +195,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     set_training_length(config, run.train.train_iters)
     if config.fp8_size_filter_tokens is None:
         config.fp8_size_filter_tokens = tokens_of_microbatch(run)
-    folders = RunFolders(run)
+    folders, watchdog = RunFolders(run), _watchdog(run, launch)
     if not run.dry_run:
         folders.claim()
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
@@ -210,7 +210,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     check_plan(chunks)
     parameters = model.count_parameters(chunks)
     report = build_report(run, config, chunks, parameters, launch.launcher)
-    stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop, _watchdog(run, launch))
+    stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop, watchdog)
     first = launch.rank == 0
     if first:
         print(format_report(report), flush=True)
@@ -243,10 +243,6 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
         report["bigram_entropy"] = entropy
         with naming("run_dir", folder):
-            run.save(folder / "config.yaml")
-            # A run that has nothing left to train keeps the report of what trained it.
-            if not (done and continues and (folder / "report.json").is_file()):
-                write_report(report, folder)
             writer = MetricsWriter(folder, start.iteration if continues else 0)
             unvalidated = done and bool(run.train.eval_iters) and lacks_validation(folder, start.iteration)
         if start.folder is not None:
@@ -275,6 +271,12 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
             return checkpoints.resume(run, found, tokenizer, chunks, optimizer, scheduler, content)
 
         rewinds = Rewinds(run.train.rewind_on_spike, folders.checkpoints, restore, saves.wait, start.left_out)
+    if first:  # last: a start that is refused leaves what an earlier one wrote
+        with naming("run_dir", folder):
+            run.save(folder / "config.yaml")
+            # A run that has nothing left to train keeps the report of what trained it.
+            if not (done and continues and (folder / "report.json").is_file()):
+                write_report(report, folder)
     return Trainer(
         stepper,
         start,
@@ -297,9 +299,9 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
 
 
 def _watchdog(run: Any, launch: Any) -> Any:
-    """Collective: all ranks write into a folder that has the first one's time as its name."""
+    """Watches from now on. Collective: all ranks write into a folder that has the first one's time as its name."""
     from ..train.launch import parallel
-    from ..train.watchdog import Watchdog
+    from ..train.watchdog import START, Watchdog
 
     start = parallel.on_first_rank(lambda: time.strftime("%Y%m%d-%H%M%S"))
     watchdog = Watchdog(
@@ -312,6 +314,8 @@ def _watchdog(run: Any, launch: Any) -> Any:
         stages=run.model.pipeline_model_parallel_size,
     )
     parallel.until_leave(watchdog.close)
+    watchdog.enter(START, 0)
+    watchdog.start()
     return watchdog
 
 
@@ -362,7 +366,6 @@ def _train(trainer: Any) -> int:
         # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
         faulthandler.enable(sys.__stderr__)
     trainer.stepper.stop.listen("SIGTERM")
-    trainer.stepper.watchdog.start()
     try:
         summary = trainer.train()
     except BaseException:

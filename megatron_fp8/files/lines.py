@@ -120,7 +120,10 @@ def records_until(path: Path, finished: int) -> tuple[list[tuple[bytes, dict[str
         for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
             try:
                 record = load_json(line)
-                if record["iteration"] <= finished:
+                iteration = record["iteration"]
+                if type(iteration) is not int or iteration < 0:
+                    damaged += 1
+                elif iteration <= finished:
                     found.append((line, record))
             except (ValueError, TypeError, KeyError):
                 damaged += 1

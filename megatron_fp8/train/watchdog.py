@@ -38,6 +38,10 @@ _TIMES, _KEPT, _KNOWN = 3.0, 16, 3
 _STILL_S = 3.0
 """Half of `least`, and at least so many seconds, without a look: this process stood still."""
 _SHOWN = 8
+START = "start"
+"""The phase before the first iteration: reading data, building a model, loading a checkpoint."""
+_TIMES_AT_START = 4.0
+"""It may take so many times `least`: what follows is a line, and nobody's end."""
 
 
 class _Phase(NamedTuple):
@@ -47,6 +51,8 @@ class _Phase(NamedTuple):
 
     @property
     def words(self) -> str:
+        if self.kind == START:
+            return "the start"
         return f"iteration {self.iteration}" + ("" if self.kind == "step" else f" ({self.kind})")
 
 
@@ -57,7 +63,8 @@ class Watchdog:
         folder: of this start; made when it is needed.
         rank, ranks: which one this is, and of how many.
         stages: of the pipeline.
-        least: seconds that may always pass; of the first three of a kind, 20 times as many. 0: nobody watches.
+        least: seconds that may always pass; four times as many in START, and 20 times as many in the first three phases
+            of another kind. 0: nobody watches.
         limit: seconds after which a collective gives up; the bound is at most half of it.
         say: takes a line, from the watching thread too.
         clock: seconds, never set back.
@@ -105,7 +112,7 @@ class Watchdog:
             self._thread.join(timeout=10)
 
     def enter(self, kind: str, iteration: int) -> None:
-        """What this rank does from now on: 'step', 'validation', 'save' or 'end', of which iteration."""
+        """What this rank does from now on: START, 'step', 'validation', 'save' or 'end', of which iteration."""
         now, before = self._clock(), self._phase
         self._phase = _Phase(kind, iteration, now)
         if before is None:
@@ -127,7 +134,10 @@ class Watchdog:
     def bound(self, kind: str) -> float:
         """Seconds after which a phase of this kind takes too long."""
         took = sorted(self._took.get(kind, ()))
-        bound = 20 * self._least if len(took) < _KNOWN else max(self._least, _TIMES * took[-2])
+        if kind == START:
+            bound = _TIMES_AT_START * self._least
+        else:
+            bound = 20 * self._least if len(took) < _KNOWN else max(self._least, _TIMES * took[-2])
         return min(bound, self._limit / 2)
 
     @property
@@ -161,10 +171,11 @@ class Watchdog:
         passed, self._looked = now - self._looked, now
         if passed > max(_STILL_S, self._least / 2):
             self._still += passed
-            self._say(
-                f"warning: rank {self.rank} on {socket.gethostname()} stood still for {passed:.0f} s: it was stopped, or"
-                " its machine was suspended or out of memory"
-            )
+            if phase.kind != START:  # where a library that reads may keep all threads from running
+                self._say(
+                    f"warning: rank {self.rank} on {socket.gethostname()} stood still for {passed:.0f} s: it was stopped,"
+                    " or its machine was suspended or out of memory"
+                )
         elif phase.kind == "step" and self.ranks > 1 and len(self._took.get("step", ())) >= _KNOWN:
             frame = self._main_frame()
             self.pace.sample(passed, waits=frame is None or waits(frame))

@@ -189,11 +189,15 @@ def test_a_rank_that_is_stopped_before_the_first_step(folder, config, forking_py
     options = [
         f"--config={config}",
         f"--run_dir={folder / 'runs' / 'early'}",
+        "--train.watchdog=1",
         "--train.distributed_timeout_minutes=1",
     ]
     with Ranks(folder / "early", forking_python, {"early": True, "minute": 8}, *options, *MORE) as ranks:
         assert ranks.wait(0) == 1, ranks.said
         said = ranks.said[0]
+    assert re.search(
+        r"^waiting     the start takes .*: rank 1 does not answer: it is stopped, dead", said, re.M
+    )
     (line,) = re.findall("^error: .*$", said, re.M)
     assert (
         line.startswith("error: before the first step other ranks did not come in time (")

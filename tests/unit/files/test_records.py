@@ -90,12 +90,15 @@ def test_damaged_lines_are_dropped_and_counted(tmp_path):
         b'{"iterat',
         b"\xff\x00",
         b"3",
+        b'{"iteration": 1.5}',
+        b'{"iteration": true}',
+        b'{"iteration": -1}',
         b'{"iteration": 2}',
         b'{"iteration": 3}',
         b'{"iter',
     ]
     path.write_bytes(b"\n".join(lines))
-    with pytest.warns(UserWarning, match="3 lines of .*metrics.jsonl' are no records"):
+    with pytest.warns(UserWarning, match="6 lines of .*metrics.jsonl' are no records"):
         file = continued(path, 2)
     file.write(b'{"iteration": 3}\n')
     file.close()

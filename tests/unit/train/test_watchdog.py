@@ -107,6 +107,25 @@ def test_nothing_is_read_or_written_while_all_is_well(rank, monkeypatch):
     assert not rank.said
 
 
+def test_the_start_is_watched_too(tmp_path):
+    """A rank that reads its data for ever was named when a collective gave up."""
+    ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
+    ranks[0].watchdog.enter(module.START, 0)
+    ranks[1].watchdog.enter(module.START, 0)
+    ranks[1].pass_time(20.0, step=10.0)  # all of its threads stand still
+    ranks[1].watchdog.enter("step", 1)
+    ranks[0].pass_time(4 * LEAST - 0.5)
+    assert not ranks[0].said
+    ranks[0].pass_time(1.0)
+    ranks[1].pass_time(LEAST)
+    ranks[0].pass_time(4.0)
+    (line,) = ranks[0].said
+    assert line.startswith("waiting     the start takes 63 s so far: rank 0 works in the start: ")
+    assert "; rank 1 works in iteration 1: " in line and not ranks[1].said
+    ranks[0].watchdog.enter("step", 1)
+    assert ranks[0].said[1] == "the start went on after 64 s"
+
+
 def test_the_others_write_when_one_does_and_the_lowest_speaks(tmp_path):
     ranks = [Rank(tmp_path, rank, 3) for rank in range(3)]
     for rank in ranks[1:]:
