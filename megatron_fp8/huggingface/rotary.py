@@ -18,32 +18,47 @@ _YARN: dict[str, tuple[str, float | None]] = {
 }
 
 
+_OBJECTS = ("rope_scaling", "rope_parameters")
+
+
 # ------------------------------------------------------------------------------------------------ from config.json
 
 
 def rotary_section(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
     """The fields of a model section that turn queries and keys as config.json says.
 
-    Raises ValueError naming the field, if Megatron-Core cannot.
+    Where both objects are there they must mean the same: transformers 5 takes rope_scaling and leaves rope_parameters
+    unread (modeling_rope_utils.py, convert_rope_params_to_dict), transformers 4 knows rope_scaling alone, and
+    rope_theta beside it. transformers 5 writes rope_parameters.
+
+    Raises ValueError naming the field, if Megatron-Core cannot, or both differ.
     """
-    kinds = [_kind(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)]
-    if len(set(kinds)) > 1:
-        raise ValueError(
-            f"config.json has a rope_scaling of type {kinds[0]!r} and rope_parameters of type {kinds[1]!r}: remove the"
-            " one that is not meant."
-        )
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    names = [name for name in _OBJECTS if config.get(name)]
+    found = {name: _section(dict(config[name]), config, architecture) for name in names}
+    if len(found) == 2 and len(set(map(repr, found.values()))) == 2:
+        raise ValueError(_contradiction(config))
+    return found[names[0]] if names else _section({}, config, architecture)
+
+
+def _section(rope: dict[str, Any], config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """The fields of a model section of one of both objects, whose own name the messages leave open."""
     if nested := next((name for name, value in rope.items() if isinstance(value, dict)), None):
         raise ValueError(
             f"config.json has rope_parameters of its own for {nested!r}: only one set for all layers can be imported."
         )
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or architecture.rope_theta
+    inner, outer = rope.pop("rope_theta", None), config.get("rope_theta")
+    if inner and outer and inner != outer:
+        raise ValueError(
+            f"config.json has rope_theta={outer}, and rope_theta={inner} in its rope_scaling (rope_parameters):"
+            " transformers 4 reads the first and transformers 5 the second. Remove the one that is not meant."
+        )
+    theta = inner or outer or architecture.rope_theta
     if theta != int(theta):
         raise ValueError(f"config.json has rope_theta={theta}: Megatron-Core takes whole numbers only.")
     partial = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"config.json has partial_rotary_factor={partial}: only 1.0 can be imported.")
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    kind = _kind(rope)
     known = "yarn" if architecture.latent else "llama3"
     if kind not in ("default", known):
         raise ValueError(
@@ -60,6 +75,24 @@ def rotary_section(config: dict[str, Any], architecture: Architecture) -> dict[s
 def _kind(rope: dict[str, Any]) -> Any:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     return kind if isinstance(kind, str) else repr(kind)
+
+
+def _contradiction(config: dict[str, Any]) -> str:
+    """What to say of two objects that mean different positions: names whose values differ, those of both first."""
+    objects = [{**config[name], "rope_type": _kind(config[name])} for name in _OBJECTS]
+    scaling, parameters = ({name: rope[name] for name in rope if name != "type"} for rope in objects)
+    names = sorted(
+        scaling.keys() | parameters, key=lambda name: (name not in scaling, name not in parameters)
+    )
+    differing = [
+        f"{name}={scaling.get(name)!r} in its rope_scaling and {parameters.get(name)!r} in its rope_parameters"
+        for name in names
+        if scaling.get(name) != parameters.get(name)
+    ]
+    return (
+        f"config.json has {'; '.join(differing[:3])}: readers take one of the two as a whole, and not the same one."
+        " Remove the one that is not meant."
+    )
 
 
 def _number(rope: dict[str, Any], name: str, default: float | None) -> float:

@@ -125,6 +125,8 @@ def test_other_forms(family, fields, section):
         ("deepseek", {"auto_map": {"AutoModel": "mine.Model"}}, "auto_map="),
         ("deepseek", {"rope_scaling": {"rope_type": "llama3"}}, "type 'llama3': 'default' and 'yarn'"),
         ("deepseek", {"rope_scaling": {"rope_type": "yarn"}}, "factor=None"),
+        ("deepseek", {"rope_parameters": {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}},
+         "mscale=1.0 in its rope_scaling and None in its rope_parameters; mscale_all_dim"),
         ("deepseek", {"rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale": None}}, "mscale_all_dim=1.0 without mscale"),
         ("deepseek", {"rope_scaling": {**DEEPSEEK["rope_scaling"], "attention_factor": 2.0}}, "attention_factor=2.0"),
         ("deepseek", {"rope_scaling": {**DEEPSEEK["rope_scaling"], "truncate": False}}, "truncate=False"),
