@@ -19,6 +19,9 @@ from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
 
+# Accumulation over microbatches is shown by layouts that train two.
+SINGLE = {"global_batch": 2}
+
 
 def relative(a: float, b: float) -> float:
     return abs(a - b) / abs(b)
@@ -28,13 +31,13 @@ def relative(a: float, b: float) -> float:
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_block_recipes_agree_as_bf16_does(ranks: RankPool, recipe: str, layout: Layout) -> None:
     """Float32 activations around FP8 GEMMs. Measured: losses identical, norms within 2e-6; BF16: 7e-6 and 5e-5."""
-    bf16, bf16_tp = training(ranks, 1, ONE, None)[0], training(ranks, 2, TP, None)[0]
+    bf16, bf16_tp = training(ranks, 1, ONE, None, {}, SINGLE)[0], training(ranks, 2, TP, None, {}, SINGLE)[0]
     loss_difference = relative(bf16_tp.losses[0], bf16.losses[0])
     norm_difference = relative(bf16_tp.norms[0], bf16.norms[0])
     assert 1e-6 < loss_difference < 1e-4 and 1e-6 < norm_difference < 1e-3, "BF16 is no yardstick"
-    one = training(ranks, 1, ONE, recipe, FP32)[0]
-    two = training(ranks, 2, layout, recipe, FP32)[1]
-    assert one.gemms.total() == 48 and {p for _, _, p in one.gemms} == {"fp8"}
+    one = training(ranks, 1, ONE, recipe, FP32, SINGLE)[0]
+    two = training(ranks, 2, layout, recipe, FP32, SINGLE)[1]
+    assert one.gemms.total() == 24 and {p for _, _, p in one.gemms} == {"fp8"}
     assert relative(two.losses[0], one.losses[0]) <= loss_difference
     assert relative(two.norms[0], one.norms[0]) <= norm_difference
 
@@ -42,12 +45,15 @@ def test_block_recipes_agree_as_bf16_does(ranks: RankPool, recipe: str, layout: 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bf16_activations(ranks: RankPool, recipe: str) -> None:
     """What is not rounded differently is equal: pipeline stages to one rank, sequence parallelism to without it."""
-    one = training(ranks, 1, ONE, recipe)[0]
-    assert one.losses != training(ranks, 1, ONE, None)[0].losses, "FP8 changed nothing"
-    stages = training(ranks, 2, PP, recipe)[1]
+    one = training(ranks, 1, ONE, recipe, {}, SINGLE)[0]
+    assert one.losses != training(ranks, 1, ONE, None, {}, SINGLE)[0].losses, "FP8 changed nothing"
+    stages = training(ranks, 2, PP, recipe, {}, SINGLE)[1]
     assert stages.losses == one.losses
     assert relative(stages.norms[0], one.norms[0]) < 1e-6  # each stage sums its squares, then they are added
-    tp, tp_sp = training(ranks, 2, TP, recipe)[0], training(ranks, 2, TP_SP, recipe)[0]
+    tp, tp_sp = (
+        training(ranks, 2, TP, recipe, {}, SINGLE)[0],
+        training(ranks, 2, TP_SP, recipe, {}, SINGLE)[0],
+    )
     assert tp_sp.losses == tp.losses
     assert relative(tp_sp.norms[0], tp.norms[0]) < 1e-6
 
@@ -117,8 +123,6 @@ SHARED = {"moe_shared_expert_intermediate_size": 256}
 
 # Neither recipe of test_layout_trains has blocks of 128 tokens.
 SHORT = {"sequence": 64}
-# Accumulation over microbatches is shown by the others.
-SINGLE = {"global_batch": 2}
 
 # layout, fields, options, (FP8 GEMMs, high-precision GEMMs) of the last rank's step: 3 per linear and microbatch.
 LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any], tuple[int, int]]] = {
