@@ -53,12 +53,22 @@ def steps_of(recipe: str, fields: dict[str, Any]) -> int:
     return 2 if recipe == "delayed" or fields.get("fp8_param") else 1
 
 
+def microbatches_of(recipe: str, ends: bool = False) -> int:
+    """Two where an amax is of both; in pipelines every recipe has more."""
+    return 2 if recipe == "delayed" and not ends else 1
+
+
 def trainings(
-    layout: Layout, recipe: str, fields: dict[str, Any], variants: dict[str, dict[str, Any]]
+    layout: Layout,
+    recipe: str,
+    fields: dict[str, Any],
+    variants: dict[str, dict[str, Any]],
+    microbatches: int,
 ) -> dict[str, Watched]:
     """A rank case: each variant."""
+    options = {**SMALL, "global_batch": 2 * microbatches}
     return {
-        name: watched_training(layout, recipe, {**fields, **variant}, SMALL, steps_of(recipe, fields))
+        name: watched_training(layout, recipe, {**fields, **variant}, options, steps_of(recipe, fields))
         for name, variant in variants.items()
     }
 
@@ -70,8 +80,9 @@ def test_recompute_is_bit_identical(ranks: RankPool, recipe: str, ends: bool) ->
     layers = 3 if ends else 2
     fields = {"num_layers": layers, **NARROW, **(BF16_ENDS if ends else {})}
     variants = {"none": {}, **{name: variant for name, (variant, _) in WAYS.items()}}
+    microbatches = microbatches_of(recipe, ends)
     for layout in (ONE, TP_SP) if recipe == "delayed" and not ends else (ONE,):
-        everyone = ranks(layout.tp).run(trainings, layout, recipe, fields, variants)
+        everyone = ranks(layout.tp).run(trainings, layout, recipe, fields, variants, microbatches)
         for seen in everyone:
             plain = seen.pop("none")
             fp8_layers = len(plain.layers_in_fp8())
@@ -82,10 +93,10 @@ def test_recompute_is_bit_identical(ranks: RankPool, recipe: str, ends: bool) ->
                 # 'block' recomputes the first layer only, which is in BF16 where the ends are.
                 again = WAYS[name][1] * (fp8_layers if name != "full-block" else 0 if ends else 1)
                 before, after = plain.counts[-1], got.counts[-1]
-                assert after["fp8_gemms"] == before["fp8_gemms"] + again * MICROBATCHES, name
+                assert after["fp8_gemms"] == before["fp8_gemms"] + again * microbatches, name
                 # The weight's codes are kept; a norm that is recomputed leaves its output to be cast again for wgrad.
                 casts = 2 * fp8_layers if name == "layernorm" else again
-                assert after["casts"] == before["casts"] + casts * MICROBATCHES, name
+                assert after["casts"] == before["casts"] + casts * microbatches, name
 
 
 # Megatron-Core has 'moe_act' for grouped GEMM only.
@@ -101,18 +112,20 @@ MOE_WAYS = {
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_recompute_of_experts_is_bit_identical(ranks: RankPool, recipe: str) -> None:
     fields = {**NARROW, **MOE, "moe_shared_expert_intermediate_size": 256}
-    seen = ranks(1).run(trainings, ONE, recipe, fields, MOE_WAYS)[0]
+    microbatches = microbatches_of(recipe)
+    seen = ranks(1).run(trainings, ONE, recipe, fields, MOE_WAYS, microbatches)[0]
     plain = seen.pop("none")
     again = {"moe": 2 * 5, "shared_experts": 2, "layernorm": 0, "full": 2 * 5 + 2}
     for name, got in seen.items():
         assert got.losses == plain.losses and got.digests == plain.digests, name
         assert got.records == plain.records > 0, name
         more = got.counts[-1]["fp8_gemms"] - plain.counts[-1]["fp8_gemms"]
-        assert more == again[name] * 2 * MICROBATCHES, name
+        assert more == again[name] * 2 * microbatches, name
 
 
-# With pipelines, four microbatches in flight: every recipe, every way, both schedules, BF16 weights and FP8 ones (with
-# Megatron's plain optimizer and the distributed one). Recipes x ways is above.
+# With pipelines, three microbatches, so that one is recomputed between the forwards of others (interleaved, four): every
+# recipe, every way, both schedules, BF16 weights and FP8 ones (with Megatron's plain optimizer and the distributed one).
+# Recipes x ways is above.
 PIPELINED: dict[str, tuple[Layout, str, dict[str, Any], list[str]]] = {
     "delayed": (PP, "delayed", {}, ["full-uniform", "mlp"]),
     "tensorwise": (PP, "tensorwise", {}, ["full-block"]),
@@ -126,15 +139,20 @@ PIPELINED: dict[str, tuple[Layout, str, dict[str, Any], list[str]]] = {
 }
 
 
+def in_pipeline(layout: Layout) -> int:
+    """Microbatches of a step: whole rounds of the stages where chunks are interleaved."""
+    return 4 if layout.vpp else 3
+
+
 def layers_of(layout: Layout, ways: list[str]) -> int:
     """Two a stage where they differ: a chunk each, or recomputed and not ('block')."""
     return 4 if layout.vpp or "full-block" in ways else 2
 
 
 def pipelined(layout: Layout, recipe: str, fields: dict[str, Any], ways: list[str]) -> list[Watched]:
-    """A rank case: steps of four microbatches, without recompute and in each way."""
+    """A rank case: steps of several microbatches, without recompute and in each way."""
     fields = {"num_layers": layers_of(layout, ways), **NARROW, **fields}
-    options = {**SMALL, "global_batch": 8, "ddp": fields.pop("ddp", None)}
+    options = {**SMALL, "global_batch": 2 * in_pipeline(layout), "ddp": fields.pop("ddp", None)}
     steps = steps_of(recipe, fields)
     variants: list[dict[str, Any]] = [{}, *(WAYS[way][0] for way in ways)]
     return [watched_training(layout, recipe, {**fields, **variant}, options, steps) for variant in variants]
@@ -151,7 +169,7 @@ def test_recompute_in_a_pipeline(ranks: RankPool, name: str) -> None:
             # 'block' recomputes the first of each chunk.
             layers = (layout.vpp or 1) if way == "full-block" else layers_of(layout, ways) // 2
             more = got.counts[-1]["fp8_gemms"] - plain.counts[-1]["fp8_gemms"]
-            assert more == WAYS[way][1] * layers * 4, way
+            assert more == WAYS[way][1] * layers * in_pipeline(layout), way
 
 
 def disabled_by_user(fields: dict[str, Any], every: int = 1) -> Watched:
@@ -208,7 +226,7 @@ def gradients(recipe: str | None, micro_batch: int, clip: float = 0.0) -> tuple[
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel():
-        config = fp8_config(ONE, recipe)
+        config = fp8_config(ONE, recipe, **NARROW)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128)
         optimizer = build_optimizer(config, chunks, optim={"lr": 0.0, "clip_grad": clip})
         for rows in (4, micro_batch):
@@ -259,7 +277,7 @@ def test_clipping_scales_fp8_gradients(ranks: RankPool) -> None:
 def test_weight_cache_follows_the_weights(ranks: RankPool) -> None:
     """Two steps with a learning rate: the second iteration multiplies the new weights, also with overlap."""
     overlap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-    plain = training(ranks, 1, ONE, "mxfp8", {}, {}, steps=3)[0]
-    overlapped = training(ranks, 1, ONE, "mxfp8", {}, {"ddp": overlap}, steps=3)[0]
+    plain = training(ranks, 1, ONE, "mxfp8", NARROW, {}, steps=3)[0]
+    overlapped = training(ranks, 1, ONE, "mxfp8", NARROW, {"ddp": overlap}, steps=3)[0]
     assert plain.losses[2] < plain.losses[1] < plain.losses[0]
     assert overlapped.losses == pytest.approx(plain.losses, rel=1e-5)
