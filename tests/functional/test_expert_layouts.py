@@ -38,9 +38,9 @@ LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {
 
 
 def batch_of(name: str) -> int:
-    """Sequences of an iteration: one for each of four replicas, two for each pipeline, two where there is neither."""
+    """Sequences of an iteration: one for each replica, two where stages are interleaved."""
     world, layout, *_ = LAYOUTS[name]
-    return 4 if layout.pp > 1 or world // layout.model_ranks == 4 else 2
+    return world // layout.model_ranks * (2 if layout.vpp else 1)
 
 
 def first_iteration(

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.fp8_gpt import RECIPES
@@ -41,7 +42,8 @@ def trained(layout: Layout, fields: dict[str, Any]) -> dict[str, Any]:
 
     with model_parallel(layout):
         config = make(layout, fields)
-        run = train(config, spec=get_gpt_layer_fp8_spec, steps=2, global_batch=4)
+        replicas = dist.get_world_size() // layout.model_ranks
+        run = train(config, spec=get_gpt_layer_fp8_spec, steps=2, micro_batch=4 // replicas, global_batch=4)
         report = site_report(run.chunks) if config.fp8 else []
         fp8 = {site["name"].rpartition(".")[2] for site in report if site["precision"] == "fp8"}
         queries = [
