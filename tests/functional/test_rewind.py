@@ -12,6 +12,11 @@ from tests.support.command import APP, run, torchrun
 
 REWIND = ["--train.rewind_on_spike=2", "--checkpoint.save_interval=2", "--checkpoint.keep_last=0"]
 LONGER = ["--train.train_iters=12", "--train.eval_interval=4"]
+# A layer in BF16 and one in FP8; one microbatch.
+SMALL = [
+    "--model.num_layers=2", "--model.num_layers_at_start_in_bf16=1", "--model.num_layers_at_end_in_bf16=0",
+    "--train.micro_batch_size=4",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +25,7 @@ def train(folder, config):
 
     def go(words, name, *options):
         out = folder / "runs" / name
-        more = [f"--run_dir={out}", *LONGER, *REWIND, *options]
+        more = [f"--run_dir={out}", *LONGER, *SMALL, *REWIND, *options]
         done = run(APP, "spike", words, "train", f"--config={config}", *more)
         return done, out
 
@@ -84,7 +89,7 @@ def test_without_a_checkpoint_from_before_the_run_goes_on_and_says_so(train):
 
 def test_two_stages_go_back_together_twice_and_stop_on_a_signal_meanwhile(folder, config, forking_python):
     """The loss is the last stage's. The second spike is in an iteration done again; rank 1 is told to stop then."""
-    stages = ["--model.pipeline_model_parallel_size=2", f"--config={config}", *LONGER, *REWIND]
+    stages = ["--model.pipeline_model_parallel_size=2", f"--config={config}", *LONGER, *SMALL, *REWIND]
 
     def train(words, name):
         out = folder / "runs" / name
