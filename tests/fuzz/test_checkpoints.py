@@ -47,7 +47,7 @@ def forge(folder: Path) -> None:
     write_manifest(folder, content)
 
 
-@draws(8, suppress_health_check=[FIXTURES])
+@draws(4, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(FILES), byte_edits(), st.sampled_from(COMMANDS))
 def test_damage_is_refused_or_changes_nothing(originals, place, name, edits, command):
     fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
@@ -58,7 +58,7 @@ def test_damage_is_refused_or_changes_nothing(originals, place, name, edits, com
         assert weights(place / "out") == weights(place / "expected")
 
 
-@draws(8, suppress_health_check=[FIXTURES])
+@draws(4, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(FILES[:2]), byte_edits(), st.sampled_from(COMMANDS))
 def test_other_bytes_under_a_manifest_that_agrees(originals, place, name, edits, command):
     fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")
@@ -80,7 +80,7 @@ def test_a_name_with_another_letter(originals, place, command):
     assert "is damaged" in done_or_refused(*command.split()).refusal
 
 
-@draws(10, suppress_health_check=[FIXTURES])
+@draws(5, often=2, suppress_health_check=[FIXTURES])
 @given(json_edits(), st.sampled_from(COMMANDS))
 def test_other_values_in_a_manifest(originals, place, edits, command):
     fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache")

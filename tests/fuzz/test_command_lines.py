@@ -145,7 +145,7 @@ def prepare(place: Path, originals: Path) -> None:
     os.mkfifo(place / "pipe")
 
 
-@draws(20, suppress_health_check=[FIXTURES])
+@draws(10, often=2, suppress_health_check=[FIXTURES])
 @given(command_lines())
 def test_any_words(originals, place, words):
     prepare(place, originals)

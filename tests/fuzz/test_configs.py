@@ -112,21 +112,21 @@ def train_or_build(place: Path, changed: dict[str, Any]) -> Heard:
     return train(write(place / "drawn.yaml", changed), *(["--dry-run"] if long else []))
 
 
-@draws(6, suppress_health_check=[FIXTURES])
+@draws(3, often=2, suppress_health_check=[FIXTURES])
 @given(settings(list(LIKELY), 8))
 def test_settings_that_can_be_meant(originals, place, changed):
     fresh(place, originals, "corpus.txt", "cache")
     train_or_build(place, changed)
 
 
-@draws(6, suppress_health_check=[FIXTURES])
+@draws(3, often=2, suppress_health_check=[FIXTURES])
 @given(settings(KEYS, 2), settings(list(LIKELY), 3))
 def test_any_setting_among_those(originals, place, changed, more):
     fresh(place, originals, "corpus.txt", "cache", "run")
     train_or_build(place, {**more, **changed})
 
 
-@draws(12, suppress_health_check=[FIXTURES])
+@draws(6, often=2, suppress_health_check=[FIXTURES])
 @given(
     settings(KEYS, 2),
     settings(list(LIKELY), 3),
@@ -137,7 +137,7 @@ def test_any_setting_where_nothing_trains(originals, place, changed, more, comma
     done_or_refused(*command.split(), "--config", write(place / "drawn.yaml", {**more, **changed}))
 
 
-@draws(4, suppress_health_check=[FIXTURES])
+@draws(2, often=2, suppress_health_check=[FIXTURES])
 @given(byte_edits())
 def test_other_bytes_in_a_config(originals, place, edits):
     path = fresh(place, originals, "corpus.txt", "cache", "config.yaml") / "config.yaml"
@@ -146,7 +146,7 @@ def test_other_bytes_in_a_config(originals, place, edits):
     train(path, "--data.cache_dir=cache", "--checkpoint.folder=kept", *short)
 
 
-@draws(10, suppress_health_check=[FIXTURES])
+@draws(5, often=2, suppress_health_check=[FIXTURES])
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(WRITTEN)), min_size=1, max_size=3))
 def test_overrides(originals, place, options):
     fresh(place, originals, "corpus.txt", "cache", "config.yaml")

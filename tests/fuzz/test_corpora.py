@@ -32,7 +32,7 @@ def train(data: Path) -> Heard:
     return done_or_refused(*TRAIN.split(), f"--data.paths=[{data.with_suffix('')}]")
 
 
-@draws(6, suppress_health_check=[FIXTURES])
+@draws(3, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from((".idx", ".idx", ".bin")), byte_edits())
 def test_other_bytes(originals, place, ending, edits):
     index = prepared(place, originals)
@@ -44,7 +44,7 @@ def test_other_bytes(originals, place, ending, edits):
 lengths = st.lists(st.integers(0, 40), max_size=8)
 
 
-@draws(8, suppress_health_check=[FIXTURES])
+@draws(4, often=2, suppress_health_check=[FIXTURES])
 @given(
     lengths,
     st.lists(st.integers(0, 8), max_size=4),

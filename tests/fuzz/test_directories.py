@@ -34,7 +34,7 @@ def take(source: Path) -> Heard:
     return done_or_refused("generate", "imported", "--prompt", "the", "--max-new-tokens", "1")
 
 
-@draws(8, suppress_health_check=[FIXTURES])
+@draws(4, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(SOURCES), st.sampled_from(JSONS), json_edits())
 def test_other_values(originals, place, source, name, edits):
     path = fresh(place, originals, source) / source / name
@@ -43,7 +43,7 @@ def test_other_values(originals, place, source, name, edits):
         take(path.parent)
 
 
-@draws(8, suppress_health_check=[FIXTURES])
+@draws(4, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(SOURCES), st.integers(0, 5), byte_edits())
 def test_other_bytes(originals, place, source, number, edits):
     files = sorted((fresh(place, originals, source) / source).iterdir())
@@ -52,7 +52,7 @@ def test_other_bytes(originals, place, source, number, edits):
     take(path.parent)
 
 
-@draws(8, suppress_health_check=[FIXTURES])
+@draws(4, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(("hf", "hf_fp8")), json_edits())
 def test_another_header_of_safetensors(originals, place, source, edits):
     """Shapes, dtypes and places of tensors: eight bytes of length, and JSON."""

@@ -160,7 +160,7 @@ def started(*words: object) -> Heard:
         return done_or_refused("launch", *words)
 
 
-@draws(60, suppress_health_check=[FIXTURES])
+@draws(30, often=2, suppress_health_check=[FIXTURES])
 @given(launches())
 def test_any_words(originals, place, words):
     fresh(place, originals, "config.yaml")
@@ -174,7 +174,7 @@ def possible(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if "\0" not in value}
 
 
-@draws(40)
+@draws(20, often=2)
 @given(settings(WORLD, 8))
 def test_any_environment_of_a_rank(environment):
     """A place in a launch, or a ValueError; without asking the network."""
@@ -187,7 +187,7 @@ def test_any_environment_of_a_rank(environment):
     assert 0 < found.master_port < 2**16 and (found.world_size == 1 or is_host(found.master_addr))
 
 
-@draws(6, suppress_health_check=[FIXTURES])
+@draws(3, often=2, suppress_health_check=[FIXTURES])
 @given(settings(WORLD, 4), settings(AROUND, 4))
 def test_a_run_in_any_environment(originals, place, world, around):
     """One rank trains, whatever the environment says of other things; ranks that would wait for others are left out."""

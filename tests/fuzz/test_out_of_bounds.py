@@ -90,14 +90,14 @@ def everything(place: Path, originals: Path, name: str) -> Path:
     return place / name
 
 
-@draws(16, suppress_health_check=[FIXTURES])
+@draws(8, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(sorted(JSON)), st.integers(0, 60), st.sampled_from(IN_JSON))
 def test_planted_in_json(originals, place, name, number, text):
     plant(everything(place, originals, name), number, text)
     done_or_refused(*JSON[name].split())
 
 
-@draws(14, suppress_health_check=[FIXTURES])
+@draws(7, often=2, suppress_health_check=[FIXTURES])
 @given(st.integers(0, 40), st.sampled_from(IN_YAML), st.sampled_from(YAML))
 def test_planted_in_a_config(originals, place, number, text, command):
     everything(place, originals, "config.yaml").write_text(planted(CONFIG, number, text, as_yaml))

@@ -71,7 +71,7 @@ def assert_products(name: str, x: Any, w: Any, dy: Any, y: Any, dx: Any, dw: Any
     )
 
 
-@draws(20)
+@draws(10, often=2)
 @given(st.sampled_from(NAMES), st.sampled_from(DTYPES), SIZES, SIZES, SIZES, st.data())
 def test_matmul(name, dtype, m, k, n, data):
     x, w, dy = (data.draw(matrices(*size, dtype)) for size in ((m, k), (n, k), (m, n)))
@@ -81,7 +81,7 @@ def test_matmul(name, dtype, m, k, n, data):
     assert_products(name, x, w, dy, y, a.grad, b.grad.t())
 
 
-@draws(20)
+@draws(10, often=2)
 @given(st.sampled_from(NAMES), st.sampled_from(DTYPES), SIZES, SIZES, SIZES, st.booleans(), st.data())
 def test_linear(name, dtype, m, k, n, bias, data):
     x, w, dy = (data.draw(matrices(*size, dtype)) for size in ((m, k), (n, k), (m, n)))
@@ -94,7 +94,7 @@ def test_linear(name, dtype, m, k, n, bias, data):
     assert_products(name, x, w, dy, y, leaf.grad, linear.weight.grad, linear.bias)
 
 
-@draws(10)
+@draws(5, often=2)
 @given(st.sampled_from(NAMES), st.lists(st.integers(0, 140), min_size=1, max_size=5), SIZES, SIZES, st.data())
 def test_experts_in_one_call(name, tokens, k, n, data):
     x = data.draw(matrices(sum(tokens), k, torch.bfloat16)).detach().requires_grad_()

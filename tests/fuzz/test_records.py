@@ -31,7 +31,7 @@ def change_line(path: Path, number: int, edits: list) -> None:
     path.write_text("\n".join([*lines, ""]))
 
 
-@draws(8, suppress_health_check=[FIXTURES])
+@draws(4, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(FILES[:-1]), st.integers(0, 5), json_edits(), st.sampled_from(COMMANDS))
 def test_other_values_in_a_record(originals, place, name, number, edits, command):
     fresh(place, originals, "run")
@@ -41,7 +41,7 @@ def test_other_values_in_a_record(originals, place, name, number, edits, command
     done_or_refused(*command.split())
 
 
-@draws(8, suppress_health_check=[FIXTURES])
+@draws(4, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(FILES), byte_edits(), st.sampled_from(COMMANDS))
 def test_other_bytes_in_a_record(originals, place, name, edits, command):
     fresh(place, originals, "run")

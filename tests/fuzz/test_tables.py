@@ -28,7 +28,7 @@ FILES = {
 }
 
 
-@draws(10, suppress_health_check=[FIXTURES])
+@draws(5, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(sorted(FILES)), json_edits(), st.data())
 def test_other_values(originals, place, name, edits, data):
     path = fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache", *{name.split("/")[0]}) / name
@@ -36,7 +36,7 @@ def test_other_values(originals, place, name, edits, data):
     done_or_refused(*data.draw(st.sampled_from(FILES[name])).split())
 
 
-@draws(6, suppress_health_check=[FIXTURES])
+@draws(3, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(sorted(FILES)), byte_edits(), st.data())
 def test_other_bytes(originals, place, name, edits, data):
     path = fresh(place, originals, "run", "config.yaml", "corpus.txt", "cache", *{name.split("/")[0]}) / name
@@ -44,7 +44,7 @@ def test_other_bytes(originals, place, name, edits, data):
     done_or_refused(*data.draw(st.sampled_from(FILES[name])).split())
 
 
-@draws(6, suppress_health_check=[FIXTURES])
+@draws(3, often=2, suppress_health_check=[FIXTURES])
 @given(byte_edits(), st.sampled_from((STATIC, EXPORT)))
 def test_other_ranges_under_a_record_that_agrees(originals, place, edits, command):
     folder = fresh(place, originals, "run", "corpus.txt", "cache", "calibration") / "calibration"

@@ -16,7 +16,13 @@ from hypothesis import settings
 TIMES = int(os.environ.get("DRAWS_TIMES", "1"))
 
 
-def draws(count: int, **options: Any) -> Callable[[Any], Any]:
-    """`hypothesis.settings` with that many inputs, and the mark by which `make test-long` finds the test."""
-    drawn = settings(max_examples=count * TIMES, derandomize=TIMES == 1, deadline=None, **options)
+def draws(count: int, *, often: int = 1, **options: Any) -> Callable[[Any], Any]:
+    """`hypothesis.settings` with that many inputs, and the mark by which `make test-long` finds the test.
+
+    `often`: `make test-long` draws that many times more again, of inputs that take too long for more in `make test`.
+    """
+    long = TIMES > 1
+    drawn = settings(
+        max_examples=count * TIMES * (often if long else 1), derandomize=not long, deadline=None, **options
+    )
     return lambda test: pytest.mark.draws(drawn(test))

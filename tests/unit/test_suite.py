@@ -135,10 +135,10 @@ def test_every_test_that_draws_says_how_many():
     assert found > 8
 
 
-def drawn() -> list[int]:
+def drawn(often: int = 1) -> list[int]:
     found = []
 
-    @draws.draws(5)
+    @draws.draws(5, often=often)
     @given(st.integers())
     def draw(number):
         found.append(number)
@@ -148,9 +148,9 @@ def drawn() -> list[int]:
 
 
 def test_draws_are_the_same_in_each_run_but_for_the_long_ones(monkeypatch):
-    assert drawn() == drawn() and len(drawn()) == 5
+    assert drawn() == drawn() and len(drawn()) == len(drawn(often=2)) == 5
     monkeypatch.setattr(draws, "TIMES", 20)
-    assert len(drawn()) == 100 and drawn() != drawn()
+    assert len(drawn()) == 100 and len(drawn(often=2)) == 200 and drawn() != drawn()
 
 
 # -------------------------------------------------------------------------------------------------------------- made once
