@@ -150,7 +150,7 @@ def resumes_exactly(
     differences = {}
     count = 2 if recipe == "delayed" or ddp.get("overlap_param_gather") else 1
     with model_parallel(layout):
-        whole = Training(layout, recipe, fields, ddp, seed=7, **options)
+        whole = Training(layout, recipe, fields, ddp, seed=7, **{**_short(layout, 2), **options})
         whole.steps(count)
         checkpoint = whole.save(folder, asynchronous=asynchronous)
         at_save = whole.digests()
@@ -164,7 +164,7 @@ def resumes_exactly(
             assert whole.digests()["weights"] != wanted["weights"] != at_save["weights"]
             differences["back"] = _differences_from(checkpoint, whole, wanted, count)
     with model_parallel(layout, seed=99):
-        again = Training(layout, recipe, fields, ddp, seed=8, **options)
+        again = Training(layout, recipe, fields, ddp, seed=8, **{**_short(layout, 2), **options})
         assert again.digests()["weights"] != at_save["weights"]
         differences["anew"] = _differences_from(checkpoint, again, wanted, count)
     return differences
@@ -180,14 +180,13 @@ def _differences_from(
     return {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
 
 
-def _short() -> dict[str, int]:
-    """Options of an iteration of one microbatch of few tokens; the batch is the same in every layout."""
+def _short(layout: Layout, batch: int) -> dict[str, int]:
+    """Options of an iteration of few tokens: the same batch in every layout, in one microbatch, or in one a stage where
+    chunks are interleaved."""
     from megatron.core import parallel_state
 
-    return {
-        "sequence": 64,
-        "micro_batch": OPTIONS["global_batch"] // parallel_state.get_data_parallel_world_size(),
-    }
+    count = parallel_state.get_data_parallel_world_size() * (layout.pp if layout.vpp else 1)
+    return {"sequence": 64, "micro_batch": batch // count, "global_batch": batch}
 
 
 def trains_and_saves(
@@ -200,7 +199,7 @@ def trains_and_saves(
 ) -> list[tuple[float, float]]:
     """A rank case: two iterations, a checkpoint, and what the ``then`` next ones are."""
     with model_parallel(layout):
-        training = Training(layout, recipe, fields, ddp, seed=7, **_short())
+        training = Training(layout, recipe, fields, ddp, seed=7, **_short(layout, 4))
         training.steps(2)
         training.save(folder)
         return training.steps(then)
@@ -217,7 +216,7 @@ def loads_and_saves(
 ) -> tuple[list[str], list[tuple[float, float]]]:
     """A rank case: loads into another model, saves that as it is; (notes, what the ``then`` next iterations are)."""
     with model_parallel(layout, seed=99):
-        training = Training(layout, recipe, fields, ddp, seed=8, **_short())
+        training = Training(layout, recipe, fields, ddp, seed=8, **_short(layout, 4))
         notes = training.load(Path(source))
         training.save(target)
         return notes, training.steps(then)
