@@ -37,7 +37,7 @@ from .directory import (
     write_json,
 )
 from .formats import check_readable, is_companion, is_of_cache, scale_name
-from .incoming import Incoming
+from .incoming import Incoming, high_precision
 from .shapes import part_shapes
 from .sharing import Sharing
 
@@ -187,9 +187,9 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
     if missing := sorted(set(wanted) - set(copies) - names):
         raise ValueError(f"{str(source)!r} has no {missing[0]}, which its config.json asks for.")
     for name in sorted(names - set(wanted)):
-        belongs = is_companion(name) and f"{name.rpartition('.')[0]}.weight" in wanted
-        tied = name == _HEAD and section["share_embeddings_and_output_weights"]
-        if not (belongs or tied or is_of_cache(name) or name.endswith(_IGNORED)):
+        weight = f"{name.rpartition('.')[0]}.weight" if is_companion(name) else name
+        tied = weight == _HEAD and section["share_embeddings_and_output_weights"]
+        if not ((weight in wanted) or tied or is_of_cache(name) or name.endswith(_IGNORED)):
             raise ValueError(f"{str(source)!r} has {name}, which its config.json does not ask for.")
     for name, shape in wanted.items():
         if name in names and tensors.shape(name) != shape:
@@ -201,17 +201,24 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
 def _check_copies(source: Path, tensors: Tensors, listed: list[Entry], section: dict[str, Any]) -> None:
     """ValueError unless what the directory holds twice is the same: Megatron-Core has it once. Reads those tensors."""
     tied = section["share_embeddings_and_output_weights"] and _HEAD in tensors.names()
-    if tied and not torch.equal(tensors[_HEAD], tensors["model.embed_tokens.weight"]):
+    if tied and not _are_equal(_HEAD, "model.embed_tokens.weight", tensors):
         raise ValueError(
             f"{str(source)!r} has a lm_head.weight of its own, and tie_word_embeddings=true in its config.json."
         )
     first = {entry.megatron: entry.parts[0] for entry in listed if not entry.copy}
     for entry in listed:
         name, main = entry.parts[0], first[entry.megatron]
-        if entry.copy and name in tensors.names() and not torch.equal(tensors[name], tensors[main]):
+        if entry.copy and name in tensors.names() and not _are_equal(name, main, tensors):
             raise ValueError(
                 f"{str(source)!r} has a {name} of its own, other than {main}: Megatron-Core shares it."
             )
+
+
+def _are_equal(one: str, other: str, tensors: Tensors) -> bool:
+    """Whether two tensors mean the same values, each in whatever kind it is stored."""
+    pair = high_precision(one, tensors), high_precision(other, tensors)
+    dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
+    return torch.equal(pair[0].to(dtype), pair[1].to(dtype))
 
 
 def _check_tokenizer(folder: Path, source: Path, vocab_size: int) -> None:

@@ -74,7 +74,7 @@ class Incoming:
         return None if moved else block_scales(entry, self._tensors, self._section)
 
     def _weight(self, entry: Entry) -> torch.Tensor:
-        parts = [_high_precision(name, self._tensors) for name in entry.parts]
+        parts = [high_precision(name, self._tensors) for name in entry.parts]
         if entry.qkv:
             dtype = self.described[entry.megatron].dtype
             query, key, value = (part.to(dtype) for part in parts)
@@ -96,8 +96,12 @@ def _dtype(name: str, tensors: Tensors) -> torch.dtype:
     return torch.bfloat16 if stored == torch.bfloat16 else torch.float32
 
 
-def _high_precision(name: str, tensors: Tensors) -> torch.Tensor:
-    """A tensor without a bit lost, of `_dtype`."""
+def high_precision(name: str, tensors: Tensors) -> torch.Tensor:
+    """A tensor without a bit lost: bfloat16 where it is stored so, else float32, FP8 as code times scale.
+
+    Raises ValueError naming it: it is of a kind that cannot be read, or not finite.
+    """
+    _dtype(name, tensors)
     tensor, scale = tensors[name], scale_name(name, tensors.names())
     if scale is not None:
         tensor = decode(name, tensor, tensors[scale])
