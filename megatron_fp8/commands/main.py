@@ -12,6 +12,7 @@ from importlib import import_module, metadata
 from .. import __version__
 from .line import refuse
 from .output import Output
+from .streams import open_closed
 
 USAGE = """\
 usage: megatron-fp8 COMMAND ...
@@ -62,6 +63,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code: 0 done, 1 failed or output was lost, 2 bad input, 130 interrupted by Ctrl-C."""
+    open_closed()
     output, code = Output(), 0
     try:
         with output.guarded():

@@ -52,9 +52,6 @@ class Output:
     def guarded(self) -> Iterator[None]:
         """Both streams, forgiving; at the end what still cannot be written is given up, also by Python's own exit."""
         out, err = sys.stdout, sys.stderr
-        if out is None or err is None:  # closed by whoever started this: print drops what it is given
-            yield
-            return
         stderr: Any = _Stream(err, lambda error: self._lose())
         stdout: Any = _Stream(out, lambda error: self._say(error, stderr))
         try:

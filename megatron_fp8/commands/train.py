@@ -378,7 +378,8 @@ def _train(trainer: Any) -> int:
     if lacking:
         raise TrainingFailed(
             f"records are lost: {', '.join(lacking)}. Training itself is as the line above says, and its checkpoints are"
-            " whole: make room, and to have the records too, go on from an earlier checkpoint with --resume=PATH."
+            " whole: give the records room, leave them where they are, and to have them too, go on from an earlier"
+            " checkpoint with --resume=PATH."
         )
     stopped = summary["iteration"] < trainer.run.train.train_iters
     return int(trainer.stepper.stop.exit_code) if stopped else EXIT_DONE
@@ -390,6 +391,8 @@ def _close(trainer: Any) -> list[str]:
     if trainer.display:
         trainer.display.close()
         lacking += trainer.writer.close()
+        paths = (Path(trainer.run.run_dir) / name for name in ("config.yaml", "report.json"))
+        lacking += [f"{str(path)!r}, which is gone" for path in paths if not path.is_file()]
     return lacking
 
 

@@ -3,6 +3,9 @@
 What cannot be written now is kept in memory and written before the next record, from the byte where writing stopped; one
 warning says that something is missing, and ``close`` what is missing for good: whoever closes a run's files says it in
 one line. A killed process leaves at most one record unfinished, the last.
+
+Before each record the file is looked at by its path: whoever removes, moves or replaces it (`mv`, logrotate, an
+editor) has the following records in the file that is there then, and is told at the end what that one lacks.
 """
 
 from __future__ import annotations
@@ -18,23 +21,53 @@ from .lines import records_until
 
 
 class Appended:
-    """A file that records are appended to, each at once. Raises OSError only when it is opened."""
+    """A file that records are appended to, each at once. Raises OSError only when it is made."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting = path, b""
-        self._told = False
-        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._told, self._moved = False, False
+        self._lost = 0
+        self._file: int | None = self._opened()
+        self._length = os.fstat(self._file).st_size
 
     def write(self, record: bytes) -> int:
         """Append a record, after what is still waiting; its length."""
         assert self._file is not None, "it was closed"
         self._waiting += record
         try:
+            self._follow(self._file)
             while self._waiting:
-                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+                written = os.write(self._file, self._waiting)
+                self._waiting, self._length = self._waiting[written:], self._length + written
         except OSError as error:
             self._tell(error)
         return len(record)
+
+    def _opened(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def _follow(self, file: int) -> None:
+        """Go on in what the path leads to now, where that is another file, or none, or one that was cut."""
+        ours = os.fstat(file)
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            there = None
+        same = there is not None and (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        if same and ours.st_size >= self._length:
+            return
+        if not self._moved:
+            warnings.warn(
+                f"{str(self._path)!r} was removed, replaced or cut while it was written: records go on in what is there"
+                " now.",
+                stacklevel=4,
+            )
+        self._moved = True
+        length = there.st_size if there else 0
+        self._lost, self._length = self._lost + max(0, self._length - length), length
+        if not same:
+            self._file = self._opened()
+            os.close(file)
 
     def close(self) -> list[str]:
         """Try once more to write what is waiting, and close; what the file lacks now, in words, if it lacks something."""
@@ -46,7 +79,8 @@ class Appended:
             os.close(file)
         except OSError as error:
             self._tell(error)
-        return [f"{str(self._path)!r} lacks its last {len(self._waiting)} bytes"] if self._waiting else []
+        lacks = {"its last": len(self._waiting), "what was removed from it,": self._lost}
+        return [f"{str(self._path)!r} lacks {what} {size} bytes" for what, size in lacks.items() if size]
 
     def _tell(self, error: OSError) -> None:
         if not self._told:
@@ -111,6 +145,12 @@ def continued(path: Path, finished: int) -> Appended:
     kept, damaged = records_until(path, finished)
     if damaged:
         warnings.warn(f"{damaged} lines of {str(path)!r} are no records: they are dropped.", stacklevel=2)
+    if path.is_symlink():
+        warnings.warn(
+            f"{str(path)!r} is a link to {os.readlink(path)!r}: the run goes on in a file of its own, and what the link"
+            " leads to stays as it is.",
+            stacklevel=2,
+        )
     # Replaced whole: a run that is killed here has the old file or the new one.
     beside = path.with_name(f".{path.name}.new")
     beside.write_bytes(b"".join(line + b"\n" for line, _ in kept))

@@ -59,6 +59,71 @@ def test_what_never_fits_is_said(tmp_path, disk):
     assert str(warned[-1].message).startswith(f"records are lost: {lacking[0]}, another.")
 
 
+RECORDS = [f'{{"iteration": {n}}}\n'.encode() for n in range(6)]
+
+
+def after(tmp_path, happens):
+    """What is in metrics.jsonl, and what it lacks, where something happens to it after three records, twice."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = Appended(path)
+    with pytest.warns(UserWarning, match="was removed, replaced or cut while it was written") as warned:
+        for number, record in enumerate(RECORDS):
+            if number in (3, 4):
+                happens(path)
+            file.write(record)
+        lacks = file.close()
+    assert len(warned) == 1
+    return path.read_bytes(), lacks
+
+
+def test_a_file_that_is_replaced_by_its_copy_has_every_record(tmp_path):
+    """As `sed -i` and editors do."""
+
+    def edit(path):
+        path.with_name("copy").write_bytes(path.read_bytes())
+        path.with_name("copy").replace(path)
+
+    assert after(tmp_path, edit) == (b"".join(RECORDS), [])
+
+
+@pytest.mark.parametrize("happens", [os.unlink, lambda path: os.truncate(path, 0)], ids=["removed", "cut"])
+def test_a_file_that_is_removed_or_cut_has_what_comes_then(tmp_path, happens):
+    size = len(b"".join(RECORDS[:4]))
+    lacks = [f"{str(tmp_path / 'run' / 'metrics.jsonl')!r} lacks what was removed from it, {size} bytes"]
+    assert after(tmp_path, happens) == (b"".join(RECORDS[4:]), lacks)
+
+
+def test_a_link_becomes_a_file_and_that_is_said(tmp_path):
+    """What a run writes leads nowhere outside of its folder."""
+    (tmp_path / "elsewhere.jsonl").write_bytes(RECORDS[1])
+    (tmp_path / "metrics.jsonl").symlink_to("elsewhere.jsonl")
+    with pytest.warns(UserWarning, match=r"metrics.jsonl' is a link to 'elsewhere.jsonl'"):
+        file = continued(tmp_path / "metrics.jsonl", 1)
+    file.write(RECORDS[2])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == RECORDS[1] + RECORDS[2]
+    assert (tmp_path / "elsewhere.jsonl").read_bytes() == RECORDS[1] and not file.close()
+
+
+def test_a_folder_that_is_moved_away_is_said(tmp_path):
+    """Until somebody makes one of its name again, as the next checkpoint does."""
+    (tmp_path / "run").mkdir()
+    file = Appended(tmp_path / "run" / "metrics.jsonl")
+    file.write(RECORDS[0])
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.warns(UserWarning) as warned:
+        file.write(RECORDS[1])
+        (tmp_path / "run").mkdir()
+        file.write(RECORDS[2])
+        lacks = file.close()
+    assert [str(one.message).partition("' ")[2][:17] for one in warned] == [
+        "was removed, repl",
+        "cannot be written",
+    ]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == RECORDS[1] + RECORDS[2]
+    assert len(lacks) == 1 and lacks[0].endswith(f"lacks what was removed from it, {len(RECORDS[0])} bytes")
+
+
 def test_tensorboard_reads_what_was_written(tmp_path, disk):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
