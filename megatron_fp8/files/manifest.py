@@ -63,7 +63,7 @@ class Manifest:
     def text(self) -> str:
         """The content of manifest.json. Raises ValueError if it holds what JSON has not: NaN, Inf, other types."""
         content = {"format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in _KEYS}}
-        return json.dumps({**content, "sha256": _checksum(content)}, indent=1, allow_nan=False) + "\n"
+        return json.dumps({**content, "sha256": checksum(content)}, indent=1, allow_nan=False) + "\n"
 
     def write(self, folder: Path) -> None:
         """Write ``<folder>/manifest.json``, down to the disk."""
@@ -94,7 +94,7 @@ def parse(data: bytes) -> Manifest:
     ):
         if names:
             raise ValueError(f"{min(names)!r} {words}")
-    if checked and content["sha256"] != _checksum(content):
+    if checked and content["sha256"] != checksum(content):
         raise ValueError("its checksum differs: it is not what was written")
     _check(content)
     renamed = _number_experts(content["state"], content["facts"]) if version in _LOCAL_EXPERTS else {}
@@ -127,7 +127,8 @@ def _number_experts(state: dict[str, Any], facts: dict[str, Any]) -> dict[str, l
     return {key: several for key in overrides if len(several := names(key)) > 1}
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def checksum(content: dict[str, Any]) -> str:
+    """SHA-256 of an object's other keys than sha256. ValueError: it holds NaN or Inf."""
     rest = {name: value for name, value in content.items() if name != "sha256"}
     plain = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(plain.encode("ascii")).hexdigest()

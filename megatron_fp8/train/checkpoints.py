@@ -180,7 +180,7 @@ def resume(
     skipped = manifest.iteration - taken
     before = manifest.facts.get("accepted", [])
     now = [{"iteration": manifest.iteration, **vars(change)} for change in accepted]
-    omitted = on_first_rank(lambda: _left_out(folder, state))
+    omitted = on_first_rank(lambda: left_out.together(folder.parent, state.get("left_out", [])))
     if omitted:
         lines.append(_note(f"left out, as before: samples {_ranges(omitted)}"))
     return Start(
@@ -193,14 +193,6 @@ def resume(
         omitted,
         state.get("liveness", {}),
     )
-
-
-def _left_out(folder: Path, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a checkpoint's run left out before it was saved and, as the file beside it says, after."""
-    found = {
-        record["first"]: record for record in [*state.get("left_out", []), *left_out.read(folder.parent)]
-    }
-    return [found[first] for first in sorted(found)]
 
 
 def _ranges(records: list[dict[str, Any]]) -> str:

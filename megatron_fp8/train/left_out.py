@@ -1,26 +1,30 @@
 """Samples that a run leaves out, because its loss rose far above what it was when it read them.
 
-    checkpoints/left_out.json    [{"first": 40, "last": 48, "iteration": 12, "went_back_to": 10, "why": "..."}, ...]
+    checkpoints/left_out.json    {"left_out": [{"first": 40, "last": 48, "iteration": 12, "went_back_to": 10,
+                                                "why": "..."}, ...], "sha256": "..."}
 
 Places in the order of samples, from `first` to before `last`. What is counted as consumed are the samples that are not
 left out: so a run that leaves some out goes on, in every number, as one whose data never had them. The file is written
 before training goes on, and lies beside the checkpoints, so that a run that resumes from one that is older than the spike
-leaves them out too; checkpoints that are saved later hold them in their manifest.
+leaves them out too; checkpoints that are saved later hold them in their manifest. A digit that changes in it would train
+on other samples, so it has a checksum, as manifests have theirs; earlier versions were the list alone, without one.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..files.disk import read_ordinary, replace_file
+from ..files.manifest import checksum
 from ..files.strict_json import load_json
 
 FILE = "left_out.json"
-_LARGEST = 1 << 24
+_RECORDS, _LARGEST = "left_out", 1 << 24
 
 Range = tuple[int, int]
 
@@ -36,10 +40,19 @@ def place(kept: int, ranges: Iterable[Range]) -> int:
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The records beside a folder's checkpoints; none if there is no file. ValueError: it cannot be read, or holds
-    something else."""
+    something else than was written. A list without a checksum is taken as it is, with a warning."""
     path = folder / FILE
     try:
         found = load_json(read_ordinary(path, _LARGEST))
+        if isinstance(found, dict):
+            if found.get("sha256") != checksum(found):
+                raise ValueError("its checksum differs: it is not what was written")
+            found = found.get(_RECORDS)
+        else:
+            warnings.warn(
+                f"{str(path)!r} is of an earlier version, which had no checksum: it is taken as it is.",
+                stacklevel=2,
+            )
         _check(found)
     except FileNotFoundError:
         return []
@@ -66,7 +79,23 @@ def _check(records: Any) -> None:
 
 def write(folder: Path, records: Sequence[dict[str, Any]]) -> None:
     """Put these records beside the checkpoints. Raises OSError."""
-    replace_file(folder / FILE, json.dumps(list(records), indent=1) + "\n")
+    content = {_RECORDS: list(records)}
+    replace_file(folder / FILE, json.dumps({**content, "sha256": checksum(content)}, indent=1) + "\n")
+
+
+def together(folder: Path, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is left out from a checkpoint on: what its manifest says (``saved``) and, as the file in its ``folder`` says,
+    what was left out after it was saved. ValueError: as `read`, or they do not fit together."""
+    found = {(record["first"], record["last"]): record for record in [*saved, *read(folder)]}
+    records = [found[key] for key in sorted(found)]
+    try:
+        _check(records)
+    except ValueError as error:
+        raise ValueError(
+            f"{str(folder / FILE)!r} and the checkpoint's manifest say different things ({error}): bring the file back,"
+            " or remove it to leave out what the manifest says."
+        ) from error
+    return records
 
 
 def ranges_of(records: Iterable[dict[str, Any]]) -> list[Range]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fp8.files.checkpoint import file_record
-from megatron_fp8.files.manifest import _checksum
+from megatron_fp8.files.manifest import checksum
 from tests.support.draws import draws
 from tests.support.edits import byte_edits, edited, json_edited, json_edits
 from tests.support.heard import done_or_refused
@@ -37,7 +37,7 @@ def weights(folder: Path) -> str:
 
 def write_manifest(folder: Path, content: dict) -> None:
     """With the checksum that it should have, as anybody can compute it."""
-    (folder / "manifest.json").write_text(json.dumps({**content, "sha256": _checksum(content)}))
+    (folder / "manifest.json").write_text(json.dumps({**content, "sha256": checksum(content)}))
 
 
 def forge(folder: Path) -> None:

@@ -23,17 +23,56 @@ def test_places_are_those_that_remain(seed):
     assert [left_out.place(kept, ranges) for kept in range(100)] == remaining[:100]
 
 
+RECORDS = [{"first": 4, "last": 8, "iteration": 2, "went_back_to": 1, "why": "a spike"}]
+
+
 def test_what_is_written_is_read(tmp_path):
     assert left_out.read(tmp_path) == []
-    records = [{"first": 4, "last": 8, "iteration": 2, "went_back_to": 1, "why": "a spike"}]
-    left_out.write(tmp_path, records)
-    assert left_out.read(tmp_path) == records and left_out.ranges_of(records) == [(4, 8)]
+    left_out.write(tmp_path, RECORDS)
+    assert left_out.read(tmp_path) == RECORDS and left_out.ranges_of(RECORDS) == [(4, 8)]
 
 
+def test_every_digit_that_is_another_one_is_found(tmp_path):
+    left_out.write(tmp_path, RECORDS)
+    path = tmp_path / left_out.FILE
+    text = path.read_text()
+    digits = [i for i, letter in enumerate(text) if letter.isdigit()]
+    assert len(digits) > 30
+    for i in digits:
+        path.write_text(f"{text[:i]}{(int(text[i]) + 1) % 10}{text[i + 1 :]}")
+        with pytest.raises(
+            ValueError, match=r"left_out\.json' .*its checksum differs.*remove it to read them all"
+        ):
+            left_out.read(tmp_path)
+
+
+def test_a_list_of_an_earlier_version_is_read_and_said(tmp_path):
+    (tmp_path / left_out.FILE).write_text(json.dumps(RECORDS))
+    with pytest.warns(UserWarning, match=r"left_out\.json' is of an earlier version, which had no checksum"):
+        assert left_out.read(tmp_path) == RECORDS
+
+
+def test_what_the_manifest_says_and_what_came_after_are_put_together(tmp_path):
+    later = {"first": 20, "last": 24, "iteration": 9, "went_back_to": 8, "why": "a spike"}
+    assert left_out.together(tmp_path, RECORDS) == RECORDS
+    left_out.write(tmp_path, [*RECORDS, later])
+    assert left_out.together(tmp_path, RECORDS) == left_out.together(tmp_path, []) == [*RECORDS, later]
+
+
+@pytest.mark.parametrize("other", [{"first": 4, "last": 9}, {"first": 5, "last": 8}])
+def test_a_file_that_contradicts_the_manifest_is_refused(tmp_path, other):
+    left_out.write(tmp_path, [{**RECORDS[0], **other}])
+    with pytest.raises(
+        ValueError, match=r"left_out\.json' and the checkpoint's manifest say different things"
+    ):
+        left_out.together(tmp_path, RECORDS)
+
+
+@pytest.mark.filterwarnings("ignore:.*of an earlier version")
 @pytest.mark.parametrize(
     "content",
     [
-        "", "{}", '""', "{}x", "[1]", "[[0, 9]]", '[{"first": 4}]', '[{"first": 8, "last": 8}]',
+        "", "{}", '{"left_out": []}', '""', "{}x", "[1]", "[[0, 9]]", '[{"first": 4}]', '[{"first": 8, "last": 8}]',
         '[{"first": -1, "last": 3}]', '[{"first": 0, "last": 1e400}]', '[{"first": 0.9, "last": 2.7}]',
         '[{"first": false, "last": true}]', '[{"first": 0, "last": "9"}]', "[" * 99_999,
         '[{"first": 0, "last": 9}, {"first": 0, "last": 9}]', '[{"first": 5, "last": 9}, {"first": 0, "last": 6}]',
