@@ -1,7 +1,7 @@
 """Files of one JSON object a line (.jsonl), as runs write them and other people may have changed them.
 
 Whoever shows a run reads it with `read_lines`, which names the line that is wrong. A run that goes on reads with
-`records_until`, which passes over such lines: a damaged record is no reason to lose a training.
+`records_until`, which passes over such lines and says which: a damaged record is no reason to lose a training.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ _LAST_EXACT = 2**53
 """Iterations up to here are whole numbers in JavaScript too."""
 
 
+class WrongLine(ValueError):
+    """A line cannot be understood. ``what``: which one and why, without the remedy."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: correct it or remove the line.")
+        self.what = what
+
+
 class Line:
     """One object of a file, and where it stands: what is wrong with it is said with the file and the line's number."""
 
     def __init__(self, path: Path, number: int, content: dict[str, Any]) -> None:
         self.path, self.number, self.content = path, number, content
 
-    def wrong(self, problem: str) -> ValueError:
+    def wrong(self, problem: str) -> WrongLine:
         """The error to raise."""
-        return ValueError(
-            f"line {self.number} of {str(self.path)!r} {problem}: correct it or remove the line."
-        )
+        return WrongLine(f"line {self.number} of {str(self.path)!r} {problem}")
 
     def iteration(self, first: int = 0) -> int:
         """Its iteration; ValueError if that is no whole number from ``first`` on."""
@@ -110,33 +116,34 @@ def unfinished(path: Path) -> bool:
         raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}).") from error
 
 
-def records_until(path: Path, finished: int) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
-    """Lines and their objects, of a run's first ``finished`` iterations; and how many whole lines are no records.
+def records_until(
+    path: Path, finished: int, first: int = 0
+) -> tuple[list[tuple[bytes, dict[str, Any]]], list[str]]:
+    """Lines and their objects, of a run's first ``finished`` iterations; and what is wrong with each whole line that is
+    no record: no JSON object, or its iteration is no whole number from ``first`` on.
 
     No file: none. Raises OSError.
     """
-    found, damaged = [], 0
+    found: list[tuple[bytes, dict[str, Any]]] = []
+    wrong: list[str] = []
     if finished and path.is_file():
-        for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
+        whole = path.read_bytes().rpartition(b"\n")[0]
+        for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
             try:
-                record = load_json(line)
-                iteration = record["iteration"]
-                if type(iteration) is not int or iteration < 0:
-                    damaged += 1
-                elif iteration <= finished:
+                record = _parsed(path, number, line)
+                if Line(path, number, record).iteration(first) <= finished:
                     found.append((line, record))
-            except (ValueError, TypeError, KeyError):
-                damaged += 1
-    return found, damaged
+            except WrongLine as error:
+                wrong.append(error.what)
+    return found, wrong
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    at = Line(path, number, {})
     try:
         content = load_json(line)
     except ValueError as error:
-        raise ValueError(
-            f"line {number} of {str(path)!r} is no JSON ({error}): correct or remove it."
-        ) from error
+        raise at.wrong(f"is no JSON ({error})") from error
     if not isinstance(content, dict):
-        raise Line(path, number, {}).wrong("is no JSON object")
+        raise at.wrong("is no JSON object")
     return content

@@ -137,14 +137,15 @@ def say_lacking(lacking: list[str]) -> None:
         warnings.warn(f"records are lost: {', '.join(lacking)}. Checkpoints do not need them.", stacklevel=3)
 
 
-def continued(path: Path, finished: int) -> Appended:
-    """A .jsonl file, open after its records of the first `finished` iterations; everything else in it is dropped.
+def continued(path: Path, finished: int, first: int = 0) -> Appended:
+    """A .jsonl file, open after its records of iterations ``first`` to ``finished``; everything else in it is dropped.
 
     A line that is no record, as a full disk leaves one, is dropped too, and that is said. Raises OSError.
     """
-    kept, damaged = records_until(path, finished)
-    if damaged:
-        warnings.warn(f"{damaged} lines of {str(path)!r} are no records: they are dropped.", stacklevel=2)
+    kept, wrong = records_until(path, finished, first)
+    if wrong:
+        more = f", and so are {len(wrong) - 1} more that are no records" if wrong[1:] else ""
+        warnings.warn(f"{wrong[0]}: it is dropped{more}.", stacklevel=2)
     if path.is_symlink():
         warnings.warn(
             f"{str(path)!r} is a link to {os.readlink(path)!r}: the run goes on in a file of its own, and what the link"

@@ -32,7 +32,7 @@ class Output(Protocol):
 
 def read_records(folder: Path, finished: int) -> list[Record]:
     """The records of a run's first ``finished`` iterations; none if there is no file. What is no record is left out."""
-    return [record for _, record in records_until(folder / FILE, finished)[0]]
+    return [record for _, record in records_until(folder / FILE, finished, 1)[0]]
 
 
 def scalars(records: list[Record]) -> dict[str, float]:
@@ -51,7 +51,7 @@ class Lines:
     is made, and not later."""
 
     def __init__(self, folder: Path, finished: int) -> None:
-        self._file = continued(folder / FILE, finished)
+        self._file = continued(folder / FILE, finished, 1)
 
     def write(self, iteration: int, records: list[Record]) -> None:
         """One line each."""

@@ -115,7 +115,7 @@ class MetricsWriter:
         self._open(finished)
 
     def _open(self, finished: int) -> None:
-        self._metrics = continued(self._folder / "metrics.jsonl", finished)
+        self._metrics = continued(self._folder / "metrics.jsonl", finished, 1)
         self._validation = continued(self._folder / "validation.jsonl", finished)
         self._events = continued(self._folder / "events.jsonl", finished)
         self._board = Board(self._folder / "tensorboard", finished + 1 if finished else 0)

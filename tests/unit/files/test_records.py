@@ -148,7 +148,7 @@ def test_tensorboard_reads_what_was_written(tmp_path, disk):
     assert [e.value for e in read.Scalars("train/tokens")] == [100, 200, 300]
 
 
-def test_damaged_lines_are_dropped_and_counted(tmp_path):
+def test_damaged_lines_are_dropped_and_the_first_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [
         b'{"iteration": 1}',
@@ -156,15 +156,32 @@ def test_damaged_lines_are_dropped_and_counted(tmp_path):
         b"\xff\x00",
         b"3",
         b'{"iteration": 1.5}',
-        b'{"iteration": true}',
-        b'{"iteration": -1}',
         b'{"iteration": 2}',
         b'{"iteration": 3}',
         b'{"iter',
     ]
     path.write_bytes(b"\n".join(lines))
-    with pytest.warns(UserWarning, match="6 lines of .*metrics.jsonl' are no records"):
+    with pytest.warns(
+        UserWarning, match=r"^line 2 of '.*metrics.jsonl' is no JSON .*: it is dropped, and so are 3 more"
+    ):
         file = continued(path, 2)
     file.write(b'{"iteration": 3}\n')
     file.close()
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("value", ["1.5", '"2"', "-1", "0", "true", "null", "[1]", "1e400"])
+def test_an_iteration_that_is_none_is_dropped_and_named_with_its_value(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"iteration": 1}}\n{{"iteration": {value}}}\n{{"iteration": 2}}\n')
+    with pytest.warns(UserWarning) as warned:
+        continued(path, 2, 1).close()
+    (said,) = [str(one.message) for one in warned]
+    shown = {"true": "True", "null": "None", '"2"': "'2'"}.get(value, value)
+    if value == "1e400":
+        assert said.startswith(f"line 2 of {str(path)!r} ")
+    else:
+        assert said == (
+            f"line 2 of {str(path)!r} has the iteration {shown}, and that is a whole number from 1 on: it is dropped."
+        )
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
