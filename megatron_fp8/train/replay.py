@@ -141,7 +141,7 @@ def replay(
         check_overrides_match(run.model.fp8_overrides, folder_sites)  # before a large model is built
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     settings = transformer_config(run.model)
-    parallel.check_layout(run.model, run.train, launch.world_size)
+    parallel.check_layout(run.model, run.train, launch.world_size, launch.told)
     datasets.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
     launch.meeting.agree("settings", run_facts(run, tokenizer, launch.world_size))
     parallel.join(launch, run.model, run.train)

@@ -115,7 +115,8 @@ def restore(
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     if vocab_size % launch.world_size:
         raise ValueError(
-            f"the vocabulary of {vocab_size} does not divide among {launch.world_size} ranks: launch fewer"
+            f"the vocabulary of {vocab_size} does not divide among {launch.world_size} ranks"
+            f" ({', '.join(launch.told[1:])}): launch fewer"
         )
     if run.model.fp8_size_filter_tokens is None:
         run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)  # the same layers in FP8 as in training

@@ -33,6 +33,7 @@ _GRACE_S = 2.0  # for what other ranks are about to say
 _ANSWER_S = 10.0  # for the store to answer one question
 _GIVE_UP_S = 1800.0  # of a store that does not answer
 _CONNECT_S = 60.0  # to reach a store that is there, as all ranks do at once
+ALONE = "to run alone, unset these variables"
 _SHOWN = 8  # ranks, or settings, that a line names
 _STORE_LOST = (
     "the store where all ranks meet is gone: rank 0 has ended before the first step, and says why itself"
@@ -70,7 +71,7 @@ class Meeting:
     With one rank nothing is waited for.
 
     Args:
-        launch: rank, world_size, local_rank, master_addr and master_port of this process.
+        launch: rank, world_size, local_rank, master_addr, master_port and told of this process.
         environ: where torchrun's variables are.
         end: how the process ends when another rank says so; takes the exit code.
     """
@@ -83,6 +84,7 @@ class Meeting:
     ) -> None:
         self.rank, self.world_size = launch.rank, launch.world_size
         self._first_here = launch.local_rank == (1 if launch.rank == launch.local_rank else 0)
+        self._told = f" ({', '.join(launch.told)}; {ALONE})" if launch.told else ""
         self._place = Rendezvous(launch.rank, launch.master_addr, launch.master_port, environ)
         self._end = end
         self._store: dist.Store | None = None
@@ -344,10 +346,13 @@ class Meeting:
         store, stage = self._store, self._stage
         if store is None:
             where = f"{self._place.address}:{self._place.port}"
-            return f"rank 0 has not come: nobody listens at {where}"
+            agent = ", where torchrun should (TORCHELASTIC_USE_AGENT_STORE=True)" if self._place.agent else ""
+            return f"rank 0 has not come: nobody listens at {where}{agent}{self._told}"
         ranks = range(self.world_size)
+        not_started = self._absent("rank", ranks)
+        alone = self._told if len(not_started) == self.world_size - 1 else ""
         if stage == "start":
-            return _named("have not started", self._absent("rank", ranks), self.world_size)
+            return _named("have not started", not_started, self.world_size) + alone
         before = self._beats()
         time.sleep(2 * _LOOK_S + _GRACE_S)
         absent, now = self._absent(f"at {stage}", ranks), self._beats()
@@ -357,7 +362,7 @@ class Meeting:
             _named("have not come", absent, self.world_size),
             _named("do not answer", silent, self.world_size),
         ]
-        return "; ".join(part for part in parts if part)
+        return "; ".join(part for part in parts if part) + alone
 
     def _absent(self, what: str, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose key is not there; asked by halves, since of many ranks few are missing."""

@@ -11,7 +11,7 @@ import random
 import re
 import subprocess
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -27,7 +27,7 @@ from ..config.sections import TrainSection
 from ..exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from .deterministic import be_deterministic
 from .hosts import is_host
-from .meeting import Meeting
+from .meeting import ALONE, Meeting
 from .rendezvous import check_restarts
 
 Result = TypeVar("Result")
@@ -59,6 +59,8 @@ class Launch:
     master_port: int = _DEFAULT_PORT
     meeting: Meeting | None = field(default=None, compare=False, repr=False)
     """Where the ranks meet until training is under way; None before `meet`."""
+    told: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The variables that say so, which may be left over from elsewhere: 'RANK=0', 'WORLD_SIZE=2'."""
 
 
 def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
@@ -83,6 +85,7 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", max(local_rank, 0) + 1),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_number(environ, "MASTER_PORT", _DEFAULT_PORT),
+            told=_told(environ, "RANK", "WORLD_SIZE"),
         )
     elif "SLURM_PROCID" in environ:
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
@@ -94,25 +97,29 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             local_world_size=_slurm_local_size(environ),
             master_addr=environ.get("MASTER_ADDR") or _slurm_first_host(environ),
             master_port=_number(environ, "MASTER_PORT", _slurm_port(environ)),
+            told=_told(environ, "SLURM_PROCID", size),
         )
     else:
         given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
         if given:
-            missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
+            missing = " and no ".join(name for name in ("RANK", "WORLD_SIZE") if name not in environ)
+            shown = ", ".join(f"{name}={environ[name]!r}" for name in given)
             raise ValueError(
-                f"the environment has {given[0]}={environ[given[0]]!r} and no {' and no '.join(missing)}: launch with"
-                f" torchrun or srun, or unset {' and '.join(given)} to run alone."
+                f"the environment has {shown} and no {missing}: launch with torchrun or srun,"
+                f" or unset {' and '.join(given)} to run alone."
             )
         return Launch("one process")
     if not 0 <= launch.rank < launch.world_size:
         raise ValueError(
-            f"{launch.launcher} gives rank {launch.rank} of {launch.world_size} processes: ranks go from 0 "
-            f"to {launch.world_size - 1}. Check the launch line."
+            f"the environment has {', '.join(launch.told)}, rank {launch.rank} of {launch.world_size} processes: ranks"
+            f" go from 0 up and are fewer than the processes. Check the launch line; {ALONE}."
         )
     if not 0 <= launch.local_rank < launch.local_world_size:
+        local = _told(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID")
         raise ValueError(
-            f"{launch.launcher} gives local rank {launch.local_rank} of {launch.local_world_size} processes on this node:"
-            f" local ranks go from 0 to {launch.local_world_size - 1}. Check the launch line."
+            f"the environment has {', '.join((*launch.told, *local))}, local rank"
+            f" {launch.local_rank} of {launch.local_world_size} processes on this node: local ranks go from 0 up and are"
+            f" fewer than the processes. Check the launch line; {ALONE}."
         )
     if not 0 < launch.master_port < 2**16:
         raise ValueError(f"MASTER_PORT={launch.master_port} must be from 1 to 65535.")
@@ -130,7 +137,13 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f"the environment variable {name}={value!r} is not a number.") from None
+        raise ValueError(
+            f"the environment variable {name}={value!r} is not a number: launch with torchrun or srun, or unset it."
+        ) from None
+
+
+def _told(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
+    return tuple(f"{name}={environ[name][:64]}" for name in names if name in environ)
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int:
@@ -174,8 +187,10 @@ def _slurm_port(environ: Mapping[str, str]) -> int:
 # -------------------------------------------------------------------------------------------- joining
 
 
-def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
-    """The data-parallel size of `world_size` ranks. Raises ValueError if the layout does not fit them."""
+def check_layout(model: Any, train: TrainSection, world_size: int, told: Sequence[str] = ()) -> int:
+    """The data-parallel size of `world_size` ranks. Raises ValueError if the layout does not fit them. ``told``: as
+    Launch's."""
+    ranks = f"the world size {world_size}{''.join(f' ({variable})' for variable in told[1:])}"
     sizes = {
         "tensor": model.tensor_model_parallel_size,
         "pipeline": model.pipeline_model_parallel_size,
@@ -188,13 +203,13 @@ def check_layout(model: Any, train: TrainSection, world_size: int) -> int:
     if world_size % product:
         parts = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(
-            f"the world size {world_size} does not divide by {parts} = {product}: launch a multiple of "
+            f"{ranks} does not divide by {parts} = {product}: launch a multiple of "
             f"{product} processes, or change model.tensor_model_parallel_size, "
             "model.pipeline_model_parallel_size or model.context_parallel_size."
         )
     if world_size % (experts := _expert_ranks(model)):
         raise ValueError(
-            f"the world size {world_size} does not divide by pipeline {sizes['pipeline']} x expert"
+            f"{ranks} does not divide by pipeline {sizes['pipeline']} x expert"
             f" {model.expert_model_parallel_size} x expert tensor"
             f" {model.expert_tensor_parallel_size or sizes['tensor']} = {experts}: launch a multiple of"
             f" {least_ranks(model)} processes, or change model.expert_model_parallel_size or"
@@ -271,7 +286,7 @@ def gpu_of(launch: Launch, visible: int) -> int:
     if visible > 1 and launch.local_rank >= visible:
         raise ValueError(
             f"local rank {launch.local_rank} has no GPU: this node has {launch.local_world_size} processes and shows"
-            f" {visible} GPUs. {_ONE_EACH}."
+            f" {visible} GPUs (LOCAL_RANK or SLURM_LOCALID says so). {_ONE_EACH}."
         )
     return launch.local_rank if visible > 1 else 0
 
@@ -308,7 +323,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     Raises ValueError if the layout does not fit the world size, train.deterministic the environment, or the processes the
     GPUs.
     """
-    check_layout(model, train, launch.world_size)
+    check_layout(model, train, launch.world_size, launch.told)
     if train.deterministic:
         be_deterministic()
     cuda = torch.cuda.is_available()

@@ -40,14 +40,15 @@ class Rendezvous:
     """Where a launch's ranks meet, at an address and a port, in the attempt that torchrun's variables tell of.
 
     Attributes:
+        agent: torchrun keeps the store, as its variables say.
         hosted: this process keeps the store, which ends with it.
     """
 
     def __init__(self, rank: int, address: str, port: int, environ: Mapping[str, str]) -> None:
         self.address, self.port = address, port
-        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.hosted = rank == 0 and not agent
-        self._attempt = f"attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else "ranks"
+        self.agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.hosted = rank == 0 and not self.agent
+        self._attempt = f"attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if self.agent else "ranks"
         self._server: dist.Store | None = None
         self._resolved = False
         self._unknown_since: float | None = None

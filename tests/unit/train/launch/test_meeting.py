@@ -42,7 +42,12 @@ def launch(monkeypatch):
         for rank in ranks:
             ends = []
             place = SimpleNamespace(
-                rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=port
+                rank=rank,
+                world_size=world_size,
+                local_rank=rank,
+                master_addr="127.0.0.1",
+                master_port=port,
+                told=(f"RANK={rank}", f"WORLD_SIZE={world_size}"),
             )
             made.append(Meeting(place, environ, end=ends.append))
             made[-1].ends = ends
@@ -252,7 +257,9 @@ def test_a_rank_that_never_comes_is_a_failure_and_no_bad_input(launch):
     """Batch scripts retry what ends with 1."""
     (alone,) = launch([0], 2)
     with pytest.raises(
-        NotMet, match=r"1 of 2 ranks have not come: 1 after 0.00\d+ minutes: look at their logs"
+        NotMet,
+        match=r"1 of 2 ranks have not come: 1 \(RANK=0, WORLD_SIZE=2; to run alone, unset these variables\) after 0.00\d+"
+        r" minutes: look at their logs",
     ) as found:
         alone.agree("settings", {}, timeout_s=0.3)
     assert exit_code(found.value) == 1
@@ -265,7 +272,11 @@ def test_without_torchrun_rank_0_keeps_the_store(launch):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (late,) = launch([1], 2, environ={}, port=port)
-    assert late._missing() == f"rank 0 has not come: nobody listens at 127.0.0.1:{port}"
+    variables = "(RANK=1, WORLD_SIZE=2; to run alone, unset these variables)"
+    assert late._missing() == f"rank 0 has not come: nobody listens at 127.0.0.1:{port} {variables}"
+    (agents,) = launch([1], 2, environ={"TORCHELASTIC_USE_AGENT_STORE": "True"}, port=port)
+    assert "where torchrun should (TORCHELASTIC_USE_AGENT_STORE=True)" in agents._missing()
+    agents.close()
     (first,) = launch([0], 2, environ={}, port=port)
     agreed = everywhere(lambda one: one.agree("settings", {"a": 1}, timeout_s=10), (first,), (late,))
     assert agreed == [None, None]
@@ -275,7 +286,7 @@ def test_without_torchrun_rank_0_keeps_the_store(launch):
 
 
 def test_one_rank_waits_for_nobody():
-    alone = SimpleNamespace(rank=0, world_size=1, local_rank=0, master_addr="", master_port=0)
+    alone = SimpleNamespace(rank=0, world_size=1, local_rank=0, master_addr="", master_port=0, told=())
     with Meeting(alone, {}) as one:
         one.agree("settings", {"a": 1})
         one.arrive("the process group")

@@ -55,6 +55,17 @@ def test_a_local_rank_counts_where_nobody_says_how_many_there_are():
     assert find_launch({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}).local_world_size == 2
 
 
+def test_the_variables_that_tell_of_others_are_named_where_these_do_not_come():
+    assert find_launch(TORCHRUN).told == ("RANK=3", "WORLD_SIZE=4")
+    assert find_launch({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}).told == (
+        "SLURM_PROCID=5",
+        "SLURM_STEP_NUM_TASKS=8",
+    )
+    assert find_launch({}).told == ()
+    with pytest.raises(ValueError, match=r"^the world size 3 \(WORLD_SIZE=3\) does not divide by tensor 2 "):
+        layout(3, "model.tensor_model_parallel_size=2", told=("RANK=0", "WORLD_SIZE=3"))
+
+
 def on_node(rank, processes):
     return Launch("torchrun", rank, 64, rank, processes)
 
@@ -119,8 +130,29 @@ def test_alone():
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not a number"),
-        ({**TORCHRUN, "RANK": "4"}, "rank 4 of 4"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not a number: launch with torchrun or srun, or unset it"),
+        (
+            {**TORCHRUN, "RANK": "4"},
+            "RANK=4, WORLD_SIZE=4, rank 4 of 4 .* to run alone, unset these variables",
+        ),
+        (
+            {**TORCHRUN, "LOCAL_RANK": "2"},
+            "WORLD_SIZE=4, LOCAL_RANK=2, LOCAL_WORLD_SIZE=2, local rank 2 of 2 .* unset",
+        ),
+        (
+            {"LOCAL_RANK": "-1", "RANK": "0", "WORLD_SIZE": "1"},
+            "RANK=0, WORLD_SIZE=1, LOCAL_RANK=-1, local rank -1 of 1",
+        ),
+        ({**SLURM, "SLURM_PROCID": "6"}, "SLURM_PROCID=6, SLURM_NTASKS=6, rank 6 of 6"),
+        ({"RANK": "0"}, "has RANK='0' and no WORLD_SIZE: launch .* or unset RANK to run alone"),
+        (
+            {"LOCAL_RANK": "1"},
+            "has LOCAL_RANK='1' and no RANK and no WORLD_SIZE: .* or unset LOCAL_RANK to run alone",
+        ),
+        (
+            {"WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+            "has WORLD_SIZE='2', LOCAL_RANK='1' and no RANK: .* unset WORLD_SIZE and LOC",
+        ),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR='' is no host's name"),
         ({**TORCHRUN, "MASTER_ADDR": "a" * 64}, "is no host's name"),
         ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT=0 must be from 1"),
@@ -155,9 +187,9 @@ def test_what_another_attempt_may_not_meet_is_no_bad_input(error, code, monkeypa
     assert told == [code] and capsys.readouterr().err == f"error: {error}\n"
 
 
-def layout(world_size, *options):
+def layout(world_size, *options, told=()):
     run = parse([f"--{option}" for option in options])
-    return check_layout(run.model, run.train, world_size)
+    return check_layout(run.model, run.train, world_size, told)
 
 
 def test_the_data_parallel_size_is_what_is_left():
