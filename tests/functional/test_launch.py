@@ -240,6 +240,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(script, tmp_path, forking
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 130, said()
         until(lambda: not any(map(alive, pids)), said)
+    assert "save and end; again, after 1 s or later: they end at once, unsaved" in said()
     assert said().splitlines()[-1] == "SIGINT: the ranks were ended, unsaved"
 
 

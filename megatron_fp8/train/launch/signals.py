@@ -77,7 +77,8 @@ class Signals:
             if self.stop is None:
                 self.stop, self._since = name, now
                 if self._ranks_run:
-                    more = "; again: they end at once, unsaved" if name == signal.SIGINT else ""
+                    more = f"; again, after {_AGAIN_S:g} s or later: they end at once, unsaved"
+                    more = more if name == signal.SIGINT else ""
                     self._say(f"{name.name}: asked the ranks to finish their iteration, save and end{more}")
             if again:
                 raise SignalException("a second Ctrl-C", signal.SIGKILL)
