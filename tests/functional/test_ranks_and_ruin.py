@@ -29,6 +29,19 @@ def test_ranks_that_differ_end_with_2_before_the_first_step_and_one_line_says_wh
     assert not out.exists()
 
 
+def test_no_room_for_indices_on_rank_0_ends_both_with_2_and_one_line(folder, config, forking_python):
+    """Rank 1 waits in Megatron-Core's barrier, which has a timeout of half an hour."""
+    out, cache = folder / "runs" / "unindexed", folder / "unindexed"
+    options = [f"--config={config}", f"--run_dir={out}", f"--data.cache_dir={cache}", *TWO_RANKS]
+    done = torchrun(APP, "unindexed", 0, "train", *options, python=forking_python)
+    (said,) = errors(done)
+    assert (
+        f"data.cache_dir={str(cache)!r}: the indices of samples cannot be written ([Errno 28] No space left"
+        in said
+    )
+    assert done.stderr.count("exitcode  : 2 ") == 2, done.stderr
+
+
 def test_steps_that_are_skipped_for_ever_end_the_run_as_failed(folder, config):
     out = folder / "runs" / "spoiled"
     more = ["--train.train_iters=20", "--train.max_skipped_steps=3", "--checkpoint.save_interval=1"]

@@ -9,6 +9,7 @@ python tests/support/app.py spoil 2 train ...              a weight of the last 
 python tests/support/app.py outgrow 2 train ...            a weight is eight times as large after the second iteration
 python tests/support/app.py damage scale:inf:2:1 train ...  memory of rank 1 goes bad after iteration 2 (damage.py)
 python tests/support/app.py full metrics,tfevents train ... there is no room for these files
+python tests/support/app.py unindexed 0 train ...          there is no room for arrays: indices of samples
 python tests/support/app.py spike 16:24 train ...          these samples are noise, and a small rise counts as a spike
 python tests/support/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
 python tests/support/app.py many CASES.json                 several commands; prints [code, stderr] of each
@@ -247,6 +248,14 @@ def full(names, arguments):
         return main(arguments)
 
 
+def unindexed(_, arguments):
+    """Whoever writes an array finds the disk full."""
+    import errno
+
+    with mock.patch("numpy.save", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        return main(arguments)
+
+
 def truncate(trainer):
     """Cut the data set short, as another program may."""
     prefix = trainer.stepper.datasets[0].dataset_path
@@ -278,6 +287,7 @@ if __name__ == "__main__":
             "spoil": lambda n, a: after_iteration(int(n), spoil, a),
             "damage": damage,
             "full": full,
+            "unindexed": unindexed,
             "spike": spike,
             "truncate": lambda n, a: after_iteration(int(n), truncate, a),
             "many": lambda p, _: many(p),
