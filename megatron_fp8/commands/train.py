@@ -212,10 +212,10 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     report = build_report(run, config, chunks, parameters, launch.launcher)
     stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop, watchdog)
     first = launch.rank == 0
+    Telemetry(chunks, run.telemetry.settings()).close()  # a pattern that matches nothing is refused here
     if first:
         print(format_report(report), flush=True)
     if run.dry_run:
-        Telemetry(chunks, run.telemetry.settings()).close()
         _dry_run(stepper, vocab_size, first)
         return None
     if run.checkpoint.save_interval:
@@ -223,9 +223,11 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     content = parallel.on_first_rank(lambda: data_fact(prefixes))
     start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
     facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted, "data": content}
+    entropy = data.corpus_bigram_entropy(prefixes) if first else math.nan
+    # From here on the run's folder is changed, so nothing after this may refuse what was asked for.
     continues = folders.has(start.folder)
     if not continues:
-        folders.keep_earlier()
+        folders.keep_earlier(watchdog.folder)
     folder = Path(run.run_dir)
     done = start.iteration >= run.train.train_iters
 
@@ -238,7 +240,6 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     writer = display = None
     unvalidated = False
     if first:
-        entropy = data.corpus_bigram_entropy(prefixes)
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
         print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
         report["bigram_entropy"] = entropy
@@ -315,7 +316,8 @@ def _watchdog(run: Any, launch: Any) -> Any:
     )
     parallel.until_leave(watchdog.close)
     watchdog.enter(START, 0)
-    watchdog.start()
+    if not run.dry_run:  # which writes nothing
+        watchdog.start()
     return watchdog
 
 

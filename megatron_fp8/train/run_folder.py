@@ -35,9 +35,9 @@ PATIENCE_S = 60.0
 """How long ranks wait to see each other's files: clients of NFS look at a folder again after at most 60 s."""
 _RECORDS = (
     *("config.yaml", "report.json", "metrics.jsonl", "validation.jsonl", "events.jsonl", "tensorboard"),
-    *("telemetry.jsonl", "wandb", "wandb-run", "stacks"),
+    *("telemetry.jsonl", "wandb", "wandb-run"),
 )
-_PREVIOUS, _TRIAL = "previous", ".trial-"
+_PREVIOUS, _STACKS, _TRIAL = "previous", "stacks", ".trial-"
 
 
 class RunFolders:
@@ -54,8 +54,8 @@ class RunFolders:
 
         Raises ValueError, on every rank: a folder cannot be made or written, another run has it, it is not shared.
         """
-        on_first_rank(self._take)
         with self._saying_what_is_waited_for():
+            on_first_rank(self._take)
             self._try_together()
 
     def still_ours(self) -> None:
@@ -67,12 +67,13 @@ class RunFolders:
         """Whether a checkpoint is one of this run's, however its path is written."""
         return checkpoint is not None and _same(checkpoint.parent, self.checkpoints)
 
-    def keep_earlier(self) -> None:
-        """What an earlier run left moves to `previous-1`, `previous-2`, ... Collective. Raises ValueError."""
+    def keep_earlier(self, stacks: Path | None = None) -> None:
+        """What an earlier run left moves to `previous-1`, `previous-2`, ..., but for the stacks of this start.
+        Collective. Raises ValueError."""
 
         def move() -> None:
             with naming("run_dir", self.run_dir):
-                keep_earlier(self.run_dir, self.checkpoints)
+                keep_earlier(self.run_dir, self.checkpoints, stacks)
 
         on_first_rank(move)
 
@@ -112,8 +113,9 @@ class RunFolders:
     def _saying_what_is_waited_for(self) -> Iterator[None]:
         """A line from rank 0 if it takes long: all ranks have come, so the meeting names none of them."""
         text = (
-            f"waiting     {FIRST_LINE_S:.0f} s so far: ranks do not see each other's files in"
-            f" {str(self.checkpoints)!r}, which may take a network file system {PATIENCE_S:.0f} s"
+            f"waiting     {FIRST_LINE_S:.0f} s so far: the file system of {str(self.run_dir)!r} is slow to answer, or"
+            f" ranks do not see each other's files in {str(self.checkpoints)!r}, which may take a network file system"
+            f" {PATIENCE_S:.0f} s"
         )
         line = threading.Timer(FIRST_LINE_S, print, (text,), {"file": sys.stderr, "flush": True})
         line.daemon = True
@@ -162,15 +164,19 @@ def checkpoint_folder(run: Any) -> Path:
     return Path(run.checkpoint.folder) if run.checkpoint.folder else Path(run.run_dir) / "checkpoints"
 
 
-def keep_earlier(run_dir: Path, checkpoints: Path) -> None:
-    """Move a run's records and checkpoints out of the way, to a folder of the same file system; OSError if that fails."""
+def keep_earlier(run_dir: Path, checkpoints: Path, stacks: Path | None = None) -> None:
+    """Move a run's records and checkpoints out of the way, to a folder of the same file system; OSError if that fails.
+
+    Not the folder of ``stacks`` of this start, whose set-up may have taken long."""
     records = [run_dir / name for name in _RECORDS if os.path.lexists(run_dir / name)]
+    earlier = [path for path in (run_dir / _STACKS).glob("*") if path != stacks]
     saved = [*complete_checkpoints(checkpoints), *not_finite_checkpoints(checkpoints)]
     saved += [checkpoints / name for name in (LATEST, LEFT_OUT) if os.path.lexists(checkpoints / name)]
     inside = _same(checkpoints.parent, run_dir) and not checkpoints.is_symlink()
     inside = inside and (not checkpoints.exists() or checkpoints.stat().st_dev == run_dir.stat().st_dev)
     kept = free_name(run_dir / _PREVIOUS)
     _move(records, kept)
+    _move(earlier, kept / _STACKS)
     _move(saved, kept / checkpoints.name if inside else free_name(checkpoints / _PREVIOUS))
 
 

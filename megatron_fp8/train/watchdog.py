@@ -188,7 +188,7 @@ class Watchdog:
             return
         self._searched = now
         for folder in self._folders():
-            if folder.name not in self._seen and _iteration(folder) >= phase.iteration - 1:
+            if folder.name not in self._seen and self._concerns(folder, phase):
                 self._answer(folder, phase, elapsed)
         if elapsed >= bound * 2**self._rounds and phase is self._phase:
             name = f"iteration-{phase.iteration}-{phase.kind}-{elapsed:.0f}s"
@@ -202,6 +202,12 @@ class Watchdog:
             return list(self.folder.iterdir())
         except OSError:  # whoever cannot write there says so
             return []
+
+    def _concerns(self, folder: Path, phase: _Phase) -> bool:
+        """Whether a rank that made this folder may wait for this one, or this one for it."""
+        if folder.name.startswith(f"iteration-0-{START}-"):
+            return not self._took.get("step")  # nobody is at the start any more once a step is done
+        return _iteration(folder) >= phase.iteration - 1
 
     def _answer(self, folder: Path, phase: _Phase, elapsed: float) -> None:
         """Write this rank's stacks there, and read the others' a little later."""

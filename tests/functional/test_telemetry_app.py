@@ -88,14 +88,26 @@ REFUSED = {
 }
 
 
-def test_bad_input_is_one_line(folder, config):
+def contents(out):
+    """Of a run's folder, but for what holds it."""
+    return {
+        str(path): path.read_bytes() for path in out.rglob("*") if path.is_file() and "lock" not in path.name
+    }
+
+
+def test_bad_input_is_one_line_and_changes_nothing(folder, config, runs):
+    """Two starts into a run's folder, one of which would go on and one begin anew, are refused with the model built."""
     common = ["train", f"--config={config}", f"--run_dir={folder / 'bad'}", "--telemetry.every=2"]
     cases = [[*common, "--telemetry.sites=*.linear_fc1", "--dry-run", option] for option in REFUSED]
+    for resume in ("auto", "never"):
+        into = [f"--run_dir={runs[1]}", f"--resume={resume}", "--train.train_iters=6"]
+        cases.append([*common, *into, "--telemetry.sites=*.fc9"])
+    before = contents(runs[1])
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
     done = run(APP, "many", path)
     assert done.stdout, done.stderr
-    for (code, text), expected in zip(
-        json.loads(done.stdout.splitlines()[-1]), REFUSED.values(), strict=True
-    ):
+    assert contents(runs[1]) == before
+    expectations = [*REFUSED.values(), *["'*.fc9' matches no GEMM site"] * 2]
+    for (code, text), expected in zip(json.loads(done.stdout.splitlines()[-1]), expectations, strict=True):
         assert code == 2 and expected in text and len(text.splitlines()) == 1, text

@@ -50,6 +50,17 @@ def test_records_and_checkpoints_of_an_earlier_run_are_kept(tmp_path):
     assert not (tmp_path / "previous-3").exists()
 
 
+def test_stacks_of_this_start_stay_where_they_were_said_to_be(tmp_path):
+    earlier, own = (
+        tmp_path / "stacks" / start / "set-up-data-60s" for start in ("20261122-101500", "20261123-101500")
+    )
+    for folder in (earlier, own):
+        folder.mkdir(parents=True)
+    keep_earlier(tmp_path, tmp_path / "checkpoints", own.parent)
+    assert own.is_dir() and not earlier.exists()
+    assert (tmp_path / "previous-1" / "stacks" / "20261122-101500" / "set-up-data-60s").is_dir()
+
+
 @pytest.mark.parametrize("linked", [False, True])
 def test_checkpoints_elsewhere_are_kept_where_they_are(tmp_path, linked):
     """Nothing is moved from one file system to another, and a link stays where it is for the next run."""

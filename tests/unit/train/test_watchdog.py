@@ -101,6 +101,30 @@ def test_a_long_iteration_is_said_within_20_s_and_again_after_twice_as_long(rank
     assert len(rank.said) == 5
 
 
+def test_who_waits_for_one_at_the_start_of_a_resumed_run_answers_and_nobody_later(tmp_path):
+    ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
+    ranks[1].watchdog.enter(module.START, 0)
+    ranks[1].pass_time(59.0)
+    ranks[0].watchdog.enter("step", 500)
+    ranks[0].pass_time(20.0)
+    assert not list(tmp_path.iterdir())
+    ranks[1].pass_time(1.5)
+    (folder,) = tmp_path.iterdir()
+    ranks[0].pass_time(1.5)
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.txt", "rank-1.txt"]
+    ranks[0].pass_time(4.0)
+    (line,) = ranks[0].said
+    assert (
+        line.startswith("waiting     iteration 500 takes 24 s so far: ")
+        and "rank 1 works in the start: " in line
+    )
+    ranks[0].steps(6, 1.0, first=501)
+    ranks[0].watchdog.enter("step", 507)
+    (tmp_path / "iteration-0-start-70s").mkdir()
+    ranks[0].pass_time(LEAST - 1.0)
+    assert not list(tmp_path.glob("iteration-0-start-70s/*"))
+
+
 def test_nothing_is_read_or_written_while_all_is_well(rank, monkeypatch):
     monkeypatch.setattr(module.Path, "iterdir", lambda folder: pytest.fail("looked into a folder"))
     rank.steps(30, 4.5)
