@@ -164,7 +164,7 @@ def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
 
     run = run_config.parse(arguments)
     config = transformer_config(run.model)
-    parallel.check_layout(run.model, run.train, launch.world_size)
+    parallel.check_layout(run.model, run.train, launch.world_size, launch.told)
     tokenizer = load_tokenizer(run.data.tokenizer)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     data.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
