@@ -25,6 +25,7 @@ from ..files.checkpoint import Manifest
 from ..files.disk import write_file
 from ..train.data.tokenizers import load_tokenizer
 from .architectures import Entry, entries, fused_rows, layers_of_experts
+from .buildable import check_buildable
 from .config import architecture_of, model_section
 from .config_types import check_types
 from .directory import (
@@ -98,6 +99,9 @@ def import_directory(
     sharing = sharing or Sharing()
     with ExitStack() as opened:
         config, section, given = sharing.each(lambda: _described(source, tokenizer))
+        sharing.each(
+            lambda: check_buildable(_run_config(config, section, False, run_dir), architecture_of(config))
+        )
         tensors = sharing.each(lambda: opened.enter_context(Tensors(source)))
         folder = opened.enter_context(sharing.new_directory(run_dir))
         listed = sharing.each(lambda: _listed(source, config, section, tensors))

@@ -102,6 +102,14 @@ def experts_section(config: dict[str, Any], architecture: Architecture) -> dict[
     return {**common, "moe_router_pre_softmax": not normed, **_frequency(config)}
 
 
+def names_of_experts(architecture: Architecture) -> dict[str, str]:
+    """A model section's names of the number of experts and of their size -> the family's in config.json."""
+    if architecture.experts is None:
+        return {}
+    fields = _FIELDS[architecture.name]
+    return {"num_moe_experts": fields.count[0], "moe_ffn_hidden_size": fields.size}
+
+
 def _frequency(config: dict[str, Any]) -> dict[str, Any]:
     """Which layers have experts, as Qwen3-MoE says it."""
     layers = range(config["num_hidden_layers"])

@@ -79,10 +79,17 @@ def _kind(rope: dict[str, Any]) -> Any:
 
 def _contradiction(config: dict[str, Any]) -> str:
     """What to say of two objects that mean different positions: names whose values differ, those of both first."""
-    objects = [{**config[name], "rope_type": _kind(config[name])} for name in _OBJECTS]
-    scaling, parameters = ({name: rope[name] for name in rope if name != "type"} for rope in objects)
+    defaults = {name: default for name, (_, default) in _YARN.items() if default is not None}
+    scaling, parameters = (
+        {
+            **defaults,
+            **{key: value for key, value in config[name].items() if value is not None and key != "type"},
+            "rope_type": _kind(config[name]),
+        }
+        for name in _OBJECTS
+    )
     names = sorted(
-        scaling.keys() | parameters, key=lambda name: (name not in scaling, name not in parameters)
+        dict.fromkeys([*scaling, *parameters]), key=lambda name: name not in scaling or name not in parameters
     )
     differing = [
         f"{name}={scaling.get(name)!r} in its rope_scaling and {parameters.get(name)!r} in its rope_parameters"

@@ -156,14 +156,22 @@ def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, optio
     sections = {name: dict(values) for name, values in saved.items() if isinstance(values, dict)}
     for section, name in _NOT_FROM_A_CHECKPOINT:
         sections.get(section, {}).pop(name, None)
+    try:
+        return run_of_values(sections, options)
+    except ValueError as error:
+        raise ValueError(
+            f"the run that the checkpoint {str(folder)!r} is of cannot be built here: {error}"
+        ) from error
+
+
+def run_of_values(sections: dict[str, Any], options: list[str]) -> RunConfig:
+    """The run config of plain values, by section, with options over it. ValueError where a config file's would raise."""
     with _as_file(sections) as path:
         try:
             return run_config.load(path, *options)
         except ValueError as error:
             said = str(error).replace(f"--config={path}", "its config").replace(path, "its config")
-            raise ValueError(
-                f"the run that the checkpoint {str(folder)!r} is of cannot be built here: {said}"
-            ) from error
+            raise ValueError(said) from error
 
 
 # Code, a place to write to, and what a user accepts count only from the user's own config or command line.
