@@ -58,11 +58,12 @@ def run_command(
         parser.print_help()
         return EXIT_DONE
     from ..train.launch import parallel
+    from ..train.launch.environment import find_launch
 
     warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
     debug = "--debug" in arguments
     try:
-        launch = parallel.meet(parallel.find_launch(_of_this_process(os.environ)))
+        launch = parallel.meet(find_launch(_of_this_process(os.environ)))
     except ValueError as error:
         return refuse(error, debug=debug)
     meeting = launch.meeting

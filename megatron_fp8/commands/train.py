@@ -84,6 +84,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         return refuse(error, debug=debug)
     from ..train.launch import parallel
+    from ..train.launch.environment import find_launch
 
     # This package's own warnings are one line each, in rank 0's words; those of libraries are not for users.
     warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
@@ -97,7 +98,7 @@ def main(arguments: list[str]) -> int:
         print("\n".join(key_lines(shutil.get_terminal_size().columns)))
         return EXIT_DONE
     try:
-        launch = parallel.meet(parallel.find_launch())
+        launch = parallel.meet(find_launch())
     except ValueError as error:
         return refuse(error, debug=debug)
     if launch.rank:

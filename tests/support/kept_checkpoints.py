@@ -116,7 +116,7 @@ def train(folder: Path, arguments: list[str]) -> None:
     from benchmarks.support.ranks import reset_megatron
     from megatron_fp8.commands import train as app
     from megatron_fp8.train.launch import parallel
-    from megatron_fp8.train.launch.parallel import Launch
+    from megatron_fp8.train.launch.environment import Launch
     from megatron_fp8.train.stop import StopRequest
 
     rank, size = dist.get_rank(), dist.get_world_size()

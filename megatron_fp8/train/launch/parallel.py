@@ -1,19 +1,14 @@
-"""Processes: who this one is, how the ranks meet, and how the model's parallel groups are laid over them.
-
-The same command runs alone, under `torchrun`, and under SLURM's `srun`: the environment says which it is.
-"""
+"""Processes: how the ranks meet, and how the model's parallel groups are laid over them."""
 
 from __future__ import annotations
 
 import math
 import os
 import random
-import re
-import subprocess
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,12 +21,11 @@ from ...plan.timing import unused_gpu
 from ..config.sections import TrainSection
 from ..exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from .deterministic import be_deterministic
-from .hosts import is_host
-from .meeting import ALONE, Meeting
+from .environment import Launch
+from .meeting import Meeting
 from .rendezvous import check_restarts
 
 Result = TypeVar("Result")
-_DEFAULT_PORT = 29500
 
 PASSING: tuple[type[BaseException], ...] = (
     dist.DistError,
@@ -46,142 +40,10 @@ def exit_code(error: BaseException) -> int:
     return EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
 
 
-@dataclass(frozen=True)
-class Launch:
-    """This process among all: how it was launched, its rank, and where rank 0 listens."""
-
-    launcher: str
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = _DEFAULT_PORT
-    meeting: Meeting | None = field(default=None, compare=False, repr=False)
-    """Where the ranks meet until training is under way; None before `meet`."""
-    told: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The variables that say so, which may be left over from elsewhere: 'RANK=0', 'WORLD_SIZE=2'."""
-
-
 def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
     """`launch` with a meeting, to which this rank is on its way. Raises ValueError if torchrun's restarts cannot work."""
     check_restarts(environ)
     return replace(launch, meeting=Meeting(launch, environ))
-
-
-def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """The `Launch` that the environment describes: torchrun's variables first, then SLURM's, else one process.
-
-    Raises ValueError naming the variable that is missing or not a number.
-    """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        local_rank = _number(environ, "LOCAL_RANK", 0)
-        launch = Launch(
-            "torchrun",
-            rank=_number(environ, "RANK"),
-            world_size=_number(environ, "WORLD_SIZE"),
-            local_rank=local_rank,
-            # Launchers other than torchrun leave it out: there are at least so many.
-            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", max(local_rank, 0) + 1),
-            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=_number(environ, "MASTER_PORT", _DEFAULT_PORT),
-            told=_told(environ, "RANK", "WORLD_SIZE"),
-        )
-    elif "SLURM_PROCID" in environ:
-        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-        launch = Launch(
-            "SLURM",
-            rank=_number(environ, "SLURM_PROCID"),
-            world_size=_number(environ, size),
-            local_rank=_number(environ, "SLURM_LOCALID", 0),
-            local_world_size=_slurm_local_size(environ),
-            master_addr=environ.get("MASTER_ADDR") or _slurm_first_host(environ),
-            master_port=_number(environ, "MASTER_PORT", _slurm_port(environ)),
-            told=_told(environ, "SLURM_PROCID", size),
-        )
-    else:
-        given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
-        if given:
-            missing = " and no ".join(name for name in ("RANK", "WORLD_SIZE") if name not in environ)
-            shown = ", ".join(f"{name}={environ[name]!r}" for name in given)
-            raise ValueError(
-                f"the environment has {shown} and no {missing}: launch with torchrun or srun,"
-                f" or unset {' and '.join(given)} to run alone."
-            )
-        return Launch("one process")
-    if not 0 <= launch.rank < launch.world_size:
-        raise ValueError(
-            f"the environment has {', '.join(launch.told)}, rank {launch.rank} of {launch.world_size} processes: ranks"
-            f" go from 0 up and are fewer than the processes. Check the launch line; {ALONE}."
-        )
-    if not 0 <= launch.local_rank < launch.local_world_size:
-        local = _told(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID")
-        raise ValueError(
-            f"the environment has {', '.join((*launch.told, *local))}, local rank"
-            f" {launch.local_rank} of {launch.local_world_size} processes on this node: local ranks go from 0 up and are"
-            f" fewer than the processes. Check the launch line; {ALONE}."
-        )
-    if not 0 < launch.master_port < 2**16:
-        raise ValueError(f"MASTER_PORT={launch.master_port} must be from 1 to 65535.")
-    if launch.world_size > 1 and not is_host(launch.master_addr):
-        raise ValueError(
-            f"MASTER_ADDR={launch.master_addr[:256]!r} is no host's name: give the name or address of rank 0's node."
-        )
-    return launch
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    value = environ.get(name, default)
-    if value is None:
-        raise ValueError(f"the environment variable {name} is missing: launch with torchrun or srun.")
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(
-            f"the environment variable {name}={value!r} is not a number: launch with torchrun or srun, or unset it."
-        ) from None
-
-
-def _told(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
-    return tuple(f"{name}={environ[name][:64]}" for name in names if name in environ)
-
-
-def _slurm_local_size(environ: Mapping[str, str]) -> int:
-    """Tasks on this node; SLURM writes '2(x3),1' for three nodes of two and one of one.
-
-    At least as many as this task's own number tells of: in steps over unlike nodes the list may be another part's.
-    """
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
-    counts: list[int] = []
-    node = _number(environ, "SLURM_NODEID", 0)
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * min(int(times or 1), 1 << 20)
-    listed = counts[node] if node < len(counts) else max(counts, default=1)
-    return max(listed, _number(environ, "SLURM_LOCALID", 0) + 1)
-
-
-def _slurm_first_host(environ: Mapping[str, str]) -> str:
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = next((environ[name] for name in names if environ.get(name)), "")
-    if not nodes:
-        return "127.0.0.1"
-    if "[" not in nodes:
-        return nodes.split(",")[0]
-    try:
-        shown = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(
-            f"the first host of SLURM's node list {nodes!r} is not known: `scontrol show hostnames` failed "
-            f"({error}). Set MASTER_ADDR."
-        ) from error
-    return shown.stdout.split()[0]
-
-
-def _slurm_port(environ: Mapping[str, str]) -> int:
-    """A port that jobs on one machine do not share."""
-    return 10000 + int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0) % 20000
 
 
 # -------------------------------------------------------------------------------------------- joining

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from megatron_fp8.train.config.field_rules import MODEL, RELATIONS, RULES, check_rules
 from megatron_fp8.train.config.model_section import GPTOptions, transformer_config
 from megatron_fp8.train.config.run_config import SECTIONS, RunConfig, known_keys, parse, rule_of
-from megatron_fp8.train.launch.parallel import Launch, check_layout, find_launch
+from megatron_fp8.train.launch.environment import Launch, find_launch
+from megatron_fp8.train.launch.parallel import check_layout
 from tests.support.draws import draws
 from tests.support.nonsense import NONSENSE, WRITTEN, edges
 

@@ -14,6 +14,7 @@ from megatron_fp8.commands import train as app
 from megatron_fp8.train.failure import TrainingFailed
 from megatron_fp8.train.launch import parallel
 from megatron_fp8.train.launch.deterministic import be_deterministic, in_words_of_the_run
+from megatron_fp8.train.launch.environment import Launch
 
 NO_FORM = (
     "cumsum_cuda_kernel does not have a deterministic implementation, but you set"
@@ -72,9 +73,9 @@ def test_before_a_gpu_is_spoken_to(gpus: list[Any], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(parallel, "check_layout", lambda *_: None)
     monkeypatch.setattr(parallel, "be_deterministic", lambda: gpus.append("deterministic"))
     monkeypatch.setattr(parallel, "look_at_gpu_machine", stop)
-    launch = SimpleNamespace(world_size=1, local_rank=0, local_world_size=1)
+    launch = Launch("one process")
     with pytest.raises(InterruptedError):
-        parallel.join(launch, None, SimpleNamespace(deterministic=wanted))  # type: ignore[arg-type]
+        parallel.join(launch, None, SimpleNamespace(deterministic=wanted))
     assert gpus == (["deterministic"] if wanted else []) + ["the first word to a GPU"]
 
 
