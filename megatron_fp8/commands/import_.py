@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ..files.terminal import printable
 from .line import CommandParser, tensors_shown
 from .on_checkpoint import run_command
 
@@ -106,6 +107,8 @@ def _import(prepared: _Prepared) -> None:
     fp8 = f", {done.fp8_weights} FP8 weights decoded{kept}" if done.fp8_weights else ""
     padding = f"; vocabulary padded by {done.padding} rows" if done.padding else ""
     print(f"{done.architecture}, {done.parameters:,} parameters{fp8}{padding}: {run_dir}")
+    for note in done.notes:
+        print(printable(note))
     if not done.has_tokenizer:
         print("no tokenizer: train and generate need --data.tokenizer=FILE, or data that is tokens already")
     print(f"next: megatron-fp8 train --config={run_dir}/config.yaml --data FILE")

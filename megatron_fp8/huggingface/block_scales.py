@@ -22,24 +22,39 @@ from .source import Source
 _SMALLEST = torch.finfo(torch.float32).tiny * 2.0**9
 
 
-def block_scales(entry: Entry, tensors: Tensors, section: dict[str, Any]) -> torch.Tensor | None:
-    """float32 [rows / 128, cols / 128], rounded up: the scales of a checkpoint's tensor; None if it has none to keep.
+def block_scales(
+    entry: Entry, tensors: Tensors, section: dict[str, Any], moved: bool = False
+) -> tuple[torch.Tensor | None, dict[str, str]]:
+    """The scales of a checkpoint's tensor, float32 [rows / 128, cols / 128], rounded up, or None if it has none to keep;
+    and, if parts have scales of blocks and do not keep them, why, by their names.
 
     Of queries, keys and values they are the fused matrix's, whose heads must be whole blocks.
+
+    Args:
+        moved: rows of several blocks come together in it.
     """
-    found = [_scale(name, tensors) for name in entry.parts] if entry.site is not None else [None]
-    scales = [scale for scale in found if scale is not None]
-    if len(scales) < len(entry.parts):
-        return None
-    if not entry.qkv:
-        return scales[0]
-    blocks = _blocks(section)
-    query, key, value = scales
-    return None if blocks is None else join_qkv(query, key, value, blocks)
+    found = {name: _scale(name, tensors) for name in entry.parts}
+    scales = [scale for scale in found.values() if isinstance(scale, torch.Tensor)]
+    lost = {name: why for name, why in found.items() if isinstance(why, str)}
+    blocks = _blocks(section) if entry.qkv else None
+    if entry.site is None:
+        why = "no export has it in FP8"
+    elif moved:
+        why = "rows were put in pairs, since rope_interleave=false, and blocks are others now"
+    elif len(scales) < len(entry.parts):
+        why = "another part of the same matrix keeps none"
+    elif entry.qkv and blocks is None:
+        why = f"its heads of {heads_of(section).head_dim} rows are no whole blocks"
+    elif blocks is not None:
+        return join_qkv(scales[0], scales[1], scales[2], blocks), {}
+    else:
+        return scales[0], {}
+    return None, lost | {name: why for name, scale in found.items() if isinstance(scale, torch.Tensor)}
 
 
-def _scale(name: str, tensors: Tensors) -> torch.Tensor | None:
-    """A part's scales, if they are float32 for blocks, and its codes follow from them and from the decoded weight.
+def _scale(name: str, tensors: Tensors) -> torch.Tensor | str | None:
+    """A part's scales, if they are float32 for blocks, and its codes follow from them and from the decoded weight; if
+    not, why; None if it has no scales of blocks.
 
     They do where products are normal: such a one, and the quotient, are each off by 2^-24 of themselves.
     """
@@ -47,9 +62,13 @@ def _scale(name: str, tensors: Tensors) -> torch.Tensor | None:
     if beside is None or not beside.endswith("_scale_inv"):
         return None
     scale, blocks = tensors[beside], [-(-size // BLOCK) for size in tensors.shape(name)]
-    if scale.dtype != torch.float32 or list(scale.shape) != blocks:
-        return None
-    return scale if bool((scale.abs() >= _SMALLEST).all()) else None
+    if scale.dtype != torch.float32:
+        return f"its scales are {scale.dtype}, and not float32"
+    if list(scale.shape) != blocks:
+        return f"its scales are {list(scale.shape)}, and not one for each 128x128 block"
+    if not bool((scale.abs() >= _SMALLEST).all()):
+        return f"a scale is below {_SMALLEST:.2g}, and codes do not follow from such products"
+    return scale
 
 
 def _blocks(section: dict[str, Any]) -> Heads | None:
@@ -70,14 +89,17 @@ def came_as_blocks(source: Source, entry: Entry) -> bool:
 
 def came_in_high_precision(source: Source, listed: list[Entry]) -> set[str]:
     """Linears of a directory in blocks that were not in blocks there; none of a checkpoint that has no such scales."""
-    if not any(came_as_blocks(source, entry) for entry in listed):
+    if not source.origin.was_in_blocks and not any(came_as_blocks(source, entry) for entry in listed):
         return set()
     stored = source.metadata.state_dict_metadata
     plain = [
         entry
         for entry in listed
         if entry.site is not None
-        and stored[entry.megatron].properties.dtype == torch.bfloat16  # what is decoded is float32
+        and (
+            stored[entry.megatron].properties.dtype == torch.bfloat16  # what is decoded is float32
+            or source.origin.dtype(entry.megatron) is not None
+        )
     ]
     return {part.removesuffix(".weight") for entry in plain for part in entry.parts}
 

@@ -92,14 +92,11 @@ def export(
             wanted.calibration, listed, {**source.section, "vocab_size": config["vocab_size"]}, kept
         )
     with new_directory(out) as folder:
-        came = {
-            entry.megatron
-            for entry in listed
-            if in_blocks
-            and entry.parts[0].removesuffix(".weight") not in kept
-            and came_as_blocks(source, entry)
-        }
-        parts = _parts(source, progress(listed, len(listed)), config["vocab_size"], came)
+        stays = {entry.megatron for entry in listed if entry.site is None or _linear(entry) in kept}
+        blocks = {entry.megatron for entry in listed if in_blocks and came_as_blocks(source, entry)}
+        floats = stays.intersection(source.origin.floats) if in_blocks else set()
+        came = blocks - stays
+        parts = _parts(source, progress(listed, len(listed)), config["vocab_size"], came, floats)
         if wanted.form:
             config["quantization_config"] = quantization_config(
                 wanted.form,
@@ -139,12 +136,15 @@ def _check_tensors(source: Source, listed: list[Entry], vocab_size: int) -> None
 
 
 def _parts(
-    source: Source, listed: Iterable[Entry], vocab_size: int, came: set[str]
+    source: Source, listed: Iterable[Entry], vocab_size: int, came: set[str], floats: set[str]
 ) -> Iterator[tuple[Entry, dict[str, torch.Tensor]]]:
     """Hugging Face's tensors in high precision, entry by entry; those of ``came`` not rounded, for their codes follow
-    from them. ValueError naming one that holds NaN or Inf."""
+    from them, nor ``floats``, which were float32 or float16. ValueError naming one that holds NaN or Inf."""
     for entry in listed:
-        tensor = source.tensor(entry.megatron, as_stored=entry.as_stored or entry.megatron in came)
+        name = entry.megatron
+        tensor = source.tensor(name, as_stored=entry.as_stored or name in came or name in floats)
+        if name in floats:
+            tensor = tensor.to(source.origin.dtype(name))
         if not bool(tensor.isfinite().all()):
             raise ValueError(
                 f"{entry.megatron} holds NaN or Inf: training diverged. Export an earlier checkpoint."
@@ -169,7 +169,7 @@ def _quantised(
     recipe = weight_recipe(form, source.section)
     waiting: dict[str, torch.Tensor] = {}
     for entry, tensors in parts:
-        if entry.site is None or entry.parts[0].removesuffix(".weight") in kept:
+        if entry.site is None or _linear(entry) in kept:
             yield from tensors.items()
             continue
         if entry.megatron in came:
@@ -179,7 +179,7 @@ def _quantised(
         names = sites[entry.site]
         if not form.in_blocks and len(waiting) < len(names):  # its other parts come next
             continue
-        yield from encode(waiting, form, recipe).items()
+        yield from encode(waiting, form, recipe, source.origin.lost).items()
         if wanted.calibration is not None:
             scale = _input_scale(wanted.calibration, entry.site)
             yield from ((f"{part}.input_scale", scale.clone()) for part in names)
@@ -266,6 +266,11 @@ def _was_bf16(site: str, section: dict[str, Any]) -> bool:
     for override in matching(site, section.get("fp8_overrides") or {}):
         choices.apply(override, None if override.value in ("bf16", *FORMATS) else some, "")
     return choices.operands()["fprop"]["weight"] is None
+
+
+def _linear(entry: Entry) -> str:
+    """The linear that an entry is the weight of, or the first part of it."""
+    return entry.parts[0].removesuffix(".weight")
 
 
 def _by_layer(name: str) -> tuple[int, str]:

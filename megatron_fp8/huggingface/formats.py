@@ -87,9 +87,15 @@ def weight_recipe(chosen: WeightFormat, section: Mapping[str, Any]) -> Recipe:
 
 
 def encode(
-    weights: Mapping[str, torch.Tensor], chosen: WeightFormat, recipe: Recipe
+    weights: Mapping[str, torch.Tensor],
+    chosen: WeightFormat,
+    recipe: Recipe,
+    lost: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Codes and scales, by name, of the weights [N, K] of one GEMM, given by name (`....weight`).
+
+    Args:
+        lost: weights that came in blocks, and did not keep their scales -> why.
 
     Raises ValueError naming the tensor: it holds NaN or Inf, or does not consist of whole blocks.
     """
@@ -97,9 +103,15 @@ def encode(
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf: a scale would hide it. Export an earlier checkpoint.")
         if chosen.name == "fp8-block" and (weight.shape[0] % BLOCK or weight.shape[1] % BLOCK):
+            why = (lost or {}).get(name)
+            new = (
+                f"the scales that it came with were not kept ({why}), and new ones need"
+                if why
+                else "it needs"
+            )
             raise ValueError(
-                f"{name} is {list(weight.shape)}, which are no multiples of {BLOCK}: --format=fp8-block needs whole "
-                "128x128 blocks. Use --format=fp8-channel, or leave the layer out with --ignore."
+                f"{name} is {list(weight.shape)}, which are no multiples of {BLOCK}: for --format=fp8-block {new} whole"
+                " 128x128 blocks. Use --format=fp8-channel, or leave the layer out with --ignore."
             )
     together = recipe.rule("weight")
     assert together is not None

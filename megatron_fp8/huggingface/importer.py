@@ -39,6 +39,7 @@ from .directory import (
 )
 from .formats import check_readable, is_companion, is_of_cache, scale_name
 from .incoming import Incoming, high_precision
+from .origin import FACT, Origin, floats_of
 from .shapes import part_shapes
 from .sharing import Sharing
 
@@ -69,6 +70,7 @@ class Imported:
         fp8_weights: matrices that were FP8, and are decoded.
         kept_scales: how many of those have their scales beside them (params/block_codes.py).
         padding: rows of the vocabulary.
+        notes: lines for people: what of the directory is not kept.
     """
 
     architecture: str
@@ -77,6 +79,7 @@ class Imported:
     kept_scales: int
     padding: int
     has_tokenizer: bool
+    notes: list[str]
 
 
 def import_directory(
@@ -111,7 +114,10 @@ def import_directory(
         run = _run_config(config, section, given is not None, run_dir)
         sharing.first(lambda: _write_beside(folder, source, config, run, given))
         sharing.see(folder / "config.yaml")
-        _save(folder, incoming, run, progress, sharing)
+        origin = Origin(
+            floats_of(listed, tensors), sharing.union({**incoming.lost, **_lost_copies(listed, tensors)})
+        )
+        _save(folder, incoming, {"run": run, FACT: origin.fact()}, progress, sharing)
         parameters = sharing.total(incoming.parameters())
         kept_scales = sharing.total(incoming.kept_scales)
         fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
@@ -119,7 +125,7 @@ def import_directory(
     tied = section["share_embeddings_and_output_weights"]
     without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
     name = architecture_of(config).name
-    return Imported(name, without_padding, fp8, kept_scales, padding, given is not None)
+    return Imported(name, without_padding, fp8, kept_scales, padding, given is not None, origin.notes(listed))
 
 
 def _described(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
@@ -225,6 +231,14 @@ def _are_equal(one: str, other: str, tensors: Tensors) -> bool:
     return torch.equal(pair[0].to(dtype), pair[1].to(dtype))
 
 
+def _lost_copies(listed: list[Entry], tensors: Tensors) -> dict[str, str]:
+    """FP8 copies of what Megatron-Core has once -> why they keep no scales."""
+    copies = [part for entry in listed if entry.copy for part in entry.parts if part in tensors.names()]
+    return {
+        name: "it goes out as what it is a copy of" for name in copies if scale_name(name, tensors.names())
+    }
+
+
 def _check_tokenizer(folder: Path, source: Path, vocab_size: int) -> None:
     """ValueError unless the copied tokenizer can be read, and what stands beside it, and the model has all its tokens."""
     try:
@@ -276,7 +290,7 @@ def _run_config(
 
 
 def _save(
-    folder: Path, incoming: Incoming, run: dict[str, Any], progress: Progress, sharing: Sharing
+    folder: Path, incoming: Incoming, facts: dict[str, Any], progress: Progress, sharing: Sharing
 ) -> None:
     """The weights as a checkpoint of iteration 0."""
     from ..mcore.checkpoint.saver import SaveError
@@ -298,7 +312,7 @@ def _save(
         return make(name)
 
     try:
-        save_weights(folder / "checkpoints", incoming.described, Manifest(0, state, {"run": run}), make_next)
+        save_weights(folder / "checkpoints", incoming.described, Manifest(0, state, facts), make_next)
         assert next(shown, None) is None, "all are written, and the bar is at its end"
     except SaveError as error:
         raise OSError(str(error).partition(". ")[0]) from error

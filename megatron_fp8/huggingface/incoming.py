@@ -25,6 +25,7 @@ class Incoming:
     Attributes:
         described: by name, in the order of the forward pass, on the meta device: shapes and dtypes, and no memory.
         kept_scales: how many FP8 weights have their scales beside them.
+        lost: FP8 weights of blocks that have not -> why.
 
     Args:
         halves: the directory turns the first half of a latent head against the second.
@@ -37,6 +38,7 @@ class Incoming:
         self._entries: dict[str, Entry] = {}
         self.described: dict[str, torch.Tensor] = {}
         self.kept_scales = 0
+        self.lost: dict[str, str] = {}
         for entry in listed:
             if not entry.copy:
                 self._describe(entry)
@@ -49,7 +51,8 @@ class Incoming:
         dtype = torch.bfloat16 if found == {torch.bfloat16} else torch.float32
         self._entries[entry.megatron] = entry
         self.described[entry.megatron] = torch.empty(shape, dtype=dtype, device="meta")
-        scales = self._scales(entry)
+        scales, lost = self._scales(entry)
+        self.lost |= lost
         if scales is not None:
             key = scales_key(entry.megatron)
             self._entries[key] = entry
@@ -65,13 +68,12 @@ class Incoming:
         entry = self._entries[name]
         if not is_scales_key(name):
             return self._weight(entry)
-        scales = self._scales(entry)
+        scales, _ = self._scales(entry)
         assert scales is not None, name
         return scales
 
-    def _scales(self, entry: Entry) -> torch.Tensor | None:
-        moved = self._halves and entry.turned  # rows of several blocks come together
-        return None if moved else block_scales(entry, self._tensors, self._section)
+    def _scales(self, entry: Entry) -> tuple[torch.Tensor | None, dict[str, str]]:
+        return block_scales(entry, self._tensors, self._section, moved=self._halves and entry.turned)
 
     def _weight(self, entry: Entry) -> torch.Tensor:
         parts = [high_precision(name, self._tensors) for name in entry.parts]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..files.disk import unseen
-from ..state.ranks import first_to_say, from_rank, total
+from ..state.ranks import first_to_say, from_rank, total, union
 from .architectures import Entry
 from .directory import Tensors, new_directory, written
 
@@ -57,6 +57,10 @@ class Sharing:
     def total(self, number: int) -> int:
         """The sum over the ranks."""
         return total(number)
+
+    def union(self, items: dict[str, str]) -> dict[str, str]:
+        """The items of all ranks, in their order."""
+        return union(items)
 
     def part(self, listed: list[Entry], tensors: Tensors) -> list[Entry]:
         """This rank's of all entries that are to be made, in their order, and about as many bytes as every other rank's.

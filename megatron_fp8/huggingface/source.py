@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..files.checkpoint import (
 from ..plan.overrides import check_overrides
 from ..state.guard import as_overrides
 from ..train.config.model_fields import differences, kind_of
+from .origin import FACT, Origin, origin_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NOT_MODEL = ("optimizer.", "rng.")
@@ -35,6 +36,7 @@ class Source:
         metadata: torch_dist's.
         tokenizer: of its run, as its manifest says it (``Tokenizer.name``); None if it does not.
         notes: lines for people.
+        origin: what an import remembers of the directory that the checkpoint holds unchanged.
     """
 
     folder: Path
@@ -43,6 +45,7 @@ class Source:
     metadata: Any
     tokenizer: str | None
     notes: list[str]
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,7 +94,12 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
     if section.get("fp8_guard"):
         section["fp8_overrides"] = {**as_overrides(manifest.state), **(section.get("fp8_overrides") or {})}
     _check_types(folder, section, len(metadata.state_dict_metadata))
-    return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), without_checksum(manifest))
+    try:
+        origin = origin_of(manifest.facts.get(FACT))
+    except ValueError as error:
+        raise ValueError(f"the checkpoint {str(folder)!r} cannot be exported: {error}") from error
+    notes = without_checksum(manifest)
+    return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), notes, origin)
 
 
 def _agreeing(folder: Path, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def kept(folder: Any, scale: torch.Tensor) -> torch.Tensor | None:
     codes = torch.zeros(128 * len(scale), 128).to(torch.float8_e4m3fn)
     save_file({"theirs.weight": codes, "theirs.weight_scale_inv": scale}, folder / "model.safetensors")
     with Tensors(folder) as tensors:
-        return block_scales(ENTRY, tensors, {})
+        return block_scales(ENTRY, tensors, {})[0]
 
 
 def follows(scale: float) -> bool:

@@ -95,3 +95,67 @@ def test_a_run_that_training_could_not_build_is_refused_first(tmp_path, capsys, 
 def test_so_is_one_without_experts(tmp_path, capsys, fields, words):
     said = refused(capsys, write(tmp_path / "hf", fields))
     assert "cannot build: " in said and words in said
+
+
+def round_trip(source: Path) -> dict[str, torch.Tensor]:
+    """What --format=fp8-block makes of the imported directory."""
+    out = source.parent / "out"
+    assert main(["import", str(source), str(source.parent / "run")]) == 0
+    assert (
+        main(["export", str(source.parent / "run"), str(out), "--format=fp8-block", f"--like={source}"]) == 0
+    )
+    return load_file(out / "model.safetensors")
+
+
+Q, EXPERT = "model.layers.0.self_attn.q_a_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def test_floats_beside_the_codes_go_out_as_they_came(tmp_path, capsys):
+    changed: dict[str, Any] = {
+        HEAD: torch.full([200, 64], 1 / 3),
+        COPY: torch.full([200, 64], 1 / 3),
+        "model.norm.weight": torch.full([64], 1 / 3).half(),
+        EXPERT: torch.full([32, 64], 1 / 3),
+        f"{EXPERT}_scale_inv": None,
+    }
+    source = directory(tmp_path / "hf", **changed)
+    before, after = load_file(source / "model.safetensors"), round_trip(source)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(
+            after[name].view(torch.uint8), tensor.view(torch.uint8)
+        ), name
+    said = capsys.readouterr().out
+    assert "3 tensor(s) beside the FP8 weights are float32 or float16 (" in said and HEAD in said
+
+
+def test_scales_that_are_not_kept_are_named_and_why(tmp_path, capsys):
+    head = {HEAD: torch.ones(200, 64).to(torch.float8_e4m3fn), f"{HEAD}_scale_inv": torch.ones(2, 1)}
+    changed = {
+        f"{Q}_scale_inv": torch.ones(1, 1).bfloat16(),
+        f"{EXPERT}_scale_inv": torch.full([1, 1], 1e-36),
+        **head,
+    }
+    source = directory(tmp_path / "hf", **changed)
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        f"scales of 1 FP8 weight(s) are not kept ({Q}): its scales are torch.bfloat16",
+        f"({EXPERT}): a scale is below 6e-36",
+        f"({HEAD}): no export has it in FP8",
+    ):
+        assert words in said
+    export = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format=fp8-block"]
+    assert main(export) == 2
+    assert (
+        "were not kept (its scales are torch.bfloat16, and not float32), and new ones"
+        in capsys.readouterr().err
+    )
+
+
+def test_rows_that_were_put_in_pairs_are_the_reason(tmp_path, capsys):
+    source = directory(tmp_path / "hf", {"rope_interleave": False})
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    assert "scales of 6 FP8 weight(s) are not kept (" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format=fp8-block"]) == 2
+    assert "rows were put in pairs, since rope_interleave=false" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""What an import remembers of an FP8 directory in blocks, in the checkpoint's manifest: where fp8-block could not give
+its bytes back from tensors and scales alone. A checkpoint that training saves has none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .architectures import Entry
+from .directory import Tensors
+from .formats import scale_name
+
+FACT = "directory"
+"""The name in a manifest's facts."""
+
+_FLOATS = {"float32": torch.float32, "float16": torch.float16}
+_NAMED = 3  # of many names, in a line for people
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Attributes:
+    floats: the checkpoint's name of each tensor that was float32 or float16 there -> which of them.
+    lost: FP8 weights whose scales are not kept, by their names there -> why.
+    """
+
+    floats: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def was_in_blocks(self) -> bool:
+        """Whether there is anything to remember, which there is of a directory in blocks alone."""
+        return bool(self.floats or self.lost)
+
+    def fact(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"floats": dict(self.floats), "lost": dict(self.lost)}
+
+    def dtype(self, megatron: str) -> torch.dtype | None:
+        """What a checkpoint's tensor was in the directory, if it was float32 or float16."""
+        return _FLOATS.get(self.floats.get(megatron, ""))
+
+    def notes(self, listed: list[Entry]) -> list[str]:
+        """Lines for people, with the directory's names."""
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.lost.items():
+            by_reason.setdefault(why, []).append(name)
+        found = [
+            f"scales of {len(names)} FP8 weight(s) are not kept ({some(names)}): {why}"
+            for why, names in by_reason.items()
+        ]
+        floats = [entry.parts[0] for entry in listed if entry.megatron in self.floats and not entry.copy]
+        if floats:
+            found.append(
+                f"{len(floats)} tensor(s) beside the FP8 weights are float32 or float16 ({some(floats)}):"
+                " --format=fp8-block writes them as they came; training and other exports round them to the run's dtype"
+            )
+        return found
+
+
+def some(names: Any) -> str:
+    """The first few names, and that there are more."""
+    listed = list(names)
+    return ", ".join(listed[:_NAMED]) + (", ..." if len(listed) > _NAMED else "")
+
+
+def origin_of(fact: Any) -> Origin:
+    """The origin that a manifest's fact says; an empty one if it says none. ValueError if it is of another form."""
+    if fact is None:
+        return Origin()
+    parts: list[Any] = [fact.get(name) if isinstance(fact, dict) else None for name in ("floats", "lost")]
+    if not all(isinstance(part, dict) and all(isinstance(v, str) for v in part.values()) for part in parts):
+        raise ValueError(f"its facts.{FACT} is not what an import writes: import the directory anew.")
+    return Origin(*parts)
+
+
+def floats_of(listed: list[Entry], tensors: Tensors) -> dict[str, str]:
+    """``Origin.floats`` of a directory: none unless it has FP8 weights in blocks, nor what is float32 in every run."""
+    names = tensors.names()
+    if not any(name.endswith("weight_scale_inv") for name in names):
+        return {}
+    found = {}
+    for entry in listed:
+        dtypes = {
+            None if scale_name(part, names) else tensors.dtype(part) for part in entry.parts if part in names
+        }
+        if entry.copy or entry.as_stored or not dtypes <= {torch.bfloat16, *_FLOATS.values()}:
+            continue
+        if dtypes != {torch.bfloat16}:
+            found[entry.megatron] = "float16" if dtypes == {torch.float16} else "float32"
+    return found
