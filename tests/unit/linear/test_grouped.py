@@ -57,11 +57,20 @@ def in_turn(x: Any, weights: Any, tokens: Any, sites: Any, **options: Any) -> to
 
 
 def train(
-    linear: Any, recipe: str, *, main_grad: torch.dtype | None, iterations: int = 2, **options: Any
+    linear: Any,
+    recipe: str,
+    *,
+    main_grad: torch.dtype | None,
+    iterations: int = 2,
+    nan: bool = False,
+    **options: Any,
 ) -> SimpleNamespace:
-    """Results and gradients of a few iterations, and what the state holds afterwards; main_grad: its dtype, if any."""
+    """Results and gradients of a few iterations, and what the state holds afterwards; main_grad: its dtype, if any; nan:
+    whether the first expert's tokens hold one."""
     state, sites = experts(recipe, **options)
     x, weights, dy = matrices()
+    if nan:
+        x[3, 5] = torch.nan
     found = []
     parameters: list[Any] = [torch.nn.Parameter(weight) for weight in weights]
     for parameter in parameters if main_grad else ():
@@ -186,11 +195,13 @@ def test_recomputed_it_records_once_and_is_the_same() -> None:
         return checkpoint(grouped_linear, *args, use_reentrant=False)
 
     plain, again = (
-        train(linear, "delayed", main_grad=torch.float32) for linear in (grouped_linear, recomputed)
+        train(linear, "delayed", main_grad=torch.float32, nan=True) for linear in (grouped_linear, recomputed)
     )
     for i, (one, other) in enumerate(zip(again.results, plain.results, strict=True)):
         assert_same_bytes(one, other, f"tensor {i}")
     assert_same_bytes(again.arena.scale, plain.arena.scale)
+    assert_same_bytes(again.arena.last_nonfinite, plain.arena.last_nonfinite)
+    assert again.counts.nonfinite == plain.counts.nonfinite > 0  # counted twice, if it were recorded twice
 
 
 def test_random_bits_do_not_depend_on_who_was_idle() -> None:
