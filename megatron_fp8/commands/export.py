@@ -95,7 +95,7 @@ def _export(options: argparse.Namespace) -> None:
     print(
         f"{done.config['architectures'][0]}, {what}{kept}: {options.out}, {len(done.files)} file(s) of tensors"
     )
-    for note in source.notes:
+    for note in (*done.notes, *source.notes):
         print(printable(note))
 
 

@@ -26,8 +26,8 @@ from .architectures import Entry, entries, fused_latents, gemms, never_fp8
 from .block_scales import as_it_came, came_as_blocks, came_in_high_precision
 from .companions import describe, write_companions
 from .config import exported_architecture, heads_of
-from .directory import new_directory, write_tensors
-from .formats import WeightFormat, encode, quantization_config, weight_recipe
+from .directory import CONFIG, new_directory, read_json, write_tensors
+from .formats import WeightFormat, encode, quantization_config, weight_recipe, with_what_it_says
 from .layout import split_qkv
 from .shapes import megatron_shape
 from .source import Source
@@ -59,12 +59,14 @@ class Wanted:
 
 @dataclass
 class Exported:
-    """What was written: the config, the files with tensors, and how many linears are FP8 and how many are not."""
+    """What was written: the config, the files with tensors, how many linears are FP8 and which are not, and lines for
+    people: what of --like is not taken over."""
 
     config: dict[str, Any]
     files: list[str]
     quantised: int
     kept: list[str]
+    notes: list[str]
 
 
 def export(
@@ -91,6 +93,7 @@ def export(
         _check_calibration(
             wanted.calibration, listed, {**source.section, "vocab_size": config["vocab_size"]}, kept
         )
+    notes: list[str] = []
     with new_directory(out) as folder:
         stays = {entry.megatron for entry in listed if entry.site is None or _linear(entry) in kept}
         blocks = {entry.megatron for entry in listed if in_blocks and came_as_blocks(source, entry)}
@@ -103,13 +106,22 @@ def export(
                 ["lm_head", *never_fp8(listed), *sorted(kept, key=_by_layer)],
                 static_inputs=wanted.calibration is not None,
             )
+            if in_blocks and wanted.like:
+                theirs = read_json(wanted.like / CONFIG).get("quantization_config") or {}
+                anew = weight_recipe(wanted.form, source.section).rule("weight")
+                all_came = came.issuperset(entry.megatron for entry in listed if entry.megatron not in stays)
+                config["quantization_config"], notes = with_what_it_says(
+                    config["quantization_config"], theirs, None if all_came else anew
+                )
             written = _quantised(parts, source, sites, kept, came, wanted)
         else:
             written = (named for _, tensors in parts for named in tensors.items())
         files = write_tensors(folder, written, wanted.shard_bytes)
         write_companions(folder, source, config, wanted.like)
     linears = sum(map(len, sites.values()))
-    return Exported(config, files, linears - len(kept) if wanted.form else 0, sorted(kept, key=_by_layer))
+    return Exported(
+        config, files, linears - len(kept) if wanted.form else 0, sorted(kept, key=_by_layer), notes
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ..fp8_utils import get_fp8_recipe
-from ..numerics.rule import BLOCK_128X128, ROW, TENSOR, Granularity
+from ..numerics.rule import BLOCK_128X128, ROW, TENSOR, Granularity, Rule
 from ..quantizer import quantize
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, recipe_name
 from ..tensor import QuantizedSide
@@ -179,6 +179,36 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
     }
 
 
+def with_what_it_says(
+    ours: dict[str, Any], theirs: Mapping[str, Any], anew: Rule | None
+) -> tuple[dict[str, Any], list[str]]:
+    """DeepSeek's form of `quantization_config` with what that of a directory like it says of scales, and lines for people
+    about what else it says.
+
+    Args:
+        anew: how weights are quantised whose scales did not come from that directory; None: there are none.
+    """
+    if theirs.get("quant_method") != "fp8":
+        return ours, []
+    has, notes = "quantization_config of --like has", []
+    for name, value in theirs.items():
+        if name in ("activation_scheme", "fmt") and value != ours[name]:
+            notes.append(f"{has} {name}={value!r}, and the export {name}={ours[name]!r}")
+        elif name not in (*ours, _SCALES):
+            notes.append(f"{has} {name}={value!r}, which the export has not")
+    if (kind := theirs.get(_SCALES)) is None:
+        return ours, notes
+    if kind == "ue8m0" and anew is not None and anew.scale == "fp32":
+        notes.append(
+            f"{has} {_SCALES}={kind!r}, which the export has not: new scales are no powers of two here"
+        )
+        return ours, notes
+    return {**ours, _SCALES: kind}, notes
+
+
+_SCALES = "scale_fmt"  # which scales an engine gives to inputs
+
+
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
@@ -218,6 +248,20 @@ def check_readable(config: dict[str, Any]) -> None:
         f"config.json has quantization_config quant_method={method!r}, format={form!r}: 'compressed-tensors' with "
         "'float-quantized', and 'fp8' can be imported."
     )
+
+
+def left_out(config: Mapping[str, Any], names: Set[str]) -> list[str]:
+    """Lines for people: what a directory says of its linears' inputs, which an import does not keep."""
+    static = sorted(name for name in names if name.endswith(".input_scale"))
+    scheme = (config.get("quantization_config") or {}).get("activation_scheme")
+    if not static and scheme in (None, "dynamic"):
+        return []
+    has = [f"{len(static)} input_scale tensor(s), such as {static[0]}"] if static else []
+    has += [f"activation_scheme={scheme!r}"] if scheme not in (None, "dynamic") else []
+    return [
+        f"scales of inputs are left out ({'; '.join(has)}): exports say that inputs are quantised as they come, unless"
+        " --calibration makes new ones"
+    ]
 
 
 def scale_name(weight: str, names: Set[str]) -> str | None:

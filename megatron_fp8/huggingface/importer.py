@@ -37,7 +37,7 @@ from .directory import (
     read_json,
     write_json,
 )
-from .formats import check_readable, is_companion, is_of_cache, scale_name
+from .formats import check_readable, is_companion, is_of_cache, left_out, scale_name
 from .incoming import Incoming, high_precision
 from .origin import FACT, Origin, floats_of
 from .shapes import part_shapes
@@ -121,11 +121,12 @@ def import_directory(
         parameters = sharing.total(incoming.parameters())
         kept_scales = sharing.total(incoming.kept_scales)
         fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
+        notes = [*origin.notes(listed), *left_out(config, tensors.names())]
     padding = section["padded_vocab_size"] - section["vocab_size"]
     tied = section["share_embeddings_and_output_weights"]
     without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
     name = architecture_of(config).name
-    return Imported(name, without_padding, fp8, kept_scales, padding, given is not None, origin.notes(listed))
+    return Imported(name, without_padding, fp8, kept_scales, padding, given is not None, notes)
 
 
 def _described(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:

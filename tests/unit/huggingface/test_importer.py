@@ -159,3 +159,26 @@ def test_rows_that_were_put_in_pairs_are_the_reason(tmp_path, capsys):
     assert "scales of 6 FP8 weight(s) are not kept (" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format=fp8-block"]) == 2
     assert "rows were put in pairs, since rope_interleave=false" in capsys.readouterr().err
+
+
+def test_what_a_directory_says_of_scales_is_said_again(tmp_path, capsys):
+    said_there = {
+        "quantization_config": {**IN_BLOCKS["quantization_config"], "scale_fmt": "ue8m0", "other": 1}
+    }
+    source = directory(tmp_path / "hf", said_there)
+    round_trip(source)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["scale_fmt"] == "ue8m0" and "other" not in written
+    assert "quantization_config of --like has other=1, which the export has not" in capsys.readouterr().out
+
+
+def test_scales_of_inputs_are_left_out_in_a_line(tmp_path, capsys):
+    static = {"quantization_config": {**IN_BLOCKS["quantization_config"], "activation_scheme": "static"}}
+    inputs = {Q.replace("weight", "input_scale"): torch.ones(1)}
+    round_trip(directory(tmp_path / "hf", static, **inputs))
+    said = capsys.readouterr().out
+    assert (
+        "left out (1 input_scale tensor(s), such as model.layers.0.self_attn.q_a_proj.input_scale; activation_scheme="
+        in said
+    )
+    assert "--like has activation_scheme='static', and the export activation_scheme='dynamic'" in said

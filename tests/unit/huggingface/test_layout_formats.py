@@ -13,6 +13,7 @@ from megatron_fp8.huggingface.formats import (
     encode,
     quantization_config,
     weight_recipe,
+    with_what_it_says,
 )
 from megatron_fp8.huggingface.layout import Heads, join_qkv, pad_rows, split_qkv
 from megatron_fp8.recipe import Float8BlockScaling, Float8CurrentScaling
@@ -155,3 +156,14 @@ def test_what_is_announced_can_be_read(static):
 def test_other_quantisations_are_refused_by_name(config, words):
     with pytest.raises(ValueError, match=words):
         check_readable({"quantization_config": config})
+
+
+def test_powers_of_two_are_announced_only_of_such_scales():
+    ours, theirs = {"quant_method": "fp8"}, {"quant_method": "fp8", "scale_fmt": "ue8m0"}
+    for recipe, kept in (
+        (Float8BlockScaling(use_f32_scales=False), True),
+        (Float8BlockScaling(use_f32_scales=True), False),
+    ):
+        found, notes = with_what_it_says(ours, theirs, recipe.rule("weight"))
+        assert ("scale_fmt" in found) == kept and bool(notes) != kept
+    assert with_what_it_says(ours, theirs, None)[0]["scale_fmt"] == "ue8m0"
