@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fp8.commands.line import CommandParser
 from megatron_fp8.commands.on_checkpoint import _of_this_process, run_command
-from megatron_fp8.train.launch.parallel import find_launch
+from megatron_fp8.train.launch.environment import find_launch
 
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", "HOME": "/home"}
 
