@@ -198,6 +198,10 @@ def _what_instead(missing: Path) -> str:
 class Tensors:
     """The tensors of a directory, by name, read when asked for. A context manager.
 
+    Attributes:
+        unnamed: tensor -> a file that holds it, where the index does not say so.
+        strays: files of tensors that are not read.
+
     Raises ValueError: there are no safetensors, a file is missing or damaged, or the index names what is not there.
     """
 
@@ -223,6 +227,10 @@ class Tensors:
         self._places: dict[str, str] = places
         self._parts: dict[str, tuple[str, int, int]] = {}  # name -> what it is rows of, from which to which
         held = {file: set(handle.keys()) for file, handle in self._handles.items()}
+        self.unnamed = {
+            name: file for file, names in held.items() for name in names if places.get(name) != file
+        }
+        self.strays = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in held)
         for name, file in places.items():
             if name not in held[file]:
                 raise ValueError(f"{str(folder / file)!r} has no {name}, which its index says it has.")

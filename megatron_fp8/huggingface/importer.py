@@ -31,6 +31,7 @@ from .config_types import check_types
 from .directory import (
     CONFIG,
     GENERATION,
+    INDEX,
     TOKENIZER_FILES,
     Tensors,
     find_file,
@@ -39,7 +40,7 @@ from .directory import (
 )
 from .formats import check_readable, is_companion, is_of_cache, left_out, scale_name
 from .incoming import Incoming, high_precision
-from .origin import FACT, Origin, floats_of
+from .origin import FACT, Origin, floats_of, some
 from .shapes import part_shapes
 from .sharing import Sharing
 
@@ -122,6 +123,9 @@ def import_directory(
         kept_scales = sharing.total(incoming.kept_scales)
         fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
         notes = [*origin.notes(listed), *left_out(config, tensors.names())]
+        if tensors.strays:
+            count, names = len(tensors.strays), some(tensors.strays)
+            notes.append(f"{count} file(s) of tensors are there and not read ({names}): no index names them")
     padding = section["padded_vocab_size"] - section["vocab_size"]
     tied = section["share_embeddings_and_output_weights"]
     without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
@@ -197,6 +201,12 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
     copies = {entry.parts[0]: entry for entry in listed if entry.copy}
     if missing := sorted(set(wanted) - set(copies) - names):
         raise ValueError(f"{str(source)!r} has no {missing[0]}, which its config.json asks for.")
+    for name, file in sorted(tensors.unnamed.items()):
+        if not (is_of_cache(name) or name.endswith(_IGNORED)):
+            raise ValueError(
+                f"{str(source / file)!r} has {name}, and its index does not say so: readers disagree about such a tensor."
+                f" Take it out of the file, or correct {INDEX}."
+            )
     for name in sorted(names - set(wanted)):
         weight = f"{name.rpartition('.')[0]}.weight" if is_companion(name) else name
         tied = weight == _HEAD and section["share_embeddings_and_output_weights"]

@@ -132,14 +132,14 @@ def _deepseek(config: dict[str, Any], count: int, topk: int, size: int) -> dict[
     normed = config.get("norm_topk_prob", True)  # null, unlike nothing at all, is read as false
     if bool(normed) != (topk > 1):
         raise ValueError(
-            f"config.json has norm_topk_prob={normed} with {_TOPK}={topk}: Megatron-Core divides sigmoid's scores by"
-            " their sum where a token has several experts, and does not where it has one."
+            f"config.json has {_said(config, 'norm_topk_prob', normed)} with {_TOPK}={topk}: Megatron-Core divides"
+            " sigmoid's scores by their sum where a token has several experts, and does not where it has one."
         )
     layers, dense = config["num_hidden_layers"], filled.get("first_k_dense_replace", 3)
     if dense >= layers:
         raise ValueError(
-            f"config.json has first_k_dense_replace={dense}, which leaves none of num_hidden_layers={layers} with"
-            " experts."
+            f"config.json has {_said(filled, 'first_k_dense_replace', dense)}, which leaves none of"
+            f" num_hidden_layers={layers} with experts."
         )
     shared = filled.get("n_shared_experts", 1)
     if shared < 1:
@@ -150,14 +150,20 @@ def _deepseek(config: dict[str, Any], count: int, topk: int, size: int) -> dict[
         "moe_router_topk_scaling_factor": float(filled.get("routed_scaling_factor", 2.5)),
         "moe_shared_expert_intermediate_size": shared * size,
         "moe_layer_freq": [0] * dense + [1] * (layers - dense),
-        **_groups(filled.get("n_group", 8), filled.get("topk_group", 4), count, topk),
+        **_groups(filled, count, topk),
         "mtp_num_layers": filled.get("num_nextn_predict_layers", filled.get("num_mtp_layers", 0)) or None,
     }
 
 
-def _groups(groups: int, chosen: int, count: int, topk: int) -> dict[str, Any]:
+def _said(given: dict[str, Any], name: str, value: Any) -> str:
+    """A field and its value; of one that is not given, that this is its family's default."""
+    return f"{name}={value}" if name in given else f"no {name} (then it is {value})"
+
+
+def _groups(given: dict[str, Any], count: int, topk: int) -> dict[str, Any]:
     """The router's choice of groups; none where it chooses all of them."""
-    words = f"config.json has n_group={groups} and topk_group={chosen}"
+    groups, chosen = given.get("n_group", 8), given.get("topk_group", 4)
+    words = f"config.json has {_said(given, 'n_group', groups)} and {_said(given, 'topk_group', chosen)}"
     if count % groups or chosen > groups:
         raise ValueError(
             f"{words}: n_group must divide n_routed_experts={count}, and topk_group be at most n_group."

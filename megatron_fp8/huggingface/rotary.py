@@ -104,6 +104,8 @@ def _contradiction(config: dict[str, Any]) -> str:
 
 def _number(rope: dict[str, Any], name: str, default: float | None) -> float:
     value = default if rope.get(name) is None else rope[name]
+    if value is None:
+        raise ValueError(f"config.json has no {name} in its rope scaling: a number is needed.")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"config.json has {name}={value!r} in its rope scaling: a number is needed.")
     return value
@@ -113,8 +115,9 @@ def _llama3(rope: dict[str, Any]) -> dict[str, Any]:
     factor = _number(rope, "factor", None)
     for name, known in _LLAMA3.items():
         if rope.get(name) != known:
+            has = f"no {name}" if rope.get(name) is None else f"{name}={rope[name]!r}"
             raise ValueError(
-                f"config.json has {name}={rope.get(name)!r} in its rope scaling: Megatron-Core's is fixed at {known}."
+                f"config.json has {has} in its rope scaling: Megatron-Core's is fixed at {known}."
             )
     return {"rope_scaling": True, "rope_scaling_factor": float(factor)}
 

@@ -129,7 +129,8 @@ def test_other_forms(fields, section):
         ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, r"rope_theta=10000.0, and rope_theta=500000.0 in its"),
         ({"model_type": "qwen3"}, "model_type='qwen3'.*'llama'"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 8.0}}, "high_freq_factor=8.0.*fixed at 4.0"),
-        ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor=None"),
+        ({"rope_scaling": {**LLAMA3, "factor": None}}, "has no factor in its rope scaling: a number"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor in its rope scaling"),
         ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096}}, "=4096.*fixed at 8192"),
     ],
 )  # fmt: skip

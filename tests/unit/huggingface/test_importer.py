@@ -182,3 +182,31 @@ def test_scales_of_inputs_are_left_out_in_a_line(tmp_path, capsys):
         in said
     )
     assert "--like has activation_scheme='static', and the export activation_scheme='dynamic'" in said
+
+
+def test_tensors_that_the_index_does_not_name_are_refused(tmp_path, capsys):
+    source = directory(tmp_path / "hf")
+    held = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    places = {name: "b.safetensors" if name == Q else "a.safetensors" for name in held}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for extra in (Q.replace("weight", "bias"), Q):  # which the index does not have, or has in the other file
+        rest = {name: tensor for name, tensor in held.items() if name != Q}
+        save_file({**rest, extra: torch.ones(24, 64)}, source / "a.safetensors")
+        save_file({Q: held[Q]}, source / "b.safetensors")
+        said = refused(capsys, source)
+        assert f"a.safetensors' has {extra}, and its index does not say so" in said
+    save_file(
+        {**rest, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, source / "a.safetensors"
+    )
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+
+
+def test_a_file_that_no_index_names_is_said(tmp_path, capsys):
+    source = directory(tmp_path / "hf")
+    save_file({"stale.weight": torch.ones(2)}, source / "model-00004-of-00003.safetensors")
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    assert (
+        "1 file(s) of tensors are there and not read (model-00004-of-00003.safetensors)"
+        in capsys.readouterr().out
+    )
