@@ -115,17 +115,12 @@ def import_directory(
         run = _run_config(config, section, given is not None, run_dir)
         sharing.first(lambda: _write_beside(folder, source, config, run, given))
         sharing.see(folder / "config.yaml")
-        origin = Origin(
-            floats_of(listed, tensors), sharing.union({**incoming.lost, **_lost_copies(listed, tensors)})
-        )
+        origin = Origin(floats_of(listed, tensors), sharing.union(incoming.lost))
         _save(folder, incoming, {"run": run, FACT: origin.fact()}, progress, sharing)
         parameters = sharing.total(incoming.parameters())
         kept_scales = sharing.total(incoming.kept_scales)
         fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
-        notes = [*origin.notes(listed), *left_out(config, tensors.names())]
-        if tensors.strays:
-            count, names = len(tensors.strays), some(tensors.strays)
-            notes.append(f"{count} file(s) of tensors are there and not read ({names}): no index names them")
+        notes = _notes(config, listed, tensors, origin)
     padding = section["padded_vocab_size"] - section["vocab_size"]
     tied = section["share_embeddings_and_output_weights"]
     without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
@@ -242,12 +237,26 @@ def _are_equal(one: str, other: str, tensors: Tensors) -> bool:
     return torch.equal(pair[0].to(dtype), pair[1].to(dtype))
 
 
-def _lost_copies(listed: list[Entry], tensors: Tensors) -> dict[str, str]:
-    """FP8 copies of what Megatron-Core has once -> why they keep no scales."""
-    copies = [part for entry in listed if entry.copy for part in entry.parts if part in tensors.names()]
-    return {
-        name: "it goes out as what it is a copy of" for name in copies if scale_name(name, tensors.names())
-    }
+def _notes(config: dict[str, Any], listed: list[Entry], tensors: Tensors, origin: Origin) -> list[str]:
+    """Lines for people: what an export of the run will not have as it is in the directory."""
+    found = [*origin.notes(listed), *left_out(config, tensors.names())]
+    first = {entry.megatron: entry.parts[0] for entry in listed if not entry.copy}
+    others = [
+        entry.parts[0]
+        for entry in listed
+        if entry.copy
+        and entry.parts[0] in tensors.names()
+        and tensors.dtype(entry.parts[0]) != tensors.dtype(first[entry.megatron])
+    ]
+    if others:
+        found.append(
+            f"{len(others)} tensor(s) go out as what they are copies of, and are stored otherwise here ({some(others)})"
+        )
+    if strays := tensors.strays:
+        found.append(
+            f"{len(strays)} file(s) of tensors are there and not read ({some(strays)}): no index names them"
+        )
+    return found
 
 
 def _check_tokenizer(folder: Path, source: Path, vocab_size: int) -> None:

@@ -55,6 +55,8 @@ def test_a_copy_in_fp8_is_compared_by_what_it_means(tmp_path, capsys, tied):
     assert f"has a {name} of its own" in refused(capsys, directory(tmp_path / "hf", fields, **other))
     same = {name: codes, f"{name}_scale_inv": torch.full([2, 1], 2.0)}
     assert main(["import", str(directory(tmp_path / "hf", fields, **same)), str(tmp_path / "run")]) == 0
+    said = f"1 tensor(s) go out as what they are copies of, and are stored otherwise here ({COPY})"
+    assert (said in capsys.readouterr().out) != tied
 
 
 YARN = DEEPSEEK["rope_scaling"]
