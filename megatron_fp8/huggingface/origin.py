@@ -73,7 +73,8 @@ def origin_of(fact: Any) -> Origin:
     if fact is None:
         return Origin()
     parts: list[Any] = [fact.get(name) if isinstance(fact, dict) else None for name in ("floats", "lost")]
-    if not all(isinstance(part, dict) and all(isinstance(v, str) for v in part.values()) for part in parts):
+    texts = all(isinstance(part, dict) and all(isinstance(v, str) for v in part.values()) for part in parts)
+    if not texts or not _FLOATS.keys() >= set(parts[0].values()):
         raise ValueError(f"its facts.{FACT} is not what an import writes: import the directory anew.")
     return Origin(*parts)
 
