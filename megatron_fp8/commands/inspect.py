@@ -143,7 +143,8 @@ def format_description(found: dict[str, Any]) -> str:
     """`describe` as people read it."""
     layout, precision = found["layout"] or {}, found["precision"] or {}
     sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if size is not None)
-    fp8 = f"FP8 {precision['fp8']}, {precision['fp8_recipe']}" if precision.get("fp8") else "no FP8"
+    recipe = precision.get("fp8_recipe", "recipe not known")
+    fp8 = f"FP8 {precision['fp8']}, {recipe}" if precision.get("fp8") else "no FP8"
     if precision.get("fp8_param"):
         fp8 += ", FP8 parameters"
     state = ", ".join(f"{name} {value}" for name, value in found["state"].items() if value is not None)

@@ -20,6 +20,7 @@ from ..files.records import say_lacking
 from ..files.shipped import shipped_configs
 from ..files.terminal import printable
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
+from ..train.stop import AGAIN_S
 from .fitted import fitted
 from .line import refuse
 
@@ -57,12 +58,17 @@ A config file has the sections model, train, optimizer, data, checkpoint and tel
   --debug                          show tracebacks of bad input
   --keys                           list every key with its default and what it does
 
-SIGTERM and SIGUSR1 make the run finish its iteration, save and end; --resume=auto goes on from there.
+Ctrl-C, SIGTERM and SIGUSR1 make the run finish its iteration, save and end; --resume=auto goes on from there.
+Ctrl-C again, a second later or more, ends it at once, unsaved.
 
 Exit codes: 0 done, or stopped and saved; 1 training failed; 2 bad input.
 """
 
 
+_INTERRUPTED = (
+    "SIGINT: the run finishes its iteration, saves and ends; again, after"
+    f" {AGAIN_S:g} s or later: it ends at once, unsaved"
+)
 _READER_LEFT = RuntimeError(
     "training failed: whoever read its output has left, as `| head` does. Send it to a file: > train.log 2>&1."
 )
@@ -201,9 +207,9 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         folders.claim()
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
     prefixes = data.find_data(run.data, tokenizer, vocab_size)
-    # A node's ranks see the same files: only its first one looks, which spares a network file system.
-    files = input_facts(prefixes, chosen) if launch.local_rank == 0 else None
-    launch.meeting.agree("files", files, run.train.distributed_timeout_minutes * 60)
+    first_here = launch.local_rank == 0
+    files = input_facts(prefixes, chosen, first_here)
+    launch.meeting.agree("files", files, run.train.distributed_timeout_minutes * 60, partial=not first_here)
     datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
     chunks = model.build_chunks(config, run, vocab_size)
     optimizer = model.build_optimizer(config, run, chunks)
@@ -369,6 +375,7 @@ def _train(trainer: Any) -> int:
         # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
         faulthandler.enable(sys.__stderr__)
     trainer.stepper.stop.listen("SIGTERM")
+    trainer.stepper.stop.listen("SIGINT", _INTERRUPTED if trainer.display else "")
     try:
         summary = trainer.train()
     except BaseException:

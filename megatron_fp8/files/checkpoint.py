@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from .disk import ordinary, read_ordinary
+from .disk import in_words, ordinary, read_ordinary
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
 
 LATEST, METADATA, _MEGATRONS = "latest", ".metadata", "metadata.json"
@@ -200,8 +200,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
         return complete[-1] if complete else None
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{str(pointer)!r} cannot be read ({getattr(error, 'strerror', None) or error}): give --resume=PATH of a"
-            " checkpoint."
+            f"{str(pointer)!r} cannot be read ({in_words(error)}): give --resume=PATH of a checkpoint."
         ) from error
     if re.fullmatch(r"iter_\d{7,}", name) and (folder / name).is_dir():
         return folder / name

@@ -94,6 +94,11 @@ def _refresh(folder: Path) -> None:
         os.listdir(folder)
 
 
+def in_words(error: BaseException | None) -> str:
+    """What an error says, without the number and the path that an OSError's own text has."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def remedy(error: BaseException) -> str:
     """What helps against an OSError where something is written, in a few words."""
     code = getattr(error, "errno", None)

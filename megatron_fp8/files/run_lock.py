@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .disk import read_ordinary
+from .disk import in_words, read_ordinary
 from .strict_json import load_json
 
 LOCK = ".lock"
@@ -116,7 +116,9 @@ class RunLock:
                 if self._is_ours(_read(self.path)):
                     self.path.unlink(missing_ok=True)
             except OSError as error:
-                warnings.warn(f"the lock {str(self.path)!r} cannot be removed ({error}).", stacklevel=2)
+                warnings.warn(
+                    f"the lock {str(self.path)!r} cannot be removed ({in_words(error)}).", stacklevel=2
+                )
             self._unmake()
 
     # ------------------------------------------------------------------------------------------------------ the file
@@ -232,7 +234,9 @@ class RunLock:
                 self._write()
             except OSError as error:
                 if not told:
-                    warnings.warn(f"the lock {str(self.path)!r} is not renewed ({error}).", stacklevel=1)
+                    warnings.warn(
+                        f"the lock {str(self.path)!r} is not renewed ({in_words(error)}).", stacklevel=1
+                    )
                 told = True
 
     def _unmake(self) -> None:

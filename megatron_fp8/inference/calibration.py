@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..files.disk import read_ordinary
+from ..files.disk import in_words, read_ordinary
 from ..files.strict_json import load_json
 from ..linear.share import weight_of
 from ..numerics.formats import E4M3
@@ -261,7 +261,9 @@ def load_calibration(folder: str | Path) -> Calibration:
             f"there is no calibration in {str(folder)!r} ({missing} is missing): run megatron-fp8 calibrate first"
         ) from None
     except OSError as error:
-        raise ValueError(f"the calibration in {str(folder)!r} cannot be read ({error}): {again}") from error
+        raise ValueError(
+            f"the calibration in {str(folder)!r} cannot be read ({in_words(error)}): {again}"
+        ) from error
     try:
         return _parsed(text, content)
     except KeyError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.disk import read_ordinary
+from ..files.disk import in_words, read_ordinary
 from ..files.lines import Line
 from ..files.manifest import LARGEST
 from ..telemetry.advice import advise
@@ -138,4 +138,4 @@ def _advice(path: Path) -> tuple[ShownAdvice, ...]:
     except FileNotFoundError:
         return ()
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error
+        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}).") from error

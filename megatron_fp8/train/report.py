@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..files.disk import read_ordinary
+from ..files.disk import in_words, read_ordinary
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..kernels.cpu import loops as cpu
@@ -95,7 +95,9 @@ def read_report(folder: Path) -> dict[str, Any]:
     try:
         return load_json(read_ordinary(path, LARGEST))
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({error}): give the folder of a run.") from error
+        raise ValueError(
+            f"{str(path)!r} cannot be read ({in_words(error)}): give the folder of a run."
+        ) from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not a report ({error}): give the folder of a run.") from error
 

@@ -9,14 +9,15 @@ Rejected: saving inside the handler. It runs on one rank, at any point of a step
 between two steps. Rejected: a rank that decides by itself. Its peers would wait for it in the next collective.
 
     SIGTERM                what SLURM sends first when it preempts or cancels a job, and torchrun passes to its ranks
+    SIGINT                 Ctrl-C, and torchrun's word to its ranks for it; AGAIN_S later it ends the process, unsaved
     SIGUSR1                what `sbatch --signal=USR1@300` asks for 300 s before the job's time is over
     the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it
 
-A signal that is listened to never ends the process by itself: one that comes while the checkpoint is being written is
+No other signal that is listened to ends the process by itself: one that comes while the checkpoint is being written is
 noted again, and changes nothing, and one that comes while Python shuts down, after its handlers are gone, is ignored. A
 process that hangs is ended by SIGKILL, as torchrun and SLURM do after their grace time. Before training starts there is
-nothing to save, and SIGTERM ends a process at once, as ever: torchrun sends it to all ranks when one of them has died,
-and they may be waiting for that one to join them. SIGUSR1 is noted even then.
+nothing to save, and SIGTERM or SIGINT ends a process at once, as ever: torchrun sends SIGTERM to all ranks when one of
+them has died, and they may be waiting for that one to join them. SIGUSR1 is noted even then.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 
-REASONS = ("SIGTERM", "SIGUSR1", "the job's time limit")
+_LIMIT = "the job's time limit"
+REASONS = ("SIGTERM", "SIGUSR1", "SIGINT", _LIMIT)
+AGAIN_S = 1.0
+"""What comes within so many seconds is the same Ctrl-C: some terminals and `timeout` send it twice, torchrun again."""
 LEAD_S = 120.0
 STOPPED_CODE = "MEGATRON_FP8_STOPPED_CODE"
 """The environment variable that says what a run that was stopped and saved ends with, where that is not 0."""
@@ -51,26 +56,42 @@ class StopRequest:
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self._noted = dict.fromkeys(REASONS, False)
+        self._says: dict[int, str] = {}
         self._steady, self._last_call = steady, steady() + _last_call(environ) - clock()
         self.exit_code = _stopped_code(environ)
         """What a run that was stopped ends with."""
+        self._interrupted: float | None = None
         self.reason: str | None = None
         """The one of REASONS that all ranks know of and stop for; None: go on."""
 
-    def listen(self, name: str) -> None:
-        """Note the signal `name` (one of REASONS) from now on, to the end of the process. Main thread only."""
+    def listen(self, name: str, say: str = "") -> None:
+        """Note the signal `name` (one of REASONS) from now on, to the end of the process. Main thread only.
+
+        A SIGINT that is ignored, as in what a script starts by `&`, stays so. `say` goes to stderr when one comes.
+        """
         number = signal.Signals[name]
+        if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
+            return
+        self._says[number] = say
         signal.signal(number, self._note)
         # Shutting down, Python gives a handler's signal its default back, which kills; an ignored one stays ignored.
         atexit.register(signal.signal, number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = self._steady()
+            self._interrupted = now if self._interrupted is None else self._interrupted
+            if now - self._interrupted >= AGAIN_S:
+                raise KeyboardInterrupt
         self._noted[signal.Signals(number).name] = True
+        if say := self._says.pop(number, ""):
+            with suppress(OSError):  # its terminal has closed; not print, which may be what was interrupted
+                os.write(2, f"\n{say}\n".encode())
 
     def votes(self) -> list[float]:
         """One number for each of REASONS, 1.0 where this rank has it: to be summed over all ranks."""
         if self._steady() >= self._last_call:
-            self._noted[REASONS[2]] = True
+            self._noted[_LIMIT] = True
         return [float(noted) for noted in self._noted.values()]
 
     def agree(self, sums: Sequence[float]) -> None:

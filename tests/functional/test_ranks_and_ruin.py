@@ -35,10 +35,7 @@ def test_no_room_for_indices_on_rank_0_ends_both_with_2_and_one_line(folder, con
     options = [f"--config={config}", f"--run_dir={out}", f"--data.cache_dir={cache}", *TWO_RANKS]
     done = torchrun(APP, "unindexed", 0, "train", *options, python=forking_python)
     (said,) = errors(done)
-    assert (
-        f"data.cache_dir={str(cache)!r}: the indices of samples cannot be written ([Errno 28] No space left"
-        in said
-    )
+    assert f"data.cache_dir={str(cache)!r}: the indices of samples cannot be written (No space left" in said
     assert done.stderr.count("exitcode  : 2 ") == 2, done.stderr
 
 

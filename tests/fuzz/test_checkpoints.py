@@ -93,6 +93,20 @@ def test_other_values_in_a_manifest(originals, place, edits, command):
     done_or_refused(*command.split())
 
 
+@pytest.mark.parametrize(
+    "lacks", ["layout", "precision", "precision.fp8_recipe", "precision.params_dtype", "versions"]
+)
+def test_inspect_shows_what_a_manifest_has(originals, place, lacks):
+    """One without a recipe's name was a KeyError."""
+    fresh(place, originals, "run")
+    folder = place / "run" / "checkpoints" / NEWEST
+    content = json.loads((folder / "manifest.json").read_text())
+    group, _, name = lacks.partition(".")
+    del (content["facts"][group] if name else content["facts"])[name or group]
+    write_manifest(folder, content)
+    assert done_or_refused("inspect", "run").code == 0
+
+
 @draws(3, suppress_health_check=[FIXTURES])
 @given(byte_edits(), st.sampled_from(COMMANDS))
 def test_other_bytes_in_latest(originals, place, edits, command):

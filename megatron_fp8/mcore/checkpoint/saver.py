@@ -40,7 +40,7 @@ from ...files.checkpoint import (
     not_finite_checkpoints,
     not_finite_name,
 )
-from ...files.disk import discard, remedy, replace_file, sync, unseen
+from ...files.disk import discard, in_words, remedy, replace_file, sync, unseen
 from ...state.ranks import collected, first_to_say, from_rank
 from .store import Make, Prepared, Shards, prepare, root_cause, write_companions
 
@@ -285,4 +285,6 @@ def _excused(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{str(path)!r} cannot be removed ({error}): remove it by hand.", stacklevel=4)
+        warnings.warn(
+            f"{str(path)!r} cannot be removed ({in_words(error)}): remove it by hand.", stacklevel=4
+        )

@@ -14,6 +14,7 @@ import struct
 import sys
 import sysconfig
 import time
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,13 +24,15 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from ...files.checkpoint import digest
-from ...files.disk import read_ordinary, replace_file
+from ...files.disk import discard, in_words, read_ordinary, replace_file, sync, write_file
 from ...files.strict_json import load_json
 from .tokenizers import Tokenizer
 
 PIECE_BYTES = 1 << 16
 """Longer files are cut at line ends into documents of at most this size, so that every split gets some."""
 
+_ABOUT, _PAIR = "corpus.json", ("corpus.bin", "corpus.idx")
+_LAYOUT = 2  # 1 had no digests
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34  # magic 9, version 8, dtype code 1, sequence count 8, document count 8
@@ -72,28 +75,36 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
     """Write `files` as one .bin/.idx pair under `cache_dir` and return its prefix; at once if it is there already.
 
     The folder's name is a hash of the tokenizer and of every file's content. It is written under another name
-    and renamed when complete, so what has that name is whole.
+    and renamed when complete and on the disk; a pair that is not what was written is written again, with a warning.
 
     Raises ValueError when a file is missing, unreadable or all are empty, or the cache cannot be written.
     """
     folder = cache_dir / _content_hash(files, tokenizer)
     prefix = str(folder / "corpus")
     if folder.is_dir():
-        check_indexed(prefix)
-        return prefix
+        if not (problem := _damage(folder)):
+            return prefix
+        warnings.warn(
+            f"the prepared text in {str(folder)!r} is not used but written again: {problem}.", stacklevel=2
+        )
     partial = cache_dir / f".{folder.name}.{os.getpid()}"
     try:
         partial.mkdir(parents=True)
         tokens, documents = _write(files, tokenizer, str(partial / "corpus"))
+        for name in _PAIR:
+            sync(partial / name)
         about = {"tokenizer": tokenizer.name, "files": len(files), "documents": documents, "tokens": tokens}
-        (partial / "corpus.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        digests = {name: digest(partial / name) for name in _PAIR}
+        write_file(partial / _ABOUT, json.dumps({**about, "sha256": digests}, indent=2) + "\n")
+        if folder.is_dir() and _damage(folder):
+            discard(folder)
         if not folder.is_dir():
             partial.rename(folder)
     except OSError as error:
-        if folder.is_dir():  # another run was faster: its copy has the same content
+        if folder.is_dir() and not _damage(folder):  # another run was faster: its copy has the same content
             return prefix
         raise ValueError(
-            f"data.cache_dir={str(cache_dir)!r} cannot be written ({error}): give another folder with "
+            f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
             f"--data.cache_dir."
         ) from error
     finally:
@@ -101,11 +112,23 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
     return prefix
 
 
+def _damage(folder: Path) -> str:
+    """What is wrong with a prepared text, '' if nothing is: its pair is what was written."""
+    try:
+        known = load_json(read_ordinary(folder / _ABOUT, _LARGEST_RECORD))["sha256"]
+        changed = [name for name in _PAIR if digest(folder / name) != known[name]]
+    except (KeyError, TypeError):
+        return f"{_ABOUT} has no digests"
+    except (OSError, ValueError) as error:
+        return f"its digests cannot be compared ({in_words(error)})"
+    return f"{changed[0]} is not what was written" if changed else ""
+
+
 def _content_hash(files: Iterable[Path], tokenizer: Tokenizer) -> str:
-    digest = hashlib.sha256(f"{tokenizer.name} {PIECE_BYTES} 1".encode())
+    hasher = hashlib.sha256(f"{tokenizer.name} {PIECE_BYTES} {_LAYOUT}".encode())
     for path in files:
-        digest.update(hashlib.sha256(_read(path)).digest())
-    return digest.hexdigest()[:32]
+        hasher.update(hashlib.sha256(_read(path)).digest())
+    return hasher.hexdigest()[:32]
 
 
 def _read(path: Path) -> bytes:
@@ -201,6 +224,16 @@ def check_indexed(prefix: str) -> IndexedInfo:
             f"all, and it has {data.stat().st_size}",
         )
     return IndexedInfo(dtype, tokens, sequences)
+
+
+def samples(prefix: str) -> dict[str, int | str | None]:
+    """What is read in no time of a pair, however large: sizes, and samples of both files. None: it is not there."""
+    found: dict[str, int | str | None] = {}
+    for ending in (".bin", ".idx"):
+        path = Path(prefix + ending)
+        found[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
+        found[f"sampled SHA-256 of the {ending}"] = sampled_digest(path)
+    return found
 
 
 def fingerprint(prefix: str) -> dict[str, int | str | None]:

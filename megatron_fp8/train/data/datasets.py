@@ -14,6 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import parse_and_nor
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from ...files.disk import in_words
 from ..config.sections import DataSection, TrainSection
 from ..launch.parallel import on_first_rank, wait_for_all
 from ..left_out import Range, place
@@ -104,8 +105,8 @@ def build_datasets(
         if not isinstance(error.__cause__, OSError):
             raise
         raise ValueError(  # Megatron-Core speaks of an option of its own
-            f"data.cache_dir={str(kept.parent)!r}: the indices of samples cannot be written ({error.__cause__}): make"
-            " room there, or give another folder with --data.cache_dir."
+            f"data.cache_dir={str(kept.parent)!r}: the indices of samples cannot be written"
+            f" ({in_words(error.__cause__)}): make room there, or give another folder with --data.cache_dir."
         ) from error
     wait_for_all()  # the others open the files after rank 0 has written them
     on_first_rank(lambda: keep_indices(folder, kept / name))

@@ -23,7 +23,7 @@ import megatron.core
 import numpy as np
 
 from ...files.checkpoint import digest
-from ...files.disk import discard, ordinary, read_ordinary, write_file
+from ...files.disk import discard, in_words, ordinary, read_ordinary, write_file
 from ...files.strict_json import load_json
 from . import corpus
 
@@ -56,7 +56,7 @@ def index_folder(kept: Path, name: str) -> Path:
         return folder
     except OSError as error:
         raise ValueError(
-            f"data.cache_dir={str(kept.parent)!r} cannot be written ({error}): give another folder with "
+            f"data.cache_dir={str(kept.parent)!r} cannot be written ({in_words(error)}): give another folder with "
             "--data.cache_dir."
         ) from error
 
@@ -82,7 +82,7 @@ def damage(folder: Path) -> str:
         if not isinstance(known, dict) or found != set(known):
             return "its files are not those that were built"
     except (OSError, ValueError) as error:
-        return f"{_DIGESTS} cannot be read ({getattr(error, 'strerror', None) or error})"
+        return f"{_DIGESTS} cannot be read ({in_words(error)})"
     for name in sorted(found):
         path = folder / name
         try:
@@ -92,7 +92,7 @@ def damage(folder: Path) -> str:
             if digest(path) != known[name]:
                 return f"{name} is not what was built"
         except (OSError, ValueError, RecursionError, MemoryError) as error:
-            return f"{name} is no file of plain numbers ({getattr(error, 'strerror', None) or error})"
+            return f"{name} is no file of plain numbers ({in_words(error)})"
     return ""
 
 

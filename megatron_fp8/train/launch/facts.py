@@ -75,17 +75,25 @@ def run_facts(
     return facts
 
 
-def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None) -> dict[str, Any]:
-    """The data sets and the checkpoint that a run starts from, as this rank sees them on its node; None: not there."""
+def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None, first_here: bool) -> dict[str, Any]:
+    """The data sets and the checkpoint that a run starts from, as this rank sees them; None: not there.
+
+    Of a node's ranks the first one looks at everything, the others (which may be in containers of their own) at what is
+    read in no time: `first_here` spares a network file system whole indices and the sizes of many files.
+    """
     facts: dict[str, Any] = {}
-    for prefix in prefixes:
-        found = corpus.fingerprint(prefix)
-        facts |= {f"the {what} of the data set {Path(prefix).name}": value for what, value in found.items()}
+    for number, prefix in enumerate(prefixes, 1):
+        found = corpus.samples(prefix)
+        if first_here:
+            found |= corpus.fingerprint(prefix)
+        of = f"of the data set {Path(prefix).name}" + f" ({number} of {len(prefixes)})" * (len(prefixes) > 1)
+        facts |= {f"the {what} {of}": value for what, value in found.items()}
     if chosen is not None:
         folder, manifest = chosen
         of = f"of the checkpoint {folder.name}"
         facts[f"the SHA-256 of {MANIFEST} {of}"] = _digest(folder / MANIFEST)
-        facts |= {f"the bytes of {name} {of}": _size(folder / name) for name in sorted(manifest.files)}
+        if first_here:
+            facts |= {f"the bytes of {name} {of}": _size(folder / name) for name in sorted(manifest.files)}
     return facts
 
 

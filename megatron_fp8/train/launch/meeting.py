@@ -158,10 +158,12 @@ class Meeting:
 
     # ------------------------------------------------------------------------------------------ the same run
 
-    def agree(self, what: str, facts: Mapping[str, Any] | None, timeout_s: float = 1800.0) -> None:
+    def agree(
+        self, what: str, facts: Mapping[str, Any], timeout_s: float = 1800.0, partial: bool = False
+    ) -> None:
         """Wait until every rank has called this with equal `facts`, which JSON can hold. `what` names the call.
 
-        None: this rank has looked at nothing, and takes rank 0's word; rank 0 has facts.
+        partial: this rank looked at some things only, and takes rank 0's word for the others; rank 0 has all.
 
         Raises ValueError, on rank 0, naming ranks, keys and values that differ; the others end with it. Raises NotMet on
         any rank after `timeout_s`.
@@ -175,7 +177,7 @@ class Meeting:
             store.set(what, json.dumps(mine))
         self._wait(lambda: bool(store.check([what])), timeout_s)
         first = json.loads(store.get(what))
-        mine = first if mine is None else mine
+        mine = {**first, **mine} if partial else mine
         pairs = {key: [first.get(key), mine.get(key)] for key in {**first, **mine}}
         different = {key: pair for key, pair in pairs.items() if json.dumps(pair[0]) != json.dumps(pair[1])}
         if different:

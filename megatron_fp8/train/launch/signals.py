@@ -19,9 +19,9 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from ..stop import AGAIN_S
+
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_AGAIN_S = 1.0
-"""A second Ctrl-C within so many seconds is the first: `timeout` and some terminals send it twice."""
 
 
 class Stopped(Exception):
@@ -73,11 +73,11 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         name, now = signal.Signals(number), time.monotonic()
         if name != signal.SIGUSR1:
-            again = self.stop == signal.SIGINT == name and now - self._since > _AGAIN_S
+            again = self.stop == signal.SIGINT == name and now - self._since > AGAIN_S
             if self.stop is None:
                 self.stop, self._since = name, now
                 if self._ranks_run:
-                    more = f"; again, after {_AGAIN_S:g} s or later: they end at once, unsaved"
+                    more = f"; again, after {AGAIN_S:g} s or later: they end at once, unsaved"
                     more = more if name == signal.SIGINT else ""
                     self._say(f"{name.name}: asked the ranks to finish their iteration, save and end{more}")
             if again:

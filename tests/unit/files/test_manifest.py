@@ -149,6 +149,7 @@ def edited(**changes: Any) -> bytes:
         (earlier(facts={"run": {"model": "/etc/model.yaml"}}), "facts.run.model is '/etc/model.yaml'"),
         (earlier(facts={"run": {"data": {"tokenizer": 3}}}), "facts.run.data.tokenizer is 3, and must be text or null"),
         (earlier(facts={"run": {"train": {"seq_length": "x"}}}), "facts.run.train.seq_length is 'x'"),
+        (earlier(facts={"run": {"train": {"train_iters": None}}}), "facts.run.train.train_iters is None"),
         (earlier(facts={"run": "x"}), "facts.run is 'x'"),
         (earlier(facts={"layout": {"tensor": []}}), "facts.layout.tensor is []"),
         (earlier(facts={"accepted": [{}]}), "facts.accepted must hold"),

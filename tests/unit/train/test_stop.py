@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.train.stop import REASONS, STOPPED_CODE, StopRequest
+from megatron_fp8.train.stop import AGAIN_S, REASONS, STOPPED_CODE, StopRequest
 
 JOB = {"SLURM_JOB_START_TIME": "10000", "SLURM_JOB_END_TIME": "13600"}
 
@@ -17,17 +17,17 @@ JOB = {"SLURM_JOB_START_TIME": "10000", "SLURM_JOB_END_TIME": "13600"}
 @pytest.fixture(autouse=True)
 def handlers():
     """The test process keeps its own handlers."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("name", REASONS[:2])
+@pytest.mark.parametrize("name", REASONS[:3])
 def test_a_signal_is_noted_as_often_as_it_comes_and_ends_nothing(name):
     stop = StopRequest({})
     stop.listen(name)
-    assert stop.votes() == [0.0, 0.0, 0.0] and stop.reason is None
+    assert not any(stop.votes()) and stop.reason is None
     for _ in range(3):
         os.kill(os.getpid(), signal.Signals[name])
     assert stop.votes() == [float(reason == name) for reason in REASONS]
@@ -53,13 +53,37 @@ StopRequest({{}}).listen({name!r})
     assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
 
 
+def test_ctrl_c_again_ends_the_process_and_the_same_one_twice_does_not(capfd):
+    """A terminal and torchrun both give a rank SIGINT for one Ctrl-C."""
+    now = 5.0
+    stop = StopRequest({}, steady=lambda: now)
+    stop.listen("SIGINT", "it saves")
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        now += AGAIN_S / 4
+    assert stop.votes()[REASONS.index("SIGINT")] == 1.0
+    now += AGAIN_S
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == "\nit saves\n"  # once
+
+
+def test_an_ignored_ctrl_c_stays_ignored():
+    """As in what a script starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop = StopRequest({})
+    stop.listen("SIGINT")
+    os.kill(os.getpid(), signal.SIGINT)
+    assert not any(stop.votes())
+
+
 def test_the_first_reason_that_any_rank_has_counts_and_stays():
     stop = StopRequest({})
-    stop.agree([0.0, 0.0, 0.0])
+    stop.agree([0.0, 0.0, 0.0, 0.0])
     assert stop.reason is None
-    stop.agree([0.0, 3.0, 1.0])
+    stop.agree([0.0, 3.0, 0.0, 1.0])
     assert stop.reason == "SIGUSR1"
-    stop.agree([5.0, 0.0, 0.0])
+    stop.agree([5.0, 0.0, 0.0, 0.0])
     assert stop.reason == "SIGUSR1"
 
 
@@ -75,7 +99,7 @@ def test_the_first_reason_that_any_rank_has_counts_and_stays():
     ],
 )
 def test_the_time_limit_is_a_reason_where_it_is_known(environ, now, over):
-    assert StopRequest(environ, clock=lambda: now).votes() == [0.0, 0.0, float(over)]
+    assert StopRequest(environ, clock=lambda: now).votes() == [0.0, 0.0, 0.0, float(over)]
 
 
 @pytest.mark.parametrize("jump", [86_400, -86_400])
@@ -85,7 +109,7 @@ def test_a_clock_that_is_set_moves_no_time_limit(jump):
     now["clock"] += jump
     for seconds, over in ((479, 0.0), (1, 1.0)):
         now["steady"] += seconds
-        assert stop.votes() == [0.0, 0.0, over]
+        assert stop.votes() == [0.0, 0.0, 0.0, over]
 
 
 def test_what_a_stopped_run_ends_with_is_as_told():

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import struct
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,48 @@ def test_the_cache_goes_by_content(texts, prefix, tmp_path, monkeypatch):
         corpus.prepare(texts, ByteTokenizer(), tmp_path / "cache")
     texts[0].write_bytes(b"hello\nworld!")  # the same size
     assert corpus.prepare(texts, ByteTokenizer(), tmp_path / "cache") != prefix
+
+
+def _zero(folder):
+    (folder / "corpus.bin").write_bytes(bytes((folder / "corpus.bin").stat().st_size))
+
+
+def _empty(folder):
+    (folder / "corpus.idx").write_bytes(b"")
+
+
+def _without_digests(folder):
+    about = json.loads((folder / "corpus.json").read_text())
+    del about["sha256"]
+    (folder / "corpus.json").write_text(json.dumps(about))
+
+
+def _not_a_record(folder):
+    (folder / "corpus.json").write_text("[1]")
+
+
+@pytest.mark.parametrize(
+    "hurt, said",
+    [
+        (_zero, r"corpus\.bin is not what was written"),
+        (_empty, r"corpus\.idx is not what was written"),
+        (lambda folder: (folder / "corpus.bin").unlink(), "No such file"),
+        (lambda folder: (folder / "corpus.json").unlink(), "No such file"),
+        (_without_digests, r"corpus\.json has no digests"),
+        (_not_a_record, r"corpus\.json has no digests"),
+    ],
+    ids=["zeros", "emptied index", "no tokens", "no record", "no digests", "not a record"],
+)
+def test_a_prepared_text_that_is_not_what_was_written_is_written_again(texts, prefix, hurt, said, tmp_path):
+    folder = Path(prefix).parent
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hurt(folder)
+    with pytest.warns(UserWarning, match=f"written again: .*{said}"):
+        assert corpus.prepare(texts, ByteTokenizer(), tmp_path / "cache") == prefix
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        corpus.prepare(texts, ByteTokenizer(), tmp_path / "cache")
 
 
 def test_an_interrupted_preparation_leaves_nothing_behind(texts, tmp_path, monkeypatch):

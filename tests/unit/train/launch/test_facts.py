@@ -2,9 +2,11 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_fp8.files.checkpoint import MANIFEST
 from megatron_fp8.train.config.run_config import load
 from megatron_fp8.train.data.tokenizers import ByteTokenizer
 from megatron_fp8.train.launch import facts
@@ -83,15 +85,39 @@ def test_inputs_count_by_content(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.bin").write_bytes(bytes(10_000))
         (tmp_path / name / "x.idx").write_bytes(b"index")
-    here, there = (facts.input_facts([str(tmp_path / name / "x")], None) for name in ("a", "b"))
+    here, there = (facts.input_facts([str(tmp_path / name / "x")], None, True) for name in ("a", "b"))
     assert here == there
     (tmp_path / "b" / "x.bin").write_bytes(bytes(9_999) + b"1")
-    there = facts.input_facts([str(tmp_path / "b" / "x")], None)
+    there = facts.input_facts([str(tmp_path / "b" / "x")], None, True)
     assert [key for key in here if here[key] != there[key]] == [
         "the sampled SHA-256 of the .bin of the data set x"
     ]
     (tmp_path / "b" / "x.idx").unlink()
     assert (
-        facts.input_facts([str(tmp_path / "b" / "x")], None)["the SHA-256 of the .idx of the data set x"]
+        facts.input_facts([str(tmp_path / "b" / "x")], None, True)[
+            "the SHA-256 of the .idx of the data set x"
+        ]
         is None
     )
+
+
+def test_every_rank_of_a_node_looks_at_what_is_read_in_no_time(tmp_path, monkeypatch):
+    """In a container of its own a rank may see other files under the same path."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.bin").write_bytes(bytes(10_000))
+        (tmp_path / name / "x.idx").write_bytes(b"index")
+        (tmp_path / name / MANIFEST).write_text(name)
+    prefixes = [str(tmp_path / name / "x") for name in ("a", "b")]
+    first = facts.input_facts(prefixes, (tmp_path / "a", SimpleNamespace(files={"state": 1})), True)
+    monkeypatch.setattr(facts.corpus, "fingerprint", lambda _: pytest.fail("a whole index is read"))
+    monkeypatch.setattr(facts, "_size", lambda _: pytest.fail("every file of a checkpoint is looked up"))
+    other = facts.input_facts(prefixes, (tmp_path / "a", SimpleNamespace(files={"state": 1})), False)
+    assert set(other) < set(first) and all(first[key] == value for key, value in other.items())
+    assert "the SHA-256 of manifest.json of the checkpoint a" in other
+    (tmp_path / "b" / "x.bin").write_bytes(b"1" + bytes(9_999))
+    (tmp_path / "b" / "x.idx").write_bytes(b"Index")
+    found = facts.input_facts(prefixes, None, False)
+    assert [key for key in found if found[key] != first[key]] == [
+        f"the sampled SHA-256 of the .{ending} of the data set x (2 of 2)" for ending in ("bin", "idx")
+    ]

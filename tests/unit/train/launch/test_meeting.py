@@ -98,21 +98,31 @@ def test_of_what_only_one_may_have_each_hears_who_has_it(launch):
     assert [one.first_to_say(what) for one, what in said] == [2, 2, 1, 2]
 
 
-def test_a_rank_that_looked_at_nothing_takes_rank_0s_word(launch):
-    """Of a node's ranks one looks at the files; one that has seen others is told apart all the same."""
+def test_a_rank_that_looked_at_some_things_takes_rank_0s_word_for_the_others(launch):
+    """Of a node's ranks one looks at all of the files; what another one has seen of them counts all the same."""
     ranks = launch([0, 1, 2], 3)
-    same = {"bytes": 7}
-    assert (
-        everywhere(
-            lambda one, facts: one.agree("files", facts, 20.0), *zip(ranks, (same, None, same), strict=True)
+
+    def meet(what, *seen):
+        partial = (False, True, False)
+        return everywhere(
+            lambda one, facts, partial: one.agree(what, facts, 3.0, partial),
+            *zip(ranks, seen, partial, strict=True),
         )
-        == [None] * 3
+
+    all_ = {"bytes": 7, "digest": "a"}
+    assert meet("files", all_, {"bytes": 7}, all_) == [None] * 3
+    assert meet("nothing seen", all_, {}, all_) == [None] * 3
+    first, *_ = meet("other files", all_, {"bytes": 8}, all_)
+    assert str(first).startswith("the ranks differ: bytes is 7 on rank 0 and 8 on rank 1.")
+
+
+def test_a_rank_that_looked_at_everything_is_held_to_all_of_it(launch):
+    ranks = launch([0, 1], 2)
+    first, _ = everywhere(
+        lambda one, facts: one.agree("files", facts, 3.0),
+        *zip(ranks, ({"bytes": 7, "digest": "a"}, {"bytes": 7}), strict=True),
     )
-    first, *_ = everywhere(
-        lambda one, facts: one.agree("more files", facts, 3.0),
-        *zip(ranks, (same, None, {"bytes": 8}), strict=True),
-    )
-    assert str(first).startswith("the ranks differ: bytes is 7 on rank 0 and 8 on rank 2.")
+    assert 'digest is "a" on rank 0 and not set on rank 1' in str(first)
 
 
 def test_the_groups_store_waits_as_long_as_the_group(launch):
