@@ -130,7 +130,9 @@ def _as_command(
 ) -> None:
     """What the interpreter does with its command line, in a forked child."""
     Path("/proc/self/comm").write_text(name)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what forks may have been started by nohup
+    # What forks may have been started by nohup, or in the background, which ignores Ctrl-C.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for signal_number in ignored:
         signal.signal(signal_number, signal.SIG_IGN)
     # Appended: a file that several processes write to is opened by each of them anew.

@@ -120,7 +120,9 @@ def train(folder: Path, arguments: list[str]) -> None:
     from megatron_fp8.train.stop import StopRequest
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    met: Any = SimpleNamespace(agree=lambda *_: None, close=lambda: None)  # the case's ranks are together
+    met: Any = SimpleNamespace(
+        agree=lambda *_, **__: None, close=lambda: None
+    )  # the case's ranks are together
     launch = Launch("test", rank, size, rank, size, meeting=met)
     threads = torch.get_num_threads()
     reset_megatron()

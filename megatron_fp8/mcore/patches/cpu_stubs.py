@@ -131,7 +131,10 @@ def cpu_factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     @functools.wraps(make)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs:
-            if names_cuda(kwargs.get("device")):
+            device = kwargs.get("device")
+            if (
+                device is not None and device != "cpu" and names_cuda(device)
+            ):  # a step makes thousands of tensors
                 kwargs["device"] = CPU
             kwargs.pop("pin_memory", None)  # pinning needs CUDA's driver
         return make(*args, **kwargs)

@@ -99,7 +99,8 @@ def whole_gradients_kept(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def all_reduce(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
-        grads = [] if config.sequence_parallel else list(_gradients_of_query_norms(model))
+        latent = config.multi_latent_attention and not config.sequence_parallel
+        grads = list(_gradients_of_query_norms(model)) if latent else []
         kept = [grad.clone() for grad in grads]
         original(model, config, *args, **kwargs)
         for grad, whole in zip(grads, kept, strict=True):

@@ -127,6 +127,9 @@ def test_programs_that_write_to_one_file_write_behind_each_other(forking_python,
 
 def test_torchrun_starts_its_ranks_with_it(forking_python, tmp_path, monkeypatch):
     monkeypatch.setenv("WORD", "ham")
-    done = torchrun(write(tmp_path, "sys.exit(int(os.environ['RANK']) * 5)"), "x", python=forking_python)
+    # A rank that fails takes the others with it: they are to have spoken.
+    meet = "import time; open(os.environ['RANK'], 'w').close()\nwhile not os.path.exists('0'): time.sleep(0.01)\n"
+    end = f"{meet}sys.exit(int(os.environ['RANK']) * 5)"
+    done = torchrun(write(tmp_path, end), "x", python=forking_python, cwd=tmp_path)
     assert done.returncode == 1 and done.stdout.count("['x'] ham") == 2
     assert done.stdout.count("True forking-python") == 2 and "exitcode  : 5 " in done.stderr
