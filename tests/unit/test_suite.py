@@ -37,6 +37,15 @@ def test_nothing_lies_beside_the_rooms():
     assert {line.partition("/")[0] for line in listed.stdout.splitlines()} == ROOMS | FILES | SETTINGS
 
 
+def test_tests_lie_as_the_package_does():
+    """A folder for each room with modules in it; beside them those of what is no package."""
+    package = TESTS.parent / "megatron_fp8"
+    rooms = {str(path.parent.relative_to(package)) for path in package.rglob("*.py")}
+    tested = {str(path.parent.relative_to(TESTS / "unit")) for path in (TESTS / "unit").rglob("test_*.py")}
+    assert tested - rooms == {"benchmarks", "benchmarks/support", "docs", "examples"}
+    assert rooms - tested == set()
+
+
 # ---------------------------------------------------------------------------------------------------------- left behind
 
 
