@@ -68,6 +68,8 @@ class Choices:
         bf16_reason: why the whole linear stays in high precision, if it does.
 
     Attributes:
+        overridden: whether an override spoke of the linear.
+        edited: whether one made it multiply something else than its recipe says.
         plans: what these became on a backend, by its name and why it: of linears that share these choices.
     """
 
@@ -81,6 +83,7 @@ class Choices:
         bf16_reason: str | None = None,
     ):
         self.unquantized, self.fp8_wgrad = unquantized, fp8_wgrad
+        self.overridden = False
         self.plans: dict[tuple[str, str], Any] = {}
         self.plain: set[str] = set()  # GEMMs whose operands are never quantised
         self._take(recipe, reason)
@@ -104,6 +107,7 @@ class Choices:
 
         ValueError: it gives a format to an operand that its recipe does not quantise.
         """
+        self.overridden = True
         value, of_role = override.value, override.part in ROLES
         if not override.part and (recipe is not None or value == "bf16"):
             self._take(recipe or self.recipe, f"{said} {override.key!r}")

@@ -80,7 +80,12 @@ def resolve(
         if choices.none_in_fp8:
             return bf16_site(name, layer, "; ".join(choices.reasons))
         products = choices.products() if choices.edited else choices.recipe
-        backend, why = choose_backend(asked.backend, device, products, layers=layers)
+        try:
+            backend, why = choose_backend(asked.backend, device, products, layers=layers)
+        except ValueError as error:
+            if not choices.overridden:
+                raise  # asked alike of all linears: one name would mislead
+            raise ValueError(f"{_with_reasons(name, choices)}: {error}") from error
         if brings_own != (backend.name in LAYER_BACKENDS):
             raise ValueError(
                 f"{name} is {'a Transformer Engine layer' if brings_own else 'no Transformer Engine layer'}, and the"
@@ -121,8 +126,13 @@ def choose(asked: Asked, name: str, bf16_reason: str | None = None, also: tuple[
     for override in overrides:
         choices.apply(override, _named(asked, override.value), f"{asked.prefix}overrides")
     if choices.edited:
-        refuse_e5m2_twice(choices.products(), f"{name} ({'; '.join(choices.reasons)})")
+        refuse_e5m2_twice(choices.products(), _with_reasons(name, choices))
     return choices
+
+
+def _with_reasons(name: str, choices: Choices) -> str:
+    """What an error calls a linear of which overrides speak: its name, and what they say."""
+    return f"{name} ({'; '.join(choices.reasons)})"
 
 
 _ALIKE: dict[tuple[Any, ...], Choices] = {}

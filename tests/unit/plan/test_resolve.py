@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_fp8.backends.native import backend as native
 from megatron_fp8.plan.resolve import Asked, choose, resolve
 from megatron_fp8.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
+from tests.support.scaled_mm import fake_torch
 from tests.support.sites import ALL_RECIPES
 
 CPU = torch.device("cpu")
@@ -24,9 +28,8 @@ def plan(
         recipe=lambda name: ALL_RECIPES[name or recipe],
         reason="recipe of all",
         overrides=overrides,
-        backend="emulated",
         prefix="fp8_",
-        **fields,
+        **{"backend": "emulated", **fields},
     )
     return resolve(asked, FC1, 3, CPU, bf16_reason=bf16_reason)
 
@@ -140,14 +143,43 @@ def test_e5m2_by_e5m2_is_refused_by_name(overrides, gemm, capsys):
     assert f"{gemm} would multiply E5M2" in capsys.readouterr().err
 
 
-def test_a_mix_that_a_backend_does_not_multiply_is_refused_by_it():
-    asked = Asked(
-        recipe=lambda name: ALL_RECIPES[name or "mxfp8"],
-        overrides={"*:input": "rowwise"},
-        backend="transformer_engine",
-    )
-    with pytest.raises(ValueError, match="transformer_engine"):
-        resolve(asked, FC1, 3, CPU, layers=True)
+@pytest.fixture
+def tensor_cores():
+    """A GPU that this CPU stands in for: all products of torch but MX."""
+    with (
+        mock.patch.object(native, "device_reason", return_value=None),
+        fake_torch(refuse={"mx": "MX needs sm100"}),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    "overrides, said, lacks",
+    [
+        (
+            {"*:input": "mxfp8"},
+            "recipe of all; fp8_overrides '*:input': mxfp8",
+            "no tensor-core GEMM multiplies 1x32",
+        ),
+        ({"*.linear_fc1": "mxfp8"}, "fp8_overrides '*.linear_fc1'", "MX needs sm100"),
+        (
+            {"*": "bf16", "*:fprop": "mxfp8"},
+            "fp8_overrides '*'; fp8_overrides '*:fprop': mxfp8",
+            "MX needs sm100",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_named_backend_does_not_multiply_is_refused_by_name(overrides, said, lacks, tensor_cores):
+    """The linear and its overrides, the backend, the GEMM; of a linear of which no override speaks the last two."""
+    assert plan({}, "rowwise", backend="native").backend == "native"
+    words = f"{FC1} ({said}): fp8_backend 'native' cannot run on cpu: fprop: "
+    with pytest.raises(ValueError, match=rf"^{re.escape(words)}.*{lacks}"):
+        plan(overrides, "rowwise", backend="native")
+    left = plan(overrides, "rowwise", backend="native", warn=True)
+    assert left.precision == "bf16" and left.reason.startswith(f"fp8_fallback: {words}")
+    with pytest.raises(ValueError, match=r"^fp8_backend 'native' cannot run on cpu: fprop: "):
+        plan({"linear_fc2:input": "e4m3"}, "mxfp8", backend="native")
 
 
 def test_a_format_of_nothing_is_refused():
