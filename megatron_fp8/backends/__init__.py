@@ -1,9 +1,16 @@
-"""Backends: where codes are made and multiplied. A backend is a module with name, supports, notes, quantize, gemm
-and grouped_gemm, which is gemm of many pairs in one call.
+"""Backends: where codes are made and multiplied. A backend is a module that has, as ``emulated`` has them:
 
-``supports(device, recipe)`` returns the reason why the backend cannot run there, or not that recipe, or None;
-``notes(device, recipe)`` says what of the recipe it does in another way than its own. An explicit request that cannot be
-met is an error; 'auto' takes the first that can, in the order of BACKENDS. No request is ever replaced in silence.
+* ``name``: by which it is asked for.
+* ``supports(device, recipe)``: why it cannot run there, or not that recipe; None if it can.
+* ``notes(device, recipe)``: what of the recipe it does in another way than its own.
+* ``turns_codes(rule)``: whether an input's columnwise side is a transposed view of codes in row order, or lies as the
+  product reads it: a compiler has to know before there is one.
+* ``quantize``: codes and scales of a matrix, the bits of specified.quantize.
+* ``gemm``: the product of two sides.
+* ``grouped_gemm``: ``gemm`` of many pairs in one call.
+
+An explicit request that cannot be met is an error; 'auto' takes the first that can, in the order of BACKENDS. No request
+is ever replaced in silence.
 
 Transformer Engine is another kind of backend: it has whole layers in place of quantize and gemm, and only the layer spec
 of a Megatron-Core model can place them. It runs where it is asked for by name and never by 'auto': its numbers are not

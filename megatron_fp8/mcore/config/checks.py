@@ -9,6 +9,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from ...backends import BACKENDS, LAYER_BACKENDS
 from ...fp8_utils import get_fp8_recipe
 from ...numerics.formats import ROLES
 from ...plan.overrides import check_overrides
@@ -24,7 +25,6 @@ from .table import FP8_FORMATS, OWN_RULES
 if TYPE_CHECKING:
     from .transformer_config import TransformerConfig
 
-BACKENDS = ("auto", "emulated", "native", "transformer_engine")
 FALLBACKS = ("error", "warn")
 DEFAULT_RECIPE = "delayed"  # Megatron-Core's
 
@@ -39,7 +39,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
     if config.fp8 is False:  # as other libraries say it
         config.fp8 = None
     if config.fp8_backend is not None:
-        one_of("fp8_backend", config.fp8_backend, BACKENDS)
+        one_of("fp8_backend", config.fp8_backend, ("auto", *BACKENDS, *LAYER_BACKENDS))
     one_of("fp8_fallback", config.fp8_fallback, FALLBACKS)
     _check_phases(config)
     check_overrides(config.fp8_overrides, "fp8_overrides")
