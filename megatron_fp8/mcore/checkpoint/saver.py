@@ -8,7 +8,7 @@
 
 A rank that is killed before the rename leaves a folder that the next save removes; after it, a complete checkpoint. A
 full disk, a folder that is another one on another rank, or any other failure of any rank, is an error on all ranks
-together, and the folder is removed at once.
+together, and the folder is removed at once. Where only ``latest`` cannot be written, the checkpoint stays and is named.
 
 Weights, masters or moments that hold NaN or Inf cannot be trained on from. They are saved under another name,
 ``not_finite_0000100``, for whoever looks for the cause: no reader takes it unless told to by its path, ``latest`` stays
@@ -55,6 +55,10 @@ class SaveError(RuntimeError):
 
 class _NotShared(OSError):
     """Rank 0 does not see what other ranks have written."""
+
+
+class _NotLatest(OSError):
+    """The checkpoint is complete, and ``latest`` may name another one: which, and the remedy, in words."""
 
 
 class Saver:
@@ -169,7 +173,7 @@ class Saver:
         failed: Exception | None = None
         try:
             done = work()
-        except _NotShared as error:
+        except (_NotShared, _NotLatest) as error:
             failed = error
         except Exception as error:  # whatever it is, the others must not wait for this rank
             cause = root_cause(error)  # without frames, which do not travel
@@ -182,6 +186,8 @@ class Saver:
         self._on_each(lambda: work() if self._first else None)
 
     def _failure(self, rank: int, cause: BaseException) -> SaveError:
+        if isinstance(cause, _NotLatest):
+            return SaveError(str(cause))
         reason = " ".join(str(cause).split()) or type(cause).__name__
         what = f"the checkpoint could not be saved in {str(self.folder)!r} (rank {rank}: {reason})."
         if isinstance(cause, _NotShared):
@@ -250,8 +256,18 @@ class Saver:
             raise
         sync(self.folder)
         if not self.not_finite:
-            replace_file(self.folder / LATEST, final.name + "\n")
+            self._name_latest(final)
         self._remove_old(final)
+
+    def _name_latest(self, final: Path) -> None:
+        pointer = self.folder / LATEST
+        try:
+            replace_file(pointer, final.name + "\n")
+        except OSError as error:
+            raise _NotLatest(
+                f"the checkpoint {final} is complete, but {str(pointer)!r} cannot be written ({in_words(error)})."
+                f" It may name an earlier one: {remedy(error)} and start again with --resume={final}."
+            ) from error
 
     def _remove_old(self, newest: Path) -> None:
         superseded: list[Path] = []

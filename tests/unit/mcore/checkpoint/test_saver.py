@@ -65,6 +65,8 @@ FAULTS = {
     "a shard": ("megatron_fp8.mcore.checkpoint.store._write", 1),
     "the metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 0),
     "the companions": ("megatron_fp8.mcore.checkpoint.saver.write_companions", 0),
+    "a shard's fsync": ("os.fsync", 1),
+    "the fsync of another file": ("megatron_fp8.mcore.checkpoint.saver.sync", 0),
     "a checksum": ("megatron_fp8.mcore.checkpoint.saver.file_record", 1),
     "the manifest": ("megatron_fp8.files.manifest.Manifest.write", 0),
     "the folder": ("pathlib.Path.mkdir", 0),
@@ -116,6 +118,41 @@ def test_an_asynchronous_failure_is_raised_where_all_ranks_meet(ranks, tmp_path)
     said = ranks(2).run(failing_save, str(tmp_path), FAULTS["a shard"][0], 1, True, timeout=60)
     assert said[0] == said[1] and "rank 1" in said[0]
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
+
+
+HELPS = "make room there and start again with"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("target", "auto"), [("megatron_fp8.files.disk.write_file", 1), ("pathlib.Path.replace", 1),
+                                              ("megatron_fp8.files.disk.sync", 2)])  # fmt: skip
+def test_where_latest_cannot_be_written_the_checkpoint_stays_and_is_named(
+    ranks, tmp_path, target, auto, asynchronous
+):
+    """The last fails after ``latest`` was replaced. Whoever goes on from the one before saves the same one again."""
+    said = ranks(2).run(failing_save, str(tmp_path), target, 0, asynchronous, timeout=60)
+    whole = tmp_path / "iter_0000002"
+    assert (
+        said[0] == said[1]
+        and f"the checkpoint {whole} is complete, but '{tmp_path}/latest' cannot" in said[0]
+    )
+    assert said[0].endswith(
+        f"(No space left on device). It may name an earlier one: {HELPS} --resume={whole}."
+    )
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "iter_0000002", "latest"]
+    check_files(whole, read_manifest(whole))
+    assert latest_checkpoint(tmp_path) == tmp_path / f"iter_000000{auto}"
+    ranks(2).run(again, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "iter_0000002", "latest"]
+    check_files(whole, read_manifest(whole))
+    assert latest_checkpoint(tmp_path) == whole
+
+
+def again(folder: str) -> None:
+    """A rank case: iteration 2 is saved once more."""
+    from megatron_fp8.mcore.checkpoint.saver import Saver
+
+    Saver(Path(folder)).save(state(2), Manifest(2))
 
 
 def order_of_events(folder: str) -> list[str]:
