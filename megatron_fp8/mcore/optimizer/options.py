@@ -1,7 +1,7 @@
 """Options of Megatron-Core's optimizer that do not go with FP8 parameters, or with a machine without CUDA.
 
-They would crash while the optimizer is made or in its first step, with a message about something else; here they are
-refused, with the reason, before anything is made.
+They would crash while the optimizer is made or in its first step, with a message about something else, or do what nobody
+has seen; here they are refused, with the reason, before anything is made.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def check_options(config: Any, model_chunks: list[Any]) -> None:
             "optimizer_cpu_offload=True moves masters and moments from a GPU to the CPU, and there is no GPU here: set it"
             " to False"
         )
-    if fp8_params and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+    if fp8_params and config.use_precision_aware_optimizer:
         raise ValueError(
-            "use_precision_aware_optimizer=True with fp8_param=True needs masters that Megatron-Core itself holds in"
-            " float32: set main_params_dtype=torch.float32, and OptimizerConfig.fp8_recipe to 'tensorwise' whatever the"
-            " recipe is (it says who casts the masters), or drop it"
+            "use_precision_aware_optimizer=True with fp8_param=True was never tried: Transformer Engine's FusedAdam would"
+            " step the masters of FP8 weights, whatever main_params_dtype is, and no machine has run that. Set"
+            " use_precision_aware_optimizer=False, or fp8_param=False"
         )
 
 
