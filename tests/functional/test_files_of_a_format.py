@@ -18,9 +18,9 @@ from unittest import mock
 
 import torch
 
-import megatron_fp8
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.mcore.config.transformer_config import TransformerConfig
 from megatron_fp8.numerics.rule import Rule
 from megatron_fp8.plan import resolve, settings
 from megatron_fp8.plan.operands import Cast
@@ -28,19 +28,11 @@ from megatron_fp8.plan.site_plan import SitePlan
 from megatron_fp8.quantizer import Casts, Quantizer
 from megatron_fp8.recipe import Recipe
 from megatron_fp8.tensor import QuantizedSide
+from tests.support.architecture import PACKAGE, walk
 
-PACKAGE = Path(megatron_fp8.__file__).parent
-
-MADE_IN = {
-    "TransformerConfig": {"mcore/config/transformer_config.py"},
-    "Recipe": {"plan/settings.py"},
-    "Rule": {"recipe.py"},
-    "Cast": {"plan/operands.py"},
-    "SitePlan": {"plan/site_plan.py"},
-    "Quantizer": {"linear/site.py"},
-    "QuantizedSide": {"backends/casts.py" if loops.reason() is None else "backends/specified.py"},
-}
-"""Seven files: docs/architecture.md walks through them."""
+SHAPES = (TransformerConfig, Recipe, Rule, Cast, SitePlan, Quantizer, QuantizedSide)
+WALK = walk("`fp8_format`")
+"""Of each shape, in their order, the file that makes it."""
 
 GIVEN_TO = 17
 """Files with a frame that is given one of the shapes, or the name itself, as an argument, whatever it does with it. Who
@@ -49,10 +41,8 @@ raises it makes the way longer."""
 
 def traced() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """A rank case: shape -> files that make it; file -> functions that are given one."""
-    from megatron_fp8.mcore.config.transformer_config import TransformerConfig
     from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear
 
-    shapes = (TransformerConfig, Recipe, Rule, Cast, SitePlan, Quantizer, QuantizedSide)
     made: dict[str, set[str]] = {}
     given: dict[str, set[str]] = {}
 
@@ -66,12 +56,12 @@ def traced() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
         if event != "call":
             return
         code, itself = frame.f_code, frame.f_locals.get("self")
-        for shape in shapes:
+        for shape in SHAPES:
             if code.co_name == "__init__" and isinstance(itself, shape):
                 note_in(made, frame.f_back, key=shape.__name__)
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
         handed = [x for x in arguments if x is not itself and not isinstance(x, TransformerConfig)]
-        if any(isinstance(x, (*shapes, Casts)) or (isinstance(x, str) and x == "mxfp8") for x in handed):
+        if any(isinstance(x, (*SHAPES, Casts)) or (isinstance(x, str) and x == "mxfp8") for x in handed):
             note_in(given, frame, value=code.co_name)
 
     with (
@@ -107,5 +97,7 @@ def traced() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
 
 def test_seven_files_decide_what_the_codes_are(ranks: RankPool) -> None:
     ((made, given),) = ranks(1).run(traced)
-    assert made == MADE_IN
+    assert len(WALK) == len(SHAPES) == 7
+    walked = WALK if loops.reason() is None else [*WALK[:-1], "backends/specified.py"]
+    assert made == {shape.__name__: {file} for shape, file in zip(SHAPES, walked, strict=True)}
     assert len(given) <= GIVEN_TO, "\n".join(f"{file}: {sorted(names)}" for file, names in given.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +17,9 @@ from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.mcore.sites import asked
 from megatron_fp8.plan.resolve import Asked, resolve
 from megatron_fp8.state.fp8_state import Fp8State
+from tests.support.architecture import PAGE
 from tests.support.sites import ALL_RECIPES, data, randn, run
 
-PAGE = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text(encoding="utf-8")
 NAMES = re.findall(r"`(\w+)`", PAGE.split("- **A backend**")[1].split("`BACKENDS`")[0])
 CPU = torch.device("cpu")
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
-from tests.support.architecture import PACKAGE, STREAM
-
-PAGE = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text(encoding="utf-8")
+from tests.support.architecture import PACKAGE, PAGE, STREAM
 
 
 def test_every_room_has_its_line():
