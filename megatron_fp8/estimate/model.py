@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..plan.settings import DEFAULT_RECIPE
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -150,7 +152,7 @@ class Model:
             "bf16": bf16,
             "params_dtype": self.params_dtype
             or ("float16" if self.fp16 else "bfloat16" if bf16 else "float32"),
-            "fp8_recipe": self.fp8_recipe or "delayed",
+            "fp8_recipe": self.fp8_recipe or DEFAULT_RECIPE,
         }
         if self.num_moe_experts:
             filled["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or filled["ffn_hidden_size"]

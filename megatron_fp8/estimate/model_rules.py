@@ -23,7 +23,6 @@ from ..mcore.config.rules import (
 from ..recipe import RECIPES
 from ..train.config.field_rules import RULES
 
-FORMATS = ("hybrid", "e4m3")
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 MODEL_RULES: dict[str, Rule] = {
@@ -50,7 +49,7 @@ MODEL_RULES: dict[str, Rule] = {
     "activation_func": one_of("gelu", "silu", "relu", "squared_relu"),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), PROBABILITY),
     "params_dtype": optional(one_of("bfloat16", "float16", "float32")),
-    "fp8": optional(one_of(*FORMATS)),
+    "fp8": optional(one_of("hybrid", "e4m3")),
     "fp8_recipe": optional(one_of(*RECIPES)),
     "fp8_backend": optional(one_of("auto", "emulated", "native", "transformer_engine")),
     **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), integer(0, 2**16, "layers")),

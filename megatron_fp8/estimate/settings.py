@@ -23,6 +23,7 @@ from ..mcore.config.latent_fields import LATENT_RELATIONS
 from ..mcore.config.relations import RELATIONS
 from ..mcore.config.rules import check, check_relation, shown
 from ..plan.overrides import check_overrides, check_overrides_match
+from ..plan.settings import field_meant
 from ..recipe import check_recipe_name
 from ..train.config.config_file import by_dotted_key, read_config
 from ..train.config.field_rules import check_rules
@@ -35,7 +36,7 @@ from ..train.config.sections import (
     TrainSection,
 )
 from .model import Model
-from .model_rules import FORMATS, MODEL_RULES, UNKNOWN_SHAPES
+from .model_rules import MODEL_RULES, UNKNOWN_SHAPES
 from .parameters import of_chunk
 
 _SECTIONS: dict[str, Any] = {
@@ -221,7 +222,7 @@ def _check_key(key: str, where: str) -> None:
 def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tuple[Model, list[str]]:
     section = dict(section)
     if (other := section.pop("fp8_format", None)) is not None:
-        name = "fp8" if other in FORMATS else "fp8_recipe"
+        name = field_meant(other)
         if name == "fp8_recipe":
             check_recipe_name(other)
         if name == "fp8_recipe" and "fp8" not in section:

@@ -14,6 +14,16 @@ from typing import Any
 from ..numerics.formats import Format
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name
 
+FP8_FORMATS = tuple(fmt.value for fmt in Format)
+"""What the setting `fp8` may be, where FP8 is on."""
+
+DEFAULT_RECIPE = "delayed"  # Megatron-Core's
+
+
+def field_meant(fp8_format: Any) -> str:
+    """The setting that `fp8_format` is another name of: `fp8` if it names element formats, else `fp8_recipe`."""
+    return "fp8" if fp8_format in FP8_FORMATS else "fp8_recipe"
+
 
 @dataclass(frozen=True)
 class RecipeSettings:

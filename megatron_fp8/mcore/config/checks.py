@@ -13,20 +13,19 @@ from ...backends import BACKENDS, LAYER_BACKENDS
 from ...fp8_utils import get_fp8_recipe
 from ...numerics.formats import ROLES
 from ...plan.overrides import check_overrides
-from ...plan.settings import import_factory, takes
+from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, import_factory, takes
 from ...plan.size_table import load_table
 from ...recipe import RECIPES
 from ..te.checks import check_te_settings
 from .dispatch import check_dispatch
 from .fields import announce_fields, announce_unavailable, check_fields
 from .rules import check, integer
-from .table import FP8_FORMATS, OWN_RULES
+from .table import OWN_RULES
 
 if TYPE_CHECKING:
     from .transformer_config import TransformerConfig
 
 FALLBACKS = ("error", "warn")
-DEFAULT_RECIPE = "delayed"  # Megatron-Core's
 
 
 def check_fp8_settings(config: TransformerConfig) -> None:

@@ -8,6 +8,7 @@ test holds it against the dataclass, and fields.py refuses what is set and does 
 
 from __future__ import annotations
 
+from ...plan.settings import FP8_FORMATS
 from ...state.guard import LADDERS
 from .. import installed as compat
 from .field import Field, ignored, refused, te_function, te_layers, works
@@ -34,7 +35,6 @@ from .rules import (
 )
 from .values import DTYPE, FUNCTION, LAYOUT, PATTERN, RECIPE, SCOPE
 
-FP8_FORMATS = ("e4m3", "hybrid")
 _HALF = 65504.0  # float16's largest number: torch raises for a larger one where it computes in float16
 _CP_COMM = one_of("p2p", "all_gather", "a2a", "a2a+p2p")
 _OWN_GRAPHS = (

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer import transformer_config as megatron_config
 
+from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, field_meant
+from ...recipe import RECIPES
 from ..runtime import find_runtime, runtime_of
-from .checks import DEFAULT_RECIPE, FP8_FORMATS, RECIPES, announce_settings, check_fp8_settings, one_of, plain
+from .checks import announce_settings, check_fp8_settings, one_of, plain
 
 # Versions that Megatron-Core asks of Transformer Engine only because of FP8; without it they mean nothing.
 _FP8_TE_VERSIONS = frozenset({"1.7.0.dev0", "1.11.0", "2.6.0dev0"})
@@ -139,10 +141,8 @@ def _own_fp8_format(config: TransformerConfig) -> str:
 
 
 def _assign_fp8_format(config: TransformerConfig, value: str | None) -> None:
-    name = "fp8" if plain(value) in FP8_FORMATS else "fp8_recipe"
-    if name == "fp8_recipe":
-        value = DEFAULT_RECIPE if value is None else one_of("fp8_format", value, RECIPES, also=FP8_FORMATS)
-    setattr(config, name, plain(value))
+    name = DEFAULT_RECIPE if value is None else one_of("fp8_format", value, RECIPES, also=FP8_FORMATS)
+    setattr(config, field_meant(name), name)
 
 
 class IterationEnd:
@@ -207,14 +207,15 @@ def accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., None
 
 def _merge_fp8_format(fp8_format: str, kwargs: dict[str, Any], *, switch_given: bool) -> None:
     value = one_of("fp8_format", fp8_format, RECIPES, also=FP8_FORMATS)
-    if value in RECIPES and not switch_given:
+    name = field_meant(value)
+    if name == "fp8_recipe" and not switch_given:
         raise ValueError(
             f"fp8_format={value!r} without fp8, which would train in BF16: give fp8='hybrid' or 'e4m3' (or fp8=None, to"
             " have FP8 off)."
         )
-    name, meaning = ("fp8", "element formats") if value in FP8_FORMATS else ("fp8_recipe", "scaling recipe")
     given = plain(kwargs.get(name))
     if given is not None and given != value:
+        meaning = {"fp8": "element formats", "fp8_recipe": "scaling recipe"}[name]
         raise ValueError(
             f"fp8_format={value!r} conflicts with {name}={given!r}: both name the {meaning}. Give one of "
             f"them (with dataclasses.replace, which passes every field, give {name})."

@@ -20,7 +20,7 @@ from ...backends.transformer_engine import INSTALL
 from ...estimate.settings import given_keys
 from ...mcore.config.rules import shown
 from ...mcore.installed import HOW_TO_GET, SUPPORTED, has_te, uses_apex
-from ...plan.settings import RecipeSettings, from_settings
+from ...plan.settings import DEFAULT_RECIPE, RecipeSettings, field_meant, from_settings
 from ...recipe import RECIPES, Recipe, check_recipe_name
 from .versions import megatron
 
@@ -90,11 +90,11 @@ def _megatron() -> Iterator[Need]:
 def recipes_of(model: Mapping[str, Any]) -> list[Recipe]:
     """Every recipe that the model's section names, overrides by name included; none with FP8 off."""
     named = model.get("fp8_format")
-    operands = named if named in ("hybrid", "e4m3") else None
-    fp8 = model.get("fp8") or operands
+    meant = {field_meant(named): named}
+    fp8 = model.get("fp8") or meant.get("fp8")
     if not fp8:
         return []
-    recipe = model.get("fp8_recipe") or (None if operands else named) or "delayed"
+    recipe = model.get("fp8_recipe") or meant.get("fp8_recipe") or DEFAULT_RECIPE
     settings = RecipeSettings(
         fp8_format=fp8,
         margin=model.get("fp8_margin", 0),

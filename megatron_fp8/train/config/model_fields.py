@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...plan.settings import field_meant
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -118,7 +120,6 @@ IMPORT_PATHS = ("fp8_quantizer_factory", "fp4_quantizer_factory")
 _KINDS = {
     name: kind for kind, names in {"shape": SHAPE, "function": FUNCTION, **FREE}.items() for name in names
 }
-_FORMATS = ("e4m3", "hybrid")
 
 
 def known_fields() -> frozenset[str]:
@@ -135,7 +136,7 @@ def settled(section: Mapping[str, Any]) -> dict[str, Any]:
     """A model section with what Megatron-Core derives filled in, and one name for each thing: two can be compared."""
     found = {name: list(value) if isinstance(value, tuple) else value for name, value in section.items()}
     if (other := found.pop("fp8_format", None)) is not None:
-        found["fp8" if other in _FORMATS else "fp8_recipe"] = other
+        found[field_meant(other)] = other
     heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
     derived = {"num_query_groups": heads}
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:

@@ -24,7 +24,8 @@ from jsonargparse import ArgumentParser
 from ...files.shipped import find_config
 from ...mcore.config.fields import KNOWN
 from ...mcore.config.rules import Rule, shown
-from ...mcore.config.table import FP8_FORMATS, OWN_RULES
+from ...mcore.config.table import OWN_RULES
+from ...plan.settings import field_meant
 from .config_file import by_dotted_key, read_config, text_without
 from .field_rules import RULES, check_rules
 from .model_section import NAMES, ModelSection, settle_precision
@@ -201,7 +202,7 @@ def _check_fp8_switch(model: Any, given: Container[str]) -> None:
     recipe = next((name for name in ("fp8_format", "fp8_recipe") if getattr(model, name) is not None), None)
     if (
         recipe
-        and getattr(model, recipe) not in FP8_FORMATS
+        and field_meant(getattr(model, recipe)) == "fp8_recipe"
         and model.fp8 is None
         and "model.fp8" not in given
     ):

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format
-from megatron_fp8.plan.settings import RecipeSettings, from_settings, takes
+from megatron_fp8.plan.settings import FP8_FORMATS, RecipeSettings, field_meant, from_settings, takes
 from megatron_fp8.recipe import (
     RECIPES,
     ROW,
@@ -22,6 +22,12 @@ from megatron_fp8.recipe import (
 EVERYTHING = RecipeSettings(
     Format.E4M3, 0, 1e-6, True, True, 7, "most_recent", 3, "tests.support.fp8_params.mixed_factory"
 )
+
+
+def test_fp8_format_is_another_name_of_two_settings():
+    assert set(FP8_FORMATS) == {"e4m3", "hybrid"}
+    assert {field_meant(name) for name in FP8_FORMATS} == {"fp8"}
+    assert {field_meant(name) for name in (*RECIPES, None, "unknown", [1])} == {"fp8_recipe"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
