@@ -28,6 +28,9 @@ def test_variants_are_compiled_ahead(tmp_path: Path):
     assert f"2 of {found['real'] + 2} variants do not compile" in found["problem"], "and the others do"
     assert found["compiled"] == found["after"] == found["real"], "in the cache, and found there"
     assert found["said"].startswith(f"{found['real']} variants of {found['kernels']} kernels in ")
+    assert not found["blackwell"], "experts' products compile for sm_100 too"
+    (ptx,) = tmp_path.glob("*/_grouped_block_matmul.ptx")
+    assert ".target sm_100" in (text := ptx.read_text()) and "kind::f8f6f4" in text, "on FP8 tensor cores"
     assert found["dry"] == f"dry run: {found['count']} kernel variants are found, and none is compiled"
 
 

@@ -101,7 +101,8 @@ def test_instructions_a_value(launches, name):
 
 
 def test_the_gemm_runs_on_fp8_tensor_cores(launches):
-    for name, kinds in (("matmul", "e4m3.e4m3"), ("matmul-wgrad", "e5m2.e4m3")):
+    gemms = {"matmul": "e4m3.e4m3", "matmul-wgrad": "e5m2.e4m3", "matmul-grouped": "e4m3.e4m3"}
+    for name, kinds in gemms.items():
         (launch,) = [launch for launch in launches if launch["name"] == name]
         found = [o for o in launch["opcodes"] if o.startswith("wgmma.mma_async")]
         assert found and all(kinds in o for o in found), found

@@ -39,6 +39,9 @@ def main() -> None:
         problem = str(error)
     compiled = gpu_groups.kernels()
     said = gpu_variants.compiled_all(real, 90, lambda result: told.append(result), launchers=False)
+    after = gpu_groups.kernels()
+    grouped = next(v for v in found if v.kernel.__name__ == "_grouped_block_matmul")
+    ((_, _, blackwell),) = gpu_variants.compiling([grouped], 100, 1, launchers=False)
     try:
         with mock.patch.object(gpu_variants, "launched", lambda: found):
             dry = gpu_variants.variants(open_machine(dry=True))
@@ -55,7 +58,8 @@ def main() -> None:
                 "late": late,
                 "problem": problem,
                 "compiled": compiled,
-                "after": gpu_groups.kernels(),
+                "after": after,
+                "blackwell": blackwell,
                 "said": said,
                 "dry": dry,
             }
