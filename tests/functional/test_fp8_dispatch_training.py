@@ -136,6 +136,13 @@ RUNS: dict[str, tuple[int, Layout, dict[str, Any]]] = {
             "moe_router_dtype": "fp32",
         },
     ),
+    "groups": (2, Layout(ep=2), {"moe_router_num_groups": 2, "moe_router_group_topk": 1}),
+    "z loss": (2, Layout(ep=2), {"moe_z_loss_coeff": 0.1}),
+    "dropped by position": (
+        2,
+        Layout(ep=2),
+        {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    ),
     "cut experts": (2, Layout(tp=2, sp=True), {"moe_token_dispatcher_type": "allgather"}),
     "float32 router, gathered": (
         2,
@@ -153,6 +160,8 @@ def test_routing_of_any_kind(ranks: RankPool, case: str) -> None:
         ranks(world).run(train_case, layout, "blockwise", {**fields, "moe_fp8_dispatch": wanted})[0]
         for wanted in (True, False)
     )
+    said = [note for name, note in on["notes"].items() if name.endswith("linear_fc1")]
+    assert said and all("tokens arrive as e4m3 1x128 pow2 codes" in note for note in said)
     assert on["losses"][0] == off["losses"][0]
     assert on["losses"][1] == pytest.approx(off["losses"][1], rel=1e-4)
     assert on["norms"][0] == pytest.approx(off["norms"][0], rel=1e-3)

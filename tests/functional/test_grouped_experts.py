@@ -96,6 +96,14 @@ CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
     # Small buckets, each gathered when a hook of its first linear asks: without the hook its weights would be old.
     "dp2-buckets": (2, Layout(), "blockwise", {}, {**DISTRIBUTED, "bucket_size": 10_000}),
     "fp8-param": (2, Layout(ep=2), "delayed", {"fp8_param": True}, DISTRIBUTED),
+    "fp8-param-float32-scales": (
+        2,
+        Layout(ep=2),
+        "blockwise",
+        {"fp8_param": True, "fp8_pow2_scales": False},
+        DISTRIBUTED,
+    ),
+    "fp8-param-mxfp8": (2, Layout(ep=2), "mxfp8", {"fp8_param": True}, DISTRIBUTED),
     "recomputed": (
         1,
         Layout(),

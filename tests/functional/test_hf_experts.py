@@ -99,8 +99,10 @@ def test_transformers_reads_an_export_with_the_same_tensors(imported, tmp_path, 
         ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [], "num_experts_per_tok": 3}),
         ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}),
         ("deepseek_v3", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}),
+        ("deepseek_v3", {"v_head_dim": 32}),  # heads of queries and keys have 64
+        ("deepseek_v3", {"v_head_dim": 96}),
     ],
-    ids=["scores of all", "queries without a latent", "halves"],
+    ids=["scores of all", "queries without a latent", "halves", "narrow values", "wide values"],
 )  # fmt: skip
 def test_other_settings(ranks, tmp_path, kind, fields):
     model = hf_model(kind, **fields)
