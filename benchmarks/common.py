@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.support.commit import commit
+from megatron_fp8 import __version__
 from megatron_fp8.plan.timing import Timing, interleave, processor_name, table
 
 __all__ = [
@@ -49,7 +51,8 @@ def keep_memory() -> None:
 
 
 def environment(packages: Sequence[str]) -> dict[str, Any]:
-    """Date, processor, cores and threads in use, Python and the versions of the packages named."""
+    """Date, processor, cores and threads in use, Python, this package's version and commit (None without a checkout),
+    and the versions of the packages named."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "processor": processor_name(),
@@ -59,7 +62,11 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
         + (" and AMX" if torch.cpu._is_amx_tile_supported() else ""),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", *packages)},
+        "commit": commit(),
+        "versions": {
+            "megatron_fp8": __version__,
+            **{name: importlib.metadata.version(name) for name in ("torch", *packages)},
+        },
     }
 
 
@@ -68,8 +75,12 @@ def describe(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return (
         f"{record['processor']}, {record['cores']} cores, {record['threads']} threads ({record['capability']}), "
-        f"Python {record['python']}, {versions}, {record['date']}; {record['measured']}"
+        f"Python {record['python']}, {versions}{_at(record)}, {record['date']}; {record['measured']}"
     )
+
+
+def _at(record: Mapping[str, Any]) -> str:
+    return f", commit {record['commit']}" if record.get("commit") else ""
 
 
 def write_results(

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.commit import commit
+
 EXIT_NO_GPU = 3
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,7 +79,7 @@ def environment(dry: bool) -> dict[str, Any]:
         "device": "CPU (dry run)" if dry else torch.cuda.get_device_name(),
         "python": platform.python_version(),
         "versions": found | {"torch": torch.__version__},
-        "commit": _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]) or "unknown",
+        "commit": commit() or "unknown",
         "source": source_digest(),
         "dry": dry,
     }
