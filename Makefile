@@ -7,6 +7,7 @@ CONFIG ?= examples/configs/tiny_gpt_cpu.yaml
 RANKS  ?= 2
 WORKERS ?= 3
 ARGS   ?=
+SEED   ?= $(START)
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c requirements/constraints.txt
@@ -78,8 +79,10 @@ ARM_HERE := command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-g
 # Each of these has a small case in make test: hypothesis with a twentieth of the inputs, values drawn from all that are
 # tried here, two kills (tests/functional/test_kills.py), three faults in a short run (tests/functional/test_soak.py), two
 # models (tests/functional/test_hf_specified.py), two planted faults of twenty.
+# SEED draws the same inputs again, with the same hypothesis, tests and DRAWS_TIMES.
 test-long: $(VENV)/.test .arm ## every nonsense value of every option, 20 times the drawn inputs and the fuzzing, every layout and estimate, 20 planted faults, 20 kills, 2,000 disturbed iterations, transformers' own tests (network)
-	DRAWS_TIMES=20 $(SUITE) -m "long or draws" --timeout 3600 $(ARGS)
+	DRAWS_TIMES=20 $(SUITE) -m "long or draws" --timeout 3600 --hypothesis-seed=$(SEED) $(ARGS); \
+	suite=$$?; echo "Inputs were drawn with seed $(SEED): make test-long SEED=$(SEED) draws them again."; exit $$suite
 	$(PY) -m benchmarks.kills --kills 20
 	$(PY) -m benchmarks.soak
 	$(PY) -m benchmarks.transformers_tests

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import core, given
 from hypothesis import strategies as st
 
 from megatron_fp8 import mcore
@@ -156,10 +156,37 @@ def drawn(often: int = 1) -> list[int]:
     return found
 
 
-def test_draws_are_the_same_in_each_run_but_for_the_long_ones(monkeypatch):
+def test_draws_are_the_same_in_each_run_but_for_the_long_ones_of_another_seed(monkeypatch):
+    monkeypatch.setattr(core, "global_force_seed", None)
     assert drawn() == drawn() and len(drawn()) == len(drawn(often=2)) == 5
     monkeypatch.setattr(draws, "TIMES", 20)
     assert len(drawn()) == 100 and len(drawn(often=2)) == 200 and drawn() != drawn()
+    of = {}
+    for seed in (7, 8):
+        monkeypatch.setattr(core, "global_force_seed", seed)  # --hypothesis-seed
+        of[seed] = drawn()
+        assert of[seed] == drawn()
+    assert of[7] != of[8]
+
+
+def test_the_seed_of_long_tests_is_said_and_can_be_given():
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "--dry-run", "--no-print-directory", "test-long", "SEED=1729"]
+    said = subprocess.run(
+        command, cwd=TESTS.parent, env=environ, capture_output=True, text=True, check=True
+    ).stdout
+    assert "--hypothesis-seed=1729" in said and "make test-long SEED=1729 draws them again" in said
+
+
+def test_an_input_that_fails_says_how_to_draw_it_again():
+    @draws.draws(5)
+    @given(st.integers())
+    def fails(number):
+        raise ValueError("ham")
+
+    with pytest.raises(ValueError, match="ham") as raised:
+        fails()
+    assert "@reproduce_failure(" in "\n".join(raised.value.__notes__)
 
 
 # -------------------------------------------------------------------------------------------------------------- made once
