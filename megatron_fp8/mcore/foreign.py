@@ -5,20 +5,23 @@ Naming one in ``fp8_overrides`` as 'bf16' says that it may. With fp8 off nothing
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..plan.overrides import whole_override
-from .names import named_modules
+from .names import in_whole_model
 
 
 def is_te_linear(module: Any) -> bool:
     """Whether a module's GEMMs are Transformer Engine's, told by its classes' names: it need not be installed."""
-    return _is_te(type(module))
+    kind: Any = type(module)
+    return _is_te(kind)
 
 
+@functools.lru_cache(maxsize=64)
 def _is_te(kind: type) -> bool:
     return any(
         base.__module__.startswith("transformer_engine.") and base.__name__.endswith(("Linear", "MLP"))
@@ -28,14 +31,14 @@ def _is_te(kind: type) -> bool:
 
 def foreign_linears(model: Any) -> dict[str, str]:
     """Names of the model's layer linears that are no FP8 sites -> what they are and the remedy."""
-    found, known = {}, dict[type, str | None]()
-    for name, module in named_modules(model):
-        kind = type(module)
-        if kind not in known:
-            known[kind] = _foreign(kind)
-        if (what := known[kind]) is not None and re.search(r"(^|\.)layers\.\d+\.", name):
-            found[name] = what
-    return found
+    kinds = {kind: what for kind in set(map(type, model.modules())) if (what := _foreign(kind)) is not None}
+    found = {
+        name: kinds[type(module)]
+        for name, module in model.named_modules()
+        if type(module) in kinds and re.search(r"(^|\.)layers\.\d+\.", name)
+    }
+    whole = in_whole_model(model) if found else str
+    return {whole(name): what for name, what in found.items()}
 
 
 def refuse_foreign_layers(model: Any) -> None:

@@ -7,7 +7,7 @@ rank with everything would give, so that a name means one linear on every rank a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,12 @@ _IN_CHECKPOINTS, _IN_MODELS = ".experts.experts.", ".experts.local_experts."
 
 def in_whole_model(model: Any) -> Callable[[str], str]:
     """What makes of a name in ``model``, a module's or a parameter's on this rank, its name in the whole model."""
+    return _in_whole_model(model.named_modules())
+
+
+def _in_whole_model(modules: Iterable[tuple[str, Any]]) -> Callable[[str], str]:
     layers, first = {}, {}
-    for name, module in model.named_modules():
+    for name, module in modules:
         found = _LAYER.match(name)
         if found and found[0] == name and hasattr(module, "layer_number"):  # Megatron-Core counts from 1
             layers[name] = f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
@@ -42,8 +46,9 @@ def in_whole_model(model: Any) -> Callable[[str], str]:
 
 def named_modules(model: Any) -> Iterator[tuple[str, Any]]:
     """A model chunk's modules under their names in the whole model."""
-    whole = in_whole_model(model)
-    return ((whole(name), module) for name, module in model.named_modules())
+    modules = list(model.named_modules())
+    whole = _in_whole_model(modules)
+    return ((whole(name), module) for name, module in modules)
 
 
 def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

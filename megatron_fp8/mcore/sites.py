@@ -46,13 +46,17 @@ def resolve(
     Order: FP8 off; first and last layers in BF16; overrides by name (which therefore can put such a layer back); recipe.
     ``te``: the linear is one of Transformer Engine's.
     """
-    number = None if layer is None or layer.number < 0 else layer.number
+    number = _number(layer)
     if not config.fp8:
         return bf16_site(name, number, "fp8 is off")
     reason = None if layer is None else layer.bf16_reason
     return resolver.resolve(
         asked(config), name, number, device, bf16_reason=reason, layers=True, brings_own=te
     )
+
+
+def _number(layer: LayerBeingBuilt | None) -> int | None:
+    return None if layer is None or layer.number < 0 else layer.number
 
 
 def asked(config: Any) -> resolver.Asked:
@@ -70,32 +74,60 @@ def asked(config: Any) -> resolver.Asked:
     )
 
 
-def plan_of(linear: Any, name: str, state: Fp8State) -> SitePlan:
+class Alike:
+    """What linears of one model that are alike share while it is planned, so that it is said once and not of each:
+    their plan but for its name, and their ranks."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[Any, ...], SitePlan] = {}
+        self._ranks: dict[tuple[Any, ...], tuple[Any, int]] = {}
+
+    def resolve(
+        self, config: Any, name: str, layer: LayerBeingBuilt | None, device: torch.device, *, te: bool
+    ) -> SitePlan:
+        """As the function ``resolve``, of a linear that no override names."""
+        key = id(config), None if layer is None else layer.bf16_reason, device, te
+        if (known := self._plans.get(key)) is not None:
+            return known.of(name, _number(layer))
+        plan = resolve(config, name, layer, device, te=te)
+        if plan.cause != "fallback":  # of which each is told
+            self._plans[key] = plan
+        return plan
+
+    def ranks(self, config: Any, *, expert: bool) -> tuple[Any, int]:
+        """The group that shares a linear's amaxes, and what tells its tokens from those of other ranks."""
+        key = id(config), expert
+        if key not in self._ranks:
+            stream = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            self._ranks[key] = compat.amax_group(config, expert=expert), stream
+        return self._ranks[key]
+
+
+def plan_of(linear: Any, name: str, state: Fp8State, alike: Alike | None = None) -> SitePlan:
     """What an FP8 linear runs, or one like it of this name on another rank.
 
     The size filter and the guard decide last, on sites that run the config's recipe: what was asked for by name stays.
     """
-    config = linear.config
-    plan = resolve(config, name, linear.fp8_layer, weight_of(linear).device, te=is_te_linear(linear))
+    config, layer, device = linear.config, linear.fp8_layer, weight_of(linear).device
+    te = is_te_linear(linear)
     if matching(name, getattr(config, "fp8_overrides", None) or {}):
-        return plan
-    plan = filtered(config, plan, linear)
+        return resolve(config, name, layer, device, te=te)
+    plan = filtered(config, (alike or Alike()).resolve(config, name, layer, device, te=te), linear)
     move = None if state.guard is None else state.guard.moves.get(name)
     return plan if move is None else _moved(config, plan, move, linear)
 
 
-def make_site(linear: Any, name: str, state: Fp8State | None = None) -> Any:
+def make_site(linear: Any, name: str, state: Fp8State | None = None, alike: Alike | None = None) -> Any:
     """The GemmSite, or TeSite, of an FP8 linear under this name; ``state`` is its model's (some modules hold a copy of
-    the config)."""
-    config = linear.config
+    the config), and so is ``alike``."""
+    config, alike = linear.config, alike or Alike()
     state = state or state_of(config)
-    plan = plan_of(linear, name, state)
+    plan = plan_of(linear, name, state, alike)
     if is_te_linear(linear):
         return TeSite(plan, state)
     group, stream = None, 0
     if plan.precision == "fp8" and parallel_state.model_parallel_is_initialized():
-        group = compat.amax_group(config, expert=linear.is_expert)
-        stream = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        group, stream = alike.ranks(config, expert=linear.is_expert)
     return GemmSite(plan, state, group, seed=state.seed, stream=stream)
 
 
@@ -145,16 +177,16 @@ def prepare(model_chunks: list[Any]) -> None:
         if model.config.fp8 and parallel_state.model_parallel_is_initialized():
             # Made on every rank, so that one without FP8 sites where another has some is an error and not a hang.
             state.arena(compat.amax_group(model.config, expert=False))
-        named = list(named_modules(model))
+        named, alike = list(named_modules(model)), Alike()
         for name, module in named:
             if hasattr(type(module), "bind_fp8_site"):
-                module.bind_fp8_site(make_site(module, name, state))
+                module.bind_fp8_site(make_site(module, name, state, alike))
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 count_plain_linear(module, state)
         for name, module in named:
             if (dispatch := vars(module).get("fp8_dispatch")) is not None:  # its experts have their sites now
                 dispatch.bind(f"{name}.dispatch", state)
-        linears = fp8_linears([model])
+        linears = [module for _, module in named if hasattr(type(module), "bind_fp8_site")]
         plans = [linear.fp8_site.plan for linear in linears]
         announce(plans)
         padded = {}
@@ -196,6 +228,7 @@ def fp8_linears(model_chunks: list[Any]) -> list[Any]:
     return [m for chunk in model_chunks for m in unwrap(chunk).modules() if hasattr(type(m), "bind_fp8_site")]
 
 
+@uncollected()
 def check_plan(model_chunks: list[Any]) -> None:
     """What only all ranks together can tell; prepares the chunks. Collective; on all ranks the same.
 
