@@ -76,8 +76,8 @@ def work(options: argparse.Namespace, run_options: list[str]) -> int:
         if old is not None:
             print(printable(versus.as_table(versus.changes(old["rows"], bench.rows))))
     if bench.wrong:
-        print(f"error: {len(bench.wrong)} results were wrong; nothing is written", file=sys.stderr)
-        return 1
+        wrong = ValueError(f"{len(bench.wrong)} results were wrong; nothing is written")
+        return refuse(wrong, code=EXIT_FAILED)
     result = {**record, "rows": bench.rows}
     if options.json:
         print(json.dumps(result, indent=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,7 @@ def main(arguments: list[str]) -> int:
     unknown = [a for a in arguments if a.startswith("--") and a not in ("--json", "--check")]
     if unknown or len(paths) != 1:
         problem = f"{unknown[0]} is not an option" if unknown else "give one checkpoint"
-        print(f"error: {problem}: megatron-fp8 inspect CHECKPOINT [--json] [--check]", file=sys.stderr)
-        return 2
+        return refuse(ValueError(f"{problem}: megatron-fp8 inspect CHECKPOINT [--json] [--check]"))
     from ..files.checkpoint import check_files, find_checkpoint, read_manifest
 
     try:

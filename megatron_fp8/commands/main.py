@@ -123,5 +123,4 @@ def _run(arguments: list[str]) -> int:
             return refuse(ValueError(f"{str(error.filename)!r} is longer than a file's name may be"))
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    print(f"error: {command!r} is not a command: they are {', '.join(COMMANDS)}.{hint}", file=sys.stderr)
-    return 2
+    return refuse(ValueError(f"{command!r} is not a command: they are {', '.join(COMMANDS)}.{hint}"))

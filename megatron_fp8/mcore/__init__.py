@@ -96,8 +96,7 @@ def site_report(model: Any, *, gather: bool = True) -> list[dict[str, Any]]:
 
 def print_plan(model: Any) -> None:
     """Print what runs in which precision, alike sites in one line. All ranks call it, the first one prints."""
-    from .report import first_rank, plan_lines
+    from ..files.say import say
+    from .report import plan_lines
 
-    lines = plan_lines(site_report(model))
-    if first_rank():
-        print(*lines, sep="\n", flush=True)
+    say("\n".join(plan_lines(site_report(model))), to="stdout")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -92,8 +91,3 @@ def plan_lines(entries: list[dict[str, Any]]) -> list[str]:
         alike[key] = alike.get(key, 0) + 1
     widths = [max((len(key[i]) for key in alike), default=0) for i in (0, 1)]
     return [f"{n:>4} x {key[0]:<{widths[0]}}  {key[1]:<{widths[1]}}  {key[2]}" for key, n in alike.items()]
-
-
-def first_rank() -> bool:
-    """Whether this process prints for all."""
-    return not dist.is_initialized() or dist.get_rank() == 0

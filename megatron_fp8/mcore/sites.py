@@ -21,7 +21,7 @@ from ..fp8_utils import get_fp8_recipe
 from ..linear.share import Share, weight_of
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver
-from ..plan.notices import padded_note, say_what_is_lost, say_what_is_padded
+from ..plan.notices import padded_note, say_fallback, say_what_is_lost, say_what_is_padded
 from ..plan.overrides import check_overrides_match, matched, matching
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left, is_something_left
 from ..plan.switch import LayerBeingBuilt
@@ -41,7 +41,7 @@ from .te.site import TeSite
 def resolve(
     config: Any, name: str, layer: LayerBeingBuilt | None, device: torch.device, *, te: bool = False
 ) -> SitePlan:
-    """The plan of one linear. ValueError if FP8 was asked for and cannot run (fp8_fallback='warn' prints and goes BF16).
+    """The plan of one linear. ValueError if FP8 was asked for and cannot run (fp8_fallback='warn' says so and goes BF16).
 
     Order: FP8 off; first and last layers in BF16; overrides by name (which therefore can put such a layer back); recipe.
     ``te``: the linear is one of Transformer Engine's.
@@ -232,6 +232,8 @@ def fp8_linears(model_chunks: list[Any]) -> list[Any]:
 def check_plan(model_chunks: list[Any]) -> None:
     """What only all ranks together can tell; prepares the chunks. Collective; on all ranks the same.
 
+    The first rank says which linears of any rank fell back to high precision.
+
     Raises:
         ValueError: an fp8_overrides glob matches no site, the settings leave none in FP8, or a rank's part cannot be
             prepared.
@@ -254,8 +256,13 @@ def check_plan(model_chunks: list[Any]) -> None:
     # Sites are told one by one only where the message of an error names them.
     if not all(anywhere(matched(overrides, entries))):
         check_overrides_match(overrides, union(entries))
-    if not any(anywhere([is_something_left(entries.values())])):
+    fallen = {name: reason for name, (_, cause, reason) in entries.items() if cause == "fallback"}
+    is_left, has_fallen = anywhere([is_something_left(entries.values()), bool(fallen)])
+    if not is_left:
         check_something_left(union(entries).values())
+    if has_fallen:
+        for name, reason in union(fallen).items():
+            say_fallback(name, asked(config).dtype, reason)
     runtime_of(config).checked.update(models)
 
 

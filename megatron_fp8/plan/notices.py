@@ -33,6 +33,11 @@ def say_what_is_lost(plans: Iterable[SitePlan], remedy: str) -> None:
             return
 
 
+def say_fallback(name: str, dtype: str, reason: str) -> None:
+    """A line, once, of a linear that stays in ``dtype`` since it cannot run as asked, and the user allowed it."""
+    say(f"megatron_fp8: {name} runs in {dtype}: {reason}", once=True)
+
+
 def padded_note(plan: SitePlan, device: torch.device, n: int, k: int) -> str | None:
     """What a report says of a weight [N, K] of this rank whose sizes the GPU's products do not take as they are, so that
     codes are copied to pad them, in every step; None of others."""

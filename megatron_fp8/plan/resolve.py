@@ -6,7 +6,6 @@ nn/config.py, the arguments of a product in nn/matmul.py.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from ..backends import LAYER_BACKENDS, choose_backend, say_what_is_slow
 from ..recipe import RECIPES, Recipe, refuse_e5m2_twice
+from .notices import say_fallback
 from .operands import Choices
 from .overrides import matching
 from .site_plan import SitePlan, bf16_site, chosen_site
@@ -31,7 +31,7 @@ class Asked:
         fp8_wgrad: False keeps wgrad in high precision.
         unquantized: roles that stay in high precision.
         backend: one's name, 'auto' or None.
-        warn: a linear that cannot run as asked is left in high precision, printed and reported, in place of an error.
+        warn: a linear that cannot run as asked is left in high precision, said and reported, in place of an error.
         prefix: what the names of these settings begin with: 'fp8_' in Megatron's config.
         dtype: what high precision is called.
         faster: the setting that makes gradients E4M3, which some GPUs multiply faster.
@@ -95,15 +95,16 @@ def resolve(
     except ValueError as error:
         if not asked.warn:
             raise
-        print(f"megatron_fp8: {name} runs in {asked.dtype}: {error}", file=sys.stderr)
-        return bf16_site(name, layer, f"{asked.prefix}fallback: {error}", "fallback")
+        plan = bf16_site(name, layer, f"{asked.prefix}fallback: {error}", "fallback")
+        say_fallback(name, asked.dtype, plan.reason)
+        return plan
     say_what_is_slow(backend.name, device, products, asked.faster)
-    plan = choices.plans.get((backend.name, why))
-    if plan is None:
+    made = choices.plans.get((backend.name, why))
+    if made is None:
         reason = "; ".join(choices.reasons)
         reason = f"{reason}; backend {why}" if reason else f"backend: {why}"
-        plan = choices.plans[backend.name, why] = chosen_site(name, layer, backend.name, reason, choices)
-    return plan.of(name, layer)
+        made = choices.plans[backend.name, why] = chosen_site(name, layer, backend.name, reason, choices)
+    return made.of(name, layer)
 
 
 def choose(asked: Asked, name: str, bf16_reason: str | None = None, also: tuple[str, ...] = ()) -> Choices:

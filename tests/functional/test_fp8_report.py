@@ -9,6 +9,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -165,27 +166,40 @@ def test_a_glob_of_another_stage_is_none(ranks: RankPool) -> None:
     assert ranks(2).run(failure, PP, {"fp8_overrides": {"*.layers.1.*": "bf16"}}, timeout=60) == ["", ""]
 
 
-def fallback(fields: dict[str, Any]) -> tuple[str, list[dict[str, Any]], dict[str, int]]:
+def fallback(layout: Layout, fields: dict[str, Any]) -> tuple[str, str, list[dict[str, Any]], dict[str, int]]:
+    """A rank case: what is said on stderr, what print_plan prints, the report, what was counted."""
+    from megatron_fp8.files import say
+    from megatron_fp8.mcore import print_plan
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
-    said = io.StringIO()
-    with model_parallel(), contextlib.redirect_stderr(said):
-        run = train(fp8_config(ONE, "mxfp8", **TINY, **fields), spec=get_gpt_layer_fp8_spec, **SHORT)
-        return said.getvalue(), site_report(run.chunks), iteration_counts()
+    said, printed = io.StringIO(), io.StringIO()
+    with model_parallel(layout), contextlib.redirect_stderr(said), mock.patch.object(say, "_told", set()):
+        run = train(fp8_config(layout, "mxfp8", **TINY, **fields), spec=get_gpt_layer_fp8_spec, **SHORT)
+        with contextlib.redirect_stdout(printed):
+            print_plan(run.chunks)
+        return said.getvalue(), printed.getvalue(), site_report(run.chunks), iteration_counts()
 
 
-def test_a_fallback_that_was_opted_into_is_printed_and_recorded(ranks: RankPool) -> None:
+@pytest.mark.parametrize("layout", [ONE, PP], ids=str)
+def test_a_fallback_that_was_opted_into_is_said_and_recorded(layout: Layout, ranks: RankPool) -> None:
+    """Each linear's once, those of other stages too, by the first rank."""
+    from megatron_fp8.mcore.report import plan_lines
+
     fields = {"fp8_backend": "native", "fp8_fallback": "warn"}
-    said, report, counts = ranks(1).run(fallback, fields)[0]
+    (said, plan, report, counts), *others = ranks(layout.model_ranks).run(fallback, layout, fields)
     sites = [entry for entry in report if entry["layer"] is not None]
     assert len(sites) == 8
     for entry in sites:
         assert entry["precision"] == "bf16" and entry["reason"].startswith(
             "fp8_fallback: fp8_backend 'native'"
         )
-        assert f"{entry['name']} runs in BF16" in said
+        assert said.count(f"megatron_fp8: {entry['name']} runs in BF16: {entry['reason']}\n") == 1
+    assert plan.splitlines() == plan_lines(report)
+    for elsewhere, no_plan, _, theirs in others:
+        assert "runs in BF16" not in elsewhere and no_plan == ""
+        counts = {kind: counts[kind] + theirs[kind] for kind in ("fp8_gemms", "hp_gemms")}
     assert (counts["fp8_gemms"], counts["hp_gemms"]) == (0, 9 * 3 * 2)
 
 

@@ -72,6 +72,13 @@ def test_an_unknown_command_is_named_with_the_nearest_one(capsys):
     assert "'trian' is not a command" in (said := capsys.readouterr().err) and "Did you mean 'train'?" in said
 
 
+def test_what_is_no_command_is_refused_as_any_bad_input(capsys):
+    """In a line that a terminal shows, whatever was typed."""
+    assert main(["x" * 100_000]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: 'xxx") and said.count("\n") == 1 and len(said) < 2000
+
+
 def test_every_command_is_in_the_help(capsys):
     assert main([]) == 2 and main(["--help"]) == 0
     assert capsys.readouterr().out.count(USAGE) == 2

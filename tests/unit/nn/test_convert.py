@@ -12,6 +12,7 @@ from torch import nn
 
 import megatron_fp8
 from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.files import say
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.nn import (
@@ -419,11 +420,13 @@ def test_bad_arguments():
         convert_to_fp8(make(), config=Fp8Config(backend="cuda11"))
 
 
-def test_fallback_warn_says_so_and_keeps_the_model(capsys):
+def test_fallback_warn_says_so_once_and_keeps_the_model(capsys, monkeypatch):
+    monkeypatch.setattr(say, "_told", set())
     model = make()
     with pytest.raises(ValueError, match="no linear of Net would run in FP8"):
         convert_to_fp8(model, config=Fp8Config(backend="native", fallback="warn"))
-    assert "blocks.0.0 runs in high precision: fp8_backend 'native' cannot run" in capsys.readouterr().err
+    words = "megatron_fp8: blocks.0.0 runs in high precision: fallback: fp8_backend 'native' cannot run"
+    assert capsys.readouterr().err.count(words) == 1
 
 
 def test_notebook_names_come_from_the_package():
