@@ -1,4 +1,5 @@
-"""Products of any shape, layout and recipe against float64: of a matmul, a linear layer, and experts in one call.
+"""Products of any shape, layout and recipe against float64: of a matmul, a linear layer, and experts in one call, which
+have the bytes of one linear after the other besides.
 
 What is multiplied is asked of `quantize` alone, with contiguous copies; the sums are compared within what a plain float32
 product of the same numbers shows.
@@ -13,13 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import fp8_matmul, quantize
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.nn import Fp8Linear
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.draws import draws
 from tests.support.products import assert_close_to_exact
-from tests.support.sites import RECIPES, make_site
+from tests.support.sites import RECIPES, in_turn, make_site
 
 NAMES = sorted(RECIPES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,18 +99,31 @@ def test_linear(name, dtype, m, k, n, bias, data):
 @draws(5, often=2)
 @given(st.sampled_from(NAMES), st.lists(st.integers(0, 140), min_size=1, max_size=5), SIZES, SIZES, st.data())
 def test_experts_in_one_call(name, tokens, k, n, data):
-    x = data.draw(matrices(sum(tokens), k, torch.bfloat16)).detach().requires_grad_()
+    x = data.draw(matrices(sum(tokens), k, torch.bfloat16))
     dy = data.draw(matrices(sum(tokens), n, torch.bfloat16))
-    weights = [data.draw(matrices(n, k, torch.bfloat16)).contiguous().requires_grad_() for _ in tokens]
+    weights = [data.draw(matrices(n, k, torch.bfloat16)).contiguous() for _ in tokens]
+    y, dx, grads = experts(grouped_linear, name, x, weights, tokens, dy)
+    alone_y, alone_dx, alone_grads = experts(in_turn, name, x, weights, tokens, dy)
+    assert_same_bytes(y, alone_y, "y")
+    assert_same_bytes(dx, alone_dx, "dx")
+    parts = [each.split(tokens) for each in (x, dy, y, dx)]
+    for e, (part, grad, result, back) in enumerate(zip(*parts, strict=True)):
+        if len(part):
+            assert_same_bytes(grads[e], alone_grads[e], f"dw of expert {e}")
+            assert_products(name, part, weights[e], grad, result, back, grads[e])
+        else:
+            assert grads[e] is None or not grads[e].any()
+
+
+def experts(
+    linear: Any, name: str, x: torch.Tensor, weights: Any, tokens: list[int], dy: torch.Tensor
+) -> tuple[torch.Tensor, Any, list[Any]]:
+    """y, the gradient of x, and those of the weights, by sites that share a state of their own."""
     state = Fp8State()
     sites = [
         make_site(name, state=state, name=f"experts.{e}", recording=False)[0] for e in range(len(tokens))
     ]
-    y = grouped_linear(x, weights, tokens, sites)
+    leaf, leaves = x.detach().requires_grad_(), [w.detach().requires_grad_() for w in weights]
+    y = linear(leaf, leaves, tokens, sites)
     y.backward(dy)
-    parts = [each.split(tokens) for each in (x.detach(), dy, y, x.grad)]
-    for part, grad, result, dx, weight in zip(*parts, weights, strict=True):
-        if len(part):
-            assert_products(name, part, weight, grad, result, dx, weight.grad)
-        else:
-            assert weight.grad is None or not weight.grad.any()
+    return y.detach(), leaf.grad, [w.grad for w in leaves]

@@ -13,12 +13,11 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.cpu import loops
 from megatron_fp8.linear import stacked
-from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.recipe import Float8CurrentScaling, Recipe
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.sites import ALL_RECIPES, make_site, randn
+from tests.support.sites import ALL_RECIPES, in_turn, make_site, randn
 
 TOKENS = (70, 0, 200, 1, 129, 16)  # none, few rows, a block and one more
 K, N = 160, 136
@@ -48,12 +47,6 @@ def matrices(tokens: tuple[int, ...] = TOKENS) -> tuple[torch.Tensor, list[torch
     """x [T, K], the experts' weights [N, K], dy [T, N]."""
     weights = [randn(N, K, seed=10 + e) for e in range(len(tokens))]
     return randn(sum(tokens), K, seed=1), weights, randn(sum(tokens), N, seed=2)
-
-
-def in_turn(x: Any, weights: Any, tokens: Any, sites: Any, **options: Any) -> torch.Tensor:
-    """What grouped_linear has to equal."""
-    parts = zip(x.split(list(tokens)), weights, sites, strict=True)
-    return torch.cat([fp8_linear(part, weight, None, site, **options) for part, weight, site in parts])
 
 
 def train(
