@@ -1,7 +1,8 @@
 """Codes, amaxes and scales on any device: compiled C for large CPU tensors (cpu/), else the specification in torch.
 
-This is the one place that chooses. Both ways give the same bytes (tested on every path), so nobody who calls these has to
-know which was taken; numerics/ is what they are held against.
+Here it is chosen for elements. What C does in one call of more than these (a whole cast, a product of codes, a layer's
+experts, statistics) is chosen where it is asked for; docs/architecture.md lists by whom. Both ways give the same bytes
+(tested on every path), so nobody who calls these has to know which was taken; numerics/ is what they are held against.
 """
 
 from __future__ import annotations

@@ -89,6 +89,14 @@ def test_imports_inside_the_package_are_relative(path):
         assert not any(name.partition(".")[0] == "megatron_fp8" for name in names), f"{path}:{node.lineno}"
 
 
+def test_the_native_backend_does_not_go_through_the_emulated_one():
+    """Nor through its parts: what both need is in backends/base.py and backends/specified.py."""
+    native = sorted((PACKAGE / "backends" / "native").glob("*.py"))
+    found = {target for path in native for _, target in imports(path) if target.startswith("backends.")}
+    assert {"backends.base", "backends.specified"} <= found
+    assert not found & {f"backends.{name}" for name in ("emulated", "casts", "few_rows")}
+
+
 def test_the_root_holds_what_users_name():
     """At most ten modules: everything else has a room."""
     modules = sorted(path.stem for path in PACKAGE.glob("*.py"))

@@ -34,6 +34,18 @@ def test_every_stop_is_there():
             assert name in defined, f"{file} has no {name}"
 
 
+def test_who_chooses_between_c_and_torch_is_on_the_map():
+    """Files outside of kernels/cpu that ask C whether it takes a tensor; reports ask what a machine has, otherwise."""
+    asks = re.compile(r"\b(loops|figures|few_rows)\.(usable|fits|multiplies|inner_loop|has_matmul|takes)\(")
+    choosing = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if not path.is_relative_to(PACKAGE / "kernels" / "cpu") and asks.search(path.read_text())
+    }
+    told = PAGE.split("- **A kernel**")[1].split("\n- **")[0]
+    assert set(re.findall(r"`([\w/]+\.py)`", told)) == choosing
+
+
 def test_every_folder_is_there():
     for folder in re.findall(r"`([\w/]+)/`", PAGE):
         assert any((base / folder).is_dir() for base in (PACKAGE, *PACKAGE.glob("*"), PACKAGE.parent)), folder
