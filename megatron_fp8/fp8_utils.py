@@ -17,7 +17,7 @@ from .params.fp8_parameter import Fp8Parameter
 from .params.shards import quantize_shards
 from .plan.settings import RecipeSettings, from_settings
 from .plan.switch import building_layer, unplanned_disabled
-from .recipe import Recipe
+from .recipe import Recipe, alignment, check_recipe_name
 from .tensor import Float8Tensor
 
 __all__ = [
@@ -102,8 +102,14 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
 
 
 def get_fp8_align_size(fp8_recipe: Any) -> int:
-    """Megatron-Core pads experts' tokens to a multiple of this: 32 for MXFP8, else 16. GEMMs here are faster for it."""
-    return 32 if _text(fp8_recipe) == "mxfp8" else 16
+    """Megatron-Core pads experts' tokens to a multiple of this: 32 for MXFP8, and for another recipe with such blocks,
+    else 16. GEMMs here are faster for it. 'custom' is 16: its name does not tell its rules.
+
+    Raises:
+        ValueError: no recipe has that name.
+    """
+    name = check_recipe_name(_text(fp8_recipe))
+    return 16 if name == "custom" else alignment(from_settings(name, RecipeSettings()))
 
 
 def is_float8tensor(tensor: Any) -> bool:

@@ -11,6 +11,7 @@ are the dataclass's own. The repr leaves out what is at its default, and may ser
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,7 @@ __all__ = [
     "RoleFactory",
     "Rule",
     "ScaleKind",
+    "alignment",
     "check_recipe_name",
     "products_of",
     "recipe_name",
@@ -325,6 +327,15 @@ def recipe_name(recipe: Recipe) -> str:
     raise ValueError(
         f"{recipe!r} is not a recipe: use one of {', '.join(c.__name__ for c in RECIPES.values())}"
     )
+
+
+def alignment(recipe: Recipe) -> int:
+    """What the number of tokens is to be a multiple of, so that FP8 products take them as they are: 16, and a whole block
+    where tokens are scaled in blocks of up to 32 (MX). Of 128 the last block may be a part: filled up, an expert's few
+    tokens would be mostly zeros. Megatron-Core has the same numbers for its recipes (get_fp8_align_size)."""
+    rules = (recipe.role_rules["input"], recipe.role_rules["grad_output"])  # what has tokens
+    blocks = {rule.granularity.cols for rule in rules if rule is not None}
+    return math.lcm(16, *(size for size in blocks if 0 < size <= BLOCK_1X32.cols))
 
 
 def check_recipe_name(name: str) -> str:

@@ -7,6 +7,7 @@ counted. Weights and their codes are no activations (state.py).
 
 from __future__ import annotations
 
+from ..fp8_utils import get_fp8_align_size
 from ..numerics.rule import BLOCK_1X128
 from .attention_kept import of_attention
 from .kept import GPU, Bytes, Device, dropout, kept_rule, linear_input, norm, recomputed_modules
@@ -164,7 +165,7 @@ def probability_bytes(model: Model) -> int:
 
 def _padded(model: Model, tokens: int) -> int:
     """Rows of an expert, which Megatron-Core fills up with zeros where FP8 is on and experts run one by one."""
-    multiple = (32 if model.fp8_recipe == "mxfp8" else 16) if model.fp8 and not model.moe_grouped_gemm else 1
+    multiple = get_fp8_align_size(model.fp8_recipe) if model.fp8 and not model.moe_grouped_gemm else 1
     return -(-tokens // multiple) * multiple
 
 

@@ -1,9 +1,9 @@
 """Any number of tokens from one: rows of zeros up to the alignment of the recipe's kernels, and cut off again.
 
-A prompt has any number of tokens, and decoding has one. FP8 tensor cores like multiples of 16 rows (32 for MXFP8); sizes
-that they cannot take at all a backend pads inside its own GEMM. Here whole activations are padded before they are
-quantised, so that a kernel meets few different sizes. Zeros change no amax, hence no scale, and rows do not meet in
-y = x @ w^T: the result is the same. The emulated backend gains nothing by it, and is left alone.
+A prompt has any number of tokens, and decoding has one. FP8 tensor cores like multiples of 16 rows, or 32 (recipe.py,
+alignment); sizes that they cannot take at all a backend pads inside its own GEMM. Here whole activations are padded
+before they are quantised, so that a kernel meets few different sizes. Zeros change no amax, hence no scale, and rows
+do not meet in y = x @ w^T: the result is the same. The emulated backend gains nothing by it, and is left alone.
 """
 
 from __future__ import annotations
@@ -11,13 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from ..recipe import recipe_name
-
-
-def alignment(recipe: Any) -> int:
-    """Rows that FP8 kernels like a multiple of: 32 for MXFP8, else 16 (Megatron-Core's get_fp8_align_size)."""
-    return 32 if recipe_name(recipe) == "mxfp8" else 16
 
 
 def pad_tokens(x: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -24,11 +24,11 @@ from ..linear.site import GemmSite
 from ..nn.experts import Fp8ExpertLinear
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.site_plan import bf16_site
-from ..recipe import recipe_name
+from ..recipe import alignment, recipe_name
 from ..state.phases import Phases
 from .calibration import Calibration, fp8_modules
 from .memory import model_bytes
-from .padding import Padding, alignment
+from .padding import Padding
 from .saving import save_in_high_precision
 from .static import StaticQuantizer, StaticScale, why_not_static
 from .weights import inference_weight

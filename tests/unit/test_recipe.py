@@ -9,13 +9,16 @@ import pytest
 
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format
 from megatron_fp8.recipe import (
+    BLOCK_1X32,
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
+    Granularity,
     MXFP8BlockScaling,
     Rule,
+    alignment,
 )
 
 BUILT_IN = [DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling, MXFP8BlockScaling]
@@ -211,3 +214,18 @@ def test_a_factory_is_asked_once_for_each_role():
     recipe = CustomRecipe(lambda role: asked.append(role) or MXFP8BlockScaling())
     assert [recipe.rule(role).scale for role in ROLES * 2] == ["e8m0"] * 6
     assert asked == list(ROLES)
+
+
+@pytest.mark.parametrize("width, expected", [(8, 16), (24, 48), (32, 32), (64, 16), (128, 16)])
+def test_tokens_fill_small_blocks(width, expected):
+    in_blocks = Rule(E4M3, Granularity(1, width))
+    for role in ("input", "grad_output"):
+        assert (
+            alignment(CustomRecipe(lambda asked, role=role: in_blocks if asked == role else None)) == expected
+        )
+    assert alignment(CustomRecipe(lambda asked: in_blocks if asked == "weight" else None)) == 16, "no tokens"
+
+
+def test_alignment_of_recipes():
+    found = {cls: alignment(cls()) for cls in BUILT_IN}
+    assert found == {**dict.fromkeys(BUILT_IN, 16), MXFP8BlockScaling: BLOCK_1X32.cols}

@@ -45,6 +45,13 @@ def patches() -> list[Patch]:
             everywhere=True,
         ),
         Patch(
+            f"{core}.fp8_utils",
+            "get_fp8_align_size",
+            fp8_utils.get_fp8_align_size,
+            "it knows mxfp8 by its name, and no other recipe that scales tokens in such blocks",
+            everywhere=True,
+        ),
+        Patch(
             f"{core}.transformer.spec_utils",
             "build_module",
             build_own_modules,
