@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.forking import stood_for
+from megatron_fp8.files.checkpoint import check_files, latest_checkpoint, read_manifest
 from tests.support.command import APP, TWO_RANKS, environment, launched
 
 LIMIT_S = 60
@@ -108,16 +109,16 @@ def alive(pid):
         return False
 
 
-def rank_of(run_dir):
-    """The process id of a run's rank 1."""
+def rank_of(run_dir, rank=1):
+    """The process id of a run's rank."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             variables, words = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if b"\0RANK=1\0" in b"\0" + variables and str(run_dir).encode() in words:
+        if b"\0RANK=%d\0" % rank in b"\0" + variables and str(run_dir).encode() in words:
             return stood_for().get(int(entry.name), int(entry.name))
-    raise AssertionError(f"{run_dir} has no rank 1")
+    raise AssertionError(f"{run_dir} has no rank {rank}")
 
 
 # ------------------------------------------------------------------------------------------------- how ranks end
@@ -310,6 +311,32 @@ def test_a_node_says_that_node_0_is_gone_which_holds_the_store(script, tmp_path,
     (line,) = [line for line in of_one().splitlines() if line.startswith("error:")]
     assert f"the launchers of 2 nodes, which meet at 127.0.0.1:{port}, lost each other" in line
     assert line.endswith(": look at node 0.")
+
+
+def test_a_training_ends_when_node_0_is_lost_and_names_its_checkpoint(folder, config, forking_python):
+    """Its launcher and its rank are killed; both nodes can go on from what it had saved."""
+    out = folder / "runs" / "node 0"
+    command = ["--max-restarts=2", "train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS]
+    command += ["--train.train_iters=5000", "--train.eval_interval=5000", "--checkpoint.save_interval=2"]
+    port = free_port()
+    with (
+        started(folder, forking_python, *node(0, port, *command), name="zero") as (zero, of_zero),
+        started(folder, forking_python, *node(1, port, *command), name="one") as (one, of_one),
+    ):
+        until(lambda: (out / "checkpoints" / "latest").exists(), lambda: of_zero() + of_one())
+        begun, rank = time.monotonic(), rank_of(out)
+        os.kill(stood_for()[zero.pid], signal.SIGKILL)
+        os.kill(rank_of(out, 0), signal.SIGKILL)
+        assert one.wait(LIMIT_S) == 1, of_one()
+        assert time.monotonic() - begun < 30 and not alive(rank)
+    said = of_one()
+    kept = latest_checkpoint(out / "checkpoints")
+    check_files(kept, read_manifest(kept))
+    of_the_rank, last = [line for line in said.splitlines() if line.startswith("error:")]
+    assert "the connection to another rank was lost (" in of_the_rank and "Traceback" not in said
+    assert of_the_rank.endswith(f"--resume=auto goes on from {kept}.")
+    assert f"the launchers of 2 nodes, which meet at 127.0.0.1:{port}, lost each other" in last, said
+    assert last.endswith(": look at node 0.")
 
 
 def test_an_occupied_port_is_one_line_and_a_node_that_waits_can_be_stopped(script, tmp_path, forking_python):

@@ -148,6 +148,28 @@ def test_four_ranks_of_two_stages_name_the_one_that_hangs_and_the_one_that_is_sl
     assert "or its pipeline stage has more to do than others" in said[3]
 
 
+def test_a_rank_that_hangs_in_its_first_batch_is_named(folder, config, forking_python):
+    """The first iterations may take 20 times `train.watchdog`."""
+    out = folder / "runs" / "first"
+    bounds = ["--train.watchdog=1", "--train.distributed_timeout_minutes=1"]
+    options = [
+        f"--config={config}",
+        f"--run_dir={out}",
+        *bounds,
+        "--train.train_iters=2",
+        "--train.eval_iters=0",
+    ]
+    with Ranks(folder / "first", forking_python, {"inside": {"batch": 1}}, *options) as ranks:
+        assert [ranks.wait(0), ranks.wait(1)] == [0, 0], ranks.said
+        said = ranks.said[0]
+    (line, *_) = re.findall("^waiting     iteration 1 takes .*$", said, re.M)
+    assert int(line.split()[4]) >= 20
+    assert re.search(
+        r": rank 1 works in iteration 1: \S*trouble\.py:\d+ \(read_slowly\); rank 0 waits in ", line
+    ), line
+    assert re.search(r"^iteration 1 went on after \d+ s$", said, re.M) and len(metrics(out)) == 2
+
+
 def test_a_rank_that_is_killed_ends_the_others_with_1_and_a_line(folder, config, forking_python):
     out = folder / "runs" / "killed"
     options = [f"--config={config}", f"--run_dir={out}", "--checkpoint.save_interval=2", *MORE]

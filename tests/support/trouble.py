@@ -6,7 +6,7 @@ python tests/support/trouble.py '{"clock": true, "slow": 0.1, "hangs": 30, "stop
     slow       the last rank sleeps so many seconds in each of the first 20 iterations
     log        the file that rank 0 writes to
     hangs      in this iteration the last rank sleeps until rank 0 says so, in a function named `read_slowly`
-    inside     {"forward": 22, "validation": 24, "save": 26}: in the same way, in these parts of these iterations
+    inside     {"batch": 1, "forward": 22, "validation": 24, "save": 26}: so too, in these parts of these iterations
     compiles   in this one until rank 0 has noticed, and a little longer, in what looks like torch's compiler
     stops      in this one the last rank is stopped (SIGSTOP) until rank 0 says so
     dies       in this iteration the last rank is killed: SIGKILL
@@ -95,9 +95,11 @@ def hang_inside(parts):
     from megatron.core.models.gpt import GPTModel
 
     from megatron_fp8.train.checkpoints import Checkpoints
+    from megatron_fp8.train.data import datasets
     from megatron_fp8.train.step import Stepper
 
     owners = {
+        "batch": (datasets, "get_batch_on_this_cp_rank"),
         "forward": (GPTModel, "forward"),
         "validation": (Stepper, "validate"),
         "save": (Checkpoints, "save"),
