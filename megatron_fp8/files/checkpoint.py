@@ -27,16 +27,16 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from .disk import in_words, ordinary, read_ordinary
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
+from .uncollected import uncollected
 
 LATEST, METADATA, _MEGATRONS = "latest", ".metadata", "metadata.json"
 _CHUNK = 1 << 22
@@ -230,52 +230,56 @@ def find_checkpoint(path: Path) -> Path:
 
 # ---------------------------------------------------------------------------------------------- torch_dist's metadata
 
-_PLAIN = {
-    "collections": {"OrderedDict"},
-    "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
+_RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "TensorProperties", "StorageMeta",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
 }  # fmt: skip
+"""Classes whose objects have a state of their own, and are made by nobody but the pickle that names them."""
+_PLAIN = {
+    ("collections", "OrderedDict"), ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    *((module, name) for module, names in _RECORDS.items() for name in names),
+}  # fmt: skip
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what torch.distributed.checkpoint writes into .metadata, and nothing else."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Makes what torch.distributed.checkpoint writes into .metadata, and nothing else.
+
+    Of the standard library's two unpicklers the one in Python, as that one can be told whose state may be set. By the
+    other one a pickle can change the classes, functions and enum members that it names: this process's own.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._records = {
+            getattr(import_module(module), name) for module, names in _RECORDS.items() for name in names
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if name in _PLAIN.get(module, ()):
+        if (module, name) in _PLAIN:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's .metadata")
 
+    def load_build(self) -> None:
+        """Set an object's state, if this pickle has made the object."""
+        changed = self.stack[-2]
+        if type(changed) not in self._records:
+            name = getattr(changed, "__name__", type(changed).__name__)
+            raise pickle.UnpicklingError(f"it changes {name}, which it has not made")
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # type: ignore[arg-type]
 
-@contextmanager
-def _classes_unchanged() -> Iterator[None]:
-    """Take back what a pickle does to the classes themselves, whose attributes it can set; then it is an error."""
-    made = [getattr(import_module(module), name) for module, names in _PLAIN.items() for name in names]
-    before = {each: dict(vars(each)) for each in made if isinstance(each, type)}
-    changed = ""
-    try:
-        yield
-    finally:
-        for each, own in before.items():
-            for name in [n for n, value in vars(each).items() if own.get(n, _NOTHING) is not value]:
-                changed = each.__name__
-                if name in own:
-                    setattr(each, name, own[name])
-                else:
-                    delattr(each, name)
-    if changed:
-        raise pickle.UnpicklingError(f"it changes the class {changed}")
+    dispatch[pickle.BUILD[0]] = load_build
 
 
-_NOTHING = object()
-
-
+@uncollected()
 def read_metadata(folder: Path) -> Any:
     """torch_dist's ``.metadata``: ``state_dict_metadata`` has shape and dtype by tensor name.
 
@@ -286,9 +290,7 @@ def read_metadata(folder: Path) -> Any:
 
     path = folder / METADATA
     try:
-        data = read_ordinary(path, LARGEST)
-        with _classes_unchanged():
-            metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        metadata = _MetadataUnpickler(read_ordinary(path, LARGEST)).load()
     except FileNotFoundError:
         raise ValueError(
             f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {use_another(folder)}"

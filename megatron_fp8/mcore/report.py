@@ -8,8 +8,8 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from ..files.uncollected import uncollected
 from ..plan.site_plan import bf16_site
-from ..plan.uncollected import uncollected
 from ..state.ranks import union
 from .names import named_modules, split_expert
 from .runtime import unwrap

@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from ..files.uncollected import uncollected
 from ..fp8_utils import get_fp8_recipe
 from ..linear.share import Share, weight_of
 from ..linear.site import GemmSite
@@ -25,7 +26,6 @@ from ..plan.notices import padded_note, say_fallback, say_what_is_lost, say_what
 from ..plan.overrides import check_overrides_match, matched, matching
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left, is_something_left
 from ..plan.switch import LayerBeingBuilt
-from ..plan.uncollected import uncollected
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from ..state.ranks import anywhere, first_to_say, union

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..files.say import say
+from ..files.uncollected import uncollected
 from ..plan.notices import say_what_is_padded
 from ..plan.overrides import check_overrides_match
-from ..plan.uncollected import uncollected
 from ..recipe import Recipe
 from .candidates import candidates, fp8_class, matches, rows_with_sizes, skipped_by
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config

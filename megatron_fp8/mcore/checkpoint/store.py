@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ...files.checkpoint import read_metadata
-from ...plan.uncollected import uncollected
+from ...files.uncollected import uncollected
 from ...state.ranks import first_to_say
 from .fp8_state import is_slot_key
 

@@ -27,10 +27,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from ...files.checkpoint import Manifest, read_metadata, use_another
+from ...files.uncollected import uncollected
 from ...fp8_utils import is_float8tensor
 from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
-from ...plan.uncollected import uncollected
 from ...state.guard import Move, saved_moves
 from ...state.ranks import anywhere, first_to_say, union
 from ..guard import take

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta, TensorStorageMetadata
+from torch.serialization import _get_layout
 
 from megatron_fp8.files import checkpoint as files
 from megatron_fp8.files.disk import replace_file
@@ -202,13 +203,36 @@ def test_metadata_of_another_torch_is_said_to_be_that(saved, written):
     assert ("written with torch 99.0.0" in str(error.value)) == (written == "99.0.0")
 
 
-def test_a_pickle_cannot_change_the_classes_that_it_may_make(saved):
-    """BUILD on a class sets the class's attributes: a later save would write what they say."""
-    name = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n"
-    (saved / ".metadata").write_bytes(b"\x80\x02" + name + b"N}X\x06\x00\x00\x00chunksK\x01s\x86b.")
-    with pytest.raises(ValueError, match="it changes the class TensorStorageMetadata"):
+FORMATS = b"ctorch.distributed.checkpoint.metadata\n"
+CHANGES = {
+    "TensorStorageMetadata": FORMATS + b"TensorStorageMetadata\nN}X\x06\x00\x00\x00chunksK\x01s\x86b",
+    "_MEM_FORMAT_ENCODING": FORMATS + b"_MEM_FORMAT_ENCODING\nK\x00\x85R}X\x07\x00\x00\x00_value_K\x09sb",
+    "_get_layout": b"ctorch.serialization\n_get_layout\nN}X\x0c\x00\x00\x00__defaults__K\x01\x85s\x86b",
+    "its attributes": b"ctorch.serialization\n_get_layout\n}X\x01\x00\x00\x00xK\x01sb",
+    "its name": FORMATS + b"StorageMeta\nN}X\x08\x00\x00\x00__name__X\x01\x00\x00\x00xs\x86b",
+}
+"""Opcodes that set the state of this process's own class, enum member or function."""
+
+
+def of_the_process() -> list[Any]:
+    """What CHANGES would change."""
+    members = [(dict(vars(member)), type(member)) for member in _MEM_FORMAT_ENCODING]
+    of_classes = [(dict(vars(each)), each.__name__) for each in (TensorStorageMetadata, StorageMeta)]
+    return [members, of_classes, _get_layout.__defaults__, dict(vars(_get_layout))]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("behind", ["a whole metadata", "nothing"])
+def test_a_pickle_cannot_change_the_classes_that_it_may_make(saved, what, behind):
+    """BUILD sets attributes, also those of a class, an enum's member or a function: a later save would write what they
+    say. The metadata behind it is whole, so that nothing else is wrong with the file."""
+    whole = pickle.dumps(files.read_metadata(saved), protocol=2)
+    rest = b"0" + whole[2:] if behind == "a whole metadata" else b"."
+    (saved / ".metadata").write_bytes(b"\x80\x02" + CHANGES[what] + rest)
+    unchanged = of_the_process()
+    with pytest.raises(ValueError, match=r"it changes \w+, which it has not made"):
         files.read_metadata(saved)
-    assert not hasattr(TensorStorageMetadata, "chunks")
+    assert of_the_process() == unchanged
 
 
 def to_another_file(metadata: Any) -> None:

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from megatron_fp8.plan.uncollected import uncollected
+from megatron_fp8.files.uncollected import uncollected
 
 
 @uncollected()

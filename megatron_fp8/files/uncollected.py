@@ -1,4 +1,4 @@
-"""Without Python's collector of cycles, which reads all objects of a large model again and again while it is planned."""
+"""Without Python's collector of cycles, which reads all objects again and again while very many are made."""
 
 from __future__ import annotations
 
