@@ -293,11 +293,6 @@ class Model:
         every = self.moe_layer_freq
         return layer % every == 0 if isinstance(every, int) else bool(every[layer])
 
-    def in_high_precision(self, layer: int) -> bool:
-        """Whether first_last_layers_bf16 keeps that layer out of FP8."""
-        start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
-        return self.first_last_layers_bf16 and not start <= layer < self.num_layers - end
-
     def chunks(self) -> list[Chunk]:
         """Every chunk of one pipeline, in the order in which a token passes through them."""
         stages, parts = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size or 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import SimpleNamespace
 
-from ..fp8_utils import get_fp8_recipe
+from ..fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
 from ..numerics.rule import Granularity, Rule
 from ..plan.overrides import Override
 from ..plan.resolve import Asked, choose
@@ -69,7 +69,7 @@ class Plans:
     def _of(self, name: str, layer: int | None) -> SitePlan:
         if name == OUTPUT and not self._model.fp8_output_layer:
             return bf16_site(name, None, "fp8_output_layer is off")
-        kept = layer is not None and self._model.in_high_precision(layer)
+        kept = layer is not None and is_first_last_bf16_layer(self._model, layer)
         if self._model.fp8_overrides:  # which may name a layer
             return self._make(name, layer, kept)
         key = name.replace(f".layers.{layer}.", ".", 1), kept

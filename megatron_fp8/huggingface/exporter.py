@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from ..fp8_utils import is_first_last_bf16_layer
 from ..inference.calibration import Calibration
 from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
@@ -267,17 +269,23 @@ def _kept_linears(section: dict[str, Any], sites: dict[str, tuple[str, ...]], wa
 
 def _was_bf16(site: str, section: dict[str, Any]) -> bool:
     """Whether training's forward read a linear's weight in BF16: by its name, or as one of the first and last layers."""
-    layer, layers = int(site.split(".")[2]), section["num_layers"]
-    in_decoder = site.startswith("decoder.")  # layers of multi-token prediction are none of the first or last
-    first, last = (section.get(f"num_layers_at_{end}_in_bf16", 1) for end in ("start", "end"))
-    at_an_end = (
-        section.get("first_last_layers_bf16") and in_decoder and (layer < first or layer >= layers - last)
-    )
+    # Layers of multi-token prediction are none of the first or last.
+    layer = int(site.split(".")[2]) if site.startswith("decoder.") else -1
+    said = {name: section.get(name, default) for name, default in _LAYERS_IN_BF16.items()}
+    at_an_end = is_first_last_bf16_layer(SimpleNamespace(num_layers=section["num_layers"], **said), layer)
     some = Float8CurrentScaling()  # whichever it was: a custom one's code is not imported from a checkpoint
     choices = Choices(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
     for override in matching(site, section.get("fp8_overrides") or {}):
         choices.apply(override, None if override.value in ("bf16", *FORMATS) else some, "")
     return choices.operands()["fprop"]["weight"] is None
+
+
+_LAYERS_IN_BF16 = {
+    "first_last_layers_bf16": False,
+    "num_layers_at_start_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1,
+}
+"""Megatron-Core's, of a section that does not say."""
 
 
 def _linear(entry: Entry) -> str:

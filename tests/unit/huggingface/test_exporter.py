@@ -37,3 +37,18 @@ def test_both_stay_where_training_kept_one(site):
 def test_queries_without_a_latent_have_no_partner():
     sites = gemms(list(entries(ARCHITECTURES["DeepseekV3ForCausalLM"], {**SECTION, "q_lora_rank": None})))
     assert _kept_linears(SECTION, sites, Wanted(FORMATS["fp8-channel"], ("*.kv_a_proj*",))) == {KEY}
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [({}, {0, 3}), ({"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 2}, {2, 3})],
+    ids=["nothing", "both ends"],
+)
+def test_the_ends_that_training_kept_are_the_decoders(said, expected):
+    """Megatron-Core's one layer at each end, where a config does not say; multi-token prediction has none."""
+    sites = {f"decoder.layers.{n}.mlp.linear_fc2": (f"layer {n}",) for n in range(4)}
+    sites["mtp.layers.0.transformer_layer.mlp.linear_fc2"] = ("prediction",)
+    section = {"num_layers": 4, "fp8": "e4m3", "first_last_layers_bf16": True, **said}
+    wanted = Wanted(FORMATS["fp8-channel"])
+    assert _kept_linears(section, sites, wanted) == {f"layer {n}" for n in expected}
+    assert _kept_linears({**section, "first_last_layers_bf16": None}, sites, wanted) == set()
