@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any
 
 _DEEPEST = 64
@@ -17,7 +18,8 @@ def load_json(content: bytes, *, finite: bool = False) -> Any:
         finite: NaN, Infinity and -Infinity, which Python writes and JSON has not, are refused, and so is 1e400, which it
             would read as infinity.
 
-    Raises ValueError, in one line: it is no JSON, no UTF-8, a key stands twice, or it has more than 64 levels.
+    Raises ValueError, in one line: it is no JSON, no UTF-8, a key stands twice, it has more than 64 levels, or a whole
+    number beyond float64, with which nothing here computes.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -29,6 +31,7 @@ def load_json(content: bytes, *, finite: bool = False) -> Any:
             object_pairs_hook=_once,
             parse_constant=_refused if finite else None,
             parse_float=_finite if finite else None,
+            parse_int=_whole,
         )
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
@@ -55,6 +58,13 @@ def _refused(constant: str) -> Any:
 def _finite(digits: str) -> float:
     number = float(digits)
     return _refused(digits) if math.isinf(number) else number
+
+
+def _whole(digits: str) -> int:
+    number = int(digits)
+    if abs(number) > sys.float_info.max:
+        raise ValueError(f"{digits[:8]}... with {len(digits.lstrip('-'))} digits is too large a number")
+    return number
 
 
 def _check_depth(content: Any) -> None:

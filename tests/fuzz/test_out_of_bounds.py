@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.draws import draws
@@ -92,6 +92,7 @@ def everything(place: Path, originals: Path, name: str) -> Path:
 
 @draws(8, often=2, suppress_health_check=[FIXTURES])
 @given(st.sampled_from(sorted(JSON)), st.integers(0, 60), st.sampled_from(IN_JSON))
+@example("run/telemetry.jsonl", 4, "-1" + "0" * 4000)
 def test_planted_in_json(originals, place, name, number, text):
     plant(everything(place, originals, name), number, text)
     done_or_refused(*JSON[name].split())

@@ -14,6 +14,7 @@ def nested(levels: int) -> bytes:
 
 
 def test_what_it_reads():
+    assert load_json(b"[1" + b"0" * 308 + b", -7]") == [10**308, -7]
     assert load_json(b'{"a": [1, 2.5, null], "b": {"a": "x"}}\r\n') == {"a": [1, 2.5, None], "b": {"a": "x"}}
     assert load_json(b"\xef\xbb\xbf[NaN]")[0] != 0, "a byte order mark, as some editors write it"
     assert load_json(nested(DEEP)) and load_json(b"[" + b",".join([b"[[1]]"] * 1000) + b"]")
@@ -27,6 +28,8 @@ def test_what_it_reads():
         (nested(500), "deeper than 64 levels"),
         (b"[" * 10**5, "deeper than 64 levels"),
         (b"9" * 10**6, "digits"),
+        (b"[1" + b"0" * 309 + b"]", r"10000000\.\.\. with 310 digits is too large"),
+        (b'{"a": -1' + b"0" * 4000 + b"}", r"-1000000\.\.\. with 4001 digits is too large"),
         ('{"a": 1}'.encode("utf-16"), "byte 0 of it is no UTF-8"),
         ('{"a": 1}'.encode("utf-16-le"), "Expecting property name"),
         (b'"\xed\xa0\x80"', "byte 1 of it is no UTF-8"),
