@@ -13,10 +13,10 @@ an FP8 GEMM up to the order of summation:
   contraction where torch may round float32 operands (``torch.set_float32_matmul_precision``): float64, rare and slow.
 * ``exact=True``: float64 throughout, the oracle.
 
-On CPUs C takes large matrices a shorter way: one call makes amaxes, scales, and codes in both directions (casts.py),
-or the codes under a scale that was there before its matrix. A product
-decodes codes as its GEMM packs them (kernels/cpu/gemm.c), where the processor has one for that. All else goes through
-specified.py and torch. Codes and scales are the same bits; products differ by the order of their sums.
+On CPUs C takes large matrices a shorter way: one call makes amaxes, scales, and codes in both directions (casts.py), or
+the codes under a scale that was there before its matrix. A product decodes codes as its GEMM packs them
+(kernels/cpu/gemm.c), where the processor has one for that. All else goes through specified.py and torch. Codes and scales
+are the same bits; products differ by the order of their sums.
 """
 
 from __future__ import annotations

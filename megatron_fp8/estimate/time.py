@@ -3,8 +3,8 @@
 Each piece of work takes as long as its operations at the peak rate or its bytes at the peak bandwidth, whichever is more.
 What nobody reaches a peak with (kernels, launches, waiting) is left out, so a run is slower: a step's time is a lower
 bound. FP8's over BF16's is the quotient of two of them: from a CPU's own bench its sign was wrong (docs/estimates.md).
-Collectives inside a layer are taken to stop its work,
-those of gradients and parameters to hide behind the backward and forward pass where the settings overlap them.
+Collectives inside a layer are taken to stop its work, those of gradients and parameters to hide behind the backward and
+forward pass where the settings overlap them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a rank exchanges with others in an iteration, by collective: counted, not timed.
 
 ``bytes`` are those of the whole tensor that a collective is about: what an all-gather gives, what a reduce-scatter takes,
-what an all-reduce sums, what is sent to the next or previous stage.
-tests/functional/test_estimate.py counts the same in trainings.
+what an all-reduce sums, what is sent to the next or previous stage. tests/functional/test_estimate.py counts the same in
+trainings.
 """
 
 from __future__ import annotations

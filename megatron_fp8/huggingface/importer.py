@@ -5,8 +5,8 @@
     RUN_DIR/tokenizer.json, ...             copied, and generation_config.json: where a text begins and ends
 
 Tensors are read, made and written one by one (incoming.py): memory holds a few times the largest, not the model. Several
-ranks share the tensors (sharing.py). Training
-makes its float32 masters from them, and its BF16 or FP8 weights from the masters.
+ranks share the tensors (sharing.py). Training makes its float32 masters from them, and its BF16 or FP8 weights from the
+masters.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ as a linear that is called alone. So no amax is shared between experts, no block
 histories, checkpoints and reports are those of the experts called one after the other, to the bit. What is gained are
 the calls: a backend's ``grouped_gemm`` multiplies all experts in one, and the emulated one casts what is cast in a
 forward, and in a backward, in one (``cast_each``). Where nothing sets an expert apart, Python does little for each
-(stacked.py). Of an expert without tokens nothing is cast but the weight, whose
-amax a history may want, and nothing is multiplied. Experts that a plan or an experiment
-treats in another way (one of them in BF16, a gradient in high precision) are multiplied alone, beside the others.
+(stacked.py). Of an expert without tokens nothing is cast but the weight, whose amax a history may want, and nothing is
+multiplied. Experts that a plan or an experiment treats in another way (one of them in BF16, a gradient in high precision)
+are multiplied alone, beside the others.
 
 Rejected: one site with a weight [experts, N, K]. Its quantizers, histories, FP8 parameter, main_grad and checkpoint
 would each need a second form with a dimension more, to hold what a list holds as it is.

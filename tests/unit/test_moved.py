@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_fp8.moved import MOVED
+from megatron_fp8.nn import convert_to_fp8
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,6 +29,17 @@ def test_a_path_of_before_gives_todays_objects_and_says_where_they_are(old):
     assert names and all(getattr(before, name) is getattr(now, name) for name in names)
     with pytest.raises(AttributeError):
         _ = before.nothing_of_this_name
+
+
+def test_a_name_of_before_gives_a_models_groups():
+    """docs/performance.md once had these two lines, for capture by CUDA graphs."""
+    from megatron_fp8.nn.find import groups_of
+    from megatron_fp8.nn.step import families_of
+
+    model = convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)), "mxfp8")
+    model(torch.ones(2, 16))
+    states = [state for family in families_of(model) for state in family.states.values()]
+    assert states and states == [state for group in groups_of(model) for state in group.states.values()]
 
 
 def test_every_import_of_the_documentation_works():

@@ -3,8 +3,8 @@
 DeepSeek-V2 and V3 attend through two low ranks. Hidden states are projected *down* to a latent of queries and one of
 keys and values (`linear_q_down_proj`, `linear_kv_down_proj`), and *up* to heads (`linear_q_up_proj`,
 `linear_kv_up_proj`): four FP8 linears in the place of `linear_qkv`. A head's queries and keys have `qk_head_dim`
-channels without positions and
-`qk_pos_emb_head_dim` with rotary ones, the latter of keys shared by all heads; its values have `v_head_dim`.
+channels without positions and `qk_pos_emb_head_dim` with rotary ones, the latter of keys shared by all heads; its values
+have `v_head_dim`.
 
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; the fields are Megatron-Core's.
 """
