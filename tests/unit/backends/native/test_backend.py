@@ -14,6 +14,7 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.files import say
 from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
+from megatron_fp8.study.doctor.documented import torch_refusal
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES
 
@@ -196,3 +197,25 @@ def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
             start()
             (line,) = [line for line in capsys.readouterr().err.splitlines() if "Triton kernel" in line]
             assert remedy in line and "dgrad and wgrad" in line
+
+
+@pytest.mark.parametrize("gradients", [Format.E4M3, Format.HYBRID])
+@pytest.mark.parametrize(
+    ("capability", "torch_has_blocks", "pow2", "float32"),
+    [((8, 9), True, True, True), ((9, 0), False, True, True), ((9, 0), True, False, False), ((10, 0), True, False, True)],
+    ids=["RTX 40", "H100, CUDA before 12.9", "H100", "B200"],
+)  # fmt: skip
+def test_whose_products_of_blocks_are_this_packages(capability, torch_has_blocks, pow2, float32, gradients):
+    """Those of experts are one launch, and no others: the table in docs/megatron.md."""
+
+    def refusal(request):
+        lacking = "blocks begin with CUDA 12.9" if "block" in request.mode.name.lower() else None
+        if lacking and not torch_has_blocks and not request.triton:
+            return lacking
+        return torch_refusal(capability)(request)
+
+    for f32_scales, ours in ((False, pow2), (True, float32)):
+        recipe = Float8BlockScaling(fp8_format=gradients, use_f32_scales=f32_scales)
+        assert native.by_kernel(recipe, refusal) == (["fprop", "dgrad", "wgrad"] if ours else [])
+    for name in ("delayed", "tensorwise", "rowwise"):
+        assert not native.by_kernel(RECIPES[name], refusal)
