@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .disk import in_words, ordinary, read_ordinary
+from .disk import in_words, ordinary, read_ordinary, refuse_link_out
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
 from .uncollected import uncollected
 
@@ -46,9 +46,11 @@ _NAMED = re.compile(r"(?:iter|not_finite)_(\d{7,})")
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
-    Raises ValueError: there is none, it is damaged or not this package's, or it belongs into another folder.
+    Raises ValueError: there is none, it is damaged or not this package's, it belongs into another folder, or is a link
+    out of this one.
     """
     path = folder / MANIFEST
+    refuse_link_out(path)
     try:
         manifest = parse(read_ordinary(path, LARGEST))
     except (FileNotFoundError, NotADirectoryError):
@@ -96,9 +98,11 @@ def of_each_rank(manifest: Manifest, overrides: Collection[str]) -> list[str]:
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-    """ValueError if a file is missing, cut off, altered or unreadable: ``names``, by default all, read whole."""
+    """ValueError if a file is missing, cut off, altered, unreadable or a link out of the folder: ``names``, by default
+    all, read whole."""
     for name in manifest.files if names is None else names:
         path, expected = folder / name, manifest.files[name]
+        refuse_link_out(path)
         try:
             size = ordinary(path.stat()).st_size
             if size != expected["bytes"]:
@@ -189,10 +193,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
     If ``latest`` names one that is gone, a warning says so, and the newest that is there is taken.
 
-    Raises ValueError: ``latest`` or the folder cannot be read, or ``latest`` names one that is gone and no other is
-    there.
+    Raises ValueError: ``latest`` or the folder cannot be read, ``latest`` is a link out of the folder, or it names one
+    that is gone and no other is there.
     """
     pointer = folder / LATEST
+    refuse_link_out(pointer)
     try:
         name = read_ordinary(pointer, 4096).decode("utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -283,12 +288,13 @@ class _MetadataUnpickler(pickle._Unpickler):
 def read_metadata(folder: Path) -> Any:
     """torch_dist's ``.metadata``: ``state_dict_metadata`` has shape and dtype by tensor name.
 
-    Raises ValueError if it is missing, cut off, asks for anything but the classes of its format, or describes tensors
-    that its own folder cannot hold.
+    Raises ValueError if it is missing, cut off or a link out of its folder, asks for anything but the classes of its
+    format, or describes tensors that its own folder cannot hold.
     """
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     path = folder / METADATA
+    refuse_link_out(path)
     try:
         metadata = _MetadataUnpickler(read_ordinary(path, LARGEST)).load()
     except FileNotFoundError:
@@ -366,6 +372,7 @@ def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
     for chunk in entry.chunks:
         place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         window = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        refuse_link_out(folder / place.relative_path)
         try:
             with (folder / place.relative_path).open("rb") as stream:
                 stream.seek(place.offset)

@@ -109,6 +109,22 @@ def remedy(error: BaseException) -> str:
     return "see what is there"
 
 
+def refuse_link_out(path: Path) -> None:
+    """ValueError if a file that somebody else may have made is a link out of its folder: it could be any file of this
+    machine, which a copy or an export would give away.
+
+    The folder itself may be a link. From a snapshot in Hugging Face's cache links lead to the blobs of the same model.
+    """
+    if not path.is_symlink():
+        return
+    home, target = (Path(os.path.realpath(each)) for each in (path.parent, path))
+    snapshots = [above for above in home.parents if above.name == "snapshots"][:1]
+    if not any(target.is_relative_to(root) for root in (home, *(s.parent / "blobs" for s in snapshots))):
+        raise ValueError(
+            f"{str(path)!r} is a link out of its folder, to {str(target)!r}: put a copy in its place if it is meant."
+        )
+
+
 def read_ordinary(path: Path, largest: int) -> bytes:
     """The bytes of an ordinary file. OSError if it is something else, or too large."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..files.disk import sync, write_file
+from ..files.disk import refuse_link_out, sync, write_file
 from ..files.strict_json import load_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -130,18 +130,13 @@ def find_file(folder: Path, name: str) -> Path | None:
     A symbolic link may lead to another file of the directory, or, as in Hugging Face's cache, from a snapshot to the
     blobs of the same model.
 
-    Raises ValueError: it leads elsewhere (a copy would give away any file of this machine) or nowhere, or what is there
-    is no file, or only git's pointer to one.
+    Raises ValueError: it leads elsewhere or nowhere, or what is there is no file, or only git's pointer to one.
     """
     path = folder / name
     if not path.is_symlink() and not path.exists():
         return None
-    home, target = folder.resolve(), path.resolve()
-    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(target.is_relative_to(root) for root in allowed):
-        raise ValueError(
-            f"{str(path)!r} is a link out of its folder, to {str(target)!r}: put a copy in its place if it is meant."
-        )
+    refuse_link_out(path)
+    target = path.resolve()
     if not target.exists():
         raise ValueError(
             f"{str(path)!r} is a link to {str(target)!r}, which is not there: complete the download, or remove the link."

@@ -15,12 +15,8 @@ from megatron_fp8.files.manifest import checksum
 from tests.support.draws import draws
 from tests.support.edits import byte_edits, edited, json_edited, json_edits
 from tests.support.heard import done_or_refused
-from tests.support.victims import FIXTURES, fresh
+from tests.support.victims import EXPORT, FILES, FIXTURES, NEWEST, TRAIN, fresh
 
-NEWEST = "iter_0000002"
-FILES = (".metadata", "__0_0.distcp", "manifest.json", "metadata.json", "common.pt")
-EXPORT = "export run out"
-TRAIN = "train --config config.yaml --run_dir=run --train.train_iters=3 --train.eval_iters=0"
 COMMANDS = (
     EXPORT,
     TRAIN,

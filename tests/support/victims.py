@@ -26,6 +26,12 @@ CONFIG = {
     "checkpoint": {"save_interval": 1},
     "telemetry": {"every": 1},
 }  # fmt: skip
+NEWEST = "iter_0000002"
+"""The run's newest checkpoint."""
+FILES = (".metadata", "__0_0.distcp", "manifest.json", "metadata.json", "common.pt")
+"""What is in it."""
+EXPORT = "export run out"
+TRAIN = "train --config config.yaml --run_dir=run --train.train_iters=3 --train.eval_iters=0"
 FIXTURES = HealthCheck.function_scoped_fixture
 """Suppressed: what is in the fixture `place` is made anew for each example, by `fresh`."""
 TEXT = "the quick brown fox jumps over the lazy dog. " * 100

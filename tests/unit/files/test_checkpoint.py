@@ -28,15 +28,25 @@ class Writer(dcp.FileSystemWriter):
         return StorageMeta()
 
 
-@pytest.fixture
-def saved(tmp_path) -> Path:
-    """A checkpoint of two tensors in a run's folder, made without ranks."""
-    folder = tmp_path / "run" / "checkpoints" / "iter_0000002"
-    state = {"w": torch.arange(12.0).view(3, 4).bfloat16(), "n": torch.tensor([3], dtype=torch.int64)}
+def save(checkpoints: Path, iteration: int) -> Path:
+    """A checkpoint of two tensors, made without ranks: as many bytes in each file at every iteration, and other ones."""
+    folder = checkpoints / f"iter_{iteration:07d}"
+    first = float(iteration - 2)
+    state = {
+        "w": torch.arange(first, first + 12).view(3, 4).bfloat16(),
+        "n": torch.tensor([iteration + 1], dtype=torch.int64),
+    }
     dcp.save(state, storage_writer=Writer(folder), no_dist=True)
-    manifest = files.Manifest(2, {"optimizer_step": 2}, {"layout": {"tensor": 1}})
+    manifest = files.Manifest(iteration, {"optimizer_step": iteration}, {"layout": {"tensor": 1}})
     manifest.files = {path.name: files.file_record(path) for path in folder.iterdir()}
     manifest.write(folder)
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """The latest checkpoint in a run's folder."""
+    folder = save(tmp_path / "run" / "checkpoints", 2)
     replace_file(folder.parent / "latest", folder.name + "\n")
     return folder
 
@@ -100,6 +110,34 @@ def test_damage_is_found_and_another_checkpoint_named(saved, name):
     assert DAMAGE[name] in str(error.value) and f"--resume={good}" in str(error.value)
 
 
+SWAPPED = {
+    "__0_0.distcp": "SHA-256 differs",
+    "manifest.json": "is of iteration [23], and its folder is named iter_",
+}
+
+
+@pytest.mark.parametrize("name", [*SWAPPED, "all but the manifest", "the folders"])
+def test_what_is_swapped_with_another_steps_is_refused(saved, name):
+    """Whole files, as long as those that belong there."""
+    other = save(saved.parent, 3)
+    if name == "the folders":
+        names = [path.name for path in saved.iterdir()]
+    else:
+        names = (
+            [name]
+            if name in SWAPPED
+            else [path.name for path in saved.iterdir() if path.name != "manifest.json"]
+        )
+    for each in names:
+        one, two = (saved / each).read_bytes(), (other / each).read_bytes()
+        assert len(one) == len(two)
+        (saved / each).write_bytes(two), (other / each).write_bytes(one)
+    words = {"all but the manifest": "SHA-256 differs", "the folders": SWAPPED["manifest.json"]} | SWAPPED
+    for folder in (saved, other):
+        with pytest.raises(ValueError, match=words[name]):
+            files.check_files(folder, files.read_manifest(folder))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -118,7 +156,10 @@ def test_a_foreign_folder_is_refused(saved, content, words):
         files.read_manifest(saved)
 
 
-@pytest.mark.parametrize("kind", ["device", "pipe", "long"])
+POINTERS = {"device": "is a link out of its folder", "pipe": "ordinary file", "long": "5,012 bytes"}
+
+
+@pytest.mark.parametrize("kind", POINTERS)
 def test_a_pointer_that_is_no_ordinary_file_is_not_read(saved, kind):
     """A device would be read without end, a pipe waited for."""
     pointer = saved.parent / "latest"
@@ -129,7 +170,7 @@ def test_a_pointer_that_is_no_ordinary_file_is_not_read(saved, kind):
         os.mkfifo(pointer)
     else:
         pointer.write_text(" " * 5000 + saved.name)
-    with pytest.raises(ValueError, match=r"latest.* cannot be read .*(ordinary file|5,012 bytes)"):
+    with pytest.raises(ValueError, match=f"latest.* {POINTERS[kind]}"):
         files.find_checkpoint(saved.parent)
 
 
