@@ -174,7 +174,7 @@ def our_layer(
 
 @dataclass(frozen=True)
 class Gpt:
-    """Sizes of a Llama-like GPT."""
+    """Sizes of a Llama-like GPT; with experts, each token goes to two, whose products are made in one call."""
 
     layers: int
     hidden: int
@@ -184,11 +184,18 @@ class Gpt:
     vocabulary: int
     batch: int
     sequence: int
+    experts: int = 0
 
 
 DENSE_182M = Gpt(12, 768, 12, 4, 4096, 32768, 8, 2048)
 TINY = Gpt(2, 256, 4, 2, 512, 512, 4, 256)
 DRY = Gpt(1, 64, 2, 1, 128, 128, 2, 32)
+EXPERTS = {
+    "moe_grouped_gemm": True,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+}
 
 
 class Training:
@@ -211,6 +218,7 @@ class Training:
         torch.manual_seed(1)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         fp8 = {"fp8": "hybrid", "fp8_format": recipe, "fp8_backend": backend} if recipe else {}
+        moe = {"num_moe_experts": sizes.experts, **EXPERTS} if sizes.experts else {}
         self.sizes = sizes
         self.config = config = TransformerConfig(
             num_layers=sizes.layers,
@@ -229,6 +237,7 @@ class Training:
             params_dtype=torch.bfloat16,
             use_cpu_initialization=not torch.cuda.is_available(),
             gradient_accumulation_fusion=False,
+            **moe,
             **fp8,
         )
         model = GPTModel(

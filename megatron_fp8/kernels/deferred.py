@@ -20,7 +20,8 @@ Rejected: a producer that returns codes. It would have to know everything the re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -55,6 +56,23 @@ class _Cell:
         return self.values
 
 
+class _Rows(NamedTuple):
+    """Some rows of a matrix: computed without the others by a kernel that reads them, written with all of it."""
+
+    whole: _Cell | _Rows
+    start: int
+    rows: int
+
+    @property
+    def source(self) -> Any | None:
+        """As of ``_Cell``."""
+        source = self.whole.source
+        return None if source is None else source.part(self.start, self.rows)
+
+    def write(self) -> torch.Tensor:
+        return self.whole.write().narrow(0, self.start, self.rows)
+
+
 def _versions(source: Any) -> list[int]:
     """How often each input was written; tensors made in inference mode do not count."""
     return [0 if t.is_inference() else t._version for t in source.inputs]
@@ -63,11 +81,12 @@ def _versions(source: Any) -> list[int]:
 class DeferredTensor(torch.Tensor):
     """What a kernels.sources.TileSource computes, as a tensor [..., cols] of the TileSource's dtype.
 
-    Leading dimensions are the TileSource's rows; views that keep the last dimension are other names for the same matrix.
+    Leading dimensions are the TileSource's rows; views that keep the last dimension are other names for the same matrix,
+    and what ``split`` by a list of rows makes of [rows, cols] are names for parts of it.
     Reading one after an input of it was changed in place is a RuntimeError.
     """
 
-    _cell: _Cell
+    _cell: _Cell | _Rows
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -106,10 +125,22 @@ class DeferredTensor(torch.Tensor):
             shape = torch.empty(x.shape, device="meta", dtype=torch.float32).view(size).shape
             if x.ndim and len(shape) and shape[-1] == x.shape[-1]:
                 return _named(x._cell, shape, x.dtype, x.device)
+        if func is aten.split_with_sizes.default and args[0].ndim == 2 and not any(args[2:]):  # by rows
+            return _split(args[0], args[1])
         return func(*tree_map(written, args), **tree_map(written, kwargs or {}))
 
 
-def _named(cell: _Cell, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> DeferredTensor:
+def _split(x: DeferredTensor, counts: Sequence[int]) -> list[DeferredTensor]:
+    """x [rows, cols] in parts of so many rows."""
+    torch.empty(x.shape, device="meta").split_with_sizes(counts)  # says what is wrong with them
+    starts = accumulate(counts, initial=0)
+    parts = [_Rows(x._cell, start, rows) for start, rows in zip(starts, counts, strict=False)]
+    return [_named(part, (part.rows, x.shape[1]), x.dtype, x.device) for part in parts]
+
+
+def _named(
+    cell: _Cell | _Rows, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> DeferredTensor:
     made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
         DeferredTensor, tuple(shape), dtype=dtype, device=device
     )

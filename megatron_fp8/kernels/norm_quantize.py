@@ -32,6 +32,7 @@ class Normalized(TileSource):
     """
 
     kind = "norm"
+    by_row = ("x", "first")
 
     def __init__(self, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, offset: float = 0.0):
         super().__init__(x.shape[0], x.shape[1], unit_stride(x), rstd, unit_stride(weight), offset)

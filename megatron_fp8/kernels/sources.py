@@ -11,6 +11,7 @@ norm_quantize.py, ``Swiglu`` and ``SwigluGradient`` in swiglu_quantize.py. Kerne
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,7 @@ class TileSource:
 
     Attributes:
         kind: the branch of ``load`` that makes its tiles, and its name in messages.
+        by_row: those of x, first and second that have a row, or a number, for each of its rows.
         rows, cols: of the matrix, not of what it is made of.
         dtype, device: the matrix's.
 
@@ -35,6 +37,7 @@ class TileSource:
     """
 
     kind: ClassVar[str]
+    by_row: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -72,6 +75,15 @@ class TileSource:
         given = (self._arguments[name] for name in ("x", "first", "second"))
         return tuple(tensor for tensor in given if tensor is not None)
 
+    def part(self, start: int, rows: int) -> TileSource:
+        """The matrix of so many of its rows, in the same memory."""
+        found = copy(self)
+        found.rows, found._arguments = rows, {**self._arguments, "rows": rows}
+        for name in self.by_row:
+            if (whole := self._arguments[name]) is not None:
+                found._arguments[name] = whole[start : start + rows]
+        return found
+
     def arguments(self) -> dict[str, Any]:
         """What every kernel here takes first."""
         return self._arguments
@@ -92,6 +104,7 @@ class Plain(TileSource):
     """
 
     kind = "plain"
+    by_row = ("x",)
 
     def __init__(self, x: torch.Tensor):
         if x.ndim != 2:

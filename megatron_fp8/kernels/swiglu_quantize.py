@@ -38,6 +38,7 @@ class Swiglu(TileSource):
     """
 
     kind = "swiglu"
+    by_row = ("x", "second")
 
     def __init__(self, x: torch.Tensor, weights: torch.Tensor | None = None):
         if x.shape[-1] % 2:
@@ -54,6 +55,7 @@ class SwigluGradient(TileSource):
     """
 
     kind = "swiglu_grad"
+    by_row = ("x", "first", "second")
 
     def __init__(self, dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None = None):
         assert x.shape == (dy.shape[0], 2 * dy.shape[1]), "dy [tokens, n] and x [tokens, 2 n]"

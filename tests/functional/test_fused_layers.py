@@ -87,6 +87,7 @@ MOE = {
     "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "alltoall",
 }
+GROUPED = {**MOE, "moe_grouped_gemm": True}
 ALL = {"norm", "swiglu", "swiglu_grad"}
 RECOMPUTED = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -110,6 +111,7 @@ LAYERS: dict[str, tuple[dict[str, Any], set[str], dict[str, int]]] = {
     "stored input": ({"activation_func_fp8_input_store": True}, ALL, {}),
     # A router reads its norm; each expert's SwiGLU is weighted.
     "experts": (MOE, ALL, {}),
+    "grouped experts": (GROUPED, ALL, {}),
     # linear_fc1 in BF16: its norm is Megatron's business, its gradient is needed as it is.
     "fc1 in BF16": ({"fp8_overrides": {"*linear_fc1": "bf16"}}, {"norm", "swiglu"}, {"swiglu_grad": 1}),
 }
@@ -133,6 +135,30 @@ def test_layers_of_all_kinds(ranks: RankPool) -> None:
         assert computed(written) == set() and len(written_sources(written)) == len(by_reader | set(in_memory))
     for name, seen in zip(APART, found[both:], strict=True):
         assert computed(seen) == APART[name][1] and not written_sources(seen), name
+
+
+HOOKED = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
+# Fields, options, and what is written all the same where experts are called as one.
+EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = {
+    "alike": ({}, {}, {}),
+    "one fc1 in BF16": ({"fp8_overrides": {"*experts.0.linear_fc1": "bf16"}}, {}, {"swiglu_grad": 1}),
+    # Its SwiGLU is Megatron-Core's, which rounds otherwise: then all are called in turn.
+    "one fc2 in BF16": ({"fp8_overrides": {"*experts.0.linear_fc2": "bf16"}}, {}, {}),
+    # Hooks before each linear, which wait for gathered weights, are handed what it reads.
+    "hooked": ({}, {"ddp": HOOKED}, {}),
+}
+
+
+def test_experts_in_one_call_are_those_in_turn(ranks: RankPool) -> None:
+    """To the bit, and as much is computed for each by those that quantise it."""
+    settings = [(GROUPED | fields, MOE | fields, options) for fields, options, _ in EXPERTS.values()]
+    cases = [("mxfp8", "fused", moe, options, 1) for *both, options in settings for moe in both]
+    (found,) = trained(ranks, ONE, *cases)
+    for name, grouped, in_turn in zip(EXPERTS, found[::2], found[1::2], strict=True):
+        assert grouped.digests == in_turn.digests and grouped.losses == in_turn.losses, name
+        assert written_sources(grouped) == EXPERTS[name][2], name
+        kernel = "quantize_tiles of swiglu"
+        assert grouped.calls[-1][kernel] == in_turn.calls[-1][kernel] > 0, name
 
 
 def test_producers_that_do_not_know(ranks: RankPool) -> None:
@@ -186,5 +212,8 @@ def test_evaluation_writes_nothing(ranks: RankPool) -> None:
 def test_the_gpu_check_sees_what_is_launched(ranks: RankPool) -> None:
     (right,) = ranks(1).run(gpu_checks, "fused")
     assert right.startswith("1 layers, 4 launches compute"), right
+    (experts,) = ranks(1).run(gpu_checks, "fused", experts=2)
+    # A norm, and twice SwiGLU and its gradient.
+    assert experts.startswith("1 layers, 5 launches compute"), experts
     (wrong,) = ranks(1).run(gpu_checks, "written")
     assert wrong.startswith("FAIL nothing is written between"), wrong

@@ -13,7 +13,7 @@ if "CUDA_VISIBLE_DEVICES" not in os.environ:
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -139,13 +139,13 @@ def native_trainings(layout: Layout, cases: list[tuple[Any, ...]]) -> list[Seen]
     return [native_training(layout, *case) for case in cases]
 
 
-def gpu_checks(how: str) -> str:
+def gpu_checks(how: str, experts: int = 0) -> str:
     """A rank case: the GPU check of fused layers, here; what it says, or its AssertionError's words."""
     from benchmarks.gpu_fused import layers
     from benchmarks.gpu_models import DRY
 
     with native_on_cpu(how), model_parallel(Layout()):
         try:
-            return layers("mxfp8", DRY, steps=1)
+            return layers("mxfp8", replace(DRY, experts=experts), steps=1)
         except AssertionError as error:
             return f"FAIL {error}"

@@ -8,7 +8,7 @@ In Megatron-Core's layer
 each arrow is a tensor with one reader. Where the reader makes codes of it by kernels (native backend, input in FP8 in
 fprop and wgrad), a DeferredTensor goes along the arrow (kernels/deferred.py); in backward, SwiGLU to linear_fc1, another.
 Which linear reads which norm is settled when a layer is built. Whether that linear makes codes is asked at every call,
-since warm-up, overrides and disabled regions change it.
+since warm-up, overrides and disabled regions change it. Experts that are called as one (grouped.py) are one such MLP.
 
 Still written to memory: the result of a norm that Megatron recomputes by itself, since it frees the storage of that
 result and a DeferredTensor has none (such a norm is known by its reader's save_original_input, which Megatron sets); of
@@ -46,6 +46,12 @@ def connect(layer: Any) -> None:
 def running_mlp() -> Any:
     """The MLP whose forward this is, if its linears are this package's; None elsewhere, and in traced code."""
     return None if torch.compiler.is_compiling() else _mlp.get()
+
+
+def computes_activation(mlp: Any) -> bool:
+    """Whether an MLP called now leaves its activation's result to its second linear, where there are kernels for it."""
+    reader = mlp.linear_fc2
+    return _asks(reader) and reader.makes_codes_of("input") and _asks(mlp.linear_fc1)
 
 
 def _asks(linear: Any) -> bool:

@@ -7,7 +7,8 @@ linears, so parameters, their initialisation, sites, histories, FP8 parameters a
 tensors of sequential and grouped experts alike in checkpoints, so its own GroupedMLPs are read too.
 
 Between the two grouped linears runs Megatron-Core's MLP.forward itself, once for all tokens: SwiGLU, or any other
-activation, with the router's probabilities applied as there. Tokens are not padded: casts know where an expert ends.
+activation, with the router's probabilities applied as there, or left to the casts of each expert's rows (fusion.py).
+Tokens are not padded: casts know where an expert ends.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.nn.modules.module import _has_any_global_hook
 
 from ...linear.grouped import grouped_linear, some_together
+from .fusion import computes_activation
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 
 
@@ -61,7 +63,9 @@ class Fp8GroupedMLP(SequentialMLP):
                 self.forward, permuted_local_hidden_states, tokens_per_expert, permuted_probs
             )
             return done
-        if not all(_is_plain(expert) for expert in self.local_experts):
+        # Where kernels compute one expert's activation and Megatron-Core another's, they are rounded differently.
+        computed = {computes_activation(expert) for expert in self.local_experts}
+        if len(computed) > 1 or not all(_is_plain(expert) for expert in self.local_experts):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         x, probs = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
@@ -73,8 +77,8 @@ class Fp8GroupedMLP(SequentialMLP):
         mlp = _Mlp(
             self.config,
             self.local_experts[0].activation_func,
-            _Linears([expert.linear_fc1 for expert in self.local_experts], tokens),
-            _Linears([expert.linear_fc2 for expert in self.local_experts], tokens),
+            _Linears([expert.linear_fc1 for expert in self.local_experts], tokens, *computed),
+            _Linears([expert.linear_fc2 for expert in self.local_experts], tokens, *computed),
         )
         output, _ = MLP.forward(mlp, x, per_token_scale=probs)
         return output, None
@@ -90,10 +94,14 @@ class _Mlp(NamedTuple):
 
 
 class _Linears(NamedTuple):
-    """One linear of each expert, called as one: [T, K] to ([T, N], no bias)."""
+    """One linear of each expert, called as one: [T, K] to ([T, N], no bias).
+
+    ``computed``: whether experts called one after the other leave activations to linear_fc2 (fusion.py).
+    """
 
     linears: list[Any]
     tokens: list[int]
+    computed: bool
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         joins = [_is_ours(linear) and linear.runs_fp8() for linear in self.linears]
@@ -104,6 +112,10 @@ class _Linears(NamedTuple):
             return y
 
         return some_together(x, self.tokens, joins, self._together, alone), None
+
+    def makes_codes_of(self, role: str) -> bool:
+        """Whether all experts' kernels do, as of one linear."""
+        return self.computed and all(linear.makes_codes_of(role) for linear in self.linears)
 
     def _together(self, these: list[int], x: torch.Tensor) -> torch.Tensor:
         """[T, N] of these experts' tokens, in FP8 and in one call."""

@@ -99,7 +99,7 @@ class _Fp8Site:
         DeferredTensor."""
         if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
             return False
-        return self.runs_fp8() and self.fp8_site.acting.computes(role)
+        return self.fp8_site.acting.computes(role) and self.runs_fp8()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Megatron's, and the state of delayed scaling once the model's sites are named."""

@@ -15,6 +15,7 @@ from benchmarks.support.launched import launched
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.kernels.deferred import DeferredTensor, source_of, written
 from megatron_fp8.kernels.quantize import write
+from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient
 from tests.support.matrices import DEVICE, normalized
 from tests.support.sites import RECIPES, randn
 
@@ -73,6 +74,61 @@ def test_whoever_reads_meets_the_values(reader):
     found = read(x)
     assert x.source is None
     assert_same_bytes(written(found), expected(VALUES), reader)
+
+
+def sources_by_row() -> dict[str, Any]:
+    x, dy = randn(12, 80, seed=2).to(DEVICE), randn(12, 40, seed=3).to(DEVICE)
+    weights = torch.linspace(0.1, 1, 12).to(DEVICE)
+    return {
+        "norm": source(),
+        "swiglu": Swiglu(x),
+        "weighted": Swiglu(x, weights),
+        "gradient": SwigluGradient(dy, x),
+        "weighted gradient": SwigluGradient(dy, x, weights),
+    }
+
+
+@pytest.mark.parametrize("kind", sources_by_row())
+def test_parts_by_rows_are_computed_apart(kind):
+    """As experts' tokens are: codes of each are those of its rows, and nothing is written; empty ones too."""
+    counts = [5, 0, 6, 1]
+    whole = sources_by_row()[kind]
+    values = write(whole)
+    x = DeferredTensor(whole, values.shape)
+    rule = RECIPES["mxfp8"].rule("input")
+    with launched() as calls:
+        parts = x.split(counts)
+        found = [native.quantize(part, rule, "both").tensor for part in parts]
+    assert calls == {f"quantize_tiles of {whole.kind}": 3} and x.source is whole
+    for part, made, rows in zip(parts, found, values.split(counts), strict=True):
+        assert isinstance(part, DeferredTensor) and part.shape == rows.shape
+        wanted = native.quantize(rows, rule, "both").tensor
+        for side, other in zip(made.sides, wanted.sides, strict=True):
+            assert_same_bytes(side.codes, other.codes, kind)
+            assert_same_bytes(side.scale_inv, other.scale_inv, kind)
+    for part, rows in zip(parts[2].split([2, 4]), values.split(counts)[2].split([2, 4]), strict=True):
+        assert_same_bytes(write(part.source), rows, kind)
+
+
+def test_who_looks_at_a_part_writes_the_whole_once():
+    """A part is a view of it: what is written there is seen everywhere, as of ordinary tensors."""
+    x = made().view(12, 40)
+    first, second = x.split([5, 7])
+    with launched() as calls:
+        second.mul_(2)
+        assert first.source is None and x.source is None
+        assert_same_bytes(
+            torch.cat([first, second]), torch.cat([VALUES.view(12, 40)[:5], VALUES.view(12, 40)[5:] * 2])
+        )
+        first.zero_()
+        assert not x[:5].any() and x[5:].any()
+    assert calls == {"write_values of norm": 1}, calls
+    for columns in (made().view(12, 40).split([8, 32], 1), made().split([2, 4])):
+        assert not any(isinstance(part, DeferredTensor) for part in columns), (
+            "columns, and rows of rows, are written"
+        )
+    with pytest.raises(RuntimeError, match="sum"):
+        made().view(12, 40).split([5, 8])
 
 
 def test_it_is_computed_once_and_writes_in_place_arrive():
@@ -141,6 +197,26 @@ class _Same(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
+
+
+def test_autograd_splits_it_by_rows():
+    """Parts reach their readers unwritten, and their gradients come together."""
+
+    class Read(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, part: torch.Tensor, number: int) -> torch.Tensor:
+            assert isinstance(part, DeferredTensor) and part.source is not None
+            ctx.shape, ctx.number = part.shape, number
+            return torch.ones((), device=DEVICE)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return torch.full(ctx.shape, float(ctx.number), device=DEVICE, dtype=VALUES.dtype), None
+
+    x = torch.zeros(SHAPE, device=DEVICE, requires_grad=True)
+    parts = _Norm.apply(x.bfloat16()).view(12, 40).split([5, 7])
+    sum(Read.apply(part, e + 1) for e, part in enumerate(parts)).backward()
+    assert x.grad.view(12, 40)[:, 0].tolist() == [1.0] * 5 + [2.0] * 7
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
