@@ -43,6 +43,7 @@ EXTRAS = {
         "gfloat",
         "hypothesis",
         "ipykernel>=6.29",
+        "jsonschema>=4",
         "ml_dtypes>=0.5",
         "mypy",
         "nbclient>=0.10",
