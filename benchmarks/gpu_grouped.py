@@ -1,14 +1,18 @@
-"""torch's grouped scaled product, which native does not use: whether this GPU has it, is right, and what it would gain.
+"""Products of experts in one launch that native does not use here: whether they are right, and what they would gain.
 
 Native multiplies experts one after the other where torch multiplies one linear (rowwise, MXFP8), and keeps each expert's
 codes where its weight's cast put them. torch's product of all experts wants all codes in one tensor, gives BF16 alone and
 is another kernel, with other last bits (docs/log.md, 2026-11-23). Here it is tried on the forward product:
 
     y_e [T_e, N] = x_e [T_e, K] @ w_e [N, K]^T        for every expert e, of codes that were made before
+
+Of blocks this package has a grouped kernel, which native takes where torch has no product of them, not where it has
+one (H100 with CUDA 12.9, B200). Here it is timed anywhere.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -19,11 +23,14 @@ import torch
 from benchmarks.gpu_common import RECIPES, Machine, NotRun, relative_error, supported
 from benchmarks.gpu_experts import BASELINES, CASES, DRY, bf16_in_turn, tokens_of
 from benchmarks.gpu_kernels import Bench, random, teraflops
-from megatron_fp8.backends.native.layout import round_up, tiles_of
+from megatron_fp8.backends.base import gemm_in_turn
+from megatron_fp8.backends.native.layout import BLOCK, block_scales, round_up, tiles_of
 from megatron_fp8.tensor import QuantizedSide
 
 NAMES = ("rowwise", "mxfp8")
 """Recipes that have scales as torch's grouped product takes them."""
+BLOCKS = "blockwise"
+"""The recipe that this package's grouped kernel is tried on."""
 Sides = list[QuantizedSide]
 
 
@@ -52,8 +59,8 @@ def grouped_product(machine: Machine, name: str) -> str:
 
 
 def products(bench: Bench) -> None:
-    """The section: all experts' forward products by torch's grouped product, with codes that lie as it wants them, and
-    put together before; and one after the other, as native does."""
+    """The section: all experts' forward products one after the other; by torch's grouped product, with codes that lie as
+    it wants them, and put together before; and those of blocks by this package's grouped kernel."""
     machine = bench.machine
     for case, (count, k, n, average) in (DRY if machine.dry else CASES).items():
         tokens = tokens_of(count, average)
@@ -65,7 +72,7 @@ def products(bench: Bench) -> None:
             "bf16, in turn": partial(bf16_in_turn, x, list(weights), tokens),
             "bf16, grouped": partial(torch.nn.functional.grouped_mm, x, weights.transpose(1, 2), offs=ends),
         }
-        for name in NAMES:
+        for name in (*NAMES, BLOCKS):
             for label, run in _contenders(bench, name, x, w, tokens).items():
                 try:
                     found = run()
@@ -87,9 +94,11 @@ def _contenders(
     if reason is not None:
         return {f"{name}, in turn": partial(_refuse, reason)}
     a, b = sides(machine, recipe, x, w, tokens)
+    alone: dict[str, Callable[[], torch.Tensor]] = {f"{name}, in turn": partial(in_turn, machine, a, b)}
+    if name == BLOCKS:
+        return alone | {f"{name}, own grouped kernel": partial(by_kernel, machine, a, b)}
     ready = arguments(a, b)
-    return {
-        f"{name}, in turn": partial(in_turn, machine, a, b),
+    return alone | {
         f"{name}, torch grouped": partial(call, ready),
         f"{name}, torch grouped, codes put together": partial(together, a, b),
     }
@@ -113,11 +122,34 @@ def sides(
 
 
 def in_turn(machine: Machine, a: Sides, b: Sides) -> torch.Tensor:
-    """bfloat16 [T, N], by the backend's own call for many products."""
+    """bfloat16 [T, N], by the backend's product of each expert."""
+    y, outs = _results(a, b)
+    gemm_in_turn(machine.backend.gemm, a, b, outs, fast_accumulation=True)
+    return y
+
+
+def by_kernel(machine: Machine, a: Sides, b: Sides) -> torch.Tensor:
+    """bfloat16 [T, N], of blocks [1, 128] by [128, 128], by this package's grouped kernel; RuntimeError where Triton
+    neither compiles nor interprets."""
+    if machine.dry and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("dry run: needs a GPU")
+    from megatron_fp8.kernels.grouped_matmul import Product, grouped_block_matmul  # loads Triton
+
+    y, outs = _results(a, b)
+    products = [
+        Product(left.codes, block_scales(left)[0], right.codes, block_scales(right)[0], out)
+        for left, right, out in zip(a, b, outs, strict=True)
+        if len(out)
+    ]
+    grouped_block_matmul(products[0].a, products, a_height=1, b_height=BLOCK)
+    return y
+
+
+def _results(a: Sides, b: Sides) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """bfloat16 [T, N], not yet made, and each expert's rows of it."""
     tokens = [len(side.codes) for side in a]
     y = torch.empty(sum(tokens), len(b[0].codes), dtype=torch.bfloat16, device=a[0].codes.device)
-    machine.backend.grouped_gemm(a, b, y.split(tokens), fast_accumulation=True)
-    return y
+    return y, y.split(tokens)
 
 
 def together(a: Sides, b: Sides) -> torch.Tensor:
