@@ -89,10 +89,8 @@ def of_chunk(model: Model, chunk: Chunk) -> list[Parameter]:
         found += _norm(model, "decoder.final_layernorm", hidden, None)
         for layer in chunk.predicting:
             found += _prediction(model, layer)
-    if chunk.last and not (tied and chunk.first):
-        # Beside a table of the stage's own, which calls are given, a tied output layer's weight is of no use.
-        used = tied and not chunk.predicting
-        found.append(Parameter("output_layer.weight", (rows, hidden), "output", tp, tied=used, copy=tied))
+    if chunk.last and not (tied and chunk.embeds):  # that is given the table of this stage
+        found.append(Parameter("output_layer.weight", (rows, hidden), "output", tp, tied=tied, copy=tied))
     return found
 
 

@@ -3,6 +3,7 @@ grouped experts; the output layer that it shares may be one too."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import pytest
 from benchmarks.support.fp8_gpt import MOE, NARROW, training
 from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.resume import Training
 
 ONE, PP = Layout(), Layout(pp=2)
 MTP = {"mtp_num_layers": 1, "fp8_output_layer": True}
+SHARDED = {"use_distributed_optimizer": True}
+SHORT: dict[str, Any] = {"sequence": 32, "micro_batch": 1, "global_batch": 2}
 LATENT = {
     "q_lora_rank": 64, "kv_lora_rank": 96, "qk_head_dim": 32, "qk_pos_emb_head_dim": 32, "v_head_dim": 64,
     "num_query_groups": None, "qk_layernorm": True, "rope_type": "rope",
@@ -74,3 +78,27 @@ def test_recomputed_it_is_trained_as_it_is_otherwise(ranks: RankPool) -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     found = [training(ranks, 1, ONE, "blockwise", {**NARROW, **MTP, **more})[0] for more in ({}, full)]
     assert found[0].digests == found[1].digests and found[0].norms == found[1].norms
+
+
+def tied_over_stages(folder: str) -> tuple[list[Any], list[Any], list[str]]:
+    """A rank case: what iterations after a save are, what they are after loading it, and this stage's own tables."""
+    with model_parallel(PP):
+        options = {**SHORT, "tied": True}
+        fields = {**NARROW, **MTP}
+        training = Training(PP, "tensorwise", fields, SHARDED, seed=7, **options)
+        training.steps(2)
+        saved = training.save(folder)
+        then = training.steps(2)
+    with model_parallel(PP, seed=99):
+        again = Training(PP, "tensorwise", fields, SHARDED, seed=8, **options)
+        assert again.load(saved) == []
+        tables = [name for name, _ in again.chunks[0].named_parameters() if "decoder" not in name]
+        return then, again.steps(2), tables
+
+
+def test_tied_over_stages_it_is_saved_and_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+    """The last stage has the embedding's table, which its output layer is given: that has none of its own."""
+    for then, again, tables in ranks(2).run(tied_over_stages, str(tmp_path)):
+        assert then == again
+        assert any("embedding.word_embeddings.weight" in name for name in tables)
+        assert not any("output_layer" in name for name in tables)

@@ -174,7 +174,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "train__seq_length": 256,
         },
     ),
-    "two tokens predicted, tied over stages": (4, GELU, {**PIPELINE, **DISTRIBUTED, **MTP, **OUTPUT}),
+    "two tokens predicted, tied over stages": (
+        4,
+        GELU,
+        {**PIPELINE, **DISTRIBUTED, **MTP, **OUTPUT, "model__position_embedding_type": "rope"},
+    ),
     "three tokens predicted": (
         2,
         TINY,

@@ -36,6 +36,7 @@ class Training:
             ddp={**ddp, **shared},
             seed=seed,
             sequence=self.options["sequence"],
+            tied=self.options.pop("tied", False),
         )
         with compact_state() if self.options.pop("compact", False) else nullcontext():
             self.optimizer = build_optimizer(

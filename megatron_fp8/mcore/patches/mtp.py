@@ -1,7 +1,11 @@
-"""A patch for multi-token prediction under context parallelism: its loss is the mean over the tokens of all ranks.
+"""Patches for multi-token prediction: the mean of its loss under context parallelism, and a weight of no use.
 
+Its loss is the mean over the tokens of all ranks.
 Megatron-Core divides the sum of a rank's losses by the tokens that this rank predicts, and takes the mean over ranks. The
 rank with the end of the sequence predicts fewer, so that its tokens weigh more, and gradients depend on the layout.
+
+A last stage that predicts several tokens has the embedding's table. An output layer that is tied to it is given that, and
+needs no weight of its own; Megatron-Core makes one all the same, and then fails at the first save, which expects none.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from .patching import Patch
 
 
 def patches() -> list[Patch]:
-    """The function that GPTModel shifts the mask of the loss by."""
+    """The function that GPTModel shifts the mask of the loss by, and where it ties its output layer."""
     return [
         Patch(
             "megatron.core.models.gpt.gpt_model",
@@ -25,7 +29,14 @@ def patches() -> list[Patch]:
             count_of_all_ranks,
             "context parallel ranks predict different numbers of tokens, and each divides by its own",
             wrap=True,
-        )
+        ),
+        Patch(
+            "megatron.core.models.common.language_module.language_module.LanguageModule",
+            "setup_embeddings_and_output_layer",
+            tied_without_a_weight,
+            "a last stage that predicts several tokens cannot be saved with a weight of its tied output layer",
+            wrap=True,
+        ),
     ]
 
 
@@ -41,3 +52,17 @@ def count_of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
         return rolled, count / cp_group.size()
 
     return roll_tensor
+
+
+def tied_without_a_weight(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """LanguageModule.setup_embeddings_and_output_layer, before which an output layer that is given this stage's table
+    loses its own weight."""
+
+    @functools.wraps(original)
+    def setup_embeddings_and_output_layer(self: Any) -> None:
+        has_table = getattr(self, "mtp_process", False) and not self.pre_process
+        if has_table and self.post_process and self.share_embeddings_and_output_weights:
+            self.output_layer.weight = None
+        original(self)
+
+    return setup_embeddings_and_output_layer

@@ -28,6 +28,13 @@ def check_positions(section: Any, config: Any) -> None:
         config: the TransformerConfig's fields, as attributes.
     """
     kind = section.position_embedding_type
+    stages = config.pipeline_model_parallel_size
+    if kind == "learned_absolute" and config.mtp_num_layers and stages > 1:
+        raise ValueError(
+            f"model.position_embedding_type='learned_absolute' with model.mtp_num_layers={config.mtp_num_layers} and"
+            f" model.pipeline_model_parallel_size={stages}: Megatron-Core gives the last stage a table of positions of"
+            " its own, which learns apart from the first one's. Take 'rope', or one stage."
+        )
     if config.multi_latent_attention:
         if kind == "none":
             raise ValueError(

@@ -90,3 +90,13 @@ def test_positions_that_cannot_be_had(fields, words, fp8):
     with pytest.raises(ValueError) as error:
         transformer_config(ModelSection(**fields, fp8=fp8))
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_two_tables_of_positions_are_refused():
+    """Megatron-Core trains that of the last stage apart from the first one's, and cannot save both."""
+    two = {**DENSE, "mtp_num_layers": 1, "pipeline_model_parallel_size": 2}
+    learned = {"position_embedding_type": "learned_absolute"}
+    with pytest.raises(ValueError, match=r"a table of positions of its own.* Take 'rope'"):
+        transformer_config(ModelSection(**two, **learned))
+    transformer_config(ModelSection(**two))
+    transformer_config(ModelSection(**{**two, "pipeline_model_parallel_size": 1}, **learned))
