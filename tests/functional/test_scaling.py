@@ -19,7 +19,7 @@ from benchmarks.scale import gpt
 from benchmarks.support.ranks import model_parallel
 from megatron_fp8.estimate.settings import Settings, read
 from megatron_fp8.estimate.sites import Plans
-from megatron_fp8.estimate.wire import of_stage
+from megatron_fp8.estimate.wire import of_save, of_stage
 from tests.support.estimate_cases import CASES
 from tests.support.estimates import _trained, options
 from tests.support.left_behind import put_back
@@ -38,6 +38,8 @@ HERE = (
     "context parallel, mixed",
     "latent attention, experts, two tokens, all layouts",
 )
+
+MTP_TIED = "two tokens predicted, tied over stages"  # which Megatron-Core alone cannot save
 
 
 def of_a_world(name: str, world: int) -> tuple[list[str], Settings]:
@@ -109,7 +111,7 @@ def once(name: str, world: int, rank: int, folder: Path) -> dict[str, dict[str, 
         part("telemetry", lambda: agree(shares, dist.group.WORLD))
         part("first iteration", lambda: step(0))
         part("failure", lambda: first_not_finite(chunks))
-        state = sharded_state(chunks, step.optimizer)
+        state = part("state", lambda: sharded_state(chunks, step.optimizer))
         saving = saver.Saver(folder, patience=1)
         with (  # what other ranks would tell: the first rank's folder, and their plans
             mock.patch.object(
@@ -122,11 +124,12 @@ def once(name: str, world: int, rank: int, folder: Path) -> dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("rank", [0, -1], ids=["the first rank", "the last rank"])
-def test_nothing_that_is_asked_once_grows_with_the_ranks(tmp_path: Path, rank: int) -> None:
-    name = "mxfp8, stages, tied, gathered"
+@pytest.mark.parametrize("name", ["mxfp8, stages, tied, gathered", "tensorwise, fp8_param, sharded"])
+def test_nothing_that_is_asked_once_grows_with_the_ranks(tmp_path: Path, rank: int, name: str) -> None:
     few, many = (once(name, world, rank % world, tmp_path / str(world)) for world in (64, 512))
     for what, found in many.items():
-        assert not {"gather", "scatter"} & set(found), what
+        # The sharded optimizer's, which are held below: of a group, and of the model's size.
+        assert {"gather", "scatter"} & set(found) <= ({"gather"} if what == "state" else set()), what
         everybody = {call for call, one in found.items() if one.peers == 512}
         assert everybody <= {"all-reduce", "broadcast", *(["send"] if what == "save" else [])}, what
         for call in everybody:
@@ -134,6 +137,38 @@ def test_nothing_that_is_asked_once_grows_with_the_ranks(tmp_path: Path, rank: i
             # Data parallel ranks have a number each, of which the first is looked for (telemetry/parts.py).
             more = 8 * (512 - 64) if what == "telemetry" else 64
             assert found[call].largest <= few[what][call].largest + more, (what, call)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in (*HERE, MTP_TIED) else pytest.mark.long)
+        for name, (_, _, changes) in CASES.items()
+        if changes.get("optimizer__use_distributed_optimizer")
+    ],
+)
+@pytest.mark.parametrize("world", [pytest.param(8, marks=pytest.mark.long), 512])
+def test_a_save_gathers_masters_and_moments_and_nothing_else(name: str, world: int) -> None:
+    """To the first rank of each data-parallel group. In a table of docs/scaling.md."""
+    from megatron_fp8.mcore.checkpoint.training import sharded_state
+
+    arguments, settings = of_a_world(name, world)
+    stages = settings.model.pipeline_model_parallel_size
+    first = (stages - 1) * world // stages
+    chunks = [chunk for chunk in settings.model.chunks() if chunk.stage == stages - 1]
+    expected = of_save(settings, chunks, Plans(settings.model))
+    calls = sum(one.calls for one in expected)
+    for rank, held in ((first, sum(one.bytes for one in expected)), (world - 1, 0)):
+        with (
+            simulated(rank, world),
+            _trained(arguments, iterations=0) as (step, parts, _),
+            counted() as found,
+        ):
+            sharded_state(parts, step.optimizer)
+        gathered = found.pop("gather")
+        assert (gathered.calls, gathered.bytes) == (calls, held)
+        assert gathered.peers == max(one.ranks for one in expected)
+        assert all(one.bytes <= 64 * one.calls for one in found.values()), found
 
 
 # ------------------------------------------------------------------------------------------------------- many layers
