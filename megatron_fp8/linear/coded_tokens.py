@@ -61,7 +61,8 @@ class CodedTokens(torch.Tensor):
                 f"a scale per {rule.granularity} is not one token's: tokens travel with scales of rows or 1xN blocks"
             )
         side = side.untiled()
-        scales = side.scale_inv.contiguous().view(torch.uint8)
+        # Not ``contiguous()``, which keeps whatever step one column of scales has.
+        scales = side.scale_inv.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         rows = torch.cat([side.codes.view(torch.uint8), scales], dim=1)
         return cls(rows.view(*shape[:-1], rows.shape[1]), side.codes.shape[1], rule, dtype)
 

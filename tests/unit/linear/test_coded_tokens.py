@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,15 @@ def test_codes_and_scales_come_back_as_they_went(recipe: str) -> None:
     assert_same_bytes(tokens.dequantize(), side.dequantize(torch.bfloat16))
     of_scales = side.scale_inv.shape[1] * side.scale_inv.element_size()
     assert tokens.rows.numel() == T * (K + of_scales)
+
+
+def test_scales_that_lie_as_the_native_backend_writes_them() -> None:
+    """By columns: of up to 128 features there is one, contiguous to torch whatever its steps are."""
+    for features in (96, 300):
+        side, rule = sided(x := randn(T, features, seed=1), "blockwise")
+        lying = torch.empty(side.scale_inv.shape[1], T).t().copy_(side.scale_inv)
+        tokens = CodedTokens.of_side(replace(side, scale_inv=lying), rule, x.shape, x.dtype)
+        assert_same_bytes(tokens.side.scale_inv, side.scale_inv, str(features))
 
 
 def test_a_scale_that_spans_tokens_cannot_go_with_one() -> None:
