@@ -184,6 +184,7 @@ def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
 
 def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, stop: Any) -> Any:
     """Data, model, optimizer and report of a run whose ranks have met. The trainer; None after a dry run."""
+    from ..files.run_lock import job_name
     from ..mcore.iteration import set_training_length
     from ..mcore.sites import check_plan
     from ..telemetry import Telemetry
@@ -230,11 +231,14 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     content = parallel.on_first_rank(lambda: data_fact(prefixes))
     start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
     facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted, "data": content}
+    facts["job"] = job_name(os.environ)
     entropy = data.corpus_bigram_entropy(prefixes) if first else math.nan
     # From here on the run's folder is changed, so nothing after this may refuse what was asked for.
     continues = folders.has(start.folder)
     if not continues:
         folders.keep_earlier(watchdog.folder)
+    elif start.folder is not None:
+        start.lines += folders.keep_newer(start.folder)
     folder = Path(run.run_dir)
     done = start.iteration >= run.train.train_iters
 
@@ -278,7 +282,14 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         def restore(found: Any) -> Any:
             return checkpoints.resume(run, found, tokenizer, chunks, optimizer, scheduler, content)
 
-        rewinds = Rewinds(run.train.rewind_on_spike, folders.checkpoints, restore, saves.wait, start.left_out)
+        rewinds = Rewinds(
+            run.train.rewind_on_spike,
+            run.checkpoint.save_interval,
+            folders.checkpoints,
+            restore,
+            saves.wait,
+            start.left_out,
+        )
     if first:  # last: a start that is refused leaves what an earlier one wrote
         with naming("run_dir", folder):
             run.save(folder / "config.yaml")

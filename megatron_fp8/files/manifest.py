@@ -196,7 +196,7 @@ def _check(content: dict[str, Any]) -> None:
     _require(_present("facts.run", run, ("model", "train", "optimizer", "data", "checkpoint")), _SECTION)
     _require(_present("facts.run.data", run.get("data", {}), ("tokenizer",)), _TEXT_OR_NULL)
     _require(_present("facts.run.train", run.get("train", {}), ("seq_length", "train_iters")), _COUNT)
-    _require(_present("facts", facts, ("tokenizer",)), _TEXT)
+    _require(_present("facts", facts, ("tokenizer", "job")), _TEXT)
     _require([("facts.data", digest) for digest in _list("facts.data", facts.get("data", []))], _TEXT)
     for change in _list("facts.accepted", facts.get("accepted", [])):
         if not isinstance(change, dict) or set(change) != {"iteration", "name", "there", "here"}:

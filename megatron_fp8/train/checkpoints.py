@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import zlib
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from ..files.checkpoint import (
     read_manifest,
     without_checksum,
 )
+from ..files.run_lock import job_name
 from ..mcore.checkpoint import training as checkpoint
 from ..mcore.checkpoint.saver import SaveError, Saver
 from ..state.ranks import first_to_say
@@ -32,6 +34,8 @@ from .config.run_config import RunConfig
 from .launch.parallel import on_first_rank, seed_streams
 from .report import versions
 from .run_folder import RunFolders, checkpoint_folder
+
+_ATTEMPTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 
 
 @dataclass
@@ -73,7 +77,7 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
         if run.resume == "auto":
             found = latest_checkpoint(checkpoint_folder(run))
             _say_what_is_passed_over(checkpoint_folder(run), found)
-        else:
+        elif (found := _saved_by_this_job(run)) is None:
             try:
                 found = find_checkpoint(Path(run.resume))
             except ValueError as error:
@@ -97,6 +101,16 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     if (found := first_to_say(problem)) is not None:
         raise ValueError(found[1])
     return chosen
+
+
+def _saved_by_this_job(run: RunConfig) -> Path | None:
+    """The run's own latest checkpoint where this is another attempt of the job that saved it, whose command still says
+    where the first one began."""
+    again = any(os.environ.get(name, "0") != "0" for name in _ATTEMPTS)
+    if not (again and (job := job_name(os.environ))):
+        return None
+    found = latest_checkpoint(checkpoint_folder(run))
+    return found if found is not None and read_manifest(found).facts.get("job") == job else None
 
 
 def _check_state(folder: Path, manifest: Manifest) -> None:
@@ -124,8 +138,9 @@ def _say_what_is_passed_over(folder: Path, found: Path | None) -> None:
     for path in complete_checkpoints(folder)[-1:]:
         if found and int(path.name[5:]) > int(found.name[5:]):
             warnings.warn(
-                f"{str(folder / LATEST)!r} names {found.name}, and {path.name} is newer: where training did not go back"
-                f" behind it on purpose, --resume={path} goes on from there.",
+                f"{str(folder / LATEST)!r} names {found.name}, and {path.name} is newer. Training goes on from the first,"
+                " and moves the other out of the way: where it did not go back on purpose, --resume of that one goes on"
+                " from there.",
                 stacklevel=2,
             )
     for path in not_finite_checkpoints(folder)[-1:]:
@@ -161,6 +176,8 @@ def resume(
     # Rates are this run's own; only the place on the curve is taken over.
     scheduler.step(state["scheduler_steps"])
     lines = [f"resume      {folder}: iteration {manifest.iteration} is done"]
+    if run.resume != "auto" and not folder.resolve().is_relative_to(Path(run.resume).resolve()):
+        lines.append(_note(f"this job has saved it, and began at --resume={run.resume}"))
     lines += map(_note, without_checksum(manifest))
     lines += map(_note, of_each_rank(manifest, run.model.fp8_overrides))
     if accepted:

@@ -26,6 +26,7 @@ class Rewinds:
 
     Args:
         most: how many there may be, those of earlier attempts counted.
+        every: iterations between two saves.
         folder: of this run's checkpoints.
         restore: puts a checkpoint into model, optimizer, schedule and streams; where training starts then.
         wait: returns when no save is under way.
@@ -37,12 +38,14 @@ class Rewinds:
     def __init__(
         self,
         most: int,
+        every: int,
         folder: Path,
         restore: Callable[[Chosen], Start],
         wait: Callable[[], None],
         records: list[dict[str, Any]],
     ) -> None:
-        self.most, self.folder, self._restore, self._wait = most, folder, restore, wait
+        self.most, self._every, self.folder = most, every, folder
+        self._restore, self._wait = restore, wait
         self.records = list(records)
 
     @property
@@ -87,13 +90,16 @@ class Rewinds:
         )
 
     def _newest(self, iteration: int) -> Chosen | None:
-        """This run's newest checkpoint of at most an iteration, its files checked."""
-        for path in reversed(complete_checkpoints(self.folder)):
-            if int(path.name[5:]) <= iteration:
-                manifest = read_manifest(path)
-                check_files(path, manifest)
-                return path, manifest
-        return None
+        """This run's newest checkpoint of at most an iteration, its files checked; not one that was saved as the run was
+        stopped, if there is another: a run that was not goes back to that one."""
+        there = {int(path.name[5:]): path for path in complete_checkpoints(self.folder)}
+        before = [done for done in there if done <= iteration]
+        if not before:
+            return None
+        path = there[max(before, key=lambda done: (done % self._every == 0, done))]
+        manifest = read_manifest(path)
+        check_files(path, manifest)
+        return path, manifest
 
     def _write(self, records: list[dict[str, Any]]) -> None:
         try:

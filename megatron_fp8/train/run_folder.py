@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..files.checkpoint import LATEST, complete_checkpoints, not_finite_checkpoints
-from ..files.disk import discard, free_name, remedy, unseen, write_file
+from ..files.disk import discard, free_name, remedy, replace_file, unseen, write_file
 from ..files.run_lock import RunLock
 from ..files.terminal import printable
 from ..state.ranks import first_to_say, total
@@ -77,11 +77,22 @@ class RunFolders:
 
         on_first_rank(move)
 
+    def keep_newer(self, start: Path) -> list[str]:
+        """What is newer than one of this run's own checkpoints, where it goes on, moves to `previous-1`, ...: else it
+        would be taken for this run's, to resume from or to go back to. A line for people if there is any. Collective.
+        Raises ValueError."""
+
+        def move() -> list[str]:
+            with naming("run_dir", self.run_dir):
+                return keep_newer(self.run_dir, self.checkpoints, start.name)
+
+        return on_first_rank(move)
+
     def check_room(self, needed: int) -> None:
         """Raise ValueError, on every rank, if there is surely no room for a checkpoint of `needed` bytes."""
 
         def look() -> None:
-            with naming(self._option, self.checkpoints):
+            with naming(self._option, self._given()):
                 disk = shutil.disk_usage(self.checkpoints)
             if disk.total and disk.free < needed:  # some file systems do not know, and say 0
                 raise ValueError(
@@ -100,11 +111,12 @@ class RunFolders:
         if not _same(self.checkpoints, self.run_dir):
             locks.append((self._option, self.checkpoints))
         for option, folder in locks:
-            with naming(option, folder):
+            given = self._given() if folder == self.checkpoints else folder
+            with naming(option, given):
                 self._lock = RunLock(folder, option)
                 self._lock.take(lambda text: print(printable(f"lock        {text}"), flush=True))
             until_leave(self._lock.release)
-            with naming(option, folder):
+            with naming(option, given):
                 for leftover in folder.glob(f"{_TRIAL}*"):
                     discard(leftover)
                 _try_to_write(folder)
@@ -172,12 +184,33 @@ def keep_earlier(run_dir: Path, checkpoints: Path, stacks: Path | None = None) -
     earlier = [path for path in (run_dir / _STACKS).glob("*") if path != stacks]
     saved = [*complete_checkpoints(checkpoints), *not_finite_checkpoints(checkpoints)]
     saved += [checkpoints / name for name in (LATEST, LEFT_OUT) if os.path.lexists(checkpoints / name)]
-    inside = _same(checkpoints.parent, run_dir) and not checkpoints.is_symlink()
-    inside = inside and (not checkpoints.exists() or checkpoints.stat().st_dev == run_dir.stat().st_dev)
     kept = free_name(run_dir / _PREVIOUS)
+    inside = _is_inside(checkpoints, run_dir)
     _move(records, kept)
     _move(earlier, kept / _STACKS)
     _move(saved, kept / checkpoints.name if inside else free_name(checkpoints / _PREVIOUS))
+
+
+def keep_newer(run_dir: Path, checkpoints: Path, start: str) -> list[str]:
+    """Move checkpoints that are newer than the one of this name out of the way; OSError if that fails. ``latest`` names
+    that one before any is moved: whenever this is interrupted, the next start goes on from there too."""
+    done = int(start.rpartition("_")[2])
+    newer = [path for path in complete_checkpoints(checkpoints) if int(path.name[5:]) > done]
+    if not newer:
+        return []
+    if start.startswith("iter_"):
+        replace_file(checkpoints / LATEST, f"{start}\n")
+    inside = _is_inside(checkpoints, run_dir)
+    kept = free_name(run_dir / _PREVIOUS) / checkpoints.name if inside else free_name(checkpoints / _PREVIOUS)
+    _move(newer, kept)
+    names = ", ".join(path.name for path in newer)
+    return [f"kept        {names}, of what was trained from {start} before, is in {kept}"]
+
+
+def _is_inside(checkpoints: Path, run_dir: Path) -> bool:
+    """Whether a run's checkpoints are in its folder, on the same file system."""
+    inside = _same(checkpoints.parent, run_dir) and not checkpoints.is_symlink()
+    return inside and (not checkpoints.exists() or checkpoints.stat().st_dev == run_dir.stat().st_dev)
 
 
 def _move(paths: list[Path], folder: Path) -> None:

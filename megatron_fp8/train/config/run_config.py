@@ -94,12 +94,12 @@ def _plain(value: Any) -> Any:
 
 
 def parse(arguments: list[str]) -> RunConfig:
-    """The run config of a command line.
+    """The run config of a command line, whose options count more than its files, wherever they stand.
 
     Raises ValueError with one line: an unknown key (with the nearest known one), a value of the wrong type or out of
     range, a file that is missing or not YAML.
     """
-    arguments = list(_with_config_files(_normalised(arguments)))
+    arguments = _files_first(_with_config_files(_normalised(arguments)))
     # Key: what was written, and the file it is in; what comes later wins.
     given: dict[str, tuple[Any, str]] = {}
     files = []
@@ -272,6 +272,19 @@ def _with_config_files(arguments: Iterator[str]) -> Iterator[str]:
         else:
             yield argument
         before = argument
+
+
+def _files_first(arguments: Iterator[str]) -> list[str]:
+    """`--config=FILE`s before all else, as one word each; of several the later one counts more."""
+    files, rest = [], []
+    for argument in arguments:
+        if argument.startswith("--config="):
+            files.append(argument)
+        elif argument == "--config" and (value := next(arguments, None)) is not None:
+            files.append(f"--config={value}")
+        else:
+            rest.append(argument)
+    return files + rest
 
 
 def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_fp8.files.checkpoint import complete_checkpoints, latest_checkpoint
+from megatron_fp8.files.manifest import Manifest
 from megatron_fp8.files.run_lock import RunLock
-from megatron_fp8.train import checkpoints, run_folder
-from megatron_fp8.train.run_folder import RunFolders, keep_earlier
+from megatron_fp8.train import checkpoints, rewind, run_folder
+from megatron_fp8.train.run_folder import RunFolders, keep_earlier, keep_newer
 
 MIB = 1 << 20
 
@@ -76,6 +78,31 @@ def test_checkpoints_elsewhere_are_kept_where_they_are(tmp_path, linked):
     assert os.listdir(run_dir / "previous-1") == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_checkpoints_newer_than_where_a_run_goes_on_are_kept_out_of_its_way(tmp_path, elsewhere, monkeypatch):
+    run_dir = tmp_path / "run"
+    own = tmp_path / "elsewhere" if elsewhere else run_dir / "checkpoints"
+    for number in (4, 8, 12):
+        (own / f"iter_{number:07d}").mkdir(parents=True)
+    (run_dir / "previous-1").mkdir(parents=True)
+    (own / "latest").write_text("iter_0000012\n")
+    kept = own / "previous-1" if elsewhere else run_dir / "previous-2" / "checkpoints"
+    with (
+        monkeypatch.context() as patched
+    ):  # killed before any is moved: the next start goes on from there too
+        patched.setattr(run_folder, "_move", lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            keep_newer(run_dir, own, "iter_0000004")
+    assert latest_checkpoint(own) == own / "iter_0000004"
+    (line,) = keep_newer(run_dir, own, "iter_0000004")
+    assert "iter_0000008, iter_0000012" in line and str(kept) in line
+    assert sorted(os.listdir(kept)) == ["iter_0000008", "iter_0000012"]
+    assert [path.name for path in complete_checkpoints(own)] == ["iter_0000004"]
+    assert latest_checkpoint(own) == own / "iter_0000004"
+    before = sorted(tmp_path.rglob("*"))
+    assert keep_newer(run_dir, own, "iter_0000004") == [] and sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.fixture
 def alone():
     """This process as the only rank; what a run holds is given back."""
@@ -111,7 +138,8 @@ def test_what_is_wrong_is_said_with_the_option_that_set_it(tmp_path, alone):
         assert not good.exists()
     (good / "checkpoints").parent.mkdir()
     (good / "checkpoints").write_text("")
-    assert f"run_dir={str(good / 'checkpoints')!r} cannot be written" in refusal(run_of(good))
+    said = refusal(run_of(good))
+    assert f"run_dir={str(good)!r} cannot be written" in said and repr(str(good / "checkpoints")) in said
 
 
 def test_no_room_is_said_before_training(tmp_path, alone):
@@ -186,6 +214,35 @@ def test_a_folder_that_is_not_shared_is_said_before_training(ranks, tmp_path):
         assert "is not shared by all ranks: rank 1 on" in said[0] and f"checkpoint.folder={one!r}" in said[0]
         assert "does not have there what rank 0 has written" in said[1]
     assert os.listdir(tmp_path) == ["other"] and not os.listdir(other)
+
+
+def test_another_attempt_of_a_job_goes_on_from_what_it_has_saved(tmp_path, monkeypatch):
+    """Its command still says where the first attempt began."""
+    run = run_of(tmp_path)
+    saved = tmp_path / "checkpoints" / "iter_0000008"
+    saved.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for job, attempt, found in (
+        ("torchrun mine", "1", saved),
+        ("torchrun mine", "0", None),  # the same command by hand
+        ("torchrun other", "1", None),
+        ("", "1", None),
+    ):
+        Manifest(8, facts={"job": job}, files={"x": {"bytes": 0, "sha256": "0" * 64}}).write(saved)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert checkpoints._saved_by_this_job(run) == found
+
+
+def test_a_spike_goes_back_to_what_is_saved_at_regular_times(tmp_path, monkeypatch):
+    """A run that was stopped, and saved then, goes back as far as one that was not."""
+    for number in (4, 8, 9):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    for name in ("read_manifest", "check_files"):
+        monkeypatch.setattr(rewind, name, lambda *_: None)
+    for every, iteration, name in ((4, 9, 8), (4, 8, 8), (4, 7, 4), (9, 12, 9), (5, 12, 9), (4, 3, None)):
+        found = rewind.Rewinds(1, every, tmp_path, lambda _: None, lambda: None, [])._newest(iteration)
+        assert (found and int(found[0].name[5:])) == name
 
 
 def test_a_checkpoint_newer_than_the_one_taken_is_said(tmp_path):

@@ -29,6 +29,18 @@ def test_options_win_over_files_and_later_ones_over_earlier(tmp_path):
     assert run.run_dir == "runs/mine"
 
 
+def test_options_win_over_files_wherever_they_stand(tmp_path):
+    """Before `--config` they were the file's in silence, `--resume=auto` too where the file says never."""
+    one, other = tmp_path / "one.yaml", tmp_path / "other.yaml"
+    one.write_text("resume: never\ntrain: {train_iters: 7, seq_length: 32}\ndata: {paths: [a]}\n")
+    other.write_text("train: {train_iters: 6}\n")
+    words = ["--resume=auto", "--train.seq_length=64", "--data=b", "--config", str(one), f"--config={other}"]
+    run = parse(words)
+    assert (run.resume, run.train.train_iters, run.train.seq_length) == ("auto", 6, 64)
+    assert run.data.paths == ["a", "b"] and run.run_dir == "runs/other"
+    assert run.to_dict() == parse([*words[3:], *words[:3]]).to_dict()
+
+
 def test_a_warm_up_longer_than_the_run_is_shortened_and_said():
     with pytest.warns(UserWarning, match="lr_warmup_iters=100 leaves nothing of a run of 100 iterations"):
         assert parse(["--optimizer.lr_warmup_iters=100"]).optimizer.lr_warmup_iters == 10
