@@ -20,6 +20,7 @@ with weights_only, everything else is JSON. A file that was cut off or altered i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import math
@@ -27,10 +28,10 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -38,6 +39,8 @@ from .disk import in_words, ordinary, read_ordinary, refuse_link_out
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
 from .uncollected import uncollected
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 LATEST, METADATA, _MEGATRONS = "latest", ".metadata", "metadata.json"
 _CHUNK = 1 << 22
 _NAMED = re.compile(r"(?:iter|not_finite)_(\d{7,})")
@@ -97,6 +100,25 @@ def of_each_rank(manifest: Manifest, overrides: Collection[str]) -> list[str]:
     ]
 
 
+def _told_if_removed(read: Callable[Concatenate[Path, _P], _T]) -> Callable[Concatenate[Path, _P], _T]:
+    """A reader of a checkpoint's folder, which does not call damaged what was removed as it was read."""
+
+    @functools.wraps(read)
+    def told(folder: Path, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return read(folder, *args, **kwargs)
+        except ValueError as error:
+            if folder.is_dir():
+                raise
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} was removed while it was read: a run that trains removes all but its"
+                " newest ones (checkpoint.keep_last). The same command again reads a newer one."
+            ) from error
+
+    return told
+
+
+@_told_if_removed
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
     """ValueError if a file is missing, cut off, altered, unreadable or a link out of the folder: ``names``, by default
     all, read whole."""
@@ -285,6 +307,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 @uncollected()
+@_told_if_removed
 def read_metadata(folder: Path) -> Any:
     """torch_dist's ``.metadata``: ``state_dict_metadata`` has shape and dtype by tensor name.
 
@@ -355,6 +378,7 @@ def _check_metadata(metadata: Any) -> None:
             raise ValueError(f"{name} has {values} values, and its shape is {list(size)}")
 
 
+@_told_if_removed
 def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
     """One whole tensor of a checkpoint, put together from its shards, on the CPU.
 

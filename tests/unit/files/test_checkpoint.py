@@ -159,6 +159,20 @@ def test_a_foreign_folder_is_refused(saved, content, words):
 POINTERS = {"device": "is a link out of its folder", "pipe": "ordinary file", "long": "5,012 bytes"}
 
 
+def test_what_is_removed_while_it_is_read_is_not_called_damaged(saved, tmp_path):
+    """As by a run that trains with checkpoint.keep_last."""
+    manifest, metadata = files.read_manifest(saved), files.read_metadata(saved)
+    name = next(iter(metadata.state_dict_metadata))
+    saved.rename(tmp_path / "removed")
+    for read in (
+        lambda: files.check_files(saved, manifest),
+        lambda: files.read_metadata(saved),
+        lambda: files.read_tensor(saved, metadata, name),
+    ):
+        with pytest.raises(ValueError, match=r"was removed while it was read: .* reads a newer one"):
+            read()
+
+
 @pytest.mark.parametrize("kind", POINTERS)
 def test_a_pointer_that_is_no_ordinary_file_is_not_read(saved, kind):
     """A device would be read without end, a pipe waited for."""
