@@ -193,8 +193,10 @@ def _good_loss(run_folder: Path, iteration: int) -> float | None:
 
 
 def _diagnose(prepared: _Prepared) -> None:
+    from ..plan.settings import DEFAULT_RECIPE
     from ..telemetry.attribution import Limits
     from ..telemetry.diagnosis import diagnose_subject
+    from ..train.config.model_fields import settled
 
     options, replay, first = prepared.options, prepared.replay, prepared.launch.rank == 0
     subject = replay.subject
@@ -215,7 +217,7 @@ def _diagnose(prepared: _Prepared) -> None:
         "iteration": replay.iteration,
         "first_batch_of_iteration": replay.first,
         "batches": subject.batches,
-        "recipe": replay.run.model.fp8_recipe or replay.run.model.fp8_format,
+        "recipe": settled(vars(replay.run.model)).get("fp8_recipe") or DEFAULT_RECIPE,
         "world_size": prepared.launch.world_size,
         "recorded_loss": replay.recorded,
     }

@@ -219,17 +219,25 @@ def _check_key(key: str, where: str) -> None:
     raise ValueError(f"{where}{key} is not a known key.{hint}")
 
 
-def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tuple[Model, list[str]]:
-    section = dict(section)
-    if (other := section.pop("fp8_format", None)) is not None:
-        name = field_meant(other)
-        if name == "fp8_recipe":
-            check_recipe_name(other)
-        if name == "fp8_recipe" and "fp8" not in section:
+def _check_fp8_switch(section: dict[str, Any]) -> None:
+    """As `train` does: a recipe without FP8 would train in BF16."""
+    for key in ("fp8_format", "fp8_recipe"):
+        recipe = section.get(key)
+        if recipe is None or field_meant(recipe) != "fp8_recipe":
+            continue
+        check_recipe_name(recipe)
+        if "fp8" not in section:
             raise ValueError(
-                f"model.fp8_format={other!r} without model.fp8, which would train in BF16: give"
+                f"model.{key}={recipe!r} without model.fp8, which would train in BF16: give"
                 " model.fp8=hybrid or e4m3 (or model.fp8=null, to have FP8 off)."
             )
+
+
+def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tuple[Model, list[str]]:
+    section = dict(section)
+    _check_fp8_switch(section)
+    if (other := section.pop("fp8_format", None)) is not None:
+        name = field_meant(other)
         if section.get(name) not in (None, other):
             raise ValueError(
                 f"model.fp8_format={other!r} conflicts with model.{name}={section[name]!r}: both name one thing. Give one"

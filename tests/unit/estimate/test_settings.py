@@ -101,6 +101,14 @@ def test_overrides_may_name_an_expert_of_any_rank() -> None:
         read([moe, "--model.fp8_overrides={'*.local_experts.8.*': bf16}"])
 
 
+@pytest.mark.parametrize("key", ["fp8_format", "fp8_recipe"])
+def test_a_recipe_without_fp8_is_refused_as_train_does(key: str) -> None:
+    sizes = ["--model.num_layers=2", "--model.hidden_size=64", "--model.num_attention_heads=4"]
+    with pytest.raises(ValueError, match=f"model.{key}='mxfp8' without model.fp8, which would train in BF16"):
+        read([*sizes, f"--model.{key}=mxfp8"])
+    assert read([*sizes, f"--model.{key}=mxfp8", "--model.fp8=null"]).model.fp8 is None
+
+
 def test_ranks_that_hold_no_whole_model_are_refused() -> None:
     with pytest.raises(ValueError, match="--gpus=3 must be a multiple of the 2 ranks"):
         read([TINY], gpus=3)
