@@ -28,7 +28,8 @@ from benchmarks.common import describe, environment, put_between, table, write_r
 from benchmarks.estimates import CONFIGS, LAYOUTS, TITLES
 from megatron_fp8.estimate.settings import read
 from megatron_fp8.estimate.sites import Plans
-from megatron_fp8.estimate.wire import of_stage
+from megatron_fp8.estimate.verdicts import of_step
+from megatron_fp8.estimate.wire import of_save, of_stage
 from megatron_fp8.estimate.wire_linear import Traffic
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
@@ -42,16 +43,18 @@ EXPERTS = 49  # of two linears each, beside attention's two: 100 sites a layer
 # ------------------------------------------------------------------------------------------------------- by formulae
 
 
-def traffic(name: str, gpus: int) -> list[Traffic]:
-    """What a rank of the first stage exchanges in an iteration of a shipped config; 1 microbatch of each data-parallel
-    rank and stage, so that the work of a rank is the same on any number of ranks."""
+def traffic(name: str, gpus: int) -> tuple[list[Traffic], list[Traffic]]:
+    """What a rank of the first stage exchanges in an iteration of a shipped config, and what a save gathers; 1 microbatch
+    of each data-parallel rank and stage, so that the work of a rank is the same on any number of ranks."""
     layouts = LAYOUTS[name]
     options = [f"--config={CONFIGS / name}.yaml", *layouts.get(gpus, layouts[max(layouts)])[1]]
     model = read(options).model
     batch = gpus // model.model_ranks * model.pipeline_model_parallel_size
     settings = read([*options, "--train.micro_batch_size=1", f"--train.global_batch_size={batch}"], gpus=gpus)
     chunks = [chunk for chunk in settings.model.chunks() if chunk.stage == 0]
-    return of_stage(settings, chunks, Plans(settings.model))
+    plans = Plans(settings.model)
+    iteration = of_stage(settings, chunks, plans) + of_step(settings, chunks)
+    return iteration, of_save(settings, chunks, plans)
 
 
 def least(name: str, gpus: int) -> bool:
@@ -69,7 +72,7 @@ def exchanged() -> str:
         rows = []
         for gpus in (gpus for gpus in WORLDS if least(name, gpus)):
             by_axis: dict[str, list[int]] = {}
-            for one in traffic(name, gpus):
+            for one in traffic(name, gpus)[0]:
                 sums = by_axis.setdefault(one.axis, [0, 0, 0, 0])
                 sums[0] = max(sums[0], one.ranks)
                 for index, value in enumerate((one.calls, one.messages, one.sent), 1):
@@ -78,9 +81,21 @@ def exchanged() -> str:
                 rows.append(
                     [f"{gpus:,}", axis, f"{ranks:,}", f"{calls:,}", f"{messages:,}", f"{sent / 1e6:,.3f}"]
                 )
-        header = ["GPUs", "group", "its ranks", "calls", "messages sent", "MB sent"]
+        header = ["GPUs", "group", "its ranks", "calls", "messages, by rings", "MB sent"]
         parts.append(f"### {TITLES[name]}\n\n{table(header, rows)}")
     return "\n\n".join(parts)
+
+
+def gathered() -> str:
+    """A table of what a save gathers of a distributed optimizer, to the first rank of a group and from the others."""
+    rows = []
+    for name in NAMES:
+        for gpus in (gpus for gpus in WORLDS if least(name, gpus)):
+            for one in traffic(name, gpus)[1]:
+                row = [TITLES[name], f"{gpus:,}", one.axis, f"{one.ranks:,}", f"{one.calls:,}"]
+                rows.append([*row, f"{one.bytes / 1e9:,.1f}", f"{one.sent / 1e6:,.1f}"])
+    header = ["model", "GPUs", "group", "its ranks", "calls", "GB, its first rank", "MB, each other sends"]
+    return f"### A save with the distributed optimizer\n\n{table(header, rows)}"
 
 
 # ----------------------------------------------------------------------------------------------------------- measured
@@ -240,7 +255,7 @@ def main() -> int:
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     found = {
         "dense": [megatron(layers) for layers in (250, 500, 1000)],
-        "experts": [megatron(layers, EXPERTS) for layers in (50, 100, 200)],
+        "experts": [megatron(layers, EXPERTS) for layers in (100, 200, 1000)],
         "linears": [linears(layers) for layers in (100, 1000)],
     }
     torch.distributed.destroy_process_group()
@@ -255,7 +270,12 @@ def main() -> int:
     if options.write:
         command = "python -m benchmarks.scale --write"
         write_results("scale", "100,000 sites", command, record, shown, found)
-        put_between(PAGE, BEGIN, END, f"{describe(record)}\n\n{shown}\n\n## In numbers\n\n{exchanged()}")
+        put_between(
+            PAGE,
+            BEGIN,
+            END,
+            f"{describe(record)}\n\n{shown}\n\n## In numbers\n\n{exchanged()}\n\n{gathered()}",
+        )
     return 0
 
 

@@ -23,7 +23,7 @@ class Traffic:
         what: in words, the key of the estimate's ``wire``.
         call: the collective.
         axis: the group: 'tensor', 'data', 'context', 'pipeline', 'expert', 'expert tensor', 'embedding', 'expert data',
-            'tensor and context', 'tensor and data', 'amax'.
+            'tensor and context', 'tensor and data', 'amax', 'verdict'.
         ranks: in the group.
         bytes: of the whole tensor, over an iteration.
         calls: in an iteration.

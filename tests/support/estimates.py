@@ -179,7 +179,8 @@ def largest(counts: list[dict[str, Any]], stage: int) -> Counter[str]:
 
 @contextmanager
 def _collectives() -> Iterator[Counter[str]]:
-    """Collective -> bytes of the whole tensors that it is called with inside, those of up to four elements left out."""
+    """Collective -> bytes of the whole tensors that it is called with inside, those of up to four elements left out, but
+    for tokens to experts."""
     found: Counter[str] = Counter()
     whole = {  # the argument that is the whole tensor
         "all_gather_into_tensor": ("all-gather", 0),
@@ -194,7 +195,7 @@ def _collectives() -> Iterator[Counter[str]]:
         def call(*args: Any, _k: str = kind, _p: int = position, _f: Any = original, **kwargs: Any) -> Any:
             tensor = args[_p] if len(args) > _p else list(kwargs.values())[_p - len(args)]
             ranks = dist.get_world_size(kwargs.get("group"))
-            if tensor.numel() > 4 and ranks > 1:
+            if ranks > 1 and (tensor.numel() > 4 or _k == "all-to-all"):  # few tokens may go to experts
                 found[_k] += tensor.numel() * tensor.element_size()
             return _f(*args, **kwargs)
 

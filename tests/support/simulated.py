@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-VERDICTS = 7
-"""All-reduces of an iteration that no estimate counts, of one or two numbers each: of the state's health, of each
-optimizer's gradients (those of experts have their own), of these verdicts, of each one's norm, of the loss."""
+LOSS = 16
+"""Bytes of the all-reduce by which benchmarks/support/gpt.py sums up the losses of an iteration."""
 
 
 @contextmanager
