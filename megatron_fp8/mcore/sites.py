@@ -90,7 +90,7 @@ class Alike:
         if (known := self._plans.get(key)) is not None:
             return known.of(name, _number(layer))
         plan = resolve(config, name, layer, device, te=te)
-        if plan.cause != "fallback":  # of which each is told
+        if plan.cause != "fallback":  # each is told of, and may be named in its reason
             self._plans[key] = plan
         return plan
 
