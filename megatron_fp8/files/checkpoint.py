@@ -330,7 +330,8 @@ def read_metadata(folder: Path) -> Any:
         ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(
-            f"{str(path)!r} is not the metadata of a checkpoint ({error}). {_other_torch(folder)}{use_another(folder)}"
+            f"{str(path)!r} is not the metadata of a checkpoint ({_in_a_line(error)})."
+            f" {_other_torch(folder)}{use_another(folder)}"
         ) from error
     if not isinstance(metadata, Metadata):
         raise ValueError(
@@ -342,6 +343,12 @@ def read_metadata(folder: Path) -> Any:
         raise ValueError(f"{str(path)!r} is damaged ({error}). {use_another(folder)}") from error
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
+
+
+def _in_a_line(error: Exception) -> str:
+    """The beginning of what an error says: torch's words, and names from a pickle, may be long."""
+    first = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return first if len(first) < 300 else f"{first[:297]}..."
 
 
 def _other_torch(folder: Path) -> str:

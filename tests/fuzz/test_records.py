@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from tests.support.draws import draws
-from tests.support.edits import byte_edits, edited, json_edited, json_edits
+from tests.support.edits import MARKUP, byte_edits, edited, json_edited, json_edits
 from tests.support.heard import done_or_refused
 from tests.support.victims import FIXTURES, fresh
 
@@ -50,6 +52,57 @@ def test_other_bytes_in_a_record(originals, place, name, edits, command):
     path = place / "run" / name
     path.write_bytes(edited(path.read_bytes(), edits))
     done_or_refused(*command.split())
+
+
+class Elements(HTMLParser):
+    """The elements of a page that can load or run something, with their attributes, and all that react to events."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = {name for name, _ in attrs}
+        if (
+            tag in ACTIVE
+            or names & {"src", "srcdoc", "action"}
+            or any(name.startswith("on") for name in names)
+        ):
+            self.found.append(f"{tag} {sorted(names)}")
+
+
+ACTIVE = ("script", "iframe", "object", "embed", "base", "form", "link", "meta", "style")
+
+
+@pytest.fixture(scope="module")
+def own(originals, tmp_path_factory) -> list[str]:
+    """Those of a page of what nobody changed."""
+    page = tmp_path_factory.mktemp("page") / "page.html"
+    assert done_or_refused("report", originals / "run", "--html", page).code == 0
+    return Elements(page).found
+
+
+QUICKLY = [Phase.reuse, Phase.generate]
+"""A case that fails is not made smaller: pages take too long."""
+
+
+@draws(8, often=2, suppress_health_check=[FIXTURES], phases=QUICKLY)
+@given(st.sampled_from(FILES[:-1]), st.integers(0, 5), st.lists(st.integers(0, 999), min_size=1, max_size=20))
+def test_no_text_of_a_record_is_markup(originals, own, place, name, number, places):
+    """Names of keys too."""
+    page = place / "page.html"
+    fresh(place, originals, "run")
+    path = place / "run" / name
+    lines = path.read_text().splitlines(keepends=True) if path.suffix == ".jsonl" else [path.read_text()]
+    texts = list(re.finditer(r'"(?:[^"\\]|\\.)*"', lines[number % len(lines)]))
+    for at in sorted({place % len(texts) for place in places}, reverse=True):
+        start, end = texts[at].span()
+        line = lines[number % len(lines)]
+        lines[number % len(lines)] = line[:start] + json.dumps(MARKUP) + line[end:]
+    path.write_text("".join(lines))
+    if done_or_refused("report", "run", "--html", page).code == 0:
+        assert Elements(page).found == own
 
 
 @pytest.mark.parametrize("command", COMMANDS)

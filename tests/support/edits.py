@@ -15,11 +15,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.support.watched import TRAP
+
 ByteEdit = tuple[str, int, bytes]
 """(what happens, where: from the start, or negative from the end; with which bytes)."""
 
 JsonEdit = tuple[int, str, Any]
 """(number of the node in the order of the file, what happens to it, with which value)."""
+
+MARKUP = "</script><script>run()</script><img src=x onerror=run()>"
+"""Text that would be code in a page that does not escape it."""
 
 _NUMBERS = (0, 1, 2, 127, 2**15, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 _BYTES = sorted(
@@ -41,7 +46,7 @@ _BYTES = sorted(
             b"\xff\xfe",
             b"\xed\xa0\x80",
         ),
-        *(b"- &a *a\n", b"!!python/object/apply:os.system [x]", b"<script>", b"\x1b[2J"),
+        *(b"- &a *a\n", b"!!python/object/apply:os.system [x]", MARKUP.encode(), b"\x1b[2J"),
     }
 )
 
@@ -88,12 +93,13 @@ _LEAVES: list[Any] = [
         "long" * 100,
         "a\0b",
         "\ud800",
-        "<script>",
+        MARKUP,
         "\x1b[2J",
         "NaN",
         "bf16",
         "custom",
         "os.system",
+        f"{TRAP}.leave",
     ),
     *([], [1], [[]], [None, "x"], {}, {"a": 1}, {"": None}),
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_fp8.commands.main import main
 from tests.support.left_behind import put_back
+from tests.support.watched import watched
 
 LONGEST_S = 20.0
 """Without a word, before whoever waits thinks of a hang."""
@@ -65,13 +66,15 @@ def _waited() -> float:
 
 
 def done_or_refused(*arguments: object) -> Heard:
-    """AssertionError unless the command is done (0) or refuses in one line (2), in time."""
+    """AssertionError unless the command is done (0) or refuses in one line (2), in time, and runs no stranger's code."""
     start, waited = time.monotonic(), _waited()
-    found = heard(*arguments)
+    with watched() as seen:
+        found = heard(*arguments)
     seconds = time.monotonic() - start - (_waited() - waited)
     said = f"exit code {found.code} after {seconds:.1f} s of {arguments}:\n{found.err}"
     assert found.code in (0, 2) and seconds < LONGEST_S, said
     assert "Traceback" not in found.err, said
+    assert not seen, f"{seen} in {said}"
     errors = [line for line in found.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == (found.code == 2), said
     if errors:

@@ -290,6 +290,17 @@ def test_a_pickle_cannot_change_the_classes_that_it_may_make(saved, what, behind
     assert of_the_process() == unchanged
 
 
+@pytest.mark.parametrize(
+    "opcodes", [b"ctorch\ndevice\n)R.", b"c" + b"x" * 5000 + b"\ny\n.", b"X\x00\x00\x00\x00b."]
+)
+def test_what_a_pickle_makes_go_wrong_is_a_short_line(saved, opcodes):
+    """torch says in four lines what a device is made of."""
+    (saved / ".metadata").write_bytes(b"\x80\x02" + opcodes)
+    with pytest.raises(ValueError, match=r"not the metadata of a checkpoint \(.") as error:
+        files.read_metadata(saved)
+    assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 1000
+
+
 def to_another_file(metadata: Any) -> None:
     next(iter(metadata.storage_data.values())).relative_path = "../../secret"
 
