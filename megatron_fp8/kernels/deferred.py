@@ -132,7 +132,8 @@ class DeferredTensor(torch.Tensor):
 
 def _split(x: DeferredTensor, counts: Sequence[int]) -> list[DeferredTensor]:
     """x [rows, cols] in parts of so many rows."""
-    torch.empty(x.shape, device="meta").split_with_sizes(counts)  # says what is wrong with them
+    # What is wrong with the counts, this says.
+    torch.empty(x.shape, device="meta", dtype=torch.float32).split_with_sizes(counts)
     starts = accumulate(counts, initial=0)
     parts = [_Rows(x._cell, start, rows) for start, rows in zip(starts, counts, strict=False)]
     return [_named(part, (part.rows, x.shape[1]), x.dtype, x.device) for part in parts]

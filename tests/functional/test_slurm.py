@@ -167,7 +167,9 @@ def loses_a_rank_when_it_is_back(runs, job, name, reason):
 
 def stopped_at(said, reason):
     """The iteration at which rank 0 says that it stopped."""
-    (line,) = (line for line in said.splitlines() if f"stopped by {reason} after" in line)
+    found = [line for line in said.splitlines() if f"stopped by {reason} after" in line]
+    assert len(found) == 1, said[-4000:]
+    (line,) = found
     return int(line.partition(" after ")[2].split()[0])
 
 
