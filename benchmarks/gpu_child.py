@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from benchmarks.gpu_plan import NotRun
@@ -81,14 +82,17 @@ def main() -> int:
     machine = open_machine(settings["dry"])
     machine.tell, machine.peaks, machine.repetitions = tell, settings["peaks"], settings["repetitions"]
     checks = importlib.import_module(settings["module"]).checks()
-    if settings["megatron"]:
-        from benchmarks.gpu_models import leave_megatron, start_megatron
-
-        start_megatron()
-    serve(checks, settings["checks"], machine, tell, settings["each"])
-    if settings["megatron"]:
-        leave_megatron()
+    with _megatron() if settings["megatron"] else nullcontext():
+        serve(checks, settings["checks"], machine, tell, settings["each"])
     return 0
+
+
+def _megatron() -> AbstractContextManager[None]:
+    import torch
+
+    from benchmarks.one_rank import one_rank
+
+    return one_rank("nccl" if torch.cuda.is_available() else "gloo")
 
 
 if __name__ == "__main__":

@@ -306,29 +306,3 @@ class Training:
 def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = losses.float().mean()
     return loss, {"loss": loss.detach()}
-
-
-def start_megatron() -> None:
-    """This process as Megatron-Core's only rank."""
-    import torch.distributed as dist
-
-    from megatron_fp8 import mcore
-
-    mcore.install()
-    from megatron.core import parallel_state
-
-    if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-
-
-def leave_megatron() -> None:
-    """Give the groups back."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 # Megatron-Core jits small functions, which would need a C++ compiler.
@@ -44,8 +43,8 @@ from benchmarks.common import (
     table,
     write_results,
 )
+from benchmarks.one_rank import one_rank
 from benchmarks.small_gpt import VOCAB, small_gpt
-from megatron_fp8 import mcore
 
 SIZES = {"layers": 6, "hidden": 2048, "heads": 16, "ffn": 5632}
 PROMPT, BATCHES = 256, (1, 8)
@@ -152,13 +151,9 @@ def main() -> int:
     return 0
 
 
+@one_rank()
 def compare_gpt(args: argparse.Namespace, clock: Callable[[], float]) -> tuple[str, list[dict[str, Any]]]:
     """Gate and times of the GPT: a table, and its data."""
-    mcore.install()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
     contenders, logits = {}, None
     for name in CONTENDERS:
         contenders[name], found = make_ready(name, logits)
@@ -170,7 +165,6 @@ def compare_gpt(args: argparse.Namespace, clock: Callable[[], float]) -> tuple[s
         times = {
             what: interleave(each, args.repetitions, warmup=2, clock=clock) for what, each in runs.items()
         }
-    dist.destroy_process_group()
     rows: list[list[str]] = []
     data: list[dict[str, Any]] = []
     for name, contender in contenders.items():

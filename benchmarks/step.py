@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 # Megatron-Core jits small functions, which would need a C++ compiler.
@@ -39,8 +38,8 @@ from benchmarks.common import (
     table,
     write_results,
 )
+from benchmarks.one_rank import one_rank
 from benchmarks.small_gpt import VOCAB, small_gpt
-from megatron_fp8 import mcore
 from megatron_fp8.kernels.cpu import loops
 
 BATCH, SEQUENCE = 4, 256
@@ -200,30 +199,26 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_memory()
-    mcore.install()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
     if args.profile:
-        contenders = {name: build(name, args.hidden[0]) for name in dict.fromkeys(("bf16", args.profile))}
-        check(contenders, args.hidden[0])
-        print(profile(contenders[args.profile], rows=30))
+        with one_rank():
+            contenders = {name: build(name, args.hidden[0]) for name in dict.fromkeys(("bf16", args.profile))}
+            check(contenders, args.hidden[0])
+            print(profile(contenders[args.profile], rows=30))
         return 0
     record = environment(["megatron-core"])
     record["measured"] = clock_of(args)[1]
     record["amx"] = loops.inner_loop() == loops.AMX
     print(describe(record), "with AMX" if record["amx"] else "without AMX", flush=True)
     data: list[dict[str, Any]] = []
-    for hidden in args.hidden:
-        data += measure(hidden, ["bf16", *args.recipes], args)
-        print(f"hidden {hidden} done", flush=True)
+    with one_rank():
+        for hidden in args.hidden:
+            data += measure(hidden, ["bf16", *args.recipes], args)
+            print(f"hidden {hidden} done", flush=True)
     body = table(["hidden", "step", "ms", "x bf16", "spread", "goal"], [row_of(each) for each in data])
     print(body)
     if args.write:
         name = "step" if record["amx"] else "step_avx512"
         write_results(name, "A training step on CPU, FP8 against BF16", command_line(), record, body, data)
-    dist.destroy_process_group()
     return int(any(each["goal"] is not None and each["ratio"] > each["goal"] for each in data))
 
 

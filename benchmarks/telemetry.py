@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -31,8 +30,8 @@ from benchmarks.common import (
     table,
     write_results,
 )
+from benchmarks.one_rank import one_rank
 from benchmarks.step import BATCH, SEQUENCE, Contender, build
-from megatron_fp8 import mcore
 from megatron_fp8.state.observer import Observer
 from megatron_fp8.telemetry import Telemetry
 
@@ -63,12 +62,7 @@ def main() -> int:
     clock, measured = clock_of(args)
     record = {**environment(["megatron-core"]), "measured": f"{measured}, {BATCH} x {SEQUENCE} tokens"}
     print(describe(record), flush=True)
-    mcore.install()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
-    with tempfile.TemporaryDirectory() as folder:
+    with one_rank(), tempfile.TemporaryDirectory() as folder:
         contender = build(RECIPE)
         measuring = Telemetry([contender.model], every=1, folder=folder)
         (state,) = measuring.states
@@ -103,7 +97,6 @@ def main() -> int:
         times = interleave(steps, args.repetitions, clock=clock)
         measuring.close()
         waiting.close()
-    dist.destroy_process_group()
     return report(times, saved[0], record, write=args.write)
 
 

@@ -17,7 +17,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.common import (
     Timing,
@@ -30,7 +29,7 @@ from benchmarks.common import (
     table,
     write_results,
 )
-from megatron_fp8 import mcore
+from benchmarks.one_rank import one_rank
 from megatron_fp8.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -80,13 +79,8 @@ def main() -> int:
     clock, measured = clock_of(args)
     record = {**environment(["megatron-core"]), "measured": f"{measured}, {BATCH} x {SEQUENCE} tokens"}
     print(describe(record), flush=True)
-    mcore.install()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
     seen: list[tuple[int, float, float]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with one_rank(), tempfile.TemporaryDirectory() as folder:
         contender = build(RECIPE, HIDDEN)
 
         def without() -> None:
@@ -99,7 +93,6 @@ def main() -> int:
             "without again": without,
         }
         times = interleave(blocks, args.repetitions, clock=clock)
-    dist.destroy_process_group()
     command = " ".join(["python -m benchmarks.watchdog", *sys.argv[1:]])
     report(times, seen, record, command if args.write else "")
     return 0

@@ -23,7 +23,7 @@ from ..mcore.config.latent_fields import LATENT_RELATIONS
 from ..mcore.config.relations import RELATIONS
 from ..mcore.config.rules import check, check_relation, shown
 from ..plan.overrides import check_overrides, check_overrides_match
-from ..plan.settings import field_meant
+from ..plan.settings import field_meant, refuse_recipe_alone
 from ..recipe import check_recipe_name
 from ..train.config.config_file import by_dotted_key, read_config
 from ..train.config.field_rules import check_rules
@@ -219,23 +219,11 @@ def _check_key(key: str, where: str) -> None:
     raise ValueError(f"{where}{key} is not a known key.{hint}")
 
 
-def _check_fp8_switch(section: dict[str, Any]) -> None:
-    """As `train` does: a recipe without FP8 would train in BF16."""
-    for key in ("fp8_format", "fp8_recipe"):
-        recipe = section.get(key)
-        if recipe is None or field_meant(recipe) != "fp8_recipe":
-            continue
-        check_recipe_name(recipe)
-        if "fp8" not in section:
-            raise ValueError(
-                f"model.{key}={recipe!r} without model.fp8, which would train in BF16: give"
-                " model.fp8=hybrid or e4m3 (or model.fp8=null, to have FP8 off)."
-            )
-
-
 def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tuple[Model, list[str]]:
     section = dict(section)
-    _check_fp8_switch(section)
+    if (other := section.get("fp8_format")) is not None and field_meant(other) == "fp8_recipe":
+        check_recipe_name(other)
+    refuse_recipe_alone(section, fp8_given="fp8" in section)
     if (other := section.pop("fp8_format", None)) is not None:
         name = field_meant(other)
         if section.get(name) not in (None, other):

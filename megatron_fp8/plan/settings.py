@@ -7,7 +7,7 @@ without a word here.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,17 @@ DEFAULT_RECIPE = "delayed"  # Megatron-Core's
 def field_meant(fp8_format: Any) -> str:
     """The setting that `fp8_format` is another name of: `fp8` if it names element formats, else `fp8_recipe`."""
     return "fp8" if fp8_format in FP8_FORMATS else "fp8_recipe"
+
+
+def refuse_recipe_alone(section: Mapping[str, Any], *, fp8_given: bool) -> None:
+    """ValueError if a model section names a recipe while FP8 is neither on nor off by name: the run would be in BF16."""
+    for key in ("fp8_format", "fp8_recipe"):
+        recipe = section.get(key)
+        if recipe is not None and field_meant(recipe) == "fp8_recipe" and not fp8_given:
+            raise ValueError(
+                f"model.{key}={recipe!r} without model.fp8, which would train in BF16: give model.fp8=hybrid or e4m3 (or"
+                " model.fp8=null, to have FP8 off)."
+            )
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,8 @@ def empty_cache() -> None:
 
 def names_cuda(device: Any) -> bool:
     """Whether a `device=` argument means CUDA: 'cuda', 'cuda:1', torch.device('cuda'), or a bare index."""
+    if device is None or device == "cpu":  # nearly always; a step makes thousands of tensors
+        return False
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -131,10 +133,7 @@ def cpu_factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     @functools.wraps(make)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs:
-            device = kwargs.get("device")
-            if (
-                device is not None and device != "cpu" and names_cuda(device)
-            ):  # a step makes thousands of tensors
+            if names_cuda(kwargs.get("device")):
                 kwargs["device"] = CPU
             kwargs.pop("pin_memory", None)  # pinning needs CUDA's driver
         return make(*args, **kwargs)

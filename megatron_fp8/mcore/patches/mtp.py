@@ -1,8 +1,8 @@
 """Patches for multi-token prediction: the mean of its loss under context parallelism, and a weight of no use.
 
-Its loss is the mean over the tokens of all ranks.
-Megatron-Core divides the sum of a rank's losses by the tokens that this rank predicts, and takes the mean over ranks. The
-rank with the end of the sequence predicts fewer, so that its tokens weigh more, and gradients depend on the layout.
+Its loss is the mean over the tokens of all ranks. Megatron-Core divides the sum of a rank's losses by the tokens that it
+predicts, and takes the mean over ranks. The rank with the end of the sequence predicts fewer, so that its tokens weigh
+more, and gradients depend on the layout.
 
 A last stage that predicts several tokens has the embedding's table. An output layer that is tied to it is given that, and
 needs no weight of its own; Megatron-Core makes one all the same, and then fails at the first save, which expects none.

@@ -13,7 +13,7 @@ import enum
 import functools
 import json
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ...files.shipped import find_config
 from ...mcore.config.fields import KNOWN
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import OWN_RULES
-from ...plan.settings import field_meant
+from ...plan.settings import refuse_recipe_alone
 from .config_file import by_dotted_key, read_config, text_without
 from .field_rules import RULES, check_rules
 from .model_section import NAMES, ModelSection, settle_precision
@@ -132,7 +132,7 @@ def parse(arguments: list[str]) -> RunConfig:
     for name in run.checkpoint.accept:
         _check_key(name, "--checkpoint.accept=")
     _check_text(run.to_dict())
-    _check_fp8_switch(run.model, given)
+    refuse_recipe_alone(vars(run.model), fp8_given=run.model.fp8 is not None or "model.fp8" in given)
     settle_precision(run.model)
     settle_warmup(run.train, run.optimizer)
     check_sections(run.train, run.optimizer, run.checkpoint)
@@ -195,21 +195,6 @@ def rule_of(key: str) -> Rule | None:
     if section == "model" and name in NAMES:
         return NAMES[name]
     return KNOWN[name].rule if section == "model" and name in KNOWN else OWN_RULES.get(name)
-
-
-def _check_fp8_switch(model: Any, given: Container[str]) -> None:
-    """ValueError if a recipe is named while FP8 is neither on nor switched off by name: the run would train in BF16."""
-    recipe = next((name for name in ("fp8_format", "fp8_recipe") if getattr(model, name) is not None), None)
-    if (
-        recipe
-        and field_meant(getattr(model, recipe)) == "fp8_recipe"
-        and model.fp8 is None
-        and "model.fp8" not in given
-    ):
-        raise ValueError(
-            f"model.{recipe}={getattr(model, recipe)!r} without model.fp8, which would train in BF16: give"
-            " model.fp8=hybrid or e4m3 (or model.fp8=null, to have FP8 off)."
-        )
 
 
 def load(path: str | Path, *overrides: str) -> RunConfig:
