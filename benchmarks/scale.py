@@ -29,7 +29,7 @@ from benchmarks.estimates import CONFIGS, LAYOUTS, TITLES
 from megatron_fp8.estimate.settings import read
 from megatron_fp8.estimate.sites import Plans
 from megatron_fp8.estimate.verdicts import of_step
-from megatron_fp8.estimate.wire import of_save, of_stage
+from megatron_fp8.estimate.wire import of_stage
 from megatron_fp8.estimate.wire_linear import Traffic
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
@@ -43,18 +43,16 @@ EXPERTS = 49  # of two linears each, beside attention's two: 100 sites a layer
 # ------------------------------------------------------------------------------------------------------- by formulae
 
 
-def traffic(name: str, gpus: int) -> tuple[list[Traffic], list[Traffic]]:
-    """What a rank of the first stage exchanges in an iteration of a shipped config, and what a save gathers; 1 microbatch
-    of each data-parallel rank and stage, so that the work of a rank is the same on any number of ranks."""
+def traffic(name: str, gpus: int) -> list[Traffic]:
+    """What a rank of the first stage exchanges in an iteration of a shipped config; 1 microbatch of each data-parallel
+    rank and stage, so that the work of a rank is the same on any number of ranks."""
     layouts = LAYOUTS[name]
     options = [f"--config={CONFIGS / name}.yaml", *layouts.get(gpus, layouts[max(layouts)])[1]]
     model = read(options).model
     batch = gpus // model.model_ranks * model.pipeline_model_parallel_size
     settings = read([*options, "--train.micro_batch_size=1", f"--train.global_batch_size={batch}"], gpus=gpus)
     chunks = [chunk for chunk in settings.model.chunks() if chunk.stage == 0]
-    plans = Plans(settings.model)
-    iteration = of_stage(settings, chunks, plans) + of_step(settings, chunks)
-    return iteration, of_save(settings, chunks, plans)
+    return of_stage(settings, chunks, Plans(settings.model)) + of_step(settings, chunks)
 
 
 def least(name: str, gpus: int) -> bool:
@@ -72,7 +70,7 @@ def exchanged() -> str:
         rows = []
         for gpus in (gpus for gpus in WORLDS if least(name, gpus)):
             by_axis: dict[str, list[int]] = {}
-            for one in traffic(name, gpus)[0]:
+            for one in traffic(name, gpus):
                 sums = by_axis.setdefault(one.axis, [0, 0, 0, 0])
                 sums[0] = max(sums[0], one.ranks)
                 for index, value in enumerate((one.calls, one.messages, one.sent), 1):
@@ -84,18 +82,6 @@ def exchanged() -> str:
         header = ["GPUs", "group", "its ranks", "calls", "messages, by rings", "MB sent"]
         parts.append(f"### {TITLES[name]}\n\n{table(header, rows)}")
     return "\n\n".join(parts)
-
-
-def gathered() -> str:
-    """A table of what a save gathers of a distributed optimizer, to the first rank of a group and from the others."""
-    rows = []
-    for name in NAMES:
-        for gpus in (gpus for gpus in WORLDS if least(name, gpus)):
-            for one in traffic(name, gpus)[1]:
-                row = [TITLES[name], f"{gpus:,}", one.axis, f"{one.ranks:,}", f"{one.calls:,}"]
-                rows.append([*row, f"{one.bytes / 1e9:,.1f}", f"{one.sent / 1e6:,.1f}"])
-    header = ["model", "GPUs", "group", "its ranks", "calls", "GB, its first rank", "MB, each other sends"]
-    return f"### A save with the distributed optimizer\n\n{table(header, rows)}"
 
 
 # ----------------------------------------------------------------------------------------------------------- measured
@@ -274,7 +260,7 @@ def main() -> int:
             PAGE,
             BEGIN,
             END,
-            f"{describe(record)}\n\n{shown}\n\n## In numbers\n\n{exchanged()}\n\n{gathered()}",
+            f"{describe(record)}\n\n{shown}\n\n## In numbers\n\n{exchanged()}",
         )
     return 0
 

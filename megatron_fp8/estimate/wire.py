@@ -30,30 +30,6 @@ def of_stage(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traf
     return _by_kind(_all(settings, chunks, plans))
 
 
-def of_save(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traffic]:
-    """What a save gathers from the ranks of a pipeline stage, one entry a kind. ``bytes`` are those that the first rank
-    of each group then holds, in the memory of its host, until they are written.
-
-    Of a distributed optimizer masters and both moments, in float32, of all parameters: Megatron-Core's
-    'fully_reshardable', which layouts of any kind can read (distrib_optimizer.py, get_parameter_state_dp_zero). Nothing
-    of any other.
-    """
-    if not settings.optimizer.use_distributed_optimizer:
-        return []
-    return _by_kind(
-        Traffic(
-            "masters and moments",
-            "gather",
-            "expert data" if buffer.expert else "data",
-            buffer.ranks,
-            3 * 4 * buffer.size,
-            3 * len(buffer.buckets),
-        )
-        for chunk in chunks
-        for buffer in of_chunk_buffers(settings, chunk, plans)
-    )
-
-
 def _by_kind(traffic: Iterable[Traffic]) -> list[Traffic]:
     found: dict[tuple[str, str, str, int], Traffic] = {}
     for one in traffic:

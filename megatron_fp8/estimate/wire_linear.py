@@ -12,7 +12,7 @@ from .kept import kept_rule, runs_again
 from .settings import Settings
 from .sites import Plans, side_scales, two_rules
 
-Call = Literal["all-gather", "reduce-scatter", "all-reduce", "send", "all-to-all", "gather"]
+Call = Literal["all-gather", "reduce-scatter", "all-reduce", "send", "all-to-all"]
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,16 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends: by rings; directly, to the next or previous stage and where one rank gathers."""
+        """Bytes that a rank sends: by rings; directly, to the next or previous stage."""
         if self.call == "send":
             return self.bytes
-        if self.call == "gather":
-            return self.bytes // self.ranks
         return self.bytes * (self.ranks - 1) // self.ranks * (2 if self.call == "all-reduce" else 1)
 
     @property
     def messages(self) -> int:
         """Messages that a rank sends for that: a ring's steps, two rounds of them for an all-reduce. By this rule alone:
         libraries choose trees and other ways by size, and nobody counts them."""
-        if self.call in ("send", "gather"):
+        if self.call == "send":
             return self.calls
         return self.calls * (self.ranks - 1) * (2 if self.call == "all-reduce" else 1)
 

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from benchmarks.scale import gpt
 from benchmarks.support.ranks import model_parallel
+from megatron_fp8.estimate.buffers import of_chunk_buffers
 from megatron_fp8.estimate.settings import Settings, read
 from megatron_fp8.estimate.sites import Plans
 from megatron_fp8.estimate.verdicts import of_step
-from megatron_fp8.estimate.wire import of_save, of_stage
+from megatron_fp8.estimate.wire import of_stage
 from tests.support.estimate_cases import CASES
 from tests.support.estimates import _trained, options
 from tests.support.left_behind import put_back
@@ -127,8 +128,7 @@ def once(name: str, world: int, rank: int, folder: Path) -> dict[str, dict[str, 
 def test_nothing_that_is_asked_once_grows_with_the_ranks(tmp_path: Path, rank: int, name: str) -> None:
     few, many = (once(name, world, rank % world, tmp_path / str(world)) for world in (64, 512))
     for what, found in many.items():
-        # The sharded optimizer's, which are held below: of a group, and of the model's size.
-        assert {"gather", "scatter"} & set(found) <= ({"gather"} if what == "state" else set()), what
+        assert not {"gather", "scatter"} & set(found), what
         everybody = {call for call, one in found.items() if one.peers == 512}
         assert everybody <= {"all-reduce", "broadcast", *(["send"] if what == "save" else [])}, what
         for call in everybody:
@@ -147,27 +147,32 @@ def test_nothing_that_is_asked_once_grows_with_the_ranks(tmp_path: Path, rank: i
     ],
 )
 @pytest.mark.parametrize("world", [pytest.param(8, marks=pytest.mark.long), 512])
-def test_a_save_gathers_masters_and_moments_and_nothing_else(name: str, world: int) -> None:
-    """To the first rank of each data-parallel group. In a table of docs/scaling.md."""
+def test_each_rank_stores_the_masters_and_moments_that_it_holds(name: str, world: int) -> None:
+    """And the weights that follow from them: no more than its part of the buffers, and nothing is sent."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
     from megatron_fp8.mcore.checkpoint.training import sharded_state
 
     arguments, settings = of_a_world(name, world)
     stages = settings.model.pipeline_model_parallel_size
     first = (stages - 1) * world // stages
+    plans = Plans(settings.model)
     chunks = [chunk for chunk in settings.model.chunks() if chunk.stage == stages - 1]
-    expected = of_save(settings, chunks, Plans(settings.model))
-    calls = sum(one.calls for one in expected)
-    for rank, held in ((first, sum(one.bytes for one in expected)), (world - 1, 0)):
-        with (
-            simulated(rank, world),
-            _trained(arguments, iterations=0) as (step, parts, _),
-            counted() as found,
-        ):
-            sharded_state(parts, step.optimizer)
-        gathered = found.pop("gather")
-        assert (gathered.calls, gathered.bytes) == (calls, held)
-        assert gathered.peers == max(one.ranks for one in expected)
-        assert all(one.bytes <= 64 * one.calls for one in found.values()), found
+    part = sum(
+        buffer.size // buffer.ranks for chunk in chunks for buffer in of_chunk_buffers(settings, chunk, plans)
+    )
+    for rank in (first, world - 1):
+        with simulated(rank, world), _trained(arguments, iterations=0) as (step, parts, _):
+            with counted() as found:
+                state = sharded_state(parts, step.optimizer)
+            assert all(one.bytes <= 64 * one.calls for one in found.values()), found
+            stored = Counter[str]()
+            for shard in nested_values(extract_sharded_base(state["optimizer"])[0]):
+                stored[shard.key.split(".")[2]] += shard.data.numel()
+            weights = sum(shard.data.numel() for shard in state["parts"])
+        assert len(stored) == 3 and set(stored.values()) == {weights}, stored
+        assert weights <= part and (weights > 0.9 * part or rank != first), (weights, part)
 
 
 # ------------------------------------------------------------------------------------------------------- many layers

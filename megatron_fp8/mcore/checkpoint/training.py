@@ -36,6 +36,7 @@ from ...state.ranks import anywhere, first_to_say, union
 from ..guard import take
 from ..names import of_key
 from ..optimizer.loss_scaler import scalers
+from ..optimizer.stored import own_weights
 from ..report import parallel_layout
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
@@ -50,8 +51,7 @@ _METADATA = {
     "non_homogeneous_layers": True,
     "singleton_local_shards": True,
     "chained_optim_avoid_prefix": True,
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "distrib_optim_sharding_type": "fully_sharded_model_space",
 }
 
 
@@ -67,8 +67,8 @@ def sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     _begin_state(optimizer)
     model = model_state(chunks)
     optimizing = optimizer.sharded_state_dict(model, is_loading=False, metadata=_metadata())
-    _weights_from_masters(model, optimizing)
-    return {**model, "optimizer": optimizing, "rng": sharded_streams()}
+    weights = _weights_from_masters(model, optimizer, optimizing)
+    return {**weights, "optimizer": optimizing, "rng": sharded_streams()}
 
 
 def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
@@ -238,25 +238,31 @@ def _shards(state: Any) -> list[Any]:
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 
-def _weights_from_masters(model: dict[str, Any], optimizing: Any) -> None:
-    """Weights are stored as their float32 masters rounded to the weights' dtype, where the optimizer has masters.
+def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any) -> dict[str, Any]:
+    """The model's sharded state, with weights made from float32 masters, where the optimizer has them, by rounding.
 
     That is what weights are, except that those which live as FP8 have lost bits, and that, with overlap_param_gather,
-    those of other ranks' shards are one step old until the next forward pass. Of data-parallel ranks the first one
-    writes; it has all masters, the others may have none.
+    those of other ranks' shards are one step old until the next forward pass. With a distributed optimizer each rank
+    stores the parts of weights that it has masters of.
     """
+    sharding = [each for each in _optimizers(optimizer) if hasattr(each, "gbuf_ranges")]
+    cut = {id(param) for each in sharding for buffer in each.buffers for param in buffer.params}
+    whole = {
+        name: {key: shard for key, shard in flat.items() if id(shard.data) not in cut}
+        for name, flat in model.items()
+    }
     masters = {
         shard.key[len(start) :]: shard.data
         for shard in _shards(optimizing)
         for start in _MASTERS
         if shard.key.startswith(start)
     }
-    for shard in _shards(model):
-        dtype, shape = shard.data.dtype, shard.data.shape
+    for shard in _shards(whole):
         if shard.key in masters:
-            shard.data = masters[shard.key].detach().reshape(shape).to(dtype)
-        elif is_float8tensor(shard.data):
-            shard.data = torch.empty(shape, dtype=dtype, device="cpu")
+            shard.data = masters[shard.key].detach().reshape(shard.data.shape).to(shard.data.dtype)
+        elif is_float8tensor(shard.data):  # frozen
+            shard.data = shard.data.dequantize()
+    return {**whole, "parts": [part for each in sharding for part in own_weights(each, model)]}
 
 
 def _master_names(optimizing: Any, stored: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""A patch for checkpoints of the distributed optimizer over several buckets, which Megatron-Core can garble.
+"""A patch for loops that save the distributed optimizer as ``fully_reshardable``, which Megatron-Core can garble.
+
+``train`` does not save so (optimizer/stored.py).
 
 The weights of a bucket are followed by padding, so that each rank's shard has the same size. To be saved, a buffer's
 buckets are joined without it, and then a weight is looked up by its place with it: from the second bucket on master

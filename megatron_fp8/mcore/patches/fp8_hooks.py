@@ -22,7 +22,7 @@ def patches() -> list[Patch]:
     from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from ..layers.output import output_layer_in_fp8
     from ..optimizer import fp8_params as param_optimizer
-    from ..optimizer import grad_norm, loss_scaler, models, one_read, options
+    from ..optimizer import grad_norm, loss_scaler, models, one_read, options, stored
     from ..substitute import build_own_modules, final_norm_of_the_layers
     from ..te import context as te_context
     from . import buckets, dispatch, experts, latent, mtp, router
@@ -153,6 +153,7 @@ def patches() -> list[Patch]:
         *options.patches(),
         *latent.patches(),
         *dispatch.patches(),
+        *stored.patches(),
         *buckets.patches(),
         *experts.patches(),
         *mtp.patches(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_fp8.estimate.settings import read
 from megatron_fp8.estimate.sites import Plans
-from megatron_fp8.estimate.wire import of_save, of_stage
+from megatron_fp8.estimate.wire import of_stage
 from megatron_fp8.estimate.wire_linear import Traffic
 
 
@@ -27,17 +27,3 @@ def test_a_ring_sends_a_part_to_each_step():
         reduced = Traffic("x", "all-reduce", "data", ranks, 1024, calls=3)
         assert (reduced.sent, reduced.messages) == (2 * gather.sent, 2 * gather.messages)
     assert Traffic("x", "send", "pipeline", 2, 1024, calls=3).messages == 3
-
-
-def test_a_save_gathers_what_is_sharded():
-    """Three float32 numbers a parameter, and padding, in three calls a bucket; nothing where each rank has all."""
-    held = {}
-    for sharded in ("true", "false"):
-        options = ["--config=llama3_8b", f"--optimizer.use_distributed_optimizer={sharded}"]
-        settings = read(options, gpus=64)
-        held[sharded] = of_save(settings, list(settings.model.chunks()), Plans(settings.model))
-    (one,) = held["true"]
-    whole = 8_030_261_248 // settings.model.tensor_model_parallel_size
-    assert 12 * whole <= one.bytes < 12 * 1.001 * whole
-    assert one.sent == one.bytes // one.ranks and one.messages == one.calls
-    assert held["false"] == []
