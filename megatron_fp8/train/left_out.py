@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.disk import read_ordinary, replace_file
+from ..files.disk import read_ordinary, refuse_link_out, replace_file
 from ..files.manifest import checksum
 from ..files.strict_json import load_json
 
@@ -43,6 +43,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     something else than was written. A list without a checksum is taken as it is, with a warning."""
     path = folder / FILE
     try:
+        refuse_link_out(path)
         found = load_json(read_ordinary(path, _LARGEST))
         if isinstance(found, dict):
             if found.get("sha256") != checksum(found):

@@ -142,12 +142,14 @@ class RunFolders:
         """Each rank sees rank 0's token in the folder, writes its own, and rank 0 sees them all."""
         if dist.get_world_size() == 1:
             return
-        rank, token = dist.get_rank(), on_first_rank(lambda: uuid.uuid4().hex)
+        rank, given = dist.get_rank(), str(self._given())
+        token, of_first = on_first_rank(lambda: (uuid.uuid4().hex, given))
         names = [f"{_TRIAL}{token}-{other}" for other in range(dist.get_world_size())]
         mine, size, problem = self.checkpoints / names[rank], len(token), ""
         try:
             if rank and unseen(self.checkpoints, {names[0]: size}, PATIENCE_S):
                 problem = "it does not have there what rank 0 has written"
+                problem += f", and was given {given!r}" if given != of_first else ""
             else:
                 write_file(mine, token)
         except OSError as error:

@@ -29,7 +29,8 @@ def load_moments(folder: Path, chunks: list[Any]) -> Iterator[tuple[torch.nn.Par
 
     Raises ValueError, on every rank: a file holds something else than the metadata says.
     """
-    stored = read_metadata(folder).state_dict_metadata
+    metadata = read_metadata(folder)
+    stored = metadata.state_dict_metadata
     first, second = ({name for name in stored if _is_float32(name, stored, moment)} for moment in MOMENTS)
     if not first or not second:
         return
@@ -45,7 +46,7 @@ def load_moments(folder: Path, chunks: list[Any]) -> Iterator[tuple[torch.nn.Par
             ):
                 for moment, shard in zip(MOMENTS, pair, strict=True):
                     wanted[moment][name] = shard
-        loaded = load_shards(folder, wanted).state
+        loaded = load_shards(folder, wanted, metadata).state
         for name in loaded[MOMENTS[0]]:
             yield parameters[name], {moment: loaded[moment][name] for moment in MOMENTS}
 

@@ -57,8 +57,8 @@ class _NotShared(OSError):
     """Rank 0 does not see what other ranks have written."""
 
 
-class _NotLatest(OSError):
-    """The checkpoint is complete, and ``latest`` may name another one: which, and the remedy, in words."""
+class _NotSettled(OSError):
+    """The checkpoint is complete, and what follows failed: which, and the remedy, in words."""
 
 
 class Saver:
@@ -173,7 +173,7 @@ class Saver:
         failed: Exception | None = None
         try:
             done = work()
-        except (_NotShared, _NotLatest) as error:
+        except (_NotShared, _NotSettled) as error:
             failed = error
         except Exception as error:  # whatever it is, the others must not wait for this rank
             cause = root_cause(error)  # without frames, which do not travel
@@ -186,7 +186,7 @@ class Saver:
         self._on_each(lambda: work() if self._first else None)
 
     def _failure(self, rank: int, cause: BaseException) -> SaveError:
-        if isinstance(cause, _NotLatest):
+        if isinstance(cause, _NotSettled):
             return SaveError(str(cause))
         reason = " ".join(str(cause).split()) or type(cause).__name__
         what = f"the checkpoint could not be saved in {str(self.folder)!r} (rank {rank}: {reason})."
@@ -254,7 +254,13 @@ class Saver:
             if replaced:
                 replaced.rename(final)
             raise
-        sync(self.folder)
+        try:
+            sync(self.folder)
+        except OSError as error:
+            raise _NotSettled(
+                f"the checkpoint {final} is complete, but the disk does not confirm its name ({in_words(error)}): after a"
+                f" loss of power it may be gone. {remedy(error).capitalize()} and start again with --resume={final}."
+            ) from error
         if not self.not_finite:
             self._name_latest(final)
         self._remove_old(final)
@@ -264,7 +270,7 @@ class Saver:
         try:
             replace_file(pointer, final.name + "\n")
         except OSError as error:
-            raise _NotLatest(
+            raise _NotSettled(
                 f"the checkpoint {final} is complete, but {str(pointer)!r} cannot be written ({in_words(error)})."
                 f" It may name an earlier one: {remedy(error)} and start again with --resume={final}."
             ) from error

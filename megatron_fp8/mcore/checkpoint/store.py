@@ -38,7 +38,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ...files.checkpoint import read_metadata
 from ...files.uncollected import uncollected
 from ...state.ranks import first_to_say
 from .fp8_state import is_slot_key
@@ -180,16 +179,16 @@ class Loaded:
     not_finite: str
 
 
-def load_shards(folder: Path, sharded_state: dict[str, Any]) -> Loaded:
+def load_shards(folder: Path, sharded_state: dict[str, Any], metadata: Any) -> Loaded:
     """This rank's part of a checkpoint, in the places of the sharded tensors of ``sharded_state``. Collective.
 
-    Values that are no sharded tensors stay as they are.
+    Values that are no sharded tensors stay as they are. ``metadata``: the checkpoint's, of ``read_metadata``.
 
     Raises ValueError, on every rank: a file holds something else than the metadata says.
     """
     _, rest = extract_nonpersistent(sharded_state)
     _, common = extract_sharded_base(rest)
-    reading, state = _TensorsOnly(), {}
+    reading, state = _TensorsOnly(metadata), {}
     failed: Exception | None = None
     try:
         # Each rank reads what it wants: nothing is asked of others, whose wishes Megatron-Core would gather to compare.
@@ -271,13 +270,6 @@ def _write(item: WriteItem, tensor: torch.Tensor, stream: BinaryIO) -> WriteResu
     return WriteResult(item.index, length, _StorageInfo(Path(stream.name).name, start, length))
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads .metadata through the allow-list."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        return read_metadata(Path(self.path))
-
-
 class _Planner(torch_dist.MCoreLoadPlanner):
     """Megatron-Core's, without torch's torch.load of arbitrary objects."""
 
@@ -286,9 +278,11 @@ class _Planner(torch_dist.MCoreLoadPlanner):
 
 
 class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
-    """Megatron-Core's loading strategy with our reader and planner."""
+    """Megatron-Core's loading strategy with our planner, and with ``.metadata`` as it was read through the allow-list."""
 
-    not_finite = ""
+    def __init__(self, metadata: Any) -> None:
+        super().__init__()
+        self.metadata, self.not_finite = metadata, ""
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> dict[str, Any]:
         wanted = list(nested_values(sharded_state_dict))
@@ -296,10 +290,10 @@ class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
             sharded_state_dict
         )
         loading = torch_dist.mcore_to_pyt_state_dict(by_key, True)
-        reader, planner = _Reader(checkpoint_dir), _Planner(shapes_validation_sharded_tensors=wanted)
-        metadata = reader.read_metadata()
-        planner.set_up_planner(loading, metadata, True)
-        reader.set_up_storage_reader(metadata, True)
+        reader = dcp.FileSystemReader(checkpoint_dir)
+        planner = _Planner(shapes_validation_sharded_tensors=wanted)
+        planner.set_up_planner(loading, self.metadata, True)
+        reader.set_up_storage_reader(self.metadata, True)
         plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
         reader.read_data(plan, planner).wait()
         plain = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in loading.items()}

@@ -148,8 +148,8 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     _check_same_model(folder, wanted, stored)
 
     # On its own: of weights alone both want the same tensors, in other dtypes.
-    optimizing = load_shards(folder, {"optimizer": wanted.pop("optimizer")})
-    rest = load_shards(folder, wanted)
+    optimizing = load_shards(folder, {"optimizer": wanted.pop("optimizer")}, metadata)
+    rest = load_shards(folder, wanted, metadata)
     if bad := _anywhere(rest.not_finite or optimizing.not_finite):
         raise ValueError(
             f"the checkpoint {str(folder)!r} cannot be trained on from: {bad} holds NaN or Inf. {use_another(folder)}"
@@ -184,11 +184,12 @@ def load_weights(folder: Path, model: Any, *, left_out: tuple[str, ...] = ()) ->
     Raises ValueError, on every rank and before anything is changed: the checkpoint is of another model.
     """
     prepare([model])
-    stored = read_metadata(folder).state_dict_metadata
+    metadata = read_metadata(folder)
+    stored = metadata.state_dict_metadata
     wanted = model_state([model])
     missing, _ = fit_to_checkpoint(wanted["model0"], stored)
     _check_same_model(folder, wanted, {k: v for k, v in stored.items() if not k.startswith(left_out)}, "")
-    loaded = load_shards(folder, wanted)
+    loaded = load_shards(folder, wanted, metadata)
     unwrap(model).load_state_dict(loaded.state["model0"])
     warm_from_weights(fp8_linears([model]), _slots(missing))
     state_of(unwrap(model).config).weight_generation += 1  # whatever was quantised before is of other weights

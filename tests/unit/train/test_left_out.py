@@ -46,6 +46,13 @@ def test_every_digit_that_is_another_one_is_found(tmp_path):
             left_out.read(tmp_path)
 
 
+def test_a_link_to_somewhere_else_is_refused(tmp_path):
+    left_out.write(tmp_path / "..", RECORDS)
+    (tmp_path / left_out.FILE).symlink_to(tmp_path / ".." / left_out.FILE)
+    with pytest.raises(ValueError, match="is a link out of its folder"):
+        left_out.read(tmp_path)
+
+
 def test_a_list_of_an_earlier_version_is_read_and_said(tmp_path):
     (tmp_path / left_out.FILE).write_text(json.dumps(RECORDS))
     with pytest.warns(UserWarning, match=r"left_out\.json' is of an earlier version, which had no checksum"):

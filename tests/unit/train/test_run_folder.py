@@ -212,7 +212,7 @@ def test_a_folder_that_is_not_shared_is_said_before_training(ranks, tmp_path):
         said, waiting = zip(*ranks(2).run(in_their_folders, folders), strict=True)
         assert "ranks do not see each other's files in" in waiting[0] and not waiting[1]
         assert "is not shared by all ranks: rank 1 on" in said[0] and f"checkpoint.folder={one!r}" in said[0]
-        assert "does not have there what rank 0 has written" in said[1]
+        assert f"does not have there what rank 0 has written, and was given {folders[1]!r}" in said[1]
     assert os.listdir(tmp_path) == ["other"] and not os.listdir(other)
 
 

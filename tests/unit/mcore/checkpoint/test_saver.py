@@ -120,6 +120,33 @@ def test_an_asynchronous_failure_is_raised_where_all_ranks_meet(ranks, tmp_path)
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
 
 
+def unconfirmed_save(folder: str) -> str:
+    """What is said where the disk takes all files and the new name, and does not confirm the name."""
+    from megatron_fp8.mcore.checkpoint import saver
+
+    def fails(path: Path) -> None:
+        if path == Path(folder):
+            raise OSError(5, "Input/output error")
+
+    with mock.patch.object(saver, "sync", fails):
+        try:
+            saver.Saver(Path(folder)).save(state(1), Manifest(1))
+        except saver.SaveError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_name_that_the_disk_does_not_confirm_is_of_a_complete_checkpoint(ranks, tmp_path):
+    said = ranks(2).run(unconfirmed_save, str(tmp_path))
+    whole = tmp_path / "iter_0000001"
+    assert said[0] == said[1]
+    assert said[0].startswith(
+        f"the checkpoint {whole} is complete, but the disk does not confirm its name (Input"
+    )
+    assert said[0].endswith(f"--resume={whole}.")
+    check_files(whole, read_manifest(whole))
+
+
 HELPS = "make room there and start again with"
 
 
