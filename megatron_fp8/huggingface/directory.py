@@ -7,9 +7,11 @@ sees a whole model or none.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import TracebackType
@@ -48,10 +50,17 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 def new_directory(path: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `path` when the block ends well, and is removed when it does not.
 
+    Warns of what was killed while it wrote the same one, which takes room and nobody reads.
+
     Raises ValueError: `path` is there already and not empty, or cannot be written.
     """
     if not path.name or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise ValueError(f"{str(path)!r} is there already: give a new folder, or remove it.")
+    for left in sorted(path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}")):
+        warnings.warn(
+            f"{str(left)!r} is unfinished: remove it, unless something else writes {str(path)!r} now.",
+            stacklevel=3,
+        )
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with written(path):

@@ -96,6 +96,22 @@ def test_a_directory_is_whole_or_not_there(tmp_path, monkeypatch):
         pass
 
 
+def test_what_a_killed_export_left_is_named(tmp_path):
+    """Of the same directory, by a name of just that form; and the new one is written beside it."""
+    for name in (".out.0123abcd", ".out.notes", ".other.0123abcd"):
+        (tmp_path / name).mkdir()
+    with pytest.warns(UserWarning) as said, new_directory(tmp_path / "out") as folder:
+        (folder / "file").write_text("whole")
+    (warning,) = said
+    assert str(warning.message).startswith(f"'{tmp_path}/.out.0123abcd' is unfinished: remove it")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".other.0123abcd",
+        ".out.0123abcd",
+        ".out.notes",
+        "out",
+    ]
+
+
 @pytest.mark.parametrize("command", ["import", "export"])
 def test_a_full_disk_leaves_nothing(run, tmp_path, capsys, command):
     """No file may be longer than 100,000 bytes: as if the disk ended there."""
