@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.support import gpt
 from benchmarks.support.fp8_gpt import DEEPSEEK, MOE, NARROW
 from benchmarks.support.ranks import Layout, model_parallel
 from tests.support.resume import Training, loads_and_saves, tensors_of, trains_and_saves
@@ -312,3 +313,36 @@ def test_what_a_gpu_saved_goes_on_on_a_cpu(ranks, tmp_path):
     """On the same layout too, where random streams are of the same places and of another kind."""
     why, same = ranks(1).run(loads_what_a_gpu_saved, str(tmp_path))[0]
     assert why == "a GPU's random streams are not a CPU's" and same
+
+
+@pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["plain", "sharded"])
+def test_a_frozen_fp8_weight_is_stored_as_what_it_stands_for(ranks, tmp_path, ddp):
+    """It has no master; a model that loads it computes the same."""
+    value, straight, again = ranks(1).run(frozen_saves, str(tmp_path), ddp)[0]
+    stored = tensors_of(tmp_path / "iter_0000001")[f"decoder.layers.0.{FROZEN}"]
+    assert stored.abs().max() > 0 and torch.equal(stored.float(), torch.from_numpy(value))
+    assert straight == again
+
+
+FROZEN = "mlp.linear_fc2.weight"
+
+
+def frozen_saves(folder: str, ddp: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(the frozen weight's value, loss and norm of the iteration after a save, those of a model that loaded it)."""
+    from megatron_fp8.params.fp8_parameter import Fp8Parameter
+
+    initialise = gpt.initialise
+
+    def frozen(model: Any, config: Any, seed: int) -> None:
+        initialise(model, config, seed)
+        model.decoder.layers[0].get_parameter(FROZEN).requires_grad_(False)
+
+    with model_parallel(), mock.patch.object(gpt, "initialise", frozen):
+        first, second = (
+            Training(Layout(), "blockwise", {**NARROW, "fp8_param": True}, ddp, seed) for seed in (1, 2)
+        )
+        first.steps(1)
+        second.load(first.save(folder))
+        (weight,) = (p for p in first.chunks[0].parameters() if not p.requires_grad)
+        assert isinstance(weight, Fp8Parameter)
+        return weight.dequantize().float().numpy(), first.steps(1), second.steps(1)
