@@ -31,7 +31,17 @@ from . import library, mkl
 
 SOURCES = [
     Path(__file__).with_name(f"{name}.c")
-    for name in ("loops", "blocks", "casts", "gemm", "grouped", "few_rows", "few_tokens", "figures")
+    for name in (
+        "loops",
+        "blocks",
+        "casts",
+        "gemm",
+        "grouped",
+        "few_rows",
+        "few_tokens",
+        "figures",
+        "one_query",
+    )
 ]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
@@ -70,8 +80,8 @@ def usable(x: torch.Tensor) -> bool:
 
 
 def plain(x: torch.Tensor) -> bool:
-    """Whether C can read x from end to end: ``_in_memory``, and contiguous."""
-    return _in_memory(x) and x.is_contiguous()
+    """Whether C can read x from end to end: ``readable``, and contiguous."""
+    return readable(x) and x.is_contiguous()
 
 
 def reason() -> str | None:
@@ -281,14 +291,14 @@ def fits(a: Operand, b: Operand) -> bool:
 
 
 def _taken(of: Operand) -> bool:
-    if of.values.dtype not in FORMATS or not (_in_memory(of.values) and of.values.numel()):
+    if of.values.dtype not in FORMATS or not (readable(of.values) and of.values.numel()):
         return False
     if of.scale is None:
         return True
-    return _in_memory(of.scale) and (of.block[1] == 0 or (of.pow2 and of.block[1] % _SQUARE == 0))
+    return readable(of.scale) and (of.block[1] == 0 or (of.pow2 and of.block[1] % _SQUARE == 0))
 
 
-def _in_memory(x: torch.Tensor) -> bool:
+def readable(x: torch.Tensor) -> bool:
     """Whether C can read x at its address: a plain CPU tensor whose numbers are in its memory."""
     return (
         x.is_cpu and type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.is_neg() or x._is_zerotensor())
