@@ -159,9 +159,13 @@ def mx_scales(machine: Machine, name: str) -> str:
             if machine.backend is native:
                 casts.append(native.quantize(x, rule, "both", for_product=True).tensor)
             for side in (side for cast in casts for side in cast.sides):
-                plain = side.untiled()
+                plain = side.plain()
                 there = replace(plain, codes=plain.codes.cpu(), scale_inv=plain.scale_inv.cpu())
-                same_bytes(tiles_of(side), tiles_of(there), f"{role} {shape} scales in tiles")
+                same_bytes(
+                    tiles_of(side if side.tiled else plain),
+                    tiles_of(there),
+                    f"{role} {shape} scales in tiles",
+                )
                 count += there.scale_inv.numel()
     if name == "mxfp8" or machine.backend is not native:
         return f"{count:,} scales in tiles, all equal"

@@ -29,7 +29,7 @@ class QuantizedSide:
     """One direction of a quantised matrix.
 
     Attributes:
-        codes: float8 [rows, cols]; the contraction is last.
+        codes: float8 [rows, cols + padding]; the contraction is last.
         scale_inv: float32, or float8_e8m0fnu for MXFP8. Shape [] (per tensor), [rows, 1] (per row), or
             [ceil(rows / R), ceil(cols / C)] for R x C blocks: the logical layout.
         granularity: elements that share a scale, in this side's orientation.
@@ -37,7 +37,9 @@ class QuantizedSide:
         finite: known to hold no NaN or Inf code and no NaN scale (False: not known), which decoding then need not look
             for.
         tiled: scale_inv is one row of bytes, as Blackwell's product reads it (kernels/mx_scales.py): of operands that a
-            linear's casts make for its products. ``untiled`` has the logical layout again.
+            linear's casts make for its products.
+        padding: columns of zeros behind the matrix, up to a whole block: of operands that a linear's casts make for its
+            products, which sum over them. ``plain`` has the logical layout again, of this and of tiles.
     """
 
     codes: torch.Tensor
@@ -46,11 +48,18 @@ class QuantizedSide:
     pow2: bool
     finite: bool = False
     tiled: bool = False
+    padding: int = 0
 
     def __repr__(self) -> str:
-        codes = f"{self.fmt.name} {list(self.codes.shape)}"
+        codes = f"{self.fmt.name} {list(self.shape)}"
         scales = f"{str(self.scale_inv.dtype).removeprefix('torch.')} {list(self.scale_inv.shape)}"
         return f"QuantizedSide({codes}, scale_inv {scales} per {self.granularity}, {self.codes.device})"
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, cols], without padding."""
+        rows, cols = self.codes.shape
+        return torch.Size((rows, cols - self.padding))
 
     @property
     def fmt(self) -> FloatFormat:
@@ -80,10 +89,12 @@ class QuantizedSide:
 
     def float_scale_inv(self) -> torch.Tensor:
         """scale_inv as float32, in its logical shape."""
-        return _float_scale(self.untiled().scale_inv)
+        return _float_scale(self.plain().scale_inv)
 
-    def untiled(self) -> QuantizedSide:
-        """Itself, or, if tiled, with a copy of its scales in the logical layout."""
+    def plain(self) -> QuantizedSide:
+        """Itself, or in the logical layout: without padding, a view; if tiled, with a copy of its scales."""
+        if self.padding:
+            return replace(self, codes=self.codes[:, : self.shape[1]], padding=0).plain()
         if not self.tiled:
             return self
         (rows, cols), width = self.codes.shape, self.granularity.cols
@@ -99,14 +110,15 @@ class QuantizedSide:
     def transposed(self) -> QuantizedSide:
         """The other direction, where it is the same codes and scales (views): per tensor and square blocks only."""
         assert self.granularity.symmetric, "a 1-wide block has other scales along the other direction"
+        assert not self.padding, "zeros behind the columns would be rows"
         scale_inv = self.scale_inv if self.granularity.is_tensor else self.scale_inv.t()
         return replace(self, codes=self.codes.t(), scale_inv=scale_inv)
 
     @keeping_subnormals
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give dtype's canonical quiet NaN."""
-        if self.tiled:
-            return self.untiled().dequantize(dtype)
+        if self.tiled or self.padding:
+            return self.plain().dequantize(dtype)
         turned = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
         codes = self.codes.t() if turned else self.codes
         block = (self.granularity.rows, self.granularity.cols)
@@ -146,9 +158,9 @@ class Float8Tensor:
     def shape(self) -> torch.Size:
         """[rows, cols] of the matrix that was quantised."""
         if self.rowwise is not None:
-            return self.rowwise.codes.shape
+            return self.rowwise.shape
         assert self.columnwise is not None, "a Float8Tensor holds at least one direction"
-        return self.columnwise.codes.t().shape
+        return self.columnwise.shape[::-1]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The matrix back, in the orientation that was quantised; dtype defaults to the original's."""

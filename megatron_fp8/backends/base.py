@@ -98,9 +98,9 @@ def unfit(
     a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
 ) -> ValueError:
     """What a gemm raises: contractions that differ, E5M2 twice, another result than a float, a bias that is not [N]."""
-    if a.codes.shape[1] != b.codes.shape[1]:
+    if a.shape[1] != b.shape[1]:
         return ValueError(
-            f"gemm contracts the last dimensions, {tuple(a.codes.shape)} and {tuple(b.codes.shape)}: they must be equal"
+            f"gemm contracts the last dimensions, {tuple(a.shape)} and {tuple(b.shape)}: they must be equal"
         )
     if out_dtype not in RESULTS:
         return ValueError(f"gemm: out_dtype {out_dtype} is none of {', '.join(map(str, RESULTS))}")

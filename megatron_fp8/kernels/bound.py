@@ -74,7 +74,7 @@ class BoundCast:
         device: to launch on.
         memory: allocate what is written.
         launches: in order.
-        sides: of each side (index of its codes, index of its scales, how those lie in their memory if not as it is).
+        results: codes and scale_inv of each side: index of its memory, and how it lies there if not as that is.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class BoundCast:
         device: int,
         memory: list[Callable[[], torch.Tensor]],
         launches: list[_Launch],
-        sides: list[tuple[int, int, tuple[Any, Any] | None]],
+        results: list[tuple[int, tuple[Any, Any] | None]],
     ):
         self._kernels = kernels
-        self._device, self._memory, self._launches, self._sides = device, memory, launches, sides
+        self._device, self._memory, self._launches, self._results = device, memory, launches, results
 
     def ready(self) -> int | None:
         """The stream to launch on; None: not from here, another device is the current one, or a kernel has hooks."""
@@ -108,10 +108,9 @@ class BoundCast:
             for place, index, offset in places:
                 values[place] = pointers[index] + offset
             start(*values, stream=stream)
-        found: list[torch.Tensor] = []
-        for codes, scale, lies in self._sides:
-            found += made[codes], made[scale] if lies is None else made[scale].as_strided(*lies)
-        return found
+        return [
+            made[index] if lies is None else made[index].as_strided(*lies) for index, lies in self._results
+        ]
 
 
 class _Binding:
@@ -140,8 +139,8 @@ class _Binding:
                 values[place] = pointer
             launches.append(_Launch(made.start, values, places))
         kernels = {id(made.kernel): made.kernel for made, _ in noted}  # its own hash is that of its source
-        sides = [self._side(side) for side in self._sides if side is not None]
-        return BoundCast(list(kernels.values()), noted[0][0].device, self._memory, launches, sides)
+        results = [self._result(tensor) for side in self._sides if side is not None for tensor in side]
+        return BoundCast(list(kernels.values()), noted[0][0].device, self._memory, launches, results)
 
     def _index(self, tensor: torch.Tensor, *, zeroed: bool) -> int:
         """Which of the allocations the tensor lies in."""
@@ -164,10 +163,9 @@ class _Binding:
         self._memory.append(make)
         return index
 
-    def _side(self, side: Pair) -> tuple[int, int, tuple[Any, Any] | None]:
-        codes, scale = (self._indices[_address(tensor)] for tensor in side)
-        padded = side[1].numel() * side[1].element_size() != side[1].untyped_storage().nbytes()
-        return codes, scale, (side[1].shape, side[1].stride()) if padded else None
+    def _result(self, tensor: torch.Tensor) -> tuple[int, tuple[Any, Any] | None]:
+        padded = tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes()
+        return self._indices[_address(tensor)], (tensor.shape, tensor.stride()) if padded else None
 
 
 def _address(tensor: torch.Tensor) -> int:

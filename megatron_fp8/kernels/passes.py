@@ -1,7 +1,8 @@
 """The passes over a matrix, as Triton kernels. Each program takes one tile; quantize.py launches them.
 
-The first arguments are a TileSource's (sources.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols, rows] are
-contiguous; amaxes are int32 views of float32; a flag says which of them are there. A program's tile is tiles.place.
+The first arguments are a TileSource's (sources.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols, col_stride]
+are contiguous; amaxes are int32 views of float32; a flag says which of them are there. A program's tile is tiles.place.
+Rows beyond the matrix are zeros in a tile, and so are their codes, up to col_stride, which is rows or more.
 
 Amaxes are first taken with NaN included: as bits it is greater than Inf. Only a tile whose largest value is Inf or NaN is
 gone through again, to count such elements and to leave NaN out.
@@ -94,7 +95,7 @@ def find_gradient_amaxes(
 @triton.jit(do_not_specialize_on_alignment=_NUMBERS)
 def cast_tensor(
     x, x_stride, first, first_stride, second, offset, rows, cols,
-    row_codes, col_codes, given, scale_inv, amax, nonfinite, epsilon, factor,
+    row_codes, col_codes, col_stride, given, scale_inv, amax, nonfinite, epsilon, factor,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     RECORD: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -120,13 +121,13 @@ def cast_tensor(
     if ROWWISE:
         store_rows(row_codes, encode(widen(tile) * scale, E4M3), top, left, rows, cols)
     if COLUMNWISE:
-        store_turned(col_codes, _words(tile, scale, E4M3), top, left, rows, cols)
+        store_turned(col_codes, _words(tile, scale, E4M3), top, left, col_stride, cols)
 
 
 @triton.jit
 def cast_rows(
     x, x_stride, first, first_stride, second, offset, rows, cols,
-    row_codes, col_codes, row_amax, col_amax, row_scale, col_scale, epsilon, factor,
+    row_codes, col_codes, col_stride, row_amax, col_amax, row_scale, col_scale, epsilon, factor,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     E4M3: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -147,13 +148,13 @@ def cast_rows(
         scale, inverse = scales(bits, epsilon, factor, E4M3, KIND)
         if top == 0:
             tl.store(col_scale + col, inverse, mask=col < cols)
-        store_turned(col_codes, _words(tile, scale[None, :], E4M3), top, left, rows, cols)
+        store_turned(col_codes, _words(tile, scale[None, :], E4M3), top, left, col_stride, cols)
 
 
 @triton.jit(do_not_specialize_on_alignment=_NUMBERS)
 def quantize_tiles(
     x, x_stride, first, first_stride, second, offset, rows, cols,
-    row_codes, col_codes, row_scale, row_major, row_minor, col_scale, col_major, col_minor,
+    row_codes, col_codes, col_stride, row_scale, row_major, row_minor, col_scale, col_major, col_minor,
     amax, nonfinite, epsilon, factor,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     RECORD: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr,
@@ -186,7 +187,7 @@ def quantize_tiles(
             store_rows(row_codes, encode(widen(tile) * scale, E4M3), top, left, rows, cols)
         if COLUMNWISE:
             _store_square(col_scale, inverse, across, down, col_major, tl.cdiv(rows, BLOCK))
-            store_turned(col_codes, _words(tile, scale, E4M3), top, left, rows, cols)
+            store_turned(col_codes, _words(tile, scale, E4M3), top, left, col_stride, cols)
     # Stored scales have an axis more: the compiler then hands amaxes, not scales, to the threads that store them, and
     # each scale is made once.
     if ALONG_ROWS:
@@ -213,7 +214,7 @@ def quantize_tiles(
     if ALONG_COLS:
         each = tl.broadcast_to(by_col[:, None, :], (DOWN, BLOCK // 4, COLS))
         words = _words(tile, tl.reshape(each, (ROWS // 4, COLS)), E4M3)
-        store_turned(col_codes, words, top, left, rows, cols)
+        store_turned(col_codes, words, top, left, col_stride, cols)
 
 
 @triton.jit

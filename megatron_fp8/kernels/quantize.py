@@ -9,9 +9,10 @@
 
 Every function takes a matrix x [rows, cols] (float32, bfloat16 or float16; rows may be strided; may be empty) or a
 TileSource that computes one, and returns ``Sides``: codes and inverse scales of the directions asked for. The columnwise
-side holds codes [cols, rows], contiguous. NaN becomes 0x7F, Inf saturates, neither makes a scale non-finite; both are
-counted in the ``Record``, with the amax over all elements that are not NaN. Codes, scales and records equal the emulated
-backend's.
+side holds codes [cols, rows], contiguous; with ``pad_to``, a divisor of the tile's rows, [cols, rows up to a multiple of
+it], with zeros behind the last row. Scales are those without it. NaN becomes 0x7F, Inf saturates, neither makes a scale
+non-finite; both are counted in the ``Record``, with the amax over all elements that are not NaN. Codes, scales and
+records equal the emulated backend's.
 
 Tiles are fixed, not autotuned. A tuner would run at the first call of every shape, cannot run inside a captured graph,
 and has little to find where memory is the limit. They were chosen from what the compiler makes of them for an H100
@@ -140,6 +141,7 @@ def quantize_tensor(
     pow2: bool = False,
     margin: int = 0,
     epsilon: float = 0.0,
+    pad_to: int = 1,
     record: Record | None = None,
     tile: Tile | None = None,
     by: Launcher = launch,
@@ -156,7 +158,7 @@ def quantize_tensor(
     assert (scale is None) != (amax is None), "either the scale or the amax that it is made from"
     source = _source(x)
     tile = tile or _tile(source)
-    out = _Outputs(source, fmt, direction)
+    out = _Outputs(source, fmt, direction, tile, pad_to)
     scale_inv = torch.empty((), device=source.device, dtype=torch.float32)
     # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
     by(
@@ -185,6 +187,7 @@ def quantize_rows(
     pow2: bool = True,
     margin: int = 0,
     epsilon: float = 0.0,
+    pad_to: int = 1,
     tile: Tile | None = None,
     by: Launcher = launch,
 ) -> Sides:
@@ -199,7 +202,7 @@ def quantize_rows(
     source = _source(x)
     tile = tile or _tile(source)
     direction: Direction = "columnwise" if row_amax is None else "rowwise" if col_amax is None else "both"
-    out = _Outputs(source, fmt, direction)
+    out = _Outputs(source, fmt, direction, tile, pad_to)
     device = source.device
     row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device, dtype=torch.float32)
     col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device, dtype=torch.float32)
@@ -233,6 +236,8 @@ def quantize_blocks(
     margin: int = 0,
     epsilon: float = 0.0,
     tiled: bool = False,
+    pad_to: int = 1,
+    room: int = 1,
     record: Record | None = None,
     tile: Tile | None = None,
     by: Launcher = launch,
@@ -244,6 +249,7 @@ def quantize_blocks(
         square: blocks of block x block; block is then the tile's side (128).
         kind: 'fp32', 'pow2', or 'e8m0', which ignores margin and epsilon.
         tiled: 'e8m0': scales in tiles, as the product reads them (mx_scales.py), and not [R, ceil(C / 32)].
+        room: memory of codes and of 1-wide float32 scales goes on for rows up to a multiple of it, which nobody writes.
         record: as in quantize_tensor.
 
     Returns:
@@ -261,12 +267,13 @@ def quantize_blocks(
     assert not tiled or (kind == "e8m0" and tile.cols % 128 == 0), (
         "tiles of scales are MX's, and whole in a tile"
     )
-    out = _Outputs(source, fmt, direction)
+    out = _Outputs(source, fmt, direction, tile, pad_to, room)
     row_scale = col_scale = None
+    of = block, square, kind, tiled, room, source.device
     if out.rowwise is not None:
-        row_scale = _block_scales(source.rows, source.cols, block, square, kind, tiled, source.device)
+        row_scale = _block_scales(source.rows, source.cols, *of)
     if out.columnwise is not None:
-        col_scale = _block_scales(source.cols, source.rows, block, square, kind, tiled, source.device)
+        col_scale = _block_scales(source.cols, source.rows, *of)
     if source.rows and source.cols:
         # Tiles of scales are 128 rows high, whatever the matrix is: programs beyond it fill them.
         grid = grid_of(round_up(source.rows, 128), source.cols, tile) if tiled else source.grid(tile)
@@ -335,7 +342,14 @@ def _strides(scale: torch.Tensor | None, cols: int) -> tuple[int, int]:
 
 
 def _block_scales(
-    rows: int, cols: int, block: int, square: bool, kind: ScaleKind, tiled: bool, device: torch.device
+    rows: int,
+    cols: int,
+    block: int,
+    square: bool,
+    kind: ScaleKind,
+    tiled: bool,
+    room: int,
+    device: torch.device,
 ) -> torch.Tensor:
     """Uninitialised scales of a side with codes [rows, cols], in the layout that quantize_blocks promises."""
     across = -(-cols // block)
@@ -346,23 +360,37 @@ def _block_scales(
     if square:
         wide = round_up(across, 4)  # the kernel writes the padding too
         return torch.empty(-(-rows // block), wide, device=device, dtype=torch.float32)[:, :across]
-    return torch.empty(across, rows, device=device, dtype=torch.float32).t()
+    return torch.empty(across, round_up(rows, room), device=device, dtype=torch.float32)[:, :rows].t()
 
 
 class _Outputs:
     """Codes of the directions asked for, to be written."""
 
-    def __init__(self, source: TileSource, fmt: FloatFormat, direction: Direction):
+    def __init__(
+        self,
+        source: TileSource,
+        fmt: FloatFormat,
+        direction: Direction,
+        tile: Tile,
+        pad_to: int,
+        room: int = 1,
+    ):
         if direction not in ("rowwise", "columnwise", "both"):
             raise ValueError(f"direction {direction!r} is unknown: use 'rowwise', 'columnwise' or 'both'")
-        rows, cols, device = source.rows, source.cols, source.device
-        self.rowwise = codes_like(rows, cols, fmt, device) if direction != "columnwise" else None
-        self.columnwise = codes_like(cols, rows, fmt, device) if direction != "rowwise" else None
+        assert tile.rows % pad_to == 0, "the last tile writes the zeros behind its rows"
+        rows, cols = source.rows, source.cols
+
+        def codes(rows: int, cols: int) -> torch.Tensor:
+            return codes_like(round_up(rows, room), cols, fmt, source.device)[:rows]
+
+        self.rowwise = codes(rows, cols) if direction != "columnwise" else None
+        self.columnwise = codes(cols, round_up(rows, pad_to)) if direction != "rowwise" else None
 
     def arguments(self) -> dict[str, object]:
         return {
             "row_codes": self.rowwise,
             "col_codes": self.columnwise,
+            "col_stride": 0 if self.columnwise is None else self.columnwise.shape[1],
             "ROWWISE": self.rowwise is not None,
             "COLUMNWISE": self.columnwise is not None,
         }

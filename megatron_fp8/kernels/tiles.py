@@ -82,7 +82,8 @@ def quarters(tile):
 
 @triton.jit
 def store_turned(out, words, top, left, rows, cols):
-    """Words of ``quarters``' codes, [ROWS / 4, COLS], to the tile at [left, top] of ``out`` [cols, rows], contiguous."""
+    """Words of ``quarters``' codes, [ROWS / 4, COLS], to the tile at [left, top] of ``out`` [cols, rows], contiguous;
+    rows may be more than the matrix has, within the last tile."""
     ROWS: tl.constexpr = 4 * words.shape[0]
     COLS: tl.constexpr = words.shape[1]
     turned = tl.trans(words)

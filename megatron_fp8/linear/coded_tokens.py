@@ -60,7 +60,7 @@ class CodedTokens(torch.Tensor):
             raise ValueError(
                 f"a scale per {rule.granularity} is not one token's: tokens travel with scales of rows or 1xN blocks"
             )
-        side = side.untiled()
+        side = side.plain()
         # Not ``contiguous()``, which keeps whatever step one column of scales has.
         scales = side.scale_inv.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         rows = torch.cat([side.codes.view(torch.uint8), scales], dim=1)

@@ -407,7 +407,7 @@ AGAIN = "again"
 """Kept of a weight: itself and its stamp, from which ``WeightCache.columnwise`` makes the operand."""
 
 
-_Spec = tuple[Granularity, bool, bool, bool] | str | None
+_Spec = tuple[Granularity, bool, bool, bool, int] | str | None
 """What an operand is besides its tensors."""
 
 
@@ -424,7 +424,7 @@ class Kept(NamedTuple):
         if isinstance(operand, QuantizedSide):
             return Kept(
                 (operand.codes, operand.scale_inv),
-                (operand.granularity, operand.pow2, operand.finite, operand.tiled),
+                (operand.granularity, operand.pow2, operand.finite, operand.tiled, operand.padding),
             )
         return Kept((operand,), "plain")
 

@@ -86,7 +86,7 @@ class SideLayout:
 
     def take_apart(self, side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes, scales) of a side, laid as promised; 8-bit floats as bytes, for which compilers lack no operation."""
-        side = side.untiled()
+        side = side.plain()
         codes, scales = side.codes.view(torch.uint8), side.scale_inv
         scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
         return self.codes(*codes.shape).lay(codes), self.scales(*codes.shape).lay(scales)

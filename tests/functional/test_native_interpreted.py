@@ -25,6 +25,7 @@ CHECKS = [
         "blocks that torch lacks",
         "grouped blocks",
         *(f"grouped sizes: {name}" for name in RECIPES),
+        *(f"experts' tokens: {name}" for name in RECIPES),
         "blocks as mx",
         "transposed views",
     ),

@@ -20,6 +20,7 @@ from megatron_fp8.backends import specified
 from megatron_fp8.backends.base import Running
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.bound import Bound, lies_plainly
+from megatron_fp8.backends.native.contraction import whole
 from megatron_fp8.backends.native.layout import swizzle
 from megatron_fp8.numerics.rule import Direction, Granularity, Rule
 from megatron_fp8.tensor import Float8Tensor, QuantizedSide
@@ -40,6 +41,16 @@ def as_cast(side: QuantizedSide) -> QuantizedSide:
     if side.granularity == Granularity(1, 32):
         return replace(side, scale_inv=swizzle(side.scale_inv), tiled=True)
     return replace(side, scale_inv=side.scale_inv.clone())
+
+
+def as_column_cast(side: QuantizedSide) -> QuantizedSide:
+    """As they lay a columnwise side: with zeros behind the last row, to the end of a block."""
+    side = as_cast(side)
+    rows, cols = side.codes.shape
+    length = -(-cols // whole(side.granularity)) * whole(side.granularity)
+    codes = torch.zeros(rows, length, dtype=torch.uint8)
+    codes[:, :cols] = side.codes.view(torch.uint8)
+    return replace(side, codes=codes.view(side.codes.dtype), padding=length - cols)
 
 
 class Machine:
@@ -92,8 +103,10 @@ class _Casts:
                 torch.maximum(running.amax, done.amax, out=running.amax)
                 if done.nonfinite is not None:
                     running.nonfinite.add_(done.nonfinite)
-            sides = [side and (as_cast(side) if for_product else side) for side in done.tensor.sides]
-            return Float8Tensor(sides[0], sides[1], x.dtype)
+            row, column = done.tensor.sides
+            if for_product:
+                row, column = row and as_cast(row), column and as_column_cast(column)
+            return Float8Tensor(row, column, x.dtype)
 
         found = work(x)
         key = self._key(x, direction, scale, running, for_product)
@@ -103,7 +116,9 @@ class _Casts:
             side = row or column
             assert side is not None
             facts = side.granularity, side.pow2, side.finite, side.tiled
-            bound = Bound(_Cast(self.machine, x, work), row is not None, column is not None, facts)
+            padding = 0 if column is None else column.padding
+            cast = _Cast(self.machine, x, work)
+            bound = Bound(cast, row is not None, column is not None, facts, padding)
         self._met[key] = times + 1, bound
         return found
 

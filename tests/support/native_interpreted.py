@@ -239,6 +239,52 @@ def grouped_sizes_that_do_not_fit(name: str) -> None:
         assert_same_bytes(one, other)
 
 
+def experts_of_any_number_of_tokens(name: str) -> None:
+    """wgrad takes the experts' codes as they lie, with the bits of one expert after the other, whose codes end with the
+    tokens and are copied. Random numbers of tokens, and those around a whole number of what the product sums over."""
+    whole = native.whole(RECIPES[name].rule("input").granularity)
+    drawn = torch.randint(2, 2 * whole, (2,), generator=torch.Generator().manual_seed(5)).tolist()
+    tokens = (whole - 1, 0, *drawn, whole + 1, 1, whole)
+    x, _, dy = data(sum(tokens), 128, 128)
+    copied: list[tuple[int, int]] = []
+    original = native_layout.place_codes
+
+    def watched(codes, rows, k):
+        placed = original(codes, rows, k)
+        if placed.data_ptr() != codes.data_ptr():
+            copied.append(tuple(codes.shape))
+        return placed
+
+    found = []
+    for grouped in (False, True):
+        state, main_grad = Fp8State(), name != "rowwise"
+        sites = [
+            GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None)
+            for e in range(len(tokens))
+        ]
+        leaf = x.clone().requires_grad_()
+        weights = [torch.nn.Parameter(randn(128, 128, seed=e)) for e in range(len(tokens))]
+        for weight in weights if main_grad else ():
+            weight.main_grad, weight.grad_added_to_main_grad = torch.ones(128, 128), False
+        ends_there = mock.patch.object(native, "whole", lambda granularity: 1)
+        with fake_torch(), mock.patch.object(native_layout, "place_codes", watched):
+            if grouped:
+                y = grouped_linear(leaf, weights, tokens, sites)
+                y.backward(dy)
+            else:
+                with ends_there:
+                    parts = zip(leaf.split(list(tokens)), weights, sites, strict=True)
+                    y = torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
+                    y.backward(dy)
+                    assert sum(shape[0] == 128 for shape in copied) >= 2 * 4
+                    copied.clear()
+        found.append([y.detach(), leaf.grad, *(w.main_grad if main_grad else w.grad for w in weights)])
+    # Of E5M2 the older product wants two blocks of tokens in wgrad, of features in dgrad.
+    assert not copied or name == "blockwise-fp32", copied
+    for one, other in zip(*found, strict=True):
+        assert_same_bytes(one, other)
+
+
 def blocks_as_mx() -> None:
     """On a GPU whose torch has MX's product and none for blocks, power-of-two blocks run as MX's; the plan says so."""
     refused = dict.fromkeys(("block", "block 1d"), "only sm90")
@@ -275,7 +321,7 @@ def recorded_straight(name: str) -> None:
             for mine, theirs in zip(found.tensor.sides, expected.tensor.sides, strict=True):
                 assert mine.tiled == (name == "mxfp8")
                 assert_same_bytes(mine.codes, theirs.codes)
-                assert_same_bytes(mine.untiled().scale_inv, theirs.scale_inv)
+                assert_same_bytes(mine.plain().scale_inv, theirs.scale_inv)
         assert rows.tolist() == [[0, max(amaxes), 0], [0, 4, 0]], (role, rows)
         assert found.amax is running.amax and found.nonfinite is running.nonfinite
 
@@ -361,6 +407,7 @@ CHECKS = {
     "blocks that torch lacks": (blocks_that_torch_lacks,),
     "grouped blocks": (grouped_blocks,),
     **{f"grouped sizes: {name}": (grouped_sizes_that_do_not_fit, name) for name in RECIPES},
+    **{f"experts' tokens: {name}": (experts_of_any_number_of_tokens, name) for name in RECIPES},
     "blocks as mx": (blocks_as_mx,),
     "transposed views": (transposed_views,),
 }

@@ -27,8 +27,10 @@ from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
 from ..base import RESULTS, AmaxReduction, Quantized, Region, Running, gemm_in_turn, unfit
+from .contraction import of_one_length, whole
 from .direct import Product, direct
 from .layout import (
+    BLOCK_ROWS,
     Mode,
     Operand,
     ProductPlan,
@@ -194,7 +196,8 @@ def quantize(
 
     Args:
         running: where amax and non-finite count are recorded; of rules that have a kernel returned in their place.
-        for_product: the sides go to ``gemm`` as they are: MX scales lie in tiles (QuantizedSide.tiled).
+        for_product: the sides go to ``gemm`` as they are: MX scales lie in tiles, columnwise codes reach to the end of a
+            block, with zeros behind the last row (QuantizedSide's tiled and padding), and memory has room for whole 4s.
         by: launches the kernels; None: kernels.launch.
 
     x is read once for both directions where the rule allows (delayed, blocks), else twice. A DeferredTensor is computed
@@ -210,9 +213,8 @@ def quantize(
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
 
     by = by or kernels.launch
-    tensorwise = (
-        scale is None and rule.granularity.is_tensor
-    )  # the one scale that is made from a recorded amax
+    # The one scale that is made from a recorded amax.
+    tensorwise = scale is None and rule.granularity.is_tensor
     if running is None:
         record = kernels.Record.new(x.device)
     elif tensorwise:
@@ -222,27 +224,24 @@ def quantize(
         record = kernels.Record(running.amax, running.nonfinite)
     matrix = source_of(x)
     granularity, pow2 = rule.granularity, rule.scale != "fp32"
-    margin, epsilon = rule.margin, rule.epsilon
+    tiled, pad_to = for_product and rule.scale == "e8m0", whole(granularity) if for_product else 1
+    how: dict[str, Any] = {"margin": rule.margin, "epsilon": rule.epsilon, "pad_to": pad_to, "by": by}
     if scale is not None:
-        sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record, by=by)
+        sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record, **how)
     elif tensorwise:
         kernels.measure(matrix, record=record, by=by)
         shared = record.amax
         if reduce_amax is not None:
             shared = shared if running is not None else shared.clone()  # what is returned is this rank's
             reduce_amax(shared)
-        sides = kernels.quantize_tensor(
-            matrix, rule.fmt, direction, amax=shared, pow2=pow2, margin=margin, epsilon=epsilon, by=by
-        )
+        sides = kernels.quantize_tensor(matrix, rule.fmt, direction, amax=shared, pow2=pow2, **how)
     elif granularity == ROW:
         row_amax, col_amax = kernels.measure(
             matrix, rows=direction != "columnwise", cols=direction != "rowwise", record=record, by=by
         )
         if col_amax is not None and reduce_amax is not None:
             reduce_amax(col_amax)
-        sides = kernels.quantize_rows(
-            matrix, rule.fmt, row_amax, col_amax, pow2=pow2, margin=margin, epsilon=epsilon, by=by
-        )
+        sides = kernels.quantize_rows(matrix, rule.fmt, row_amax, col_amax, pow2=pow2, **how)
     else:
         sides = kernels.quantize_blocks(
             matrix,
@@ -251,16 +250,15 @@ def quantize(
             block=granularity.cols,
             square=granularity.symmetric,
             kind=rule.scale,
-            tiled=for_product and rule.scale == "e8m0",
+            tiled=tiled,
+            room=BLOCK_ROWS if for_product else 1,
             record=record,
-            margin=margin,
-            epsilon=epsilon,
-            by=by,
+            **how,
         )
-    tiled = for_product and rule.scale == "e8m0"
     row, column = sides
-    rowwise = row and QuantizedSide(row.codes, row.scale_inv, granularity, pow2, tiled=tiled)
-    columnwise = column and QuantizedSide(column.codes, column.scale_inv, granularity, pow2, tiled=tiled)
+    padding = 0 if column is None else column.codes.shape[1] - x.shape[0]
+    rowwise = row and QuantizedSide(*row, granularity, pow2, tiled=tiled)
+    columnwise = column and QuantizedSide(*column, granularity, pow2, tiled=tiled, padding=padding)
     amax = record.amax if running is None else running.amax
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, record.nonfinite)
 
@@ -288,9 +286,10 @@ def gemm(
         ValueError: contractions differ, both operands are E5M2, nothing here multiplies such operands, or another shape
             of bias or dtype of the result.
     """
+    a, b = of_one_length(a, b)
     if (product := product_of(a, b, out_dtype, bias, fast_accumulation)) is not None:
         return product(a.codes, a.scale_inv, b.codes, b.scale_inv, bias)
-    contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
+    contracts = a.shape[1] == b.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
     (m, k), n = a.codes.shape, b.codes.shape[0]
@@ -361,6 +360,7 @@ def _multiply_blocks_grouped(
 
     told, heights = [], (1, 1)
     for a, b, out in products:
+        a, b = of_one_length(a, b)
         (scale_a, height_a), (scale_b, height_b) = block_scales(a), block_scales(b)
         codes_a, codes_b = (place_codes(side.codes, *side.codes.shape) for side in (a, b))
         told.append(Product(codes_a, scale_a, codes_b, scale_b, out))
@@ -379,7 +379,7 @@ def accumulate(a: QuantizedSide, b: QuantizedSide, into: torch.Tensor) -> bool:
         return False
     if not plan(Operand.of(a), Operand.of(b), torch.float32, None, False, refusal).request.triton:
         return False
-    _multiply_blocks(a, b, torch.float32, None, into)
+    _multiply_blocks(*of_one_length(a, b), torch.float32, None, into)
     return True
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...numerics.rule import Direction, Rule
+from ...numerics.rule import Direction, Granularity, Rule
 from ...tensor import Float8Tensor, QuantizedSide
 from ..base import Running
 from .backend import quantize
@@ -26,17 +26,19 @@ class Bound(NamedTuple):
         cast: a BoundCast.
         row, column: whether it makes that side.
         facts: what sides are besides codes and scales: granularity, pow2, finite, tiled.
+        padding: the column side's.
     """
 
     cast: Any
     row: bool
     column: bool
-    facts: tuple[Any, ...]
+    facts: tuple[Granularity, bool, bool, bool]
+    padding: int
 
     def tensor(self, made: list[torch.Tensor], dtype: torch.dtype) -> Float8Tensor:
         """What ``cast`` made of a matrix of that dtype."""
         row = QuantizedSide(made[0], made[1], *self.facts) if self.row else None
-        column = QuantizedSide(made[-2], made[-1], *self.facts) if self.column else None
+        column = QuantizedSide(made[-2], made[-1], *self.facts, self.padding) if self.column else None
         return Float8Tensor(row, column, dtype)
 
 
@@ -85,7 +87,8 @@ class BoundCasts:
         side = column if row is None else row
         if cast is not None and side is not None:
             facts = side.granularity, side.pow2, side.finite, side.tiled
-            self._bound[key] = Bound(cast, row is not None, column is not None, facts)
+            padding = 0 if column is None else column.padding
+            self._bound[key] = Bound(cast, row is not None, column is not None, facts, padding)
         return done
 
     def bound(

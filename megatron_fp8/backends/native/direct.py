@@ -46,7 +46,7 @@ def facts_of(side: QuantizedSide) -> Facts:
     """What a product asks of a side."""
     codes, scale = side.codes, side.scale_inv
     lies = (codes.shape, codes.stride(), codes.dtype, scale.shape, scale.stride(), scale.dtype)
-    return (*lies, side.pow2, side.tiled, side.granularity)
+    return (*lies, side.padding, side.pow2, side.tiled, side.granularity)
 
 
 @lru_cache(maxsize=4096)
@@ -55,7 +55,7 @@ def _direct(
 ) -> Product | None:
     a, b = _Side(first), _Side(second)
     (m, k), n = a.codes, b.codes[0]
-    fits = k == b.codes[1] and out in RESULTS and (bias is None or bias[0] == (n,))
+    fits = (k, a.padding) == (b.codes[1], b.padding) and out in RESULTS and (bias is None or bias[0] == (n,))
     if (
         not fits
         or 0 in (m, n, k)
@@ -108,7 +108,8 @@ class _Side:
     """One of the two, by its facts."""
 
     def __init__(self, facts: Facts):
-        self.codes, stride, dtype, self.scale, self.scale_stride, kind, pow2, self.tiled, granularity = facts
+        self.codes, stride, dtype, self.scale, self.scale_stride, kind, *others = facts
+        self.padding, pow2, self.tiled, granularity = others
         self.ready = stride == (self.codes[1], 1)
         self.operand = Operand(
             self.codes[0], self.codes[1], dtype, granularity, kind == torch.float8_e8m0fnu, pow2

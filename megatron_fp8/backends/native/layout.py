@@ -40,6 +40,8 @@ from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR
 from ...tensor import QuantizedSide
 
 BLOCK, MX_BLOCK = 128, 32
+BLOCK_ROWS = 4
+"""M of torch's products by blocks of 128 is a multiple of it."""
 _1X128, _128X128 = 4, 5  # torch.nn.functional.ScalingType.BlockWise1x128, BlockWise128x128
 
 
@@ -259,7 +261,7 @@ def padded_sizes(request: Request, m: int, n: int, k: int) -> tuple[int, int, in
     contraction = BLOCK
     if request.by == "torch v1":
         contraction, k = (4 * BLOCK, k) if request.mode is Mode.BLOCK else (BLOCK, max(k, 2 * BLOCK))
-    return round_up(m, 4), round_up(n, 16), round_up(k, contraction)
+    return round_up(m, BLOCK_ROWS), round_up(n, 16), round_up(k, contraction)
 
 
 def scale_arguments(request: Request, m: int, n: int, k: int) -> tuple[Argument, Argument]:
@@ -303,9 +305,16 @@ def arguments(plan: ProductPlan, a: QuantizedSide, b: QuantizedSide) -> tuple[to
 
 
 def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """Row-major [rows, k], zero-padded; codes themselves if they are so. A transposed view is turned (GPUs: a kernel)."""
-    if codes.shape == (rows, k) and codes.stride() == (k, 1):
-        return codes
+    """Row-major [rows, k], codes themselves if they are so. A transposed view is turned (GPUs: a kernel).
+
+    Around them are zeros; but where only rows are lacking and memory goes on behind the last, whatever lies there: such
+    rows give rows or columns of the result that are cut off.
+    """
+    if codes.shape[1] == k and codes.stride() == (k, 1):
+        if codes.shape[0] == rows:
+            return codes
+        if _room(codes) >= rows * k:
+            return codes.as_strided((rows, k), (k, 1))  # kernels.quantize left the room
     byte = codes.view(torch.uint8)
     if byte.shape != (rows, k):
         padded = byte.new_zeros(rows, k)

@@ -74,7 +74,7 @@ def lies(side: QuantizedSide | None) -> Any:
         (t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes())
         for t in (side.codes, side.scale_inv)
     ]
-    return memory, side.granularity, side.pow2, side.finite, side.tiled
+    return memory, side.granularity, side.pow2, side.finite, side.tiled, side.padding
 
 
 def places(x: torch.Tensor, done: Float8Tensor, stays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -167,3 +167,30 @@ def test_swiglu_extremes():
 def test_errors():
     with pytest.raises(ValueError, match="an even last dimension"):
         Swiglu(torch.zeros(2, 3, device=DEVICE))
+
+
+def test_zeros_behind_the_last_row():
+    """Whatever the statistics and weights of the last rows are, rows that are not there have codes of zero."""
+    x = activations((20, 140), torch.bfloat16)
+    x[-1] = float("inf")
+    weights = torch.ones(20, device=DEVICE)
+    weights[-2], weights[-1] = float("nan"), float("inf")
+    scale = torch.tensor(2.5, device=DEVICE)
+    for source in (
+        normalized(x, -torch.ones(140, device=DEVICE)),
+        Swiglu(x, weights),
+        SwigluGradient(x[:, :70], x, weights),
+    ):
+        row_amax, col_amax = measure(source, rows=True, cols=True)
+        casts = {
+            16: lambda s=source, **o: quantize_tensor(s, E4M3, scale=scale, **o),
+            32: lambda s=source, **o: quantize_blocks(s, E4M3, block=32, kind="e8m0", **o),
+            64: lambda s=source, a=row_amax, b=col_amax, **o: quantize_rows(s, E4M3, a, b, **o),
+            128: lambda s=source, **o: quantize_blocks(s, E4M3, block=128, **o),
+        }
+        for pad_to, cast in casts.items():
+            found, plain = cast(pad_to=pad_to).columnwise, cast().columnwise
+            assert found.codes.shape[1] == -(-20 // pad_to) * pad_to
+            assert_same_bytes(found.codes[:, :20], plain.codes, f"{source.kind} {pad_to}")
+            assert_same_bytes(found.scale_inv, plain.scale_inv, f"{source.kind} {pad_to}")
+            assert not found.codes[:, 20:].view(torch.uint8).any(), f"{source.kind} {pad_to}"

@@ -58,7 +58,7 @@ def test_tiles_are_undone() -> None:
         tiled = QuantizedSide(
             codes, tile_scales(known.to(DEVICE), rows, cols).cpu(), BLOCK_1X32, True, tiled=True
         )
-        assert torch.equal(tiled.untiled().scale_inv.view(torch.uint8), known.view(torch.uint8))
-        assert plain.untiled() is plain and not tiled.untiled().tiled
+        assert torch.equal(tiled.plain().scale_inv.view(torch.uint8), known.view(torch.uint8))
+        assert plain.plain() is plain and not tiled.plain().tiled
         assert torch.equal(tiled.dequantize(), plain.dequantize())
         assert torch.equal(tiled.float_scale_inv(), plain.float_scale_inv())

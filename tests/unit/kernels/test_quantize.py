@@ -48,6 +48,14 @@ def blocks(x, name, fmt, direction="both", **options):
     )
 
 
+@pytest.fixture
+def filled_with_nan():
+    """Memory that nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks(name, shape):
@@ -150,6 +158,39 @@ def test_one_direction():
         assert_quantized(sides, expected, f"per row {direction}")
 
 
+CASTS = {
+    "given": lambda x, **o: quantize_tensor(x, E4M3, scale=torch.tensor(3.0, device=DEVICE), **o),
+    "tensorwise": lambda x, **o: quantize_tensor(x, E5M2, amax=torch.tensor(9.0, device=DEVICE), **o),
+    "rowwise": lambda x, **o: quantize_rows(x, E4M3, *measure(x, rows=True, cols=True), **o),
+    "1x128": lambda x, **o: blocks(x, "1x128", E4M3, **o),
+    "128x128": lambda x, **o: blocks(x, "128x128", E4M3, **o),
+    "mx": lambda x, **o: blocks(x, "mx", E4M3, **o),
+    "mx in tiles": lambda x, **o: blocks(x, "mx", E5M2, tiled=True, **o),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_zeros_behind_the_last_row(name, filled_with_nan):
+    """Columnwise codes reach to whole blocks; all else is as without them, and rows that are whole get none."""
+    pad_to = 128 if "128" in name else 32 if "mx" in name else 16
+    for i, rows in enumerate((1, pad_to - 1, pad_to, pad_to + 1)):
+        x = mixed((rows, 70), DTYPES[i % 3], special=True)  # NaN and Inf in the last row
+        plain, found = CASTS[name](x), CASTS[name](x, pad_to=pad_to)
+        codes, length = found.columnwise.codes, -(-rows // pad_to) * pad_to
+        assert codes.shape == (70, length) and codes.is_contiguous()
+        assert_same_bytes(codes[:, :rows], plain.columnwise.codes, f"{rows} codes")
+        assert not codes[:, rows:].view(torch.uint8).any(), f"{rows}: not zeros"
+        assert_same_bytes(found.columnwise.scale_inv, plain.columnwise.scale_inv, f"{rows} scales")
+        for mine, theirs in zip(found.rowwise, plain.rowwise, strict=True):
+            assert_same_bytes(mine, theirs, f"{rows} rowwise")
+
+
+def test_of_no_rows_there_is_nothing_to_fill():
+    x = torch.empty(0, 5, dtype=torch.bfloat16, device=DEVICE)
+    for name in ("given", "1x128", "mx in tiles"):
+        assert CASTS[name](x, pad_to=32).columnwise.codes.shape == (5, 0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_rows_and_columns(dtype):
     """Rows apart from each other are read where they are; a transposed matrix is copied first."""
@@ -216,9 +257,14 @@ def test_empty(shape):
 def test_layouts_of_scales():
     """What torch's blockwise scaled product asks for, and zeros in the padding."""
     x = mixed((300, 200), torch.bfloat16)
-    sides = blocks(x, "1x128", E4M3)
+    whole = sides = blocks(x, "1x128", E4M3)
     assert sides.rowwise.scale_inv.shape == (300, 2) and sides.rowwise.scale_inv.stride() == (1, 300)
     assert sides.columnwise.scale_inv.shape == (200, 3) and sides.columnwise.scale_inv.stride() == (1, 200)
+    for room in (1, 4):
+        sides = blocks(x[:299], "1x128", E4M3, room=room)
+        assert sides.rowwise.scale_inv.stride() == (1, 299 + room // 4)
+        assert sides.rowwise.codes.untyped_storage().nbytes() == (299 + room // 4) * 200
+        assert_same_bytes(sides.rowwise.scale_inv.contiguous(), whole.rowwise.scale_inv[:299].contiguous())
     sides = blocks(x, "128x128", E4M3)
     assert sides.rowwise.scale_inv.shape == (3, 2) and sides.rowwise.scale_inv.stride() == (4, 1)
     assert sides.columnwise.scale_inv.shape == (2, 3) and sides.columnwise.scale_inv.stride() == (4, 1)

@@ -49,6 +49,13 @@ def test_any_leading_dimensions(machine: Machine) -> None:
     pair.bind(x.detach().view(4, 32, 256).requires_grad_(), dy.view(4, 32, 128))
 
 
+@pytest.mark.parametrize("recipe", NAMES)
+def test_any_number_of_tokens(recipe: str, machine: Machine) -> None:
+    """The cast fills up what wgrad sums over. Blockwise's fprop and dgrad want tokens in 4s: 132."""
+    pair = Pair(machine, recipe, bias=True)
+    pair.bind(*x_and_dy(tokens=132 if recipe == "blockwise" else 131))
+
+
 def test_main_grad(machine: Machine) -> None:
     """wgrad is added, and DDP is told; from one call to the next it may come, and go."""
     pair, given = Pair(machine, "blockwise"), x_and_dy()

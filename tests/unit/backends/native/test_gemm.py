@@ -11,7 +11,6 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.backends.native import layout
 from megatron_fp8.backends.native.direct import direct
 from megatron_fp8.backends.native.layout import Mode, Operand, Request, place_codes, plan, swizzle, tiles_of
 from megatron_fp8.backends.native.probe import refusals
@@ -90,29 +89,6 @@ def test_transposed_views_and_single_rows():
     assert row.stride() == (1, 1) and place_codes(row, 1, 16).stride() == (16, 1)
     codes = torch.zeros(4, 32, dtype=torch.float8_e5m2)
     assert place_codes(codes, 4, 32).data_ptr() == codes.data_ptr(), "nothing is copied that lies right"
-
-
-@pytest.mark.parametrize(
-    ("name", "whole"), [("tensorwise", 16), ("rowwise", 16), ("mxfp8", 32), ("blockwise", 128)]
-)
-def test_experts_are_padded_in_wgrad_where_tokens_are_not_whole(name, whole, monkeypatch):
-    """As docs/shapes.md has it: by torch's products, both operands of each such expert; by this package's kernel none."""
-    padded = []
-
-    def watched(codes, rows, k):
-        placed = place_codes(codes, rows, k)
-        padded.append(placed.shape != codes.shape)
-        return placed
-
-    monkeypatch.setattr(layout, "place_codes", watched)
-    monkeypatch.setattr(native, "place_codes", watched)
-    experts = [operands("wgrad", RECIPES[name], tokens, 48, 64) for tokens in (whole, whole + 1, 2 * whole)]
-    for blocks in ("torch's", "ours") if name == "blockwise" else ("torch's",):
-        refused = {"block": "none", "block 1d": "none", "mx": "none"} if blocks == "ours" else {}
-        outs = [torch.empty(48, 64) for _ in experts]
-        with fake_torch(refuse=refused):
-            native.grouped_gemm(*zip(*experts, strict=True), outs)  # what the device has is tried first
-        assert padded[-6:] == [False, False, blocks == "torch's", blocks == "torch's", False, False], blocks
 
 
 def test_empty_operands():

@@ -13,6 +13,7 @@ import torch
 
 from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.params.fp8_parameter import fp8_parameter
@@ -176,6 +177,47 @@ def test_blocks_on_blackwell() -> None:
     found = launched(RECIPES["blockwise"], refusal=torch_refusal((10, 0)))
     assert found == f"quantize_tiles quantize_tiles {AS_MX} ; quantize_tiles {AS_MX} {AS_MX}"
     assert count(found) <= MOST
+
+
+WHOLE = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
+"""Tokens of which torch's products sum over whole ones in wgrad."""
+
+
+def launched_by_experts(name: str, tokens: tuple[int, ...]) -> list[str]:
+    """The launches of a microbatch's forward and backward, whose weights are kept."""
+    with launches_by_name() as names:
+        state = Fp8State()
+        sites = [
+            GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None)
+            for e in range(len(tokens))
+        ]
+        warm(state)
+        weights: list[Any] = [leaf(384, 512) for _ in tokens]
+        for weight in weights:
+            weight.main_grad, weight.grad_added_to_main_grad = torch.empty(384, 512), False
+        found = []
+        with CapturedStep(state):
+            for _ in range(2):
+                names.clear()
+                y = grouped_linear(leaf(sum(tokens), 512), weights, tokens, sites)
+                found = [" ".join(names)]
+                names.clear()
+                y.backward(torch.empty(sum(tokens), 384, dtype=torch.bfloat16))
+                found.append(" ".join(names))
+                for weight in weights:
+                    weight.grad = None
+    return found
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_experts_of_any_number_of_tokens(name: str) -> None:
+    """Casts and products and nothing else: what products want behind the last token, the casts have left there."""
+    every = WHOLE[name]
+    tokens = (0, 1, every - 1, every, every + 1)
+    casts, mm = SECOND[name].split(" ; ")[0].rsplit(" ", 1)
+    forward = [casts] * 4 + [f"{mm} copy_"] * 4  # of the expert without tokens nothing
+    backward = [*forward, *[f"{mm} add_"] * 4]
+    assert launched_by_experts(name, tokens) == [" ".join(forward), " ".join(backward)]
 
 
 def test_wgrad_in_high_precision_is_summed_in_float32() -> None:
