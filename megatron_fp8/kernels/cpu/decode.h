@@ -29,6 +29,20 @@ INLINE Numbers numbers_of(int32_t format) {
     return of;
 }
 
+#define LIFT 80
+
+/* numbers_of a format times 2^LIFT, and zero as the negative one: a power of two up to 2^LIFT is then one subtraction that
+   saturates (lowered), and zeros stay zeros, of which products and sums do not see the sign. Not for NaN and Inf. */
+INLINE Numbers lifted_numbers_of(int32_t format) {
+    Numbers of = numbers_of(format);
+    for (int i = 1; i < 128; i++) of.high.bytes[i] = (uint8_t)(of.high.bytes[i] + LIFT / 2);
+    of.high.bytes[0] = 0x80;
+    return of;
+}
+
+/* Lifted numbers by powers of two; each word of `by`: (LIFT - exponent) * 128. */
+INLINE __m512i lowered(__m512i v, __m512i by) { return _mm512_subs_epi16(v, by); }
+
 INLINE __m512i look_up(const __m512i *table, __m512i index) {
 #if defined(__AVX512VBMI__)
     return _mm512_permutex2var_epi8(table[0], index, table[1]);

@@ -61,7 +61,8 @@ static void share_by_tiles(const Product *p, const uint32_t *a) {
 #endif
 
 static void share_by_dot(const Product *p, const uint32_t *a) {
-    Numbers numbers = numbers_of(p->e5m2 ? E5M2 : E4M3);
+    int32_t format = p->e5m2 ? E5M2 : E4M3;
+    Numbers numbers = scales_b(p) ? lifted_numbers_of(format) : numbers_of(format);
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < p->n; first += TALL) panel_by_dot(p, a, &numbers, first);
 }

@@ -22,7 +22,7 @@
 
 /* Codes by words of two pairs: of sixteen bytes the first eight have a pair of four rows, the others the next one. */
 typedef __m512i Words[GROUPS][WIDTH / 4];
-/* Exponents of blocks, once for each row. */
+/* What lowers numbers (decode.h) to blocks' powers of two, once for each row. */
 typedef uint32_t Lanes[GROUPS][STEPS][16];
 
 /* TALL rows from column `at` on, to be turned; NULL: none. `ahead`: what is fetched meanwhile, as many bytes. */
@@ -69,7 +69,7 @@ INLINE void turn_piece(const Turned *next, int64_t piece) {
 
 /* sums [rows][TALL] += a times WIDTH columns; turns the next ones meanwhile. a: [pair][rows]. */
 INLINE void add_words(const uint32_t *a, const int64_t rows, const Numbers *numbers, const __m512i (*word)[WIDTH / 4],
-                      const Lanes exponents, int64_t step, const int32_t scaled, float (*sums)[TALL],
+                      const Lanes lanes, int64_t step, const int32_t scaled, float (*sums)[TALL],
                       const Turned *next) {
     const int64_t some = least(rows, LONG), groups = rows < LONG ? GROUPS : 2;
     const int64_t each = WIDTH / 4 / (PIECES / (GROUPS / groups) / (rows / some)); /* words for each piece */
@@ -92,9 +92,9 @@ INLINE void add_words(const uint32_t *a, const int64_t rows, const Numbers *numb
                     __asm__("" : "+v"(codes)); /* GCC 12 loads it for each of three uses */
                     decode_quarters(numbers, codes, values[g], values[g] + 1);
                     if (!scaled) continue;
-                    __m512i exponent = _mm512_loadu_si512(exponents[first + g][step + i / 8]);
-                    values[g][0] = scaled_by(exponent, values[g][0]);
-                    values[g][1] = scaled_by(exponent, values[g][1]);
+                    __m512i by = _mm512_loadu_si512(lanes[first + g][step + i / 8]);
+                    values[g][0] = lowered(values[g][0], by);
+                    values[g][1] = lowered(values[g][1], by);
                 }
 #pragma GCC unroll 2
                 for (int64_t j = 0; j < 2; j++, pairs += rows)
@@ -116,10 +116,10 @@ INLINE void add_words(const uint32_t *a, const int64_t rows, const Numbers *numb
 /* One for each number of rows, which are registers; a is padded to it. */
 #define ADD_WORDS(ROWS)                                                                                              \
     static void add_words_##ROWS(const uint32_t *a, const Numbers *numbers, const __m512i (*word)[WIDTH / 4],        \
-                                 const Lanes exponents, int64_t step, int32_t scaled, float (*sums)[TALL],           \
+                                 const Lanes lanes, int64_t step, int32_t scaled, float (*sums)[TALL],           \
                                  const Turned *next) {                                                               \
-        if (scaled) add_words(a, ROWS, numbers, word, exponents, step, 1, sums, next);                               \
-        else add_words(a, ROWS, numbers, word, exponents, step, 0, sums, next);                                      \
+        if (scaled) add_words(a, ROWS, numbers, word, lanes, step, 1, sums, next);                               \
+        else add_words(a, ROWS, numbers, word, lanes, step, 0, sums, next);                                      \
     }
 
 ADD_WORDS(1)
@@ -131,14 +131,33 @@ ADD_WORDS(16)
 /* How many rows of a a panel takes. */
 INLINE int64_t padded_rows(int64_t m) { return m <= 2 ? m : m <= 4 ? 4 : m <= 8 ? 8 : 16; }
 
-static void lanes_of(const Product *p, int64_t first, int64_t at, Lanes to) {
-    for (int64_t g = 0; g < GROUPS; g++) {
-        uint32_t exponents[16][STEPS];
-        __m512i row[16];
-        read_exponents(p, first + g * 16, 16, at, exponents);
-        for (int64_t r = 0; r < 16; r++) row[r] = _mm512_loadu_si512(exponents[r]);
-        transpose(row);
-        for (int64_t step = 0; step < STEPS; step++) _mm512_storeu_si512(to[g][step], row[step]);
+/* Of rows whose exponents begin there, the ones of 512 columns from `at` on; what the next panel reads is fetched. */
+static void lanes_of(const Product *p, const uint8_t *const *row, int64_t ahead, int64_t at, Lanes to) {
+    for (int64_t g = 0; g < GROUPS; g++, row += 16) {
+        __m128i x[16], y[16];
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; r++) {
+            x[r] = exponents_at(p, row[r], at);
+            _mm_prefetch((const char *)row[r] + ahead + at / p->block_cols, _MM_HINT_T1);
+        }
+        for (int round = 0; round < 2; round++) { /* transposes: four times rows of both halves by turns */
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                y[2 * i] = _mm_unpacklo_epi8(x[i], x[i + 8]);
+                y[2 * i + 1] = _mm_unpackhi_epi8(x[i], x[i + 8]);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                x[2 * i] = _mm_unpacklo_epi8(y[i], y[i + 8]);
+                x[2 * i + 1] = _mm_unpackhi_epi8(y[i], y[i + 8]);
+            }
+        }
+#pragma GCC unroll 16
+        for (int step = 0; step < STEPS; step++) {
+            __m512i by = _mm512_sub_epi32(_mm512_set1_epi32(127 + LIFT), _mm512_cvtepu8_epi32(x[step]));
+            by = _mm512_or_si512(_mm512_slli_epi32(by, 7), _mm512_slli_epi32(by, 23));
+            _mm512_storeu_si512(to[g][step], by);
+        }
     }
 }
 
@@ -156,6 +175,9 @@ static void scale_pairs(const Product *p, const uint32_t *a, int64_t rows, int64
     }
 }
 
+/* Whether exponents go into b's numbers, which are then lifted: rows of a panel have their own. */
+INLINE int32_t scales_b(const Product *p) { return p->exponents && p->block_rows % TALL; }
+
 /* TALL rows of b from `first` on. a: [pairs, whole words][padded rows]. */
 static void panel_by_dot(const Product *p, const uint32_t *a, const Numbers *numbers, int64_t first) {
     const uint8_t *row[TALL], *last[TALL], *ahead;
@@ -163,15 +185,19 @@ static void panel_by_dot(const Product *p, const uint32_t *a, const Numbers *num
     float sums[MOST][TALL] = {0};
     uint32_t scaled_a[WIDTH / 2 * MOST];
     Words words[2]; /* by turns */
-    Lanes exponents;
+    const uint8_t *exponents[TALL];
+    Lanes lanes;
     int64_t rows = padded_rows(p->m), whole = p->k / WIDTH * WIDTH;
-    int32_t scales_a = p->exponents && p->block_rows % TALL == 0, scaled = p->exponents && !scales_a;
+    int64_t further = 0; /* from a row's exponents to those of the next panel's */
+    int32_t scaled = scales_b(p), scales_a = p->exponents && !scaled;
     begin_rows(p, first, TALL, row);
+    for (int64_t r = 0; scaled && r < TALL; r++) exponents[r] = exponents_of(p, first + r);
     if (whole < p->k) {
         memset(rest, 0, sizeof rest);
         for (int64_t r = 0; r < TALL; r++) last[r] = memcpy(rest[r], row[r] + whole, (size_t)(p->k - whole));
     }
     ahead = first + TALL < p->n ? row[0] + TALL * p->k : row[0];
+    if (scaled) further = exponents_of(p, first + TALL) - exponents[0];
     for (int64_t at = -WIDTH; at < p->k; at += WIDTH, ahead += TALL * WIDTH) {
         int64_t then = at + WIDTH, here = at / WIDTH & 1;
         Turned next = {then < whole ? row : then < p->k ? last : NULL, then < whole ? then : 0, ahead, words[1 - here]};
@@ -180,16 +206,16 @@ static void panel_by_dot(const Product *p, const uint32_t *a, const Numbers *num
             continue;
         }
         int64_t step = at / STEP % STEPS;
-        if (scaled && step == 0) lanes_of(p, first, at, exponents);
+        if (scaled && step == 0) lanes_of(p, exponents, further, at, lanes);
         if (scales_a) scale_pairs(p, a, rows, first, at, scaled_a);
         const uint32_t *by = scales_a ? scaled_a : a;
         const __m512i(*word)[WIDTH / 4] = (const __m512i(*)[WIDTH / 4])words[here];
         /* branches, no conditional calls: GCC 12 has merged such calls wrongly */
-        if (rows == 1) add_words_1(by, numbers, word, exponents, step, scaled, sums, &next);
-        else if (rows == 2) add_words_2(by, numbers, word, exponents, step, scaled, sums, &next);
-        else if (rows == 4) add_words_4(by, numbers, word, exponents, step, scaled, sums, &next);
-        else if (rows == 8) add_words_8(by, numbers, word, exponents, step, scaled, sums, &next);
-        else add_words_16(by, numbers, word, exponents, step, scaled, sums, &next);
+        if (rows == 1) add_words_1(by, numbers, word, lanes, step, scaled, sums, &next);
+        else if (rows == 2) add_words_2(by, numbers, word, lanes, step, scaled, sums, &next);
+        else if (rows == 4) add_words_4(by, numbers, word, lanes, step, scaled, sums, &next);
+        else if (rows == 8) add_words_8(by, numbers, word, lanes, step, scaled, sums, &next);
+        else add_words_16(by, numbers, word, lanes, step, scaled, sums, &next);
         a += WIDTH / 2 * rows;
     }
     finish(p, sums[0], TALL, first, TALL);

@@ -10,19 +10,24 @@
 #define STEP 32   /* columns of b that share an exponent at least */
 #define STEPS 16  /* steps whose exponents are read at a time */
 
+/* Where the exponents of a row of b begin; beyond the last row those of the last. */
+INLINE const uint8_t *exponents_of(const Product *p, int64_t row) {
+    return p->exponents + least(row, p->n - 1) / p->block_rows * ((p->k + p->block_cols - 1) / p->block_cols);
+}
+
+/* Of a row's, those of 512 columns from `at` on, a byte for each step. */
+INLINE __m128i exponents_at(const Product *p, const uint8_t *from, int64_t at) {
+    int64_t steps = least(STEPS, (p->k - at + STEP - 1) / STEP);
+    uint8_t bytes[STEPS] = {0};
+    if (p->block_cols == STEP) return _mm_maskz_loadu_epi8((__mmask16)first_of(steps), from + at / STEP);
+    for (int64_t i = 0; i < steps; i++) bytes[i] = from[(at + STEP * i) / p->block_cols];
+    return _mm_loadu_si128((const __m128i *)bytes);
+}
+
 /* Exponents of 512 columns of b from `at` on, as they lie in two bfloat16 numbers: [row][step], of so many rows. */
-static void read_exponents(const Product *p, int64_t first, int64_t rows, int64_t at, uint32_t (*to)[STEPS]) {
-    int64_t across = (p->k + p->block_cols - 1) / p->block_cols, steps = least(STEPS, (p->k - at + STEP - 1) / STEP);
+INLINE void read_exponents(const Product *p, int64_t first, int64_t rows, int64_t at, uint32_t (*to)[STEPS]) {
     for (int64_t r = 0; r < rows; r++) {
-        const uint8_t *from = p->exponents + least(first + r, p->n - 1) / p->block_rows * across;
-        uint8_t biased[STEPS] = {0};
-        __m128i bytes;
-        if (p->block_cols == STEP)
-            bytes = _mm_maskz_loadu_epi8((__mmask16)first_of(steps), from + at / STEP);
-        else {
-            for (int64_t i = 0; i < steps; i++) biased[i] = from[(at + STEP * i) / p->block_cols];
-            bytes = _mm_loadu_si128((const __m128i *)biased);
-        }
+        __m128i bytes = exponents_at(p, exponents_of(p, first + r), at);
         __m512i high = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(127)), 23);
         _mm512_storeu_si512(to[r], _mm512_or_si512(high, _mm512_srli_epi32(high, 16)));
     }
