@@ -14,6 +14,8 @@ import contextlib
 import gc
 import io
 import json
+import math
+import pickle
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ from megatron_fp8.estimate.sites import Plans
 from megatron_fp8.estimate.verdicts import of_step
 from megatron_fp8.estimate.wire import of_stage
 from megatron_fp8.estimate.wire_linear import Traffic
+from megatron_fp8.files.uncollected import uncollected
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 BEGIN, END = "<!-- python -m benchmarks.scale --write: from here -->", "<!-- to here -->"
@@ -190,6 +193,82 @@ def _checkpoint(state: dict[str, Any]) -> dict[str, float]:
         }
 
 
+SHAPES = ((1_280, 8_192), (8_192, 1_024), (7_168, 8_192), (8_192, 3_584), (8_192,), (8_192,))
+"""A layer's parameters in Llama-3 70B, of one of eight tensor parallel ranks."""
+KINDS = {"": torch.bfloat16, "param.": torch.float32, "exp_avg.": torch.float32, "exp_avg_sq.": torch.float32}
+
+
+def _runs(layers: int, ranks: int) -> list[list[tuple[str, tuple[int, ...], int, int]]]:
+    """Of each rank of a sharded optimizer, parameters of which it holds some: name, shape, from where to where."""
+    found: list[list[tuple[str, tuple[int, ...], int, int]]] = [[] for _ in range(ranks)]
+    least, bucket = max(40_000_000, 1_000_000 * ranks), []  # Megatron-Core's own size of buckets
+    parameters = [
+        (f"{layer}.{index}", shape) for layer in range(layers) for index, shape in enumerate(SHAPES)
+    ]
+    for number, one in enumerate(parameters, 1):
+        bucket.append(one)
+        if (size := sum(math.prod(shape) for _, shape in bucket)) < least and number < len(parameters):
+            continue
+        share, at = -(-size // ranks), 0
+        for name, shape in bucket:
+            end = at + math.prod(shape)
+            for rank in range(at // share, -(-end // share)):
+                low, high = max(at, rank * share), min(end, (rank + 1) * share)
+                found[rank].append((name, shape, low - at, high - at))
+            at = end
+        bucket = []
+    return found
+
+
+def replicas(ranks: int) -> dict[str, float]:
+    """Of a save by so many ranks of a sharded optimizer: what the first rank does with all plans, and all places in
+    files, that the others send; and what each rank takes to read ``.metadata``."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from megatron_fp8.files.checkpoint import read_metadata
+    from megatron_fp8.mcore.checkpoint.store import Shards, prepare
+    from megatron_fp8.mcore.optimizer.stored import cut
+
+    def state(runs: list[tuple[str, tuple[int, ...], int, int]]) -> dict[str, Any]:
+        found = {}
+        for name, shape, start, end in runs:
+            whole = ShardedTensor.from_rank_offsets(
+                name, torch.empty(shape, device="meta"), replica_id=(0, 0, 0)
+            )
+            for kind, dtype in KINDS.items():
+                value = torch.empty(end - start, dtype=dtype, device="meta")
+                found[kind + name] = cut(whole, kind + name, value, start, replica=0)
+        return found
+
+    with TemporaryDirectory() as folder, uncollected():
+        plans, results = [], []
+        for rank, runs in enumerate(_runs(20, ranks)):
+            plan = Shards(Path(folder), prepare(state(runs), copy=False).tensors, rank).plan()
+            plans.append(plan)
+            file, at, places = f"__{rank}_0.distcp", 0, []
+            for item in plan.items:
+                data: Any = item.tensor_data
+                size = data.chunk.sizes.numel() * data.properties.dtype.itemsize + 1_000
+                places.append(WriteResult(item.index, size, _StorageInfo(file, at, size)))
+                at += size
+            results.append(places)
+        told = pickle.dumps(plans), pickle.dumps(results)
+
+        def settle() -> None:
+            shards = Shards(Path(folder), {}, 0)
+            shards.plan()
+            shards.settle(pickle.loads(told[0]))
+            shards.finish(pickle.loads(told[1]))
+
+        first, _ = timed(settle)
+        read, _ = timed(lambda: read_metadata(Path(folder)))
+    return {
+        "replicas": ranks, "tensors": sum(len(plan.items) for plan in plans), "settled": first, "read": read
+    }  # fmt: skip
+
+
 def _update(slots: int) -> dict[str, float]:
     """The amax update of so many delayed slots on this CPU, the median of seven; ms for 10,000 slots."""
     from megatron_fp8.numerics.formats import E4M3
@@ -217,7 +296,10 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "report_bytes": ("report, MB", lambda size: f"{size / 1e6:.1f}"),
     "state": ("state of the model, s", "{:.1f}".format),
     "checkpoint": ("checkpoint's plan, s", "{:.1f}".format),
+    "replicas": ("replicas", "{:,.0f}".format),
     "tensors": ("its tensors", "{:,.0f}".format),
+    "settled": ("first rank, s", "{:.2f}".format),
+    "read": ("each rank reads, s", "{:.2f}".format),
     "checkpoint_bytes": (".metadata, MB", lambda size: f"{size / 1e6:.1f}"),
     "update_ms": ("amax update, ms for 10,000 slots", "{:.2f}".format),
 }
@@ -243,12 +325,14 @@ def main() -> int:
         "dense": [megatron(layers) for layers in (250, 500, 1000)],
         "experts": [megatron(layers, EXPERTS) for layers in (100, 200, 1000)],
         "linears": [linears(layers) for layers in (100, 1000)],
+        "replicas": [replicas(ranks) for ranks in (1, 16, 64, 512)],
     }
     torch.distributed.destroy_process_group()
     titles = {
         "dense": "Megatron-Core's GPTModel, four linears a layer",
         "experts": f"Megatron-Core's GPTModel with {EXPERTS} experts a layer",
         "linears": "Linears in any PyTorch model",
+        "replicas": "First save with the distributed optimizer: 20 layers of Llama-3 70B, one of eight parts",
     }
     shown = "\n\n".join(f"{titles[kind]}:\n\n{shown_of(rows)}" for kind, rows in found.items())
     record = {**environment(["megatron-core"]), "measured": "CPU time of one thread; updates: medians of 7"}

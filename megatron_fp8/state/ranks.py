@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..files.uncollected import uncollected
+
 K = TypeVar("K")
 V = TypeVar("V")
 _NOBODY = 2**62
@@ -81,6 +83,7 @@ def same_everywhere(numbers: Sequence[int], group: Any = None) -> bool:
     return all(a == -b for a, b in zip(largest[: len(numbers)], largest[len(numbers) :], strict=True))
 
 
+@uncollected()
 def collected(items: Sequence[V], group: Any = None) -> list[tuple[int, V]]:
     """(rank, item) of all ranks' items in the order of ranks, on the group's first rank; an empty list on the others.
 

@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ import torch.distributed as dist
 
 from ...files.checkpoint import (
     LATEST,
+    METADATA,
     Manifest,
     complete_checkpoints,
     file_record,
@@ -41,7 +43,7 @@ from ...files.checkpoint import (
     not_finite_name,
 )
 from ...files.disk import discard, in_words, remedy, replace_file, sync, unseen
-from ...state.ranks import collected, first_to_say, from_rank
+from ...state.ranks import collected, first_to_say, from_rank, total
 from .store import Make, Prepared, Shards, prepare, root_cause, write_companions
 
 _UNFINISHED = ".saving-"
@@ -51,6 +53,15 @@ _PATIENCE_S = 60.0
 
 class SaveError(RuntimeError):
     """A checkpoint could not be saved; earlier ones are intact. The same on every rank."""
+
+
+@dataclass
+class _Before:
+    """What the save before was: this rank's plan, where its shards lay, and on the first rank ``.metadata``."""
+
+    planned: Any = None
+    written: Any = None
+    metadata: bytes = b""
 
 
 class _NotShared(OSError):
@@ -90,6 +101,7 @@ class Saver:
         self._first = dist.get_rank() == 0
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+        self._before = _Before()
 
     def save(self, sharded_state: dict[str, Any], manifest: Manifest, make: Make | None = None) -> None:
         """Save; with ``asynchronous`` return as soon as training may change the tensors. Waits for the save before.
@@ -159,13 +171,28 @@ class Saver:
             raise
 
     def _shards(self, unfinished: Path, prepared: Prepared, make: Make | None) -> None:
+        """All ranks' files and ``.metadata``, which is the one before where every rank's tensors, and their places in the
+        files, are those of the save before: then nothing is collected."""
         shards = Shards(unfinished, prepared.tensors, dist.get_rank(), make)
-        plan = self._on_each(shards.plan)
+        before, plan = self._before, self._on_each(shards.plan)
+        planned = not total(int(plan.items != before.planned), self._group)
+        if not planned:
+            self._settle(shards, plan)
+        written = self._on_each(shards.write)
+        if planned and not total(int(written != before.written), self._group):
+            self._on_first(lambda: (unfinished / METADATA).write_bytes(before.metadata))
+            return
+        if planned:
+            self._settle(shards, plan)
+        results = collected([written] if written else [], self._group)
+        metadata = self._on_each(
+            lambda: shards.finish([result for _, result in results]) if self._first else b""
+        )
+        self._before = _Before(plan.items, written, metadata)
+
+    def _settle(self, shards: Shards, plan: Any) -> None:
         plans = collected([plan] if plan.items else [], self._group)
         self._on_first(lambda: shards.settle([plan for _, plan in plans]))
-        written = self._on_each(shards.write)
-        results = collected([written] if written else [], self._group)
-        self._on_first(lambda: shards.finish([result for _, result in results]))
 
     def _on_each(self, work: Callable[[], Any]) -> Any:
         """This rank's ``work()``; SaveError on all ranks if it failed on any."""

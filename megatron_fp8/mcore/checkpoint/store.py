@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ...files.checkpoint import METADATA
 from ...files.uncollected import uncollected
 from ...state.ranks import first_to_say
 from .fp8_state import is_slot_key
@@ -155,9 +156,10 @@ class Shards:
         return list(writes.value())
 
     @uncollected()
-    def finish(self, results: list[list[Any]]) -> None:
-        """On the first rank: ``.metadata``, of what ``write`` told on the ranks."""
+    def finish(self, results: list[list[Any]]) -> bytes:
+        """On the first rank: ``.metadata``, of what ``write`` told on the ranks; what was written."""
         self._writer.finish(self._metadata, results)
+        return (Path(self._writer.path) / METADATA).read_bytes()
 
 
 def write_companions(folder: Path) -> None:
