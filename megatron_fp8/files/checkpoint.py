@@ -35,6 +35,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from .boxes import overlap
 from .disk import in_words, ordinary, read_ordinary, refuse_link_out
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
 from .uncollected import uncollected
@@ -383,6 +384,8 @@ def _check_metadata(metadata: Any) -> None:
             values += part
         if values != math.prod(size):
             raise ValueError(f"{name} has {values} values, and its shape is {list(size)}")
+        if overlap([(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
+            raise ValueError(f"{name} has parts that lie over each other, and so lacks others")
 
 
 @_told_if_removed

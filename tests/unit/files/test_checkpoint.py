@@ -320,6 +320,15 @@ def with_a_hole(metadata: Any) -> None:
     metadata.state_dict_metadata["w"].chunks.clear()
 
 
+def twice(metadata: Any) -> None:
+    """As many values as it should have, half of them two times: the others would be what lies in memory."""
+    entry = metadata.state_dict_metadata["w"]
+    (chunk,) = entry.chunks
+    half = dataclasses.replace(chunk, sizes=torch.Size([*chunk.sizes[:-1], chunk.sizes[-1] // 2]))
+    assert chunk.sizes[-1] % 2 == 0
+    entry.chunks = [half, half]
+
+
 def outside(metadata: Any) -> None:
     metadata.state_dict_metadata["w"].size = torch.Size([2, 6])
 
@@ -339,6 +348,7 @@ def without_a_place(metadata: Any) -> None:
         (to_a_packed_file, "is not stored as it should be"),
         (larger, "is not stored as it should be"),
         (with_a_hole, "w has 0 values"),
+        (twice, "w has parts that lie over each other"),
         (outside, "w has a part outside its shape"),
         (of_no_tensor, "is damaged"),
         (without_a_place, "is damaged"),

@@ -1,0 +1,35 @@
+"""Whether parts of a tensor, by offset and shape, lie over each other: parts inside of a tensor that do not, and have as
+many elements as it, are all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Box = tuple[Sequence[int], Sequence[int]]
+"""Offset and shape."""
+
+
+def overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two of the boxes share an element. All have as many dimensions.
+
+    Along the dimension that tells most of them apart, so that few are compared with each other.
+    """
+    boxes = [box for box in boxes if all(box[1])]
+    if len(boxes) < 2:
+        return False
+    dimensions = len(boxes[0][0])
+    along = max(range(dimensions), key=lambda d: len({offset[d] for offset, _ in boxes}), default=None)
+    if along is None:
+        return True  # two parts of a single number
+    reaching: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[0][along]):
+        start = box[0][along]
+        reaching = [other for other in reaching if other[0][along] + other[1][along] > start]
+        if any(_share(box, other) for other in reaching):
+            return True
+        reaching.append(box)
+    return False
+
+
+def _share(one: Box, other: Box) -> bool:
+    return all(a < b + d and b < a + c for a, c, b, d in zip(one[0], one[1], other[0], other[1], strict=True))
