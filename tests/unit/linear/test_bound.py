@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.quantizer import Quantizer
@@ -54,6 +55,26 @@ def test_any_number_of_tokens(recipe: str, machine: Machine) -> None:
     """The cast fills up what wgrad sums over. Blockwise's fprop and dgrad want tokens in 4s: 132."""
     pair = Pair(machine, recipe, bias=True)
     pair.bind(*x_and_dy(tokens=132 if recipe == "blockwise" else 131))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_hooks_for_saved_tensors_bring_the_zeros_back(recipe: str, machine: Machine) -> None:
+    """Codes are kept with what was filled up behind them, so a copy has it too."""
+    given, found, sizes = x_and_dy(tokens=131), [], set()
+
+    def copied(saved: torch.Tensor) -> torch.Tensor:
+        sizes.add(saved.shape)
+        return torch.empty(saved.shape, dtype=saved.dtype).copy_(saved)
+
+    for unpack in (copied, lambda saved: saved):
+        linear = Linear(recipe, binds=False)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+            found.append(linear(*given))
+    whole = {"blockwise": 256, "mxfp8": 160}.get(recipe, 144)
+    assert torch.Size((256, whole)) in sizes
+    for one, other in zip(*found, strict=True):
+        if one is not None:
+            assert_same_bytes(one.detach(), other.detach())
 
 
 def test_main_grad(machine: Machine) -> None:
