@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..backends.native.layout import BLOCK_ROWS, round_up
 from ..numerics.rule import Rule
 from ..plan.dispatch import is_by_token
 from ..tensor import QuantizedSide
@@ -68,9 +69,11 @@ class CodedTokens(torch.Tensor):
 
     @property
     def side(self) -> QuantizedSide:
-        """Codes [tokens, features] and scales, for a product that sums over the features."""
+        """Codes [tokens, features] and scales, for a product that sums over the features: copies, the codes' with room
+        for whole 4s of tokens."""
         features, rows = self.shape[-1], self.rows.reshape(-1, self.rows.shape[-1])
-        codes, scales = rows[:, :features].contiguous(), rows[:, features:].contiguous()
+        room = rows.new_empty(round_up(len(rows), BLOCK_ROWS), features)
+        codes, scales = room[: len(rows)].copy_(rows[:, :features]), rows[:, features:].contiguous()
         kind = torch.float8_e8m0fnu if self.rule.scale == "e8m0" else torch.float32
         return QuantizedSide(
             codes.view(self.rule.fmt.dtype),

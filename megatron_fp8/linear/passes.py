@@ -200,7 +200,8 @@ def bias_gradient(grad_output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple[Operand, Operand | None]:
     """(operand of fprop, what wgrad will need: this rank's tokens, columnwise; None if there will be no wgrad)."""
     if isinstance(tokens, CodedTokens):
-        return tokens.side, derived(tokens, call, "input", record=call.record) if needs_wgrad else None
+        side = tokens.side
+        return side, derived(side, call, "input", record=call.record) if needs_wgrad else None
     site, tp, casts = call.site, call.tp, call.site.casts["input"]
     row = casts.rowwise
     wanted, plain = input_cast(tokens, call, needs_wgrad)
@@ -225,7 +226,7 @@ def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple
     return operand, done.columnwise
 
 
-def derived(tokens: CodedTokens, call: Call, role: str, *, record: bool) -> Operand | None:
+def derived(tokens: QuantizedSide, call: Call, role: str, *, record: bool) -> Operand | None:
     """wgrad's operand [features, M] of tokens [M, features] that came as codes: their values, exact in float32, quantised
     by wgrad's rule (docs/numerics.md, Derived codes)."""
     assert call.tp.kind == "none", "tokens are dispatched to experts, which gather none"
@@ -328,8 +329,9 @@ def quantize_grad_output(
 ) -> tuple[Operand | None, Operand | Pending | None]:
     """(dgrad's operand [M, N], wgrad's operand [N, M] or its gather under way), over all ranks' tokens, of dy [M, N]."""
     if isinstance(dy, CodedTokens):
-        made = derived(dy, call, "grad_output", record=call.training) if needs_wgrad else None
-        return dy.side if needs_dgrad else None, made
+        side = dy.side
+        made = derived(side, call, "grad_output", record=call.training) if needs_wgrad else None
+        return side if needs_dgrad else None, made
     site, tp = call.site, call.tp
     gathers = tp.kind == "row" and tp.sequence_parallel
     if not gathers and not site.gradients.stochastic:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import Refusal
+from megatron_fp8.linear.coded_tokens import CodedTokens
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.site import GemmSite
@@ -218,6 +220,30 @@ def test_experts_of_any_number_of_tokens(name: str) -> None:
     forward = [casts] * 4 + [f"{mm} copy_"] * 4  # of the expert without tokens nothing
     backward = [*forward, *[f"{mm} add_"] * 4]
     assert launched_by_experts(name, tokens) == [" ".join(forward), " ".join(backward)]
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
+def test_tokens_that_came_as_codes(name: str) -> None:
+    """Codes and scales are taken apart once, and wgrad's codes are derived by a cast, which fills them up. Products take
+    codes as they lie; scales of blocks come otherwise than they read them."""
+    with launches_by_name() as names:
+        state = Fp8State()
+        site = GemmSite(fp8_site("a", 0, RECIPES[name], "native", "test"), state, None)
+        warm(state)
+        rule, w, found = site.casts["input"].rowwise.rule, leaf(384, 512), []
+        side = native.quantize(torch.empty(131, 512, dtype=torch.bfloat16), rule, "rowwise").tensor.rowwise
+        with CapturedStep(state):
+            for _ in range(2):
+                coded = CodedTokens.of_side(side, rule, (131, 512), torch.bfloat16)
+                names.clear()
+                fp8_linear(coded, w, None, site)
+                found = [
+                    n for n in names if n not in ("_to_copy", "mul_", "isnan", "masked_fill_")
+                ]  # decoding
+    cast, mm = SECOND[name].split(" ; ")[0].rsplit(" ", 1)
+    placed = {"rowwise": "", "blockwise": "new_ones copy_ ", "mxfp8": "tile_scales "}[name]
+    exponents = "__lshift__ clamp_ eq " if name == "mxfp8" else ""
+    assert " ".join(found) == f"copy_ clone {exponents}{cast} {placed}{mm}"
 
 
 def test_wgrad_in_high_precision_is_summed_in_float32() -> None:
