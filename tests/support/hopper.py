@@ -68,6 +68,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def launches() -> dict[str, Callable[[], Any]]:
     """What a transformer layer of hidden 4096 launches on 8192 tokens, by name."""
     x, dy = empty(8192, 4096, dtype=torch.bfloat16), empty(8192, 2048, dtype=torch.bfloat16)
+    odd = empty(8191, 4096, dtype=torch.bfloat16)
     codes = empty(8192, 4096, dtype=torch.float8_e4m3fn)
     grads = empty(8192, 4096, dtype=torch.float8_e5m2)
     weight = empty(4096, 4096, dtype=torch.float8_e4m3fn)
@@ -84,6 +85,13 @@ def launches() -> dict[str, Callable[[], Any]]:
         "blockwise-fp32": lambda: quantize_blocks(x, E5M2, block=128, kind="fp32", record=record),
         "blockwise-weight": lambda: quantize_blocks(x, E4M3, block=128, square=True, record=record),
         "mx": lambda: quantize_blocks(x, E4M3, block=32, kind="e8m0", record=record),
+        # Tokens that 16 does not divide, as casts for products have them.
+        "delayed-odd": lambda: quantize_tensor(odd, E4M3, scale=one, record=record, pad_to=16),
+        "rowwise-odd": lambda: quantize_rows(odd, E4M3, empty(8191), empty(4096), pad_to=16),
+        "blockwise-odd": lambda: quantize_blocks(odd, E4M3, block=128, record=record, pad_to=128, room=4),
+        "mx-odd": lambda: quantize_blocks(
+            odd, E4M3, block=32, kind="e8m0", tiled=True, record=record, pad_to=32
+        ),
         "norm": lambda: quantize_tensor(normalized(x, gamma), E4M3, scale=one, record=record),
         "norm-blockwise": lambda: quantize_blocks(normalized(x, gamma), E4M3, block=128, record=record),
         "column-norm": lambda: write(normalized(empty(64, 1), empty(1))),
