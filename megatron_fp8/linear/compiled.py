@@ -61,12 +61,12 @@ from .weight_again import columnwise_of, stamp_of, was_training
 
 # The first versions of torch that this runs on lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
-_TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
+TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
 _calls = itertools.count()
 
 
 @torch.compiler.assume_constant_result
-def _next_call() -> int:
+def next_call() -> int:
     """The number of a call; the tracer runs this, and the graph has its result as a constant."""
     return next(_calls)
 
@@ -93,37 +93,41 @@ def traced_linear(
         x,
         weight,
         bias,
-        _handle_for(site, x, weight),
+        handle_for(site, x, weight),
         site.traced.saved_layout,
         _describe(tp),
         keeps,
         training,
-        _next_call(),
+        next_call(),
     )
     return y
 
 
-def _handle_for(site: GemmSite, *given: Tensor) -> Tensor:
-    """The site's handle. A fake mode that refuses real tensors gets a fake one, since nothing is computed there."""
-    handle = site.traced.handle
+def handle_for(site: GemmSite, *given: Tensor) -> Tensor:
+    """The site's handle, for a call with what is given."""
+    return beside(site.traced.handle, *given)
+
+
+def beside(real: Tensor, *given: Tensor) -> Tensor:
+    """A tensor to be given with others. A fake mode that refuses real ones gets a fake one: nothing is computed there."""
     if torch.compiler.is_compiling():
-        return handle
+        return real
     mode = detect_fake_mode(given)
-    return handle if mode is None or mode.allow_non_fake_inputs else mode.from_tensor(handle)
+    return real if mode is None or mode.allow_non_fake_inputs else mode.from_tensor(real)
 
 
 @torch.compiler.disable(
     reason="torch.compile cannot trace a weight that lives as FP8, a tensor of bytes (fp8_param, FP8 all-gather),"
-    " experts' tokens in FP8 (moe_fp8_dispatch), experts in one call (stacked ones, moe_grouped_gemm), whose numbers of"
-    " tokens the host reads, nor fp8_matmul, which has no layer to keep its state: compile without fullgraph, or use"
-    " weights in BF16, moe_fp8_dispatch=False, and Fp8Linear"
+    " experts' tokens in FP8 (moe_fp8_dispatch), experts in one call of which one is called apart (in BF16, or heard by"
+    " hooks), for which the host reads their numbers of tokens, nor fp8_matmul, which has no layer to keep its state:"
+    " compile without fullgraph, or use weights in BF16, moe_fp8_dispatch=False, experts alike, and Fp8Linear"
 )
 def break_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The function, outside any graph."""
     return function(*args, **kwargs)
 
 
-@torch.library.custom_op("megatron_fp8::linear", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("megatron_fp8::linear", mutates_args=(), tags=TAGS)
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -145,13 +149,9 @@ def linear(
         training: amaxes and health are recorded, unless this is a recomputation; counters count.
         number: tells this call from others; not used.
     """
-    found = _site(site)
-    if in_recompute() and not found.has_run:
-        raise RuntimeError(
-            f"{found.plan.name}: FP8 was switched off, or to another recipe, around a compiled forward, and its"
-            " recomputation, which finds what is said in the backward, would not run so: checkpoint"
-            " megatron_fp8.plan.switch.remember_fp8(function) in place of the compiled function"
-        )
+    found = site_of(site)
+    if in_recompute():
+        check_recomputed(found)
     call = Call(
         found, _parallel(tp), training, training and not in_recompute(), not training, not keeps, traced=keeps
     )
@@ -215,7 +215,7 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 torch.library.register_autograd("megatron_fp8::linear", _differentiate, setup_context=_save)
 
 
-@torch.library.custom_op("megatron_fp8::linear_backward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("megatron_fp8::linear_backward", mutates_args=(), tags=TAGS)
 def linear_backward(
     dy: Tensor,
     kept: list[Tensor],
@@ -239,7 +239,7 @@ def linear_backward(
         bias_dtype: None if dbias is not wanted.
         site, layout, tp, number: as in ``linear``.
     """
-    found = _site(site)
+    found = site_of(site)
     call = Call(found, _parallel(tp), was_training(stamp), False, False, len(kept) == 1)
     saved_x: Operand | None = None
     if len(kept) == 1:
@@ -288,10 +288,10 @@ def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite) -> 
     """observe_high_precision while torch.compile traces: y, or a copy of it that cannot be had without the recording."""
     if not site.has_histories:
         return y
-    return torch.ops.megatron_fp8.observe(x, weight, y, _handle_for(site, x, weight), _next_call())
+    return torch.ops.megatron_fp8.observe(x, weight, y, handle_for(site, x, weight), next_call())
 
 
-@torch.library.custom_op("megatron_fp8::observe", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("megatron_fp8::observe", mutates_args=(), tags=TAGS)
 def observe(x: Tensor, weight: Tensor, y: Tensor, site: Tensor, number: int) -> Tensor:
     """A copy of y; the amaxes of x and weight are recorded."""
     if not in_recompute():
@@ -304,7 +304,7 @@ def _(x, weight, y, site, number):
     return y.clone()
 
 
-@torch.library.custom_op("megatron_fp8::observe_backward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("megatron_fp8::observe_backward", mutates_args=(), tags=TAGS)
 def observe_backward(dy: Tensor, site: Tensor, number: int) -> Tensor:
     """A copy of dy; its amax is recorded."""
     site_by_handle(site).observe_backward(dy)
@@ -339,7 +339,7 @@ def prepare_layer(layer: Any) -> bool:
     return True
 
 
-def _site(handle: Tensor) -> GemmSite:
+def site_of(handle: Tensor) -> GemmSite:
     """The site. RuntimeError where this torch captures the operator: a replay would leave out what it does in Python."""
     site = site_by_handle(handle)
     captured = (
@@ -351,6 +351,16 @@ def _site(handle: Tensor) -> GemmSite:
             " state on the host: compile without that mode, or capture the step (megatron_fp8.state.graph.CapturedStep)"
         )
     return site
+
+
+def check_recomputed(site: GemmSite) -> None:
+    """RuntimeError where a forward that is recomputed was none of this site."""
+    if not site.has_run:
+        raise RuntimeError(
+            f"{site.plan.name}: FP8 was switched off, or to another recipe, around a compiled forward, and its"
+            " recomputation, which finds what is said in the backward, would not run so: checkpoint"
+            " megatron_fp8.plan.switch.remember_fp8(function) in place of the compiled function"
+        )
 
 
 def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:

@@ -24,6 +24,13 @@ class Layout(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def extent(self) -> int:
+        """How many elements of memory it spans."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+
     def empty(self, device: torch.device) -> torch.Tensor:
         """An uninitialised one."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
@@ -66,6 +73,12 @@ class SideLayout:
         """That of a rule."""
         return SideLayout(rule.granularity, rule.scale, rule.fmt.dtype, turned)
 
+    @property
+    def pads_scales(self) -> bool:
+        """Whether rows of scales are padded to four blocks, as torch's product reads them."""
+        square = self.granularity.rows == self.granularity.cols > 0
+        return square and self.scale != "e8m0" and not self.turned
+
     def codes(self, rows: int, tokens: int) -> Layout:
         """[rows, tokens]."""
         return Layout((rows, tokens), (1, rows) if self.turned else (tokens, 1), torch.uint8)
@@ -80,16 +93,23 @@ class SideLayout:
         down, across = -(-rows // height), -(-tokens // width)
         if self.scale == "e8m0":
             return Layout((down, across), (1, down) if self.turned else (across, 1), torch.uint8)
-        if height == width and not self.turned:  # rows padded to four blocks, as torch's product reads them
+        if self.pads_scales:
             return Layout((down, across), (-(-across // 4) * 4, 1), torch.float32)
         return Layout((down, across), (1, down), torch.float32)
 
     def take_apart(self, side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes, scales) of a side, laid as promised; 8-bit floats as bytes, for which compilers lack no operation."""
-        side = side.plain()
-        codes, scales = side.codes.view(torch.uint8), side.scale_inv
-        scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+        codes, scales = self.parts(side)
         return self.codes(*codes.shape).lay(codes), self.scales(*codes.shape).lay(scales)
+
+    @staticmethod
+    def parts(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scales) of a side as they lie; 8-bit floats as bytes."""
+        side = side.plain()
+        scales = side.scale_inv
+        return side.codes.view(torch.uint8), (
+            scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+        )
 
     def put_together(self, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedSide:
         """The side again. Whether it is finite was known at run time only, and is forgotten. ValueError unless there is

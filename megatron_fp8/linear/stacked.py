@@ -9,7 +9,7 @@ take (few rows, scales too small or large) is multiplied as anywhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,8 +23,12 @@ from ..kernels.cpu.stacks import Parts, Side
 from ..numerics.rule import Direction, Rule
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
-from .passes import Call, added_to_main_grad, main_grad_of
+from .packed import Packed, PackedLayout
+from .passes import Call
+from .saved_layout import SideLayout
 from .site import GemmSite, Kept
+from .weight_again import still_held
+from .weight_gradients import each_weight_gradient
 
 
 class Operands(NamedTuple):
@@ -73,26 +77,50 @@ class Saved(NamedTuple):
     """What a backward needs of the input and of the weights; their tensors are saved apart."""
 
     x: Operands | None
-    weights: Operands
+    weights: Operands | None
 
     def taken_apart(self) -> tuple[Saved, list[torch.Tensor]]:
         """Itself without tensors, and those."""
         kept = [None if of is None else _bare(of) for of in self]
         tensors = [t for of in self if of is not None for t in of.cast.stacks[-1][:2]]
-        return Saved(kept[0], kept[1]), tensors  # type: ignore[arg-type]
-
-    def of_experts(self) -> list[QuantizedSide | None]:
-        """wgrad's operand of each expert, then dgrad's; of one without tokens an empty one."""
-        x, weights = self
-        count = range(len(weights.cast.special))
-        kept = [None if x is None else x.side(x.columnwise, e) for e in count]
-        return [*kept, *(weights.side(weights.columnwise, e) for e in count)]
+        return Saved(kept[0], kept[1]), tensors
 
     def put_together(self, tensors: Sequence[torch.Tensor]) -> Saved:
         """As it was before, of tensors that have shapes and dtypes of those; C reads each from end to end."""
-        tensors = [tensor.contiguous() for tensor in tensors]
-        weights = _with(self.weights, *tensors[-2:])
-        return Saved(None if self.x is None else _with(self.x, *tensors[:2]), weights)
+        given = iter([tensor.contiguous() for tensor in tensors])
+        return Saved(*(None if of is None else _with(of, next(given), next(given)) for of in self))
+
+
+def packed(of: Operands) -> Packed:
+    """wgrad's operand as PackedLayout has it, its codes without a copy."""
+    stack = of.cast.stacks[-1]
+    layout = PackedLayout(SideLayout.of(of.rule, True), stack.codes.shape[1])
+    into = layout.empty(sum(stack.rows), len(stack.rows), torch.device("cpu"))
+    scales = stack.scale_inv.view(into.scales.dtype)
+    into.scales[: len(scales)] = scales
+    return into._replace(codes=stack.codes.view(torch.uint8).view(-1))
+
+
+def unpacked(
+    tokens: Packed, features: int, numbers: Sequence[int], dtype: torch.dtype, calls: Sequence[Call]
+) -> Operands:
+    """The operand again, of calls that are ``alike``."""
+    rules = _rules_of(calls[0].site)
+    assert rules is not None
+    stack = stacks.columnwise_again(*tokens, numbers, features, rules.input)
+    unknown = [1] * len(numbers)  # whether codes are finite was known at run time only
+    return Operands(stacks.Cast([stack], unknown), rules.input, dtype)
+
+
+def weights_held(
+    weights: Sequence[torch.Tensor], stamps: torch.Tensor, calls: Sequence[Call]
+) -> Operands | None:
+    """What sites hold of these weights since the forwards with these stamps, if one cast made it and it is still here."""
+    held = [
+        still_held(call.site.weights, weight, generation)
+        for call, weight, (generation, _) in zip(calls, weights, stamps.tolist(), strict=True)
+    ]
+    return _of_one_cast(held)
 
 
 def _bare(of: Operands) -> Operands:
@@ -137,6 +165,14 @@ def _rules_of(site: GemmSite) -> _Alike | None:
     return _found[site]
 
 
+def alike(calls: Sequence[Call]) -> bool:
+    """Whether what these calls cast can be stacked."""
+    first, state = _rules_of(calls[0].site), calls[0].site.state
+    return first is not None and all(
+        _rules_of(call.site) is first and call.site.state is state for call in calls
+    )
+
+
 def weights_of(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -145,22 +181,20 @@ def weights_of(
 ) -> Operands | bool:
     """Whether a forward of these experts goes by ``forward``, which has the bits of any other way; what all sites have
     kept of their weights, of one cast."""
-    first, state = _rules_of(calls[0].site), calls[0].site.state
     dtype = weights[0].dtype
-    alike = (
-        first is not None
-        and state.observer is None
+    taken = (
+        alike(calls)
+        and calls[0].site.state.observer is None
         and _castable(x)
         and loops.inner_loop() is not None
         and len(set(needs_wgrad)) == 1
         and weights[0].shape[0] > FEW_ROWS
         and dtype in loops.FLOATS
         and all(loops.plain(weight) and weight.dtype == dtype and weight.numel() for weight in weights)
-        and all(_rules_of(call.site) is first and call.site.state is state for call in calls)
-        and not any(call.save_original_input or call.traced for call in calls)
+        and not any(call.save_original_input for call in calls)
         and all(call.site.weights.direction == "both" for call in calls)
     )
-    return alike and _kept(weights, calls)
+    return taken and _kept(weights, calls)
 
 
 def _castable(x: torch.Tensor) -> bool:
@@ -173,12 +207,14 @@ def _kept(weights: Sequence[torch.Tensor], calls: Sequence[Call]) -> Operands | 
         call.site.weights.serving(weight, fresh=call.fresh_weight, record=call.record)
         for weight, call in zip(weights, calls, strict=True)
     ]
-    there = [one for one in kept if one is not None]
-    made = [one.made_by for one in there if isinstance(one.made_by, _Expert)]
+    return _of_one_cast(kept) or all(one is None for one in kept)
+
+
+def _of_one_cast(kept: Sequence[Kept | None]) -> Operands | None:
+    """What all sites have kept, if one cast made it."""
+    made = [one.made_by for one in kept if one is not None and isinstance(one.made_by, _Expert)]
     in_order = [one.number for one in made] == list(range(len(kept)))
-    if in_order and all(one.of is made[0].of for one in made):
-        return made[0].of
-    return not there
+    return made[0].of if in_order and all(one.of is made[0].of for one in made) else None
 
 
 # -------------------------------------------------------------------------------------------------------- the forward
@@ -192,8 +228,14 @@ def forward(
     kept: Operands | bool,
     *,
     needs_wgrad: bool,
-) -> tuple[torch.Tensor, Saved]:
-    """y [T, N] of x [T, K]; what backward needs. ``kept``: what ``weights_of`` gave."""
+    holds: bool = False,
+) -> tuple[torch.Tensor, Operands | None, Operands]:
+    """(y [T, N] of x [T, K]; x's operands, if backward ``needs_wgrad``; the weights').
+
+    Args:
+        kept: what ``weights_of`` gave.
+        holds: sites keep what was made of their weights, even if it serves no other forward.
+    """
     x = x.contiguous()
     record = calls[0].record
     for call in calls:
@@ -211,13 +253,13 @@ def forward(
             cast_x, cast_w = stacks.quantize([inputs, asked])
             _note(cast_w, calls, "weight", record=record)
             of_w = Operands(cast_w, rules.weight, weights[0].dtype)
-            _keep(of_w, weights, calls, record=record)
+            _keep(of_w, weights, calls, record=record, holds=holds)
     _note(cast_x, calls, "input", record=record)
     of_x = Operands(cast_x, rules.input, x.dtype)
     y = torch.empty(len(x), len(weights[0]), dtype=x.dtype, device=x.device)
     present = [e for e, count in enumerate(tokens) if count]
     _multiply(calls, (of_x, of_x.rowwise), (of_w, of_w.rowwise), y, present)
-    return y, Saved(of_x if needs_wgrad else None, of_w)
+    return y, of_x if needs_wgrad else None, of_w
 
 
 def _parts(
@@ -265,11 +307,13 @@ def _note(cast: stacks.Cast, calls: Sequence[Call], role: str, *, record: bool) 
             place.nonfinite.add_(special)
 
 
-def _keep(made: Operands, weights: Sequence[torch.Tensor], calls: Sequence[Call], *, record: bool) -> None:
-    """Each site keeps its weight, where weights are kept."""
+def _keep(
+    made: Operands, weights: Sequence[torch.Tensor], calls: Sequence[Call], *, record: bool, holds: bool
+) -> None:
+    """Each site keeps its weight, where weights are kept or the call ``holds`` them."""
     for e, (weight, call) in enumerate(zip(weights, calls, strict=True)):
         cache = call.site.weights
-        if not cache.state.keeps_weights:
+        if not (cache.state.keeps_weights or holds):
             cache.forget()
             continue
         column = cache.casts.columnwise
@@ -280,10 +324,13 @@ def _keep(made: Operands, weights: Sequence[torch.Tensor], calls: Sequence[Call]
 # ----------------------------------------------------------------------------------------------------- the gradients
 
 
-def can_go_back(dy: torch.Tensor, saved: Saved, calls: Sequence[Call]) -> bool:
-    """Whether the gradients of a forward by ``forward`` are made by ``gradients``."""
-    kept = [of.cast.stacks[-1] for of in saved if of is not None]
-    in_memory = all(loops.plain(stack.codes) and loops.plain(stack.scale_inv) for stack in kept)
+def can_go_back(dy: torch.Tensor, saved: Sequence[Any], calls: Sequence[Call]) -> bool:
+    """Whether gradients from these operands, of tokens and of weights, are made by ``gradients``."""
+    kept = [of for of in saved if of is not None]
+    if not kept or not all(isinstance(of, Operands) for of in kept):
+        return False
+    last = [of.cast.stacks[-1] for of in kept]
+    in_memory = all(loops.plain(stack.codes) and loops.plain(stack.scale_inv) for stack in last)
     return calls[0].site.state.observer is None and in_memory and _castable(dy)
 
 
@@ -321,10 +368,13 @@ def gradients(
     tokens: Sequence[int],
     needs_dgrad: bool,
     needs_wgrad: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    """(dx, None, and of each weight its gradient, or a dummy), where ``can_go_back``."""
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """(dx; of each weight its gradient, or a dummy), where ``can_go_back``."""
     dy = _cast_gradient(grad_output, calls, tokens, needs_dgrad, any(needs_wgrad))
-    dx = _input_gradient(dy, saved.weights, calls, tokens) if needs_dgrad else None
+    dx = None
+    if needs_dgrad:
+        assert saved.weights is not None
+        dx = _input_gradient(dy, saved.weights, calls, tokens)
     wanted = [e for e, needs in enumerate(needs_wgrad) if needs]
 
     def multiply(these: list[int], outs: list[Any], add: bool) -> None:
@@ -338,48 +388,7 @@ def gradients(
             assert saved.x is not None
             _multiply(calls, (dy, dy.columnwise), (saved.x, saved.x.columnwise), places, present, add=add)
 
-    return dx, None, *each_weight_gradient(weights, calls, wanted, multiply)
-
-
-def each_weight_gradient(
-    weights: Sequence[torch.Tensor],
-    calls: Sequence[Call],
-    wanted: list[int],
-    multiply: Callable[[list[int], list[Any], bool], None],
-) -> list[torch.Tensor | None]:
-    """The gradients of the wanted experts' weights; of one that was added to its main_grad, a dummy.
-
-    Args:
-        multiply: writes the products of these experts to tensors [N, K], or adds them there.
-    """
-    found: list[torch.Tensor | None] = [None] * len(weights)
-    sums = {e: total for e in wanted if (total := main_grad_of(weights[e])) is not None}
-    for these in _apart(sums):
-        multiply(these, [sums[e] for e in these], True)
-        for e in these:
-            found[e] = added_to_main_grad(weights[e])
-    these = [e for e in wanted if e not in sums]
-    outs = [_empty_gradient(weights[e], calls[e].site) for e in these]
-    multiply(these, outs, False)
-    for e, out in zip(these, outs, strict=True):
-        found[e] = out.to(weights[e].dtype)
-    return found
-
-
-def _apart(sums: Mapping[int, torch.Tensor]) -> list[list[int]]:
-    """Experts in turns, in none of which two add to the same memory, as those do that share a weight."""
-    turns: list[dict[int, int]] = []
-    for e, total in sums.items():
-        at = total.data_ptr()
-        turn = next((turn for turn in turns if at not in turn), None)
-        if turn is None:
-            turns.append(turn := {})
-        turn[at] = e
-    return [list(turn.values()) for turn in turns]
-
-
-def _empty_gradient(weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
-    return torch.empty(weight.shape, dtype=site.wgrad_dtype(weight.dtype), device=weight.device)
+    return dx, each_weight_gradient(weights, calls, wanted, multiply)
 
 
 def _multiply(

@@ -8,10 +8,12 @@ earlier version of this package would not give.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..tensor import Operand
-from .site import WeightCache
+from .site import Kept, WeightCache
 
 _DELAYED, _EVALUATED = 1, 2  # a stamp's flags
 
@@ -24,14 +26,32 @@ def stamp_of(
     (int64 [2] on the CPU: the weight_generation, and flags: a delayed scale was used, it was in evaluation; float32 []:
     that scale, or 1.)
     """
-    scale = None if weights.held is None else weights.held.scale
-    stamp = torch.tensor(
-        [weights.state.weight_generation, _DELAYED * (scale is not None) + _EVALUATED * (not training)],
-        dtype=torch.int64,
-        device="cpu",
-    )
+    facts, scale = _facts(weights, training)
+    stamp = torch.tensor(facts, dtype=torch.int64, device="cpu")
     used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
     return stamp, used
+
+
+def stamps_of(
+    weights: Sequence[WeightCache], device: torch.device, *, training: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``stamp_of`` of each, in two tensors: int64 [experts, 2] on the CPU, float32 [experts]."""
+    facts = [_facts(cache, training) for cache in weights]
+    stamps = torch.tensor([stamp for stamp, _ in facts], dtype=torch.int64, device="cpu")
+    used = torch.ones(len(facts), dtype=torch.float32, device=device)
+    if any(scale is not None for _, scale in facts):
+        parts = [
+            one if scale is None else scale for one, (_, scale) in zip(used.unbind(), facts, strict=True)
+        ]
+        used = torch.stack(parts)
+    return stamps, used
+
+
+def _facts(weights: WeightCache, training: bool) -> tuple[list[int], torch.Tensor | None]:
+    """(a stamp, the delayed scale that was used)"""
+    scale = None if weights.held is None else weights.held.scale
+    flags = _DELAYED * (scale is not None) + _EVALUATED * (not training)
+    return [weights.state.weight_generation, flags], scale
 
 
 def was_training(stamp: torch.Tensor) -> bool:
@@ -55,10 +75,15 @@ def columnwise_of(
     if quantizer is None:
         return weight.t()
     weight_generation, flags = stamp.tolist()
-    kept, side = weights.held, None
-    if kept is not None and kept.serves(weights.version(weight, weight_generation), False):
-        side = kept.quantized.columnwise
+    kept = still_held(weights, weight, weight_generation)
+    side = None if kept is None else kept.quantized.columnwise
     if side is None:
         side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
     assert side is not None
     return side
+
+
+def still_held(weights: WeightCache, weight: torch.Tensor, generation: int) -> Kept | None:
+    """What a forward made of the weight as it was in this weight_generation, if that is still here."""
+    kept = weights.held
+    return kept if kept is not None and kept.serves(weights.version(weight, generation), False) else None

@@ -99,16 +99,11 @@ def _routed(
     up, down = experts.fp8_stacks
     chosen = top_k_index.reshape(-1)
     order = chosen.argsort(stable=True)  # [tokens * k], expert by expert, an expert's tokens as they came
-    tokens = torch.bincount(chosen, minlength=experts.fp8_count).tolist()
-    if len(tokens) > experts.fp8_count:
-        raise ValueError(
-            f"{experts.fp8_name}: a token is sent to expert {len(tokens) - 1}, and there are {experts.fp8_count}:"
-            " experts that transformers distributes over ranks run in FP8 under megatron_fp8.mcore"
-        )
+    tokens, of_rows = _counts(experts, chosen), chosen[order]
     x = hidden_states[order // top_k_index.shape[-1]]
-    x = experts.multiplied(up, x, tokens)
+    x = experts.multiplied(up, x, tokens, of_rows)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = experts.multiplied(down, x, tokens)
+    x = experts.multiplied(down, x, tokens, of_rows)
     if module.has_post_expert_norm:
         x = module.post_expert_norm(x)
     weighted = x * top_k_weights.reshape(-1)[order].unsqueeze(-1)
@@ -116,6 +111,26 @@ def _routed(
     back[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
     summed: torch.Tensor = weighted[back].unflatten(0, top_k_index.shape).sum(1)
     return summed.to(hidden_states.dtype)
+
+
+def _counts(experts: Fp8Experts, chosen: torch.Tensor) -> torch.Tensor:
+    """How many tokens each expert gets, int64 [experts] on the CPU: the one thing that the host waits for.
+
+    torch.bincount would let it wait twice more, for the smallest and the largest number.
+    """
+    count = experts.fp8_count
+    places = chosen.clamp(-1, count).remainder(count + 1)  # the last one is of numbers that no expert has
+    found = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
+    counts = found.scatter_add(0, places.long(), torch.ones_like(places, dtype=torch.int64)).cpu()
+    if (
+        not torch.compiler.is_compiling() and counts[-1]
+    ):  # in a graph the operators find that too few have an expert
+        wrong = chosen[places == count][0].item()
+        raise ValueError(
+            f"{experts.fp8_name}: a token is sent to expert {wrong}, and there are {count}: experts that transformers"
+            " distributes over ranks run in FP8 under megatron_fp8.mcore"
+        )
+    return counts[:-1]
 
 
 # ------------------------------------------------------------------------------------------------------------- Llama 4's
@@ -137,7 +152,8 @@ def _all_tokens_each(experts: Fp8Experts, hidden_states: torch.Tensor) -> torch.
     module: Any = experts
     up, down = experts.fp8_stacks
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    tokens = [len(x) // experts.fp8_count] * experts.fp8_count
+    count = experts.fp8_count
+    tokens = torch.full((count,), x.shape[0] // count, dtype=torch.int64, device="cpu")
     gate, x = experts.multiplied(up, x, tokens).chunk(2, dim=-1)
     return experts.multiplied(down, x * module.act_fn(gate), tokens)
 

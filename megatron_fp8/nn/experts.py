@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..linear.grouped import grouped_linear, some_together
+from ..linear.grouped import Tokens, grouped_linear, some_together
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import autocasts, current_switch, without_autocast
 from .config import Fp8Config
@@ -188,21 +188,38 @@ class Fp8Experts(torch.nn.Module):
     # ------------------------------------------------------------------------------------------------------------ forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the plain class's, with its products in FP8. torch.compile leaves it out of its graphs: how many tokens an
-        expert gets is read on the host."""
+        """As the plain class's, with its products in FP8. torch.compile leaves it out of its graphs where an expert is
+        called apart, on rows that the host has to know."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if torch.compiler.is_compiling():
             if current_switch().off == "all":
                 return self.plain_class.forward(self, *args, **kwargs)
-            from ..linear.compiled import break_graph  # loads torch's compiler
+            if not self._fits_a_graph():
+                from ..linear.compiled import break_graph  # loads torch's compiler
 
-            return break_graph(self.kind.forward, self, *args, **kwargs)
-        if any(x.is_meta or isinstance(x, FakeTensor) for x in tensors):  # without numbers to route by
+                return break_graph(self.kind.forward, self, *args, **kwargs)
+        elif any(x.is_meta or isinstance(x, FakeTensor) for x in tensors):  # without numbers to route by
             return self.plain_class.forward(self, *args, **kwargs)
         return self.kind.forward(self, *args, **kwargs)
 
-    def multiplied(self, stack: Stack, x: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """[T, out] of the experts' tokens [T, in], expert by expert, by the matrices of a stack, and its biases."""
+    def _fits_a_graph(self) -> bool:
+        """Whether all experts are multiplied in one call, by weights that a tracer knows."""
+        for stack in self.fp8_stacks:
+            linears, weights = self.fp8_linears(stack), self._weights(stack)
+            for linear, weight in zip(linears, weights, strict=True):
+                if isinstance(weight, Fp8Parameter) or is_heard(linear) or not linear.way(weight)[1]:
+                    return False
+        return True
+
+    def multiplied(
+        self, stack: Stack, x: torch.Tensor, tokens: torch.Tensor, of_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, out] of the experts' tokens [T, in], expert by expert, by the matrices of a stack, and its biases.
+
+        Args:
+            tokens: of each expert, int [experts] on the CPU.
+            of_rows: each row's expert, int [T], where there are biases.
+        """
         linears, weights = self.fp8_linears(stack), self._weights(stack)
         device = weights[0].device
         runs = [linear.way(weight) for linear, weight in zip(linears, weights, strict=True)]
@@ -212,7 +229,7 @@ class Fp8Experts(torch.nn.Module):
             y: torch.Tensor = linears[e](part, weights[e])
             return y
 
-        def together(these: list[int], part: torch.Tensor) -> torch.Tensor:
+        def together(these: list[int], part: torch.Tensor, numbers: Tokens) -> torch.Tensor:
             sites = [runs[e][0] for e in these]
             if autocasts(device):
                 part = part.to(torch.get_autocast_dtype(device.type))
@@ -220,7 +237,7 @@ class Fp8Experts(torch.nn.Module):
                 return grouped_linear(
                     part,
                     [linears[e].as_matrix(weights[e]) for e in these],
-                    [tokens[e] for e in these],
+                    numbers,
                     sites,
                     training=self.training,
                 )
@@ -228,8 +245,8 @@ class Fp8Experts(torch.nn.Module):
         y = some_together(x, tokens, joins, together, alone)
         if stack.bias is None:
             return y
-        counts = torch.tensor(tokens, device=device, dtype=torch.int64)
-        return y + getattr(self, stack.bias).repeat_interleave(counts, dim=0)  # as the plain forward adds it
+        assert of_rows is not None, "biases are added by row"
+        return y + getattr(self, stack.bias).index_select(0, of_rows)  # as the plain forward adds it
 
     def _weights(self, stack: Stack) -> list[Any]:
         """Each expert's matrix, as the stack has it."""

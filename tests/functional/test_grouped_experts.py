@@ -136,26 +136,40 @@ def test_it_trains_as_experts_in_turn_do(ranks: RankPool, case: str) -> None:
     assert max(grouped["calls"]) == 4 // layout.ep and not in_turn["calls"]
 
 
+def copied_by_dispatcher(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """What Megatron-Core's dispatcher has of a tensor on the host, which on a GPU it copies there for itself."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    there = tensor.cpu()
+    return there.numpy() if as_numpy else there
+
+
 def looks(grouped: bool) -> dict[str, int]:
     """A rank case of two expert parallel ranks: who reads a tensor's value on the host in an iteration, how often."""
+    from megatron.core.transformer.moe import token_dispatcher
+
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     options: dict[str, Any] = {"sequence": SEQUENCE, "micro_batch": 1, "global_batch": 4}
+    as_on_a_gpu = mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", copied_by_dispatcher)
     with model_parallel(Layout(ep=2)):
         config = fp8_config(Layout(ep=2), "blockwise", **{**DEEPSEEK, "moe_grouped_gemm": grouped})
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=SEQUENCE)
         optimizer = build_optimizer(config, chunks)
         train_step(config, chunks, optimizer, 0, **options)
-        with waits(hidden=False) as seen:
+        with as_on_a_gpu, waits(hidden=False) as seen:
             train_step(config, chunks, optimizer, 1, **options)
     return Counter(place for place in seen.places if "scale_range" not in place)  # of C alone
 
 
-def test_the_host_reads_counts_of_tokens_once_a_layer(ranks: RankPool) -> None:
-    """As Megatron-Core's experts do: grouped ones wait for nothing else."""
+def test_the_host_waits_for_no_counts_of_tokens(ranks: RankPool) -> None:
+    """Megatron-Core's dispatcher copies them, with four other tensors, and waits once a layer and microbatch; grouped
+    experts wait for nothing."""
     grouped, in_turn = (ranks(2).run(looks, grouped)[0] for grouped in (True, False))
-    assert grouped.pop("grouped.py forward tolist") == in_turn.pop("experts.py forward tolist") == 3 * 2
     assert grouped == in_turn
+    assert not any("grouped.py" in place or "experts.py" in place for place in grouped)
+    of_dispatcher = [number for place, number in grouped.items() if place.startswith("token_dispatcher.py")]
+    assert sum(of_dispatcher) == 5 * 3 * 2, of_dispatcher
 
 
 def listen(expert: Any, heard: list[str]) -> None:

@@ -12,10 +12,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import json
 import traceback
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated, specified
@@ -214,29 +215,31 @@ def grouped_blocks() -> None:
 
 
 def grouped_sizes_that_do_not_fit(name: str) -> None:
-    """Experts whose sizes and tokens tensor cores do not take as they are: padded, with the bits of one after the other.
+    """Experts whose sizes and tokens tensor cores do not take as they are: padded, with the bits of one after the other,
+    also where a dispatch mode is given one operator.
 
     The stand-in for torch's products refuses what they would.
     """
     tokens, (x, _, dy) = (7, 0, 34), data(41, 150, 40)
     found = []
-    for grouped in (False, True):
+    for way in ("in turn", "grouped", "as an operator"):
         state = Fp8State()
         sites = [
             GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None) for e in range(3)
         ]
         leaf = x.clone().requires_grad_()
         weights = [torch.nn.Parameter(randn(40, 150, seed=e)) for e in range(3)]
-        with fake_torch():
-            if grouped:
-                y = grouped_linear(leaf, weights, tokens, sites)
-            else:
+        with fake_torch(), FlopCounterMode(display=False) if way == "as an operator" else nullcontext():
+            if way == "in turn":
                 parts = zip(leaf.split(list(tokens)), weights, sites, strict=True)
                 y = torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
+            else:
+                y = grouped_linear(leaf, weights, tokens, sites)
             y.backward(dy)
         found.append([y.detach(), leaf.grad, *(weight.grad for weight in weights)])
-    for one, other in zip(*found, strict=True):
-        assert_same_bytes(one, other)
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            assert_same_bytes(one, other)
 
 
 def experts_of_any_number_of_tokens(name: str) -> None:

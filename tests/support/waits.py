@@ -1,8 +1,8 @@
 """Where the host would wait for a GPU: each reading of a tensor's value, by the line that asks for it.
 
 On a CPU nothing waits, so what is noted is who looks: Python's ways to a value, a synchronisation, a tensor made of host
-memory on the model's device (a copy from pageable memory waits too). What torch reads by itself, in C++, its profiler
-tells (``hidden``).
+memory on the model's device (a copy from pageable memory waits too). Of what ``cpu()`` gave, and of its views, the host
+has the values: who looks at that waits for nothing. What torch reads by itself, in C++, its profiler tells (``hidden``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,19 @@ class Waits:
     def __init__(self) -> None:
         self.places: list[str] = []
         self.hidden: list[str] = []
+        self._on_host: set[int] = set()  # numbers of storages that a copy to the host made
+        self._kept: list[torch.Tensor] = []  # so that no other storage gets their numbers
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as another one, which the host has."""
+        there = tensor.clone()
+        self._on_host.add(torch._C._storage_id(there))  # type: ignore[attr-defined]
+        self._kept.append(there)
+        return there
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the host has this tensor's values."""
+        return torch._C._has_storage(tensor) and torch._C._storage_id(tensor) in self._on_host  # type: ignore[attr-defined]
 
     def note(self, how: str) -> None:
         """Write it down, under the innermost function of Megatron-Core or this package."""
@@ -48,8 +61,10 @@ def waits(hidden: bool = True) -> Iterator[Waits]:
 
     def noted(name: str, original: Any) -> Any:
         def look(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if seen.has(tensor):
+                return original(tensor, *args, **kwargs)
             seen.note(name)
-            return original(tensor, *args, **kwargs)
+            return seen.copied(tensor) if name == "cpu" else original(tensor, *args, **kwargs)
 
         return look
 

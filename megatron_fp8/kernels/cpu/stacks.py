@@ -129,14 +129,39 @@ def _told(parts: Parts, told: Iterator[CastStruct]) -> tuple[list[Stack], torch.
 
 def _stack(parts: Parts, rows: tuple[int, ...], cut: tuple[int, int]) -> Stack:
     """Memory for what a cut gives."""
-    (high, wide), rule = cut, parts.rule
-    across = -(-parts.cols // wide) if wide else 1
-    first = list(accumulate((across * (-(-r // high) if high else 1) for r in rows), initial=0))
-    codes = torch.empty(sum(rows), parts.cols, dtype=rule.fmt.dtype, device="cpu")
-    scale = torch.uint8 if rule.scale == "e8m0" else torch.float32
-    scales = torch.empty(first[-1], dtype=scale, device="cpu")
+    rule = parts.rule
+    codes = torch.empty(sum(rows), parts.cols, dtype=torch.uint8, device="cpu")
+    first, across = _scales(rows, parts.cols, cut)
+    scales = torch.empty(first[-1], dtype=_bytes_of(rule), device="cpu")
+    return _stack_of(codes, scales, rows, first, across, rule)
+
+
+def _scales(rows: Sequence[int], cols: int, cut: tuple[int, int]) -> tuple[list[int], int]:
+    """Where each part's scales begin, and the last ones end; blocks side by side."""
+    high, wide = cut
+    across = -(-cols // wide) if wide else 1
+    return list(accumulate((across * (-(-r // high) if high else 1) for r in rows), initial=0)), across
+
+
+def _bytes_of(rule: Rule) -> torch.dtype:
+    return torch.uint8 if rule.scale == "e8m0" else torch.float32
+
+
+def _stack_of(
+    codes: torch.Tensor, scales: torch.Tensor, rows: Sequence[int], first: list[int], across: int, rule: Rule
+) -> Stack:
     scales = scales.view(torch.float8_e8m0fnu) if rule.scale == "e8m0" else scales
-    return Stack(codes, scales, rows, tuple(first[:-1]), across)
+    return Stack(codes.view(rule.fmt.dtype), scales, tuple(rows), tuple(first[:-1]), across)
+
+
+def columnwise_again(
+    codes: torch.Tensor, scales: torch.Tensor, rows: Sequence[int], cols: int, rule: Rule
+) -> Stack:
+    """The last stack of a cast for columns, of its memory: codes and scales as bytes or float32, flat; the latter may be
+    longer."""
+    (cut,) = _cuts(rule, "columnwise")
+    first, across = _scales(rows, cols, cut)
+    return _stack_of(codes.view(sum(rows), cols), scales[: first[-1]], rows, first, across, rule)
 
 
 # ------------------------------------------------------------------------------------------------------------ products

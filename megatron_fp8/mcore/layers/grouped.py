@@ -22,7 +22,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.nn.modules.module import _has_any_global_hook
 
-from ...linear.grouped import grouped_linear, some_together
+from ...linear.grouped import Tokens, grouped_linear, on_host, some_together
 from .fusion import computes_activation
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 
@@ -53,10 +53,11 @@ class Fp8GroupedMLP(SequentialMLP):
     ) -> tuple[torch.Tensor, None]:
         """[T, hidden] of the experts' tokens [T, hidden], expert by expert, and of their router's probabilities [T].
 
-        The host reads tokens_per_expert, int [experts], once; the dispatcher that sends tokens has read it before.
-        So torch.compile leaves the experts out of its graphs: there would be one for each set of numbers.
+        tokens_per_expert, int [experts], is needed on the host: the dispatchers that send tokens have it there, and where
+        one does not it is copied, once. torch.compile makes one graph for all numbers, but of experts that are called
+        apart.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self._fits_a_graph():
             from ...linear.compiled import break_graph  # loads torch's compiler
 
             done: tuple[torch.Tensor, None] = break_graph(
@@ -72,7 +73,7 @@ class Fp8GroupedMLP(SequentialMLP):
             assert self.config.moe_router_topk == 1, "moe_apply_probs_on_input works with one expert a token"
             x = (probs.unsqueeze(-1) * x).to(x.dtype)
             probs = torch.ones_like(probs)
-        tokens = tokens_per_expert.tolist()
+        tokens = tokens_per_expert.cpu()
         x, probs = _after_pre_hooks(self.local_experts, tokens, x, probs)
         mlp = _Mlp(
             self.config,
@@ -82,6 +83,17 @@ class Fp8GroupedMLP(SequentialMLP):
         )
         output, _ = MLP.forward(mlp, x, per_token_scale=probs)
         return output, None
+
+    def _fits_a_graph(self) -> bool:
+        """Whether nobody has to know on which rows an expert works: all are plain, in FP8, and heard by nobody."""
+        linears = [
+            linear for expert in self.local_experts for linear in (expert.linear_fc1, expert.linear_fc2)
+        ]
+        return all(
+            _is_plain(expert) and not expert._forward_pre_hooks for expert in self.local_experts
+        ) and all(
+            _is_ours(linear) and linear.runs_fp8() and not linear._forward_pre_hooks for linear in linears
+        )
 
 
 class _Mlp(NamedTuple):
@@ -96,11 +108,13 @@ class _Mlp(NamedTuple):
 class _Linears(NamedTuple):
     """One linear of each expert, called as one: [T, K] to ([T, N], no bias).
 
-    ``computed``: whether experts called one after the other leave activations to linear_fc2 (fusion.py).
+    Attributes:
+        tokens: of each expert, int [experts] on the CPU.
+        computed: whether experts called one after the other leave activations to linear_fc2 (fusion.py).
     """
 
     linears: list[Any]
-    tokens: list[int]
+    tokens: torch.Tensor
     computed: bool
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -117,22 +131,20 @@ class _Linears(NamedTuple):
         """Whether all experts' kernels do, as of one linear."""
         return self.computed and all(linear.makes_codes_of(role) for linear in self.linears)
 
-    def _together(self, these: list[int], x: torch.Tensor) -> torch.Tensor:
+    def _together(self, these: list[int], x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """[T, N] of these experts' tokens, in FP8 and in one call."""
-        linears, tokens = [self.linears[e] for e in these], [self.tokens[e] for e in these]
+        linears = [self.linears[e] for e in these]
         (x,) = _after_pre_hooks(linears, tokens, x)
+        weights, training = [linear.weight for linear in linears], linears[0].training
+        save_original_input = any(linear.save_original_input for linear in linears)
+        options = {"training": training, "save_original_input": save_original_input}
+        if torch.compiler.is_compiling():  # as of one linear, operators do the rest as they run
+            sites = [linear.fp8_site.acting for linear in linears]
+            return grouped_linear(x, weights, tokens, sites, **options)
         begun = [linear.begin_fp8() for linear in linears]
-        first, site = linears[0], begun[0][0]
-        with nullcontext() if first.training else site.state.uncounted():
-            return grouped_linear(
-                x,
-                [linear.weight for linear in linears],
-                tokens,
-                [site for site, _ in begun],
-                training=first.training,
-                fresh_weights=[fresh for _, fresh in begun],
-                save_original_input=any(linear.save_original_input for linear in linears),
-            )
+        sites, fresh = [site for site, _ in begun], [again for _, again in begun]
+        with nullcontext() if training else sites[0].state.uncounted():
+            return grouped_linear(x, weights, tokens, sites, fresh_weights=fresh, **options)
 
 
 def _is_plain(expert: Any) -> bool:
@@ -156,13 +168,14 @@ def _is_heard(module: Any) -> bool:
 
 
 def _after_pre_hooks(
-    modules: Sequence[Any], tokens: Sequence[int], *arguments: torch.Tensor
+    modules: Sequence[Any], tokens: Tokens, *arguments: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """What the modules' own hooks before forward make of their rows of each argument [T, ...], as calls of each would;
     DistributedDataParallel waits for gathered parameters in such a hook."""
     if not any(module._forward_pre_hooks for module in modules):
         return arguments
-    parts = list(zip(*(argument.split(list(tokens)) for argument in arguments), strict=True))
+    numbers = on_host(tokens)
+    parts = list(zip(*(argument.split(numbers) for argument in arguments), strict=True))
     changed = False
     for e, module in enumerate(modules):
         for hook in module._forward_pre_hooks.values():

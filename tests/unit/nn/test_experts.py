@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -25,6 +26,7 @@ from megatron_fp8.nn import (
 )
 from megatron_fp8.nn.experts import Fp8Experts
 from tests.support.experts import EXPERTS, HIDDEN, WIDTH, Linears, hidden, layer, routing
+from tests.support.waits import waits
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 STACKS = {"gate_up": "gate_up_proj", "down": "down_proj"}
@@ -318,16 +320,66 @@ def test_shapes_without_values() -> None:
     assert y.shape == (5, HIDDEN)
 
 
-def test_compiled_with_a_graph_break() -> None:
+@pytest.mark.parametrize(("kind", "recipe"), [("mixtral", "blockwise"), ("gpt_oss", "delayed")])
+def test_compiled_in_one_graph(kind: str, recipe: str) -> None:
+    """Whatever the numbers of tokens, one expert without any too, with the bits of eager mode."""
+    eager, traced = (convert_to_fp8(layer(kind), recipe) for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(traced, fullgraph=True, backend=counter, dynamic=True)
+    for step, tokens in enumerate((37, 37, 50)):
+        found = []
+        for call, model in ((eager, eager), (compiled, traced)):
+            x = hidden(tokens, seed=step)
+            y = call(x, *routing(tokens, seed=step, without=2 if step == 1 else None))
+            y.float().square().sum().backward()
+            counts = torch.tensor(fp8_step(model).fp8_gemms)
+            found.append([y.detach(), x.grad, *(parameter.grad for parameter in model.parameters()), counts])
+            model.zero_grad()
+        for one, other in zip(*found, strict=True):
+            assert_same_bytes(other, one)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_compiled_with_a_graph_break_where_hooks_listen() -> None:
+    """They hear one expert's rows, which the host has to know."""
     model = convert_to_fp8(layer(), "blockwise")
+    heard: list[int] = []
+    model.experts.fp8_linears()[0].register_forward_hook(lambda _, args, y: heard.append(len(y)))
     wanted = _through(model)
-    model.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(Exception, match=r"stacked ones.*whose numbers of tokens"):
+        with pytest.raises(Exception, match=r"one is called apart"):
             torch.compile(model, backend="eager", fullgraph=True)(hidden(), *routing())
         for mine, theirs in zip(_through(torch.compile(model, backend="eager")), wanted, strict=True):
             assert_same_bytes(mine, theirs)
+    assert len(heard) == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("wrong", [EXPERTS, -1])
+def test_a_token_for_an_expert_that_is_not_there(wrong: int) -> None:
+    model = convert_to_fp8(layer(), "blockwise")
+    chosen, counts = routing()
+    chosen[3, 1] = wrong
+    with pytest.raises(ValueError, match=rf"experts: a token is sent to expert {wrong}, and there are 4"):
+        model(hidden(), chosen, counts)
+    with pytest.raises(ValueError, match=r"sum to 73, and the input has 74 rows"):
+        torch.compile(model, backend="eager")(hidden(), chosen, counts)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_the_host_waits_once_a_layer(kind: str) -> None:
+    """For the numbers of tokens; in the backward, and for biases, not at all."""
+    model = convert_to_fp8(layer(kind), "blockwise")
+    _through(model)
+    fp8_step(model)
+    with waits() as seen:
+        _through(model)
+    of_torch = [read for read in seen.hidden if "scale_range" not in read]
+    assert [place for place in seen.places if "scale_range" not in place] == ["expert_kinds.py _counts cpu"]
+    assert not [read for read in of_torch if "bincount" in read or "repeat_interleave" in read], of_torch
 
 
 def test_width_is_what_the_tests_say() -> None:

@@ -1,0 +1,309 @@
+"""torch.compile over a layer's experts: one graph for any numbers of tokens, eager mode's bits, no effect twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.linear.grouped import grouped_linear
+from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.params.fp8_parameter import fp8_parameter
+from megatron_fp8.state.fp8_state import Fp8State
+from tests.support.sites import make_site, randn
+
+PARTITIONED = "aot_eager_decomp_partition"
+"""AOT autograd with Inductor's partitioner and its merging of equal nodes; kernels stay eager."""
+K, N = 160, 136
+NUMBERS = [(70, 0, 40, 17), (17, 40, 0, 70), (0, 0, 200, 1)]  # two of one sum, one of another
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.set_num_threads(threads)
+
+
+def compiled(function: Callable[..., Any], backend: str = PARTITIONED) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+
+
+def graphs() -> int:
+    """How many were made."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def experts(recipe: str, **options: Any) -> list[GemmSite]:
+    """Sites that share a state."""
+    state = options.pop("state", None) or Fp8State()
+    names = [f"experts.{e}.fc1" for e in range(4)]
+    return [make_site(recipe, state=state, name=name, recording=False, **options)[0] for name in names]
+
+
+def parameters(*, main_grad: bool = False) -> list[Any]:
+    made: list[Any] = [torch.nn.Parameter(randn(N, K, seed=10 + e)) for e in range(4)]
+    for parameter in made if main_grad else ():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(N, K), False
+    return made
+
+
+def step(
+    run: Callable[..., torch.Tensor], sites: list[GemmSite], weights: Sequence[Any], numbers: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """The result and all gradients of one forward and backward."""
+    x = randn(sum(numbers), K, seed=sum(numbers)).requires_grad_()
+    for weight in weights:
+        weight.grad = None
+    y = run(x, weights, torch.tensor(numbers), sites)
+    y.backward(randn(sum(numbers), N, seed=3))
+    return [y.detach(), x.grad, *(getattr(weight, "main_grad", weight.grad).clone() for weight in weights)]  # type: ignore[list-item]
+
+
+def assert_alike(eager: list[GemmSite], traced: list[GemmSite], *, more_casts: int = 0) -> None:
+    """The same was recorded and counted, but for so many casts; ends the iteration of both."""
+    (mine,), (theirs,) = traced[0].state.arenas, eager[0].state.arenas
+    found, wanted = (sites[0].state.finish_iteration() for sites in (traced, eager))
+    assert found == replace(wanted, casts=wanted.casts + more_casts)
+    for what in ("last_amax", "last_nonfinite", "scale"):
+        assert_same_bytes(getattr(mine, what), getattr(theirs, what), what)
+
+
+def compare(
+    recipe: str,
+    *,
+    backend: str = PARTITIONED,
+    form: Callable[..., torch.Tensor] = grouped_linear,
+    numbers: Sequence[tuple[int, ...]] = NUMBERS,
+    main_grad: bool = False,
+    **options: Any,
+) -> None:
+    """Iterations of experts and of their twins that are compiled: the same bits, amaxes and counts."""
+    eager, traced = experts(recipe, **options), experts(recipe, **options)
+    mine, theirs = parameters(main_grad=main_grad), parameters(main_grad=main_grad)
+    function = compiled(form, backend)
+    for iteration, each in enumerate(numbers):
+        wanted, found = step(form, eager, theirs, each), step(function, traced, mine, each)
+        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert_same_bytes(one, other, f"{recipe}, iteration {iteration}, tensor {i}")
+        assert_alike(eager, traced)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "main_grad"),
+    [("delayed", True), ("rowwise", False), ("blockwise-fp32", True), ("no-input", False)],
+)
+def test_bits_counts_and_amaxes_are_eager_modes(recipe: str, main_grad: bool) -> None:
+    """A history without and with values, kept weights; one graph for all numbers of tokens, and all sums."""
+    compare(recipe, main_grad=main_grad)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_other_backends_give_the_same_bits(backend: str) -> None:
+    compare("mxfp8", backend=backend)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "more_casts"),
+    [
+        ({"overrides": {"experts.2.*": "rowwise"}}, (3, 3, 2)),
+        ({"overrides": {"experts.0.*:wgrad": "bf16"}}, (2, 2, 2)),
+        ({"keeps_columnwise": False}, (0, 0, 0)),
+    ],
+    ids=["another recipe", "a wgrad in high precision", "weights that backward makes again"],
+)
+def test_experts_that_are_not_alike(options: dict[str, Any], more_casts: tuple[int, ...]) -> None:
+    """They stay in the graph. Where layouts differ the tokens themselves are saved, and cast again in the backward."""
+    keeps = options.pop("keeps_columnwise", True)
+    eager, traced = (
+        experts("blockwise", state=Fp8State(keeps_columnwise=keeps), **options) for _ in range(2)
+    )
+    function = compiled(grouped_linear, "eager")
+    for numbers, more in zip(NUMBERS, more_casts, strict=True):
+        found = step(function, traced, parameters(), numbers)
+        for one, other in zip(found, step(grouped_linear, eager, parameters(), numbers), strict=True):
+            assert_same_bytes(one, other)
+        assert_alike(eager, traced, more_casts=more)
+    assert graphs() == 1
+
+
+def test_a_recomputed_forward_records_nothing() -> None:
+    def recomputed(*args: Any) -> torch.Tensor:
+        return checkpoint(lambda *given: grouped_linear(*given).relu(), *args, use_reentrant=False)
+
+    compare("delayed", form=recomputed, main_grad=True)
+
+
+def test_two_calls_on_one_input_are_two_gradients() -> None:
+    """A compiler that merges equal nodes would add to main_grad once."""
+
+    def twice(*args: Any) -> torch.Tensor:
+        return grouped_linear(*args) + grouped_linear(*args)
+
+    compare("tensorwise", form=twice, main_grad=True, numbers=NUMBERS[:1])
+
+
+def test_evaluation_records_and_counts_nothing() -> None:
+    x, weights, sites = randn(127, K, seed=1), parameters(), experts("delayed")
+    numbers = torch.tensor(NUMBERS[0])
+    with torch.no_grad():
+        y = compiled(grouped_linear, "eager")(x, weights, numbers, sites, training=False)
+    assert_same_bytes(y, grouped_linear(x, weights, numbers, experts("delayed")).detach())
+    assert sites[0].state.counts.fp8_gemms == 0 and not sites[0].state.arenas[0].rows.any()
+
+
+def test_what_needs_no_gradient_costs_none() -> None:
+    x, weights = randn(127, K, seed=1), parameters()
+    for weight in weights[:2]:
+        weight.requires_grad_(False)
+    found, function = [], compiled(grouped_linear)
+    for run in (grouped_linear, function):
+        sites = experts("blockwise")
+        run(x, weights, torch.tensor(NUMBERS[0]), sites).sum().backward()
+        assert weights[0].grad is None
+        found.append(([weight.grad for weight in weights[2:]], sites[0].state.finish_iteration()))
+        weights[2].grad = weights[3].grad = None
+    assert found[0][1] == found[1][1]
+    for one, other in zip(found[1][0], found[0][0], strict=True):
+        assert_same_bytes(one, other)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["step", "step and forward"])
+def test_backward_uses_the_weights_scale_of_its_forward(again: bool) -> None:
+    """A step between a forward and its backward changes delayed scales, and another forward the kept codes."""
+    outcomes, numbers = [], torch.tensor(NUMBERS[0])
+    for run in (grouped_linear, compiled(grouped_linear)):
+        sites, weights = experts("delayed"), parameters()
+        for _ in range(2):
+            step(run, sites, weights, NUMBERS[0])
+            sites[0].state.finish_iteration()
+            with torch.no_grad():
+                weights[0].mul_(3.3)
+        leaf = randn(127, K, seed=1).requires_grad_()
+        y = run(leaf, weights, numbers, sites)
+        sites[0].state.finish_iteration()
+        if again:
+            run(leaf.detach().clone().requires_grad_(), weights, numbers, sites)
+        y.backward(randn(127, N, seed=3))
+        outcomes.append(leaf.grad)
+    assert_same_bytes(*outcomes)
+
+
+def test_numbers_that_do_not_fit_are_refused_as_the_graph_runs() -> None:
+    x, weights, sites = randn(127, K, seed=1), parameters(), experts("blockwise")
+    function = compiled(grouped_linear, "eager")
+    function(x, weights, torch.tensor(NUMBERS[0]), sites)
+    with pytest.raises(ValueError, match=r"experts\.0\.fc1: numbers .* sum to 128, and the input has 127"):
+        function(x, weights, torch.tensor([70, 1, 40, 17]), sites)
+    assert graphs() == 1
+
+
+def test_weights_that_live_as_fp8_break_the_graph_and_keep_their_bits() -> None:
+    found = []
+    for run in (grouped_linear, torch.compile(grouped_linear, backend="eager")):
+        sites = experts("tensorwise")
+        weights = [
+            fp8_parameter(weight, site.quantizers["weight"])
+            for weight, site in zip(parameters(), sites, strict=True)
+        ]
+        found.append(step(run, sites, weights, NUMBERS[0]))
+    for one, other in zip(*found, strict=True):
+        assert_same_bytes(one, other)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"weight that lives as FP8.*without fullgraph"):
+        compiled(grouped_linear)(randn(127, K, seed=1), weights, torch.tensor(NUMBERS[0]), sites)
+
+
+# ---------------------------------------------------------------------------------------------- what is saved
+
+
+def saved(run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return kept
+
+
+def test_one_byte_a_value_is_saved() -> None:
+    x, weights = randn(127, K, seed=1).requires_grad_(), parameters()
+    sites, numbers = experts("blockwise"), torch.tensor(NUMBERS[0])
+    kept = saved(lambda: compiled(grouped_linear)(x, weights, numbers, sites))
+    others = [t for t in kept if t.shape != (N, K)]
+    few = 4 * (
+        8 + 8 + 2 * 8 + 4
+    )  # of each expert: its number of tokens and its site's, how its weight was quantised
+    # 127 tokens of 4 experts are 4 blocks of 128, if each has a token in another one.
+    assert sum(t.nbytes for t in others) <= 127 * K + 4 * 4 * K + few
+    assert not any(t.dtype == torch.bfloat16 for t in others)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "no-input"])
+def test_offloaded_activations_come_back_the_same(recipe: str) -> None:
+    """Other tensors with the same values, also of weights; main_grads are found."""
+    function, outcomes = compiled(grouped_linear), []
+    for offload in (False, True):
+        sites, weights = experts(recipe), parameters(main_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.clone() if offload else t,  # noqa: B023
+            lambda t: t.clone() if offload else t,  # noqa: B023
+        ):
+            outcomes.append(step(function, sites, weights, NUMBERS[0]))
+        assert all(weight.grad_added_to_main_grad for weight in weights)
+    for one, other in zip(*outcomes, strict=True):
+        assert_same_bytes(one, other)
+
+
+# ----------------------------------------------------------------------------------------------------- operators
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "no-input"])
+def test_operators_are_what_their_descriptions_say(recipe: str) -> None:
+    """Shapes, strides and dtypes before there are values; no aliases; nothing written that the schema does not name."""
+    from megatron_fp8.linear import compiled_grouped as op
+
+    x, weights, sites = randn(127, K, seed=1).requires_grad_(), parameters(), experts(recipe)
+    handles, layout = [site.traced.handle for site in sites], sites[0].traced.saved_layout
+    counts, keeps = torch.tensor(NUMBERS[0]), recipe != "no-input"
+    arguments: Any = (x, weights, counts, handles, layout, keeps, True, 0)
+    torch.library.opcheck(op.grouped_linear, arguments)
+    with torch.no_grad():
+        _, *kept, stamps, scales = op.grouped_linear(*arguments)
+        plain = [weight.detach() for weight in weights]
+        arguments = (
+            randn(127, N, seed=3),
+            kept if keeps else [x.detach()],
+            plain,
+            counts,
+            stamps,
+            scales,
+            handles,
+        )
+        torch.library.opcheck(
+            op.grouped_linear_backward, (*arguments, layout, 0, True, [True, False, True, True])
+        )
+
+
+def test_a_dispatch_mode_sees_one_operator() -> None:
+    """With eager mode's bits; what counts operations counts the products of all tokens."""
+    wanted = step(grouped_linear, experts("blockwise"), parameters(), NUMBERS[0])
+    with FlopCounterMode(display=False) as counter:
+        found = step(grouped_linear, experts("blockwise"), parameters(), NUMBERS[0])
+    for one, other in zip(found, wanted, strict=True):
+        assert_same_bytes(one, other)
+    assert counter.get_total_flops() == 3 * (2 * 127 * K * N)
