@@ -122,9 +122,8 @@ def _counts(experts: Fp8Experts, chosen: torch.Tensor) -> torch.Tensor:
     places = chosen.clamp(-1, count).remainder(count + 1)  # the last one is of numbers that no expert has
     found = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
     counts = found.scatter_add(0, places.long(), torch.ones_like(places, dtype=torch.int64)).cpu()
-    if (
-        not torch.compiler.is_compiling() and counts[-1]
-    ):  # in a graph the operators find that too few have an expert
+    # In a graph the operators find that rows are left over.
+    if not torch.compiler.is_compiling() and counts[-1]:
         wrong = chosen[places == count][0].item()
         raise ValueError(
             f"{experts.fp8_name}: a token is sent to expert {wrong}, and there are {count}: experts that transformers"

@@ -60,8 +60,10 @@ def parameters(*, main_grad: bool = False) -> list[Any]:
 def step(
     run: Callable[..., torch.Tensor], sites: list[GemmSite], weights: Sequence[Any], numbers: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    """The result and all gradients of one forward and backward."""
-    x = randn(sum(numbers), K, seed=sum(numbers)).requires_grad_()
+    """The result and all gradients of one forward and backward; the first token holds an Inf."""
+    x = randn(sum(numbers), K, seed=sum(numbers))
+    x[0, 0] = torch.inf
+    x.requires_grad_()
     for weight in weights:
         weight.grad = None
     y = run(x, weights, torch.tensor(numbers), sites)
