@@ -24,6 +24,7 @@ from ..plan.settings import RecipeSettings, from_settings
 from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
 from ..plan.timing import device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
+from ..state.ranks import own_device
 from ..study.bench import peers, versus
 from ..study.bench.cells import LEAST_FOR_SPREAD, Bench
 from ..study.bench.sections import SECTIONS
@@ -54,11 +55,7 @@ class _Wanted:
 def work(options: argparse.Namespace, run_options: list[str]) -> int:
     """Measure, print, and write what was asked for; 0, 1 if a result was wrong, 2 for bad input."""
     old: dict[str, Any] | None = None
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = own_device()
     try:
         _check(options, run_options)
         wanted = _from_config(options, run_options) if options.config else _from_options(options, device)

@@ -10,12 +10,11 @@ forward pass where the settings overlap them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .attention import projections
 from .kept import recomputed_modules, runs_again
-from .model import Chunk, Layer, Model
+from .model import Chunk, Layer
 from .peaks import Device
 from .pipeline import bubble
 from .settings import Settings
@@ -311,7 +310,7 @@ def step_time(settings: Settings, plans: Plans, device: Device, optimizer_bytes:
         stage: of_stage_time(
             settings, [c for c in chunks if c.stage == stage], plans, device, optimizer_bytes[stage]
         )
-        for stage in _distinct(settings.model)
+        for stage in range(settings.model.pipeline_model_parallel_size)
     }
     slowest = max(stages, key=lambda stage: stages[stage].microbatch)
     stage = stages[slowest]
@@ -330,7 +329,3 @@ def step_time(settings: Settings, plans: Plans, device: Device, optimizer_bytes:
         flops / (seconds * settings.gpus * device.bf16),
         tokens / seconds,
     )
-
-
-def _distinct(model: Model) -> Iterator[int]:
-    yield from range(model.pipeline_model_parallel_size)

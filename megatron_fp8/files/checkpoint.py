@@ -185,6 +185,11 @@ def folder_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def iteration_of(checkpoint: Path) -> int:
+    """The iteration in the name of a complete checkpoint: the inverse of ``folder_name``."""
+    return int(checkpoint.name.removeprefix("iter_"))
+
+
 def not_finite_name(iteration: int) -> str:
     """The name of the checkpoint of an iteration after which weights or optimizer state held NaN or Inf."""
     return f"not_finite_{iteration:07d}"

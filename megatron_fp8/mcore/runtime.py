@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..state.fp8_state import Fp8State
 from ..state.guard import Guard, Thresholds
 from ..state.phases import Phases
-from . import installed as compat
+from ..state.ranks import own_device
 
 _KEY, _LENGTH = "_fp8_runtime", "_fp8_training_length"
 
@@ -47,7 +47,7 @@ class Fp8Runtime:
         sequence_ends: numbers of integer tensors that layers have read, with the tensor's version (layers/attention.py).
     """
 
-    state: Fp8State = field(default_factory=lambda: Fp8State(model_device(), keeps_weights=False))
+    state: Fp8State = field(default_factory=lambda: Fp8State(own_device(), keeps_weights=False))
     frozen: bool = False
     te_layers: bool | None = None
     te_recipe: Any = None
@@ -151,11 +151,6 @@ def unwrap(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
-
-
-def model_device() -> torch.device:
-    """Where Megatron-Core puts models in this process."""
-    return torch.device("cuda", torch.cuda.current_device()) if compat.has_cuda() else torch.device("cpu")
 
 
 def _in_another_process(frozen: bool) -> Fp8Runtime:

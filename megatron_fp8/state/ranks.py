@@ -117,6 +117,12 @@ def device_of(group: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
+def own_device() -> torch.device:
+    """The GPU that is current in this process; the CPU where it sees none: there are its model, batches and sums."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
 def _reduced(numbers: list[int], how: str, group: Any) -> list[int]:
     told = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
     dist.all_reduce(told, op=getattr(dist.ReduceOp, how.upper()), group=group)

@@ -19,6 +19,7 @@ from ..files.checkpoint import (
     check_listed,
     complete_checkpoints,
     find_checkpoint,
+    iteration_of,
     latest_checkpoint,
     not_finite_checkpoints,
     of_each_rank,
@@ -58,7 +59,7 @@ class Start:
 
 def checkpoint_before(run: RunConfig, iteration: int) -> Path | None:
     """This run's newest checkpoint of at most `iteration`; else the one that it started from, by path; else None."""
-    own = [path for path in complete_checkpoints(checkpoint_folder(run)) if int(path.name[5:]) <= iteration]
+    own = [path for path in complete_checkpoints(checkpoint_folder(run)) if iteration_of(path) <= iteration]
     if own:
         return own[-1]
     return None if run.resume in ("auto", "never") else Path(run.resume)
@@ -136,7 +137,7 @@ def _check_state(folder: Path, manifest: Manifest) -> None:
 def _say_what_is_passed_over(folder: Path, found: Path | None) -> None:
     """Warn of newer states than the one that is taken: not finite ones, and those that `latest` does not name."""
     for path in complete_checkpoints(folder)[-1:]:
-        if found and int(path.name[5:]) > int(found.name[5:]):
+        if found and iteration_of(path) > iteration_of(found):
             warnings.warn(
                 f"{str(folder / LATEST)!r} names {found.name}, and {path.name} is newer. Training goes on from the first,"
                 " and moves the other out of the way: where it did not go back on purpose, --resume of that one goes on"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..mcore.optimizer.loss_scaler import set_max_scale
 from ..mcore.params import gather_settings
 from ..mcore.runtime import unwrap
 from ..mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_spec
+from ..state.ranks import own_device
 from .config.model_section import what_failed
 from .config.run_config import RunConfig
 from .initial import draw_weights, is_expert
@@ -43,14 +44,10 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
             " set model.sequence_parallel=true, or model.tensor_model_parallel_size=1."
         )
     stages = config.virtual_pipeline_model_parallel_size
-    try:
+    with _refusing_a_layout():
         models = [
             _build_stage(config, run, vocab_size, stage if stages else None) for stage in range(stages or 1)
         ]
-    except Exception as error:  # an assertion, an index, a size: Megatron-Core's way to refuse
-        if isinstance(error, (ValueError, *PASSING)):
-            raise
-        raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=run.optimizer.overlap_grad_reduce,
@@ -81,11 +78,18 @@ def build_model(config: TransformerConfig, run: RunConfig, vocab_size: int) -> A
     Raises ValueError if the model cannot be built in this layout.
     """
     config.mtp_num_layers = None
-    try:
+    with _refusing_a_layout():
         return _build_stage(config, run, vocab_size, None)
-    except Exception as error:  # an assertion, an index, a size: Megatron-Core's way to refuse
-        if isinstance(error, (ValueError, *PASSING)):
-            raise
+
+
+@contextmanager
+def _refusing_a_layout() -> Iterator[None]:
+    """Megatron-Core's ways to refuse (an assertion, an index, a size) become a ValueError. What passes, passes."""
+    try:
+        yield
+    except (ValueError, *PASSING):
+        raise
+    except Exception as error:
         raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
 
 
@@ -193,7 +197,7 @@ def count_parameters(chunks: list[Any]) -> dict[str, int]:
     output projection). Tied weights count once. With experts also 'active': of the latter, those that one token meets.
     Collective."""
     config = unwrap(chunks[0]).config
-    counts = torch.zeros(3, dtype=torch.int64, device=_device())
+    counts = torch.zeros(3, dtype=torch.int64, device=own_device())
     for name, parameter in _named_parameters(chunks):
         expert = is_expert(name)
         replica, part = _place(expert)
@@ -230,7 +234,3 @@ def _named_parameters(chunks: list[Any]) -> Iterable[tuple[str, torch.nn.Paramet
 def _is_second_copy() -> bool:
     """A tied embedding has its copy on the last pipeline stage, when that is not the first one too."""
     return parallel_state.get_pipeline_model_parallel_rank() > 0
-
-
-def _device() -> torch.device:
-    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

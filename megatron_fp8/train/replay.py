@@ -25,6 +25,7 @@ from ..files.checkpoint import (
     check_files,
     complete_checkpoints,
     find_checkpoint,
+    iteration_of,
     read_manifest,
     without_checksum,
 )
@@ -40,19 +41,18 @@ from ..mcore.runtime import runtime_of
 from ..mcore.sites import check_plan, fp8_linears, state_of, unwrap
 from ..plan.overrides import check_overrides_match
 from ..plan.site_plan import SitePlan
-from ..state.guard import as_overrides
-from ..state.ranks import device_of, union
+from ..state.ranks import device_of, own_device, union
 from ..telemetry.subject import Pass, Table, adam_update, not_finite
 from . import binding
 from .config.model_section import padded_vocab_size, transformer_config
-from .config.run_config import RunConfig, tokens_of_microbatch
+from .config.run_config import RunConfig
 from .data import datasets
 from .data.tokenizers import load_tokenizer, tokenizer_file
 from .launch import parallel
 from .launch.facts import run_facts
 from .left_out import Range, ranges_of
 from .model import build_chunks
-from .restore import choose_recipe, refuse_its_code, run_folder_of, run_of
+from .restore import choose_recipe, keep_layers, refuse_its_code, run_folder_of, run_of
 from .run_record import RunRecord
 from .same_run import OtherShards, other_shards, recorded_loss
 from .step import forward_step
@@ -126,8 +126,7 @@ def replay(
     run = run_of(folder, manifest.facts.get("run"), config, options)
     tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
     accepted = binding.check(run, folder, manifest, tokenizer)
-    moved = as_overrides(manifest.state) if run.model.fp8_guard else {}
-    run.model.fp8_overrides = {**moved, **run.model.fp8_overrides}  # the same layers in FP8 as in training
+    keep_layers(run, manifest)
     _settle(run, launch.world_size)
     choose_recipe(run.model, recipe, fp8)
     if not run.model.fp8:
@@ -199,7 +198,7 @@ def before(path: Path, iteration: int) -> Path:
             f"--iteration {iteration}: the run's last iteration is {done}; give one up to {done + 1}, whose batch is the"
             " next one"
         )
-    found = [folder for folder in complete_checkpoints(last.parent) if int(folder.name[5:]) < iteration]
+    found = [folder for folder in complete_checkpoints(last.parent) if iteration_of(folder) < iteration]
     if not found:
         have = ", ".join(folder.name for folder in complete_checkpoints(last.parent))
         raise ValueError(
@@ -239,8 +238,6 @@ def _sites_of_report(folder: Path) -> list[str]:
 
 def _settle(run: RunConfig, world_size: int) -> None:
     """The run's settings for experiments: nothing overlaps, gradients are whole on every data-parallel rank."""
-    if run.model.fp8_size_filter_tokens is None:
-        run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)  # the same layers in FP8 as in training
     values = {**_FOR_EXPERIMENTS, **(_ONE_RANK if world_size == 1 else {})}
     for name, value in values.items():
         setattr(run.model, name, value)
@@ -323,7 +320,7 @@ class RunSubject:
             forward_only=False,
         )
         settle_biases(runtime_of(self._config), skipped=True)  # no step follows: experts' biases stay
-        sums = torch.tensor([0.0, 0.0, counts.fp8_gemms - before], dtype=torch.float64, device=self._device)
+        sums = torch.tensor([0.0, 0.0, counts.fp8_gemms - before], dtype=torch.float64, device=own_device())
         for loss in losses:
             sums[:2] += loss.double()
         dist.all_reduce(sums)
@@ -358,10 +355,6 @@ class RunSubject:
             factor *= min(1.0, optimizer.clip_grad / (norm * factor + 1e-6))
         group = {"betas": (optimizer.adam_beta1, optimizer.adam_beta2), "eps": optimizer.adam_eps}
         return adam_update(gradient * factor, moments, group)
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _sites(chunks: list[Any]) -> dict[str, GemmSite]:

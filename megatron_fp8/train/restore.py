@@ -18,6 +18,7 @@ import yaml
 
 from ..files.checkpoint import check_files, find_checkpoint, read_manifest, without_checksum
 from ..files.disk import remedy
+from ..files.manifest import Manifest
 from ..mcore.checkpoint.training import load_weights
 from ..mcore.sites import check_plan
 from ..recipe import check_recipe_name
@@ -88,6 +89,15 @@ def choose_recipe(section: Any, recipe: str | None, fp8: str | None) -> None:
     section.fp8 = fp8 or section.fp8
 
 
+def keep_layers(run: RunConfig, manifest: Manifest) -> None:
+    """Put into a run's config, in place, what keeps the same layers in FP8 as in training: sites that the guard had moved
+    when the checkpoint was saved, and the tokens by which fp8_size_filter judged. What the config names itself wins."""
+    moved = as_overrides(manifest.state) if run.model.fp8_guard else {}
+    run.model.fp8_overrides = {**moved, **run.model.fp8_overrides}
+    if run.model.fp8_size_filter_tokens is None:
+        run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)
+
+
 def restore(
     checkpoint: str,
     launch: Any,
@@ -118,13 +128,10 @@ def restore(
             f"the vocabulary of {vocab_size} does not divide among {launch.world_size} ranks"
             f" ({', '.join(launch.told[1:])}): launch fewer"
         )
-    if run.model.fp8_size_filter_tokens is None:
-        run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)  # the same layers in FP8 as in training
+    keep_layers(run, manifest)
     choose_recipe(run.model, recipe, fp8)
     if config is None:
         refuse_its_code(folder, manifest.facts["run"]["model"], run.model)
-    moved = as_overrides(manifest.state) if run.model.fp8_guard else {}
-    run.model.fp8_overrides = {**moved, **run.model.fp8_overrides}  # the same layers in FP8 as in training
     for name, value in _FOR_INFERENCE.items():
         setattr(run.model, name, value)
     run.model.tensor_model_parallel_size = launch.world_size

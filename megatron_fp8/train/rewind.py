@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..files.checkpoint import Manifest, check_files, complete_checkpoints, read_manifest
+from ..files.checkpoint import Manifest, check_files, complete_checkpoints, iteration_of, read_manifest
 from . import left_out
 from .checkpoints import Start
 from .failure import TrainingFailed
@@ -92,7 +92,7 @@ class Rewinds:
     def _newest(self, iteration: int) -> Chosen | None:
         """This run's newest checkpoint of at most an iteration, its files checked; not one that was saved as the run was
         stopped, if there is another: a run that was not goes back to that one."""
-        there = {int(path.name[5:]): path for path in complete_checkpoints(self.folder)}
+        there = {iteration_of(path): path for path in complete_checkpoints(self.folder)}
         before = [done for done in there if done <= iteration]
         if not before:
             return None

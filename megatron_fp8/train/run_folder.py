@@ -3,8 +3,8 @@
     run_dir              config.yaml, report.json, metrics.jsonl, validation.jsonl, events.jsonl, tensorboard/, stacks/
     checkpoint.folder    checkpoints; by default run_dir/checkpoints
 
-Both are locked (megatron_fp8.run_lock), so that no other run removes this one's saves, whatever its run_dir. All ranks
-write checkpoints, so all ranks try that folder: each writes a file there, and rank 0 must see them all.
+Both are locked (megatron_fp8.files.run_lock), so that no other run removes this one's saves, whatever its run_dir. All
+ranks write checkpoints, so all ranks try that folder: each writes a file there, and rank 0 must see them all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..files.checkpoint import LATEST, complete_checkpoints, not_finite_checkpoints
+from ..files.checkpoint import LATEST, complete_checkpoints, iteration_of, not_finite_checkpoints
 from ..files.disk import discard, free_name, remedy, replace_file, unseen, write_file
 from ..files.run_lock import RunLock
 from ..files.terminal import printable
@@ -197,7 +197,7 @@ def keep_newer(run_dir: Path, checkpoints: Path, start: str) -> list[str]:
     """Move checkpoints that are newer than the one of this name out of the way; OSError if that fails. ``latest`` names
     that one before any is moved: whenever this is interrupted, the next start goes on from there too."""
     done = int(start.rpartition("_")[2])
-    newer = [path for path in complete_checkpoints(checkpoints) if int(path.name[5:]) > done]
+    newer = [path for path in complete_checkpoints(checkpoints) if iteration_of(path) > done]
     if not newer:
         return []
     if start.startswith("iter_"):

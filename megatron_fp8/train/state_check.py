@@ -18,6 +18,7 @@ from ..mcore.names import named_parameters
 from ..mcore.optimizer.compact_moments import Moment
 from ..mcore.optimizer.models import parts_of
 from ..mcore.runtime import state_of, unwrap
+from ..state.ranks import own_device
 from ..state.rings import Rings
 
 PARTS = 16
@@ -60,7 +61,7 @@ class StateCheck:
         return ""
 
     def _count(self, tensors: list[torch.Tensor | Rings]) -> torch.Tensor:
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        device = own_device()
         found = torch.zeros((), dtype=torch.float64, device=device)
         for tensor in tensors:
             found += _bad(tensor).to(device)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..mcore.replicas import differing
 from ..mcore.runtime import state_of, unwrap
+from ..state.ranks import own_device
 from .config.run_config import RunConfig
 from .data.datasets import batches
 from .left_out import Range
@@ -70,7 +71,7 @@ class Stepper:
         """The last step's mean loss of multi-token prediction; None without it. Collective."""
         if not self.run.model.mtp_num_layers:
             return None
-        return take_mtp_loss(self._microbatches, self._device)
+        return take_mtp_loss(self._microbatches, own_device())
 
     def step(self, training: list[Iterator[Any]]) -> tuple[float, bool, float | None]:
         """One optimizer step: loss, whether the step was taken (on all ranks or on none), gradient norm.
@@ -157,11 +158,6 @@ class Stepper:
 
         return output, kept
 
-    @property
-    def _device(self) -> torch.device:
-        """Where collectives are."""
-        return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-
     def _mean(self, losses: list[Tensor]) -> float:
         """Mean loss per token over all ranks, which also agree on stopping here.
 
@@ -174,7 +170,7 @@ class Stepper:
         """float64 [4 + reasons to stop]: [loss sum, tokens], damaged tensors, own seconds and votes of all ranks.
         Collective; nothing is read back."""
         more = [self.watchdog.pace.share(), *self.stop.votes()]
-        sums = torch.zeros(3 + len(more), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(3 + len(more), dtype=torch.float64, device=own_device())
         for loss in losses:
             sums[:2] += loss.double()
         if damage is not None:

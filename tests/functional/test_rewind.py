@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from benchmarks.kills import differences
-from megatron_fp8.files.checkpoint import complete_checkpoints, read_manifest
+from megatron_fp8.files.checkpoint import complete_checkpoints, iteration_of, read_manifest
 from megatron_fp8.train import left_out
 from megatron_fp8.train.config import run_config
 from tests.support.command import APP, run, torchrun
@@ -63,7 +63,7 @@ def test_a_run_that_is_resumed_leaves_them_out_too(rewound, train, folder, last)
     again = folder / "runs" / f"again{last}"
     shutil.copytree(out, again)
     for path in complete_checkpoints(again / "checkpoints"):
-        if int(path.name[5:]) > last:
+        if iteration_of(path) > last:
             shutil.rmtree(path)
     (again / "checkpoints" / "latest").write_text(f"iter_{last:07d}\n")
     done, _ = train("36:40", f"again{last}")

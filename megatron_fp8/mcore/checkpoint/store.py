@@ -6,7 +6,7 @@ that is killed, and go on writing into a folder that the restarted run wants to 
 an asynchronous save is a thread over copies, with a process group of its own. torch's writer holds every tensor of a file
 until the file is done (copies of them, if they come from a GPU); here a tensor is written and let go.
 
-No pickle is made but ``.metadata``, and none is loaded but that one, by checkpoint_files' unpickler.
+No pickle is made but ``.metadata``, and none is loaded but that one, by files/checkpoint.py's unpickler.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class Shards:
     def settle(self, plans: list[dcp.SavePlan]) -> None:
         """On the first rank, before anything is written: ValueError unless the plans that write something make up every
         tensor, each element once."""
+        # torch adds up volumes only where there are several plans: a single one would pass with elements missing.
         settled, self._metadata = self._planner.create_global_plan([*plans, dcp.SavePlan([])])
         for plan, other in zip(plans, settled, strict=False):
             if len(plan.items) != len(other.items):  # torch leaves out what another plan has too

@@ -348,10 +348,8 @@ def _settle_fp8(
     """Drop what this run has no use for, warm what the checkpoint lacks; lines about both. Collective."""
     linears = fp8_linears(chunks)
     recipes = sorted(union(dict.fromkeys(recipes_of(linears))))
-    slots, mine = (
-        sorted(filter(is_slot_key, stored)),
-        set(present),
-    )  # of the checkpoint, the same on every rank
+    slots = sorted(filter(is_slot_key, stored))  # of the checkpoint, the same on every rank
+    mine = set(present)
     used = anywhere([key in mine for key in slots])
     notes = []
     now = " and ".join(recipes) if recipes else "BF16"

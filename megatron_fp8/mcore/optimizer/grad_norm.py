@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...state.ranks import own_device
 from ..patches.patching import Patch
 
 
@@ -27,8 +28,7 @@ def norm_on_device(grads: list[torch.Tensor], group: Any) -> torch.Tensor:
 
     NaN or Inf anywhere makes it NaN or Inf. A rank may have no gradients.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    squares = torch.zeros(1, dtype=torch.float64, device=device)
+    squares = torch.zeros(1, dtype=torch.float64, device=own_device())
     for grad in grads:
         squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
     dist.all_reduce(squares, group=group)

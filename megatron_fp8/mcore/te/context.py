@@ -18,8 +18,9 @@ from ... import fp8_utils
 from ...backends import choose_backend
 from ...backends import transformer_engine as engine
 from ...plan.switch import current_switch
+from ...state.ranks import own_device
 from .. import installed as compat
-from ..runtime import model_device, runtime_of
+from ..runtime import runtime_of
 from .checks import wants_te
 
 
@@ -44,7 +45,7 @@ def choose_te_layers(config: Any) -> bool:
     chosen = wants_te(config)
     if chosen:
         try:
-            choose_backend(engine.name, model_device(), fp8_utils.get_fp8_recipe(config), layers=True)
+            choose_backend(engine.name, own_device(), fp8_utils.get_fp8_recipe(config), layers=True)
         except ValueError:
             if config.fp8_fallback != "warn":
                 raise

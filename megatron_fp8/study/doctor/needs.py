@@ -13,8 +13,6 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...backends import BACKENDS, LAYER_BACKENDS
 from ...backends.transformer_engine import INSTALL
 from ...estimate.settings import given_keys
@@ -22,6 +20,7 @@ from ...mcore.config.rules import shown
 from ...mcore.installed import HOW_TO_GET, SUPPORTED, has_te, uses_apex
 from ...plan.settings import DEFAULT_RECIPE, RecipeSettings, field_meant, from_settings
 from ...recipe import RECIPES, Recipe, check_recipe_name
+from ...state.ranks import own_device
 from .versions import megatron
 
 _ANY_BACKEND = "fp8_backend=auto (the emulated backend runs on every device)"
@@ -125,7 +124,7 @@ def _backend(model: Mapping[str, Any]) -> Iterator[Need]:
         raise ValueError(f"model.fp8_backend={request!r} must be one of auto, {', '.join(known)}.")
     if request == "auto":
         return
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     for recipe in recipes:
         reason = known[request].supports(device, recipe)
         if reason is not None:

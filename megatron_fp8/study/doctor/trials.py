@@ -12,6 +12,7 @@ import torch
 from ...backends import BACKENDS, emulated
 from ...backends import transformer_engine as engine
 from ...recipe import RECIPES, CustomRecipe, Recipe
+from ...state.ranks import own_device
 
 _GEMM_TOLERANCE, _LINEAR_TOLERANCE = 1e-3, 0.1
 
@@ -39,7 +40,7 @@ class Trial:
 
 def trials() -> Iterator[Trial]:
     """Every recipe on every backend. A backend that cannot run here gives one, and one for each recipe."""
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     for backend in BACKENDS.values():
         yield from _of_backend(backend, device)
     yield from _of_transformer_engine(device)

@@ -15,6 +15,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from ...files.disk import in_words
+from ...state.ranks import own_device
 from ..config.sections import DataSection, TrainSection
 from ..launch.parallel import on_first_rank, wait_for_all
 from ..left_out import Range, place
@@ -153,7 +154,7 @@ def batches(
     ``left_out``: ranges of samples that are passed over, and not counted as consumed.
     """
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     position = consumed_samples
     while True:
         first = position + rank * train.micro_batch_size

@@ -100,6 +100,11 @@ DAMAGE = {
 }
 
 
+@pytest.mark.parametrize("iteration", [0, 7, 1_234_567, 12_345_678])
+def test_a_folder_s_name_says_its_iteration(iteration: int) -> None:
+    assert files.iteration_of(Path("runs") / files.folder_name(iteration)) == iteration
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_found_and_another_checkpoint_named(saved, name):
     good = saved.with_name("iter_0000001")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_fp8.train.config.model_section import transformer_config
 from megatron_fp8.train.config.run_config import known_keys, parse
-from megatron_fp8.train.restore import refuse_its_code, run_of
+from megatron_fp8.train.restore import keep_layers, refuse_its_code, run_of
 from tests.support.draws import draws
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "fp8": "hybrid"}
@@ -104,3 +105,18 @@ def test_what_a_run_writes_and_sends_is_not_the_checkpoints_to_say(tmp_path):
     assert run.telemetry == parse([]).telemetry and run.checkpoint.accept == []
     assert run.resume == "auto" and run.model.config_logger_dir == ""
     assert "there" not in run.run_dir
+
+
+def test_the_same_layers_are_in_fp8_as_in_training() -> None:
+    """What the guard had moved stays moved, and the size filter asks of the run's tokens, unless the config says more."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "fp8": "hybrid"}
+    options = [f"--model.{name}={value}" for name, value in sizes.items()]
+    options += ["--train.micro_batch_size=2", "--train.seq_length=64", "--train.global_batch_size=4"]
+    manifest: Any = SimpleNamespace(state={"guard": [["fc1", "bf16", 3, "ill"], ["fc2", "mxfp8", 4, "ill"]]})
+    run = parse([*options, "--model.fp8_guard=true", "--model.fp8_overrides={fc2: rowwise}"])
+    keep_layers(run, manifest)
+    assert run.model.fp8_overrides == {"fc1": "bf16", "fc2": "rowwise"}
+    assert run.model.fp8_size_filter_tokens == 2 * 64
+    run = parse([*options, "--model.fp8_size_filter_tokens=7"])
+    keep_layers(run, manifest)
+    assert not run.model.fp8_overrides and run.model.fp8_size_filter_tokens == 7
