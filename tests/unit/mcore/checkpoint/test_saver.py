@@ -458,8 +458,10 @@ def wrong_shards(folder: str, kind: str) -> str:
         "twice": (8, 0, 1),
         "missing": (4, rank, 3),
         "overlapping": (4 + 4 * rank, 0, 2 - rank),
+        "missing, of one rank": (4, 0, 2),
     }[kind]
-    shard = ShardedTensor.from_rank_offsets("a", torch.zeros(values), (0, place, parts))
+    replica = rank if kind == "missing, of one rank" else 0
+    shard = ShardedTensor.from_rank_offsets("a", torch.zeros(values), (0, place, parts), replica_id=replica)
     try:
         Saver(Path(folder)).save({"a": shard}, Manifest(1))
     except SaveError as error:
@@ -467,7 +469,7 @@ def wrong_shards(folder: str, kind: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("kind", ["twice", "missing", "overlapping"])
+@pytest.mark.parametrize("kind", ["twice", "missing", "overlapping", "missing, of one rank"])
 def test_shards_that_do_not_make_up_a_tensor_are_not_saved(ranks, tmp_path, kind):
     said = ranks(2).run(wrong_shards, str(tmp_path), kind)
     assert said[0] == said[1] and "(rank 0: " in said[0]
