@@ -87,9 +87,9 @@ def _refusing_a_layout() -> Iterator[None]:
     """Megatron-Core's ways to refuse (an assertion, an index, a size) become a ValueError. What passes, passes."""
     try:
         yield
-    except (ValueError, *PASSING):
-        raise
     except Exception as error:
+        if isinstance(error, (ValueError, *PASSING)):
+            raise
         raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
 
 
