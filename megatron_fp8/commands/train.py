@@ -58,8 +58,8 @@ A config file has the sections model, train, optimizer, data, checkpoint and tel
   --debug                          show tracebacks of bad input
   --keys                           list every key with its default and what it does
 
-Ctrl-C, SIGTERM and SIGUSR1 make the run finish its iteration, save and end; --resume=auto goes on from there.
-Ctrl-C again, a second later or more, ends it at once, unsaved.
+Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) make the run finish its iteration, save and end;
+--resume=auto goes on from there. Ctrl-C again, a second later or more, ends it at once, unsaved.
 
 Exit codes: 0 done, or stopped and saved; 1 training failed; 2 bad input.
 """
@@ -386,12 +386,14 @@ def _train(trainer: Any) -> int:
         # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
         faulthandler.enable(sys.__stderr__)
     trainer.stepper.stop.listen("SIGTERM")
+    trainer.stepper.stop.listen("SIGHUP")
     trainer.stepper.stop.listen("SIGINT", _INTERRUPTED if trainer.display else "")
     try:
         summary = trainer.train()
     except BaseException:
         say_lacking(_close(trainer))
         raise
+    trainer.stepper.stop.ended()
     closed = _close(trainer)
     lacking = on_first_rank(lambda: closed)  # it writes them
     if trainer.display:

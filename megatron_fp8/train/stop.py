@@ -10,14 +10,15 @@ between two steps. Rejected: a rank that decides by itself. Its peers would wait
 
     SIGTERM                what SLURM sends first when it preempts or cancels a job, and torchrun passes to its ranks
     SIGINT                 Ctrl-C, and torchrun's word to its ranks for it; AGAIN_S later it ends the process, unsaved
+    SIGHUP                 what a terminal sends that closes; a process that nohup started goes on
     SIGUSR1                what `sbatch --signal=USR1@300` asks for 300 s before the job's time is over
     the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it
 
 No other signal that is listened to ends the process by itself: one that comes while the checkpoint is being written is
 noted again, and changes nothing, and one that comes while Python shuts down, after its handlers are gone, is ignored. A
 process that hangs is ended by SIGKILL, as torchrun and SLURM do after their grace time. Before training starts there is
-nothing to save, and SIGTERM or SIGINT ends a process at once, as ever: torchrun sends SIGTERM to all ranks when one of
-them has died, and they may be waiting for that one to join them. SIGUSR1 is noted even then.
+nothing to save, and SIGTERM, SIGINT or SIGHUP ends a process at once, as ever: torchrun sends SIGTERM to all ranks when
+one of them has died, and they may be waiting for that one to join them. SIGUSR1 is noted even then.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from contextlib import suppress
 from types import FrameType
 
 _LIMIT = "the job's time limit"
-REASONS = ("SIGTERM", "SIGUSR1", "SIGINT", _LIMIT)
+REASONS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", _LIMIT)
+_MAY_BE_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
+"""Signals that a shell makes a process ignore from its start: by `&` in a script, and by nohup."""
 AGAIN_S = 1.0
 """What comes within so many seconds is the same Ctrl-C: some terminals and `timeout` send it twice, torchrun again."""
 LEAD_S = 120.0
@@ -67,15 +70,19 @@ class StopRequest:
     def listen(self, name: str, say: str = "") -> None:
         """Note the signal `name` (one of REASONS) from now on, to the end of the process. Main thread only.
 
-        A SIGINT that is ignored, as in what a script starts by `&`, stays so. `say` goes to stderr when one comes.
+        A SIGINT or SIGHUP that is ignored stays so. `say` goes to stderr when one comes.
         """
         number = signal.Signals[name]
-        if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
+        if number in _MAY_BE_IGNORED and signal.getsignal(number) == signal.SIG_IGN:
             return
         self._says[number] = say
         signal.signal(number, self._note)
         # Shutting down, Python gives a handler's signal its default back, which kills; an ignored one stays ignored.
         atexit.register(signal.signal, number, signal.SIG_IGN)
+
+    def ended(self) -> None:
+        """Training has ended: a signal changes nothing any more, and is noted without a word."""
+        self._says.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -104,6 +104,8 @@ def parse(arguments: list[str]) -> RunConfig:
     given: dict[str, tuple[Any, str]] = {}
     files = []
     for name, value in _named(arguments):
+        if not name:
+            raise ValueError("-- alone is not an option: leave it out, and write --section.key=value.")
         if value is None:
             raise ValueError(f"--{name} has no value: write --{name}=VALUE.")
         if name == "config":

@@ -125,10 +125,16 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
             # Of an empty part Megatron-Core would count epochs for ever.
             empty = tokens == 0 and ends[part] < ends[part + 1]
             if empty or (size and tokens <= seq_length):
+                all_of_it = ends[part] == 0 and ends[part + 1] == 1
+                remedies = (
+                    "give more data, or a smaller train.seq_length"
+                    if all_of_it
+                    else "give more data, another split, or, to train without validation, train.eval_iters=0 with"
+                    " data.split=1,0,0"
+                )
                 raise ValueError(
                     f"data.split={split!r} leaves {tokens} tokens in {last - first} of {index.sequences} "
-                    f"documents of {prefix!r} for {name}, and a sequence takes {seq_length + 1}: give more "
-                    "data, another split, or, to train without validation, train.eval_iters=0 with data.split=1,0,0."
+                    f"documents of {prefix!r} for {name}, and a sequence takes {seq_length + 1}: {remedies}."
                 )
 
 

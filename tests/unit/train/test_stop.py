@@ -17,13 +17,14 @@ JOB = {"SLURM_JOB_START_TIME": "10000", "SLURM_JOB_END_TIME": "13600"}
 @pytest.fixture(autouse=True)
 def handlers():
     """The test process keeps its own handlers."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in REASONS[:4]}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes the suite ignore it
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("name", REASONS[:3])
+@pytest.mark.parametrize("name", REASONS[:4])
 def test_a_signal_is_noted_as_often_as_it_comes_and_ends_nothing(name):
     stop = StopRequest({})
     stop.listen(name)
@@ -68,22 +69,31 @@ def test_ctrl_c_again_ends_the_process_and_the_same_one_twice_does_not(capfd):
     assert capfd.readouterr().err == "\nit saves\n"  # once
 
 
-def test_an_ignored_ctrl_c_stays_ignored():
-    """As in what a script starts in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_what_is_ignored_from_the_start_stays_ignored(name):
+    """As Ctrl-C in what a script starts in the background, and a closed terminal in what nohup starts."""
+    signal.signal(signal.Signals[name], signal.SIG_IGN)
     stop = StopRequest({})
-    stop.listen("SIGINT")
-    os.kill(os.getpid(), signal.SIGINT)
+    stop.listen(name)
+    os.kill(os.getpid(), signal.Signals[name])
     assert not any(stop.votes())
+
+
+def test_a_ctrl_c_after_the_end_promises_nothing(capfd):
+    stop = StopRequest({})
+    stop.listen("SIGINT", "it saves")
+    stop.ended()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_first_reason_that_any_rank_has_counts_and_stays():
     stop = StopRequest({})
-    stop.agree([0.0, 0.0, 0.0, 0.0])
+    stop.agree([0.0, 0.0, 0.0, 0.0, 0.0])
     assert stop.reason is None
-    stop.agree([0.0, 3.0, 0.0, 1.0])
+    stop.agree([0.0, 3.0, 0.0, 0.0, 1.0])
     assert stop.reason == "SIGUSR1"
-    stop.agree([5.0, 0.0, 0.0, 0.0])
+    stop.agree([5.0, 0.0, 0.0, 0.0, 0.0])
     assert stop.reason == "SIGUSR1"
 
 
@@ -99,7 +109,7 @@ def test_the_first_reason_that_any_rank_has_counts_and_stays():
     ],
 )
 def test_the_time_limit_is_a_reason_where_it_is_known(environ, now, over):
-    assert StopRequest(environ, clock=lambda: now).votes() == [0.0, 0.0, 0.0, float(over)]
+    assert StopRequest(environ, clock=lambda: now).votes() == [0.0, 0.0, 0.0, 0.0, float(over)]
 
 
 @pytest.mark.parametrize("jump", [86_400, -86_400])
@@ -109,7 +119,7 @@ def test_a_clock_that_is_set_moves_no_time_limit(jump):
     now["clock"] += jump
     for seconds, over in ((479, 0.0), (1, 1.0)):
         now["steady"] += seconds
-        assert stop.votes() == [0.0, 0.0, 0.0, over]
+        assert stop.votes() == [0.0, 0.0, 0.0, 0.0, over]
 
 
 def test_what_a_stopped_run_ends_with_is_as_told():

@@ -97,6 +97,7 @@ def test_data_is_short_for_its_paths():
         ("--config=no/such.yaml", ["no/such.yaml", "no such file"]),
         ("--train.seed", ["--train.seed has no value"]),
         ("stray", ["'stray' is not an option"]),
+        ("--", ["-- alone is not an option"]),
     ],
 )
 def test_bad_options_are_one_line_that_names_them(option, words):

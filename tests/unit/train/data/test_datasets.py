@@ -92,6 +92,10 @@ def test_a_split_must_leave_documents_for_what_is_used(tmp_path):
         data._check_split([prefix], "99,1,0", [8, 0, 0], 16)
     with pytest.raises(ValueError, match="a sequence takes 65"):
         data._check_split([prefix], "75,25,0", [8, 8, 0], 64)
+    with pytest.raises(
+        ValueError, match=r"give more data, or a smaller train\.seq_length\.$"
+    ):  # it is all there is
+        data._check_split([prefix], "1,0,0", [8, 0, 0], 128)
 
 
 def test_rank_0_prepares_and_every_rank_gets_its_error(monkeypatch, tmp_path):

@@ -1,0 +1,70 @@
+"""`megatron-fp8 train` after its preparations: signals while it trains, and after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fp8.commands import train
+from megatron_fp8.train.stop import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """This process as the only rank, with its own handlers again at the end."""
+    from megatron_fp8.train.launch.parallel import leave
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    leave()
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+class Training:
+    """Stands for a Trainer of rank 0: sends itself a signal in its third iteration, and ends after it if it was heard."""
+
+    def __init__(self, number: int | None, run_dir: str) -> None:
+        self.number, self.finished = number, 0
+        self.stepper = SimpleNamespace(stop=StopRequest({}))
+        self.run = SimpleNamespace(train=SimpleNamespace(train_iters=9), run_dir=run_dir)
+        self.liveness = SimpleNamespace(skipped=0, taken=0, spike="")
+        self.display: Any = SimpleNamespace(close=lambda: None)
+        self.telemetry: Any = SimpleNamespace(close_files=list)
+        self.writer: Any = SimpleNamespace(close=list)
+
+    def train(self) -> dict[str, float]:
+        for iteration in range(1, 10):
+            if iteration == 3 and self.number is not None:
+                os.kill(os.getpid(), self.number)
+            self.stepper.stop.agree(self.stepper.stop.votes())
+            if self.stepper.stop.reason is not None:
+                break
+        return {"iteration": iteration}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    for name in ("config.yaml", "report.json"):
+        (tmp_path / name).touch()
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_stops_the_training(run_dir, capfd, name):
+    assert train._train(Training(signal.Signals[name], run_dir)) == 0
+    assert capfd.readouterr().out.startswith(f"stopped by {name} after 3 of 9 iterations, saved")
+
+
+def test_a_ctrl_c_after_the_last_line_promises_no_save(run_dir, capfd):
+    assert train._train(Training(None, run_dir)) == 0
+    os.kill(os.getpid(), signal.SIGINT)
+    said = capfd.readouterr()
+    assert said.out.startswith("done: 9 iterations") and said.err == ""
