@@ -13,6 +13,8 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import contraction, layout
 from megatron_fp8.backends.native.contraction import of_one_length, whole
 from megatron_fp8.backends.native.layout import place_codes
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.recipe import CustomRecipe, Granularity, Rule
 from megatron_fp8.tensor import Float8Tensor
 from tests.support.bound_casts import as_column_cast
 from tests.support.products import operands
@@ -75,6 +77,18 @@ def test_beside_codes_that_end_with_the_matrix_those_are_copied(name: str, copie
                 copied.clear()
                 assert_same_bytes(native.gemm(*pair), expected)
                 assert copied.count(True) == 1
+
+
+@pytest.mark.parametrize("other", [Granularity(0, 0), Granularity(1, 0)], ids=str)
+def test_rules_that_fill_up_otherwise(other: Granularity) -> None:
+    """A recipe of one's own, of which one operand reaches to whole 128s and the other to whole 16s."""
+    for first, second in ((Granularity(1, 128), other), (other, Granularity(1, 128))):
+        by_role = {"input": first, "grad_output": second, "weight": second}
+        recipe = CustomRecipe(lambda role, by_role=by_role: Rule(E4M3, by_role[role], "pow2"))
+        for tokens in (1, 17, 128, 130):
+            with fake_torch():
+                a, b = operands("wgrad", recipe, tokens, 48, 64)
+                assert_same_bytes(native.gemm(as_column_cast(a), as_column_cast(b)), native.gemm(a, b))
 
 
 def test_rows_that_are_lacking_are_what_lies_behind_them(copied: list[bool]) -> None:
