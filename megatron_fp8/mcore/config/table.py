@@ -136,9 +136,16 @@ FIELDS: dict[str, Field] = {
     "bf16": works(FLAG, _SDPA),
     "params_dtype": works(DTYPE, "tensor_parallel/layers"),
     "pipeline_dtype": works(optional(DTYPE), _P2P),
-    "enable_autocast": works(FLAG, _PP),
+    "enable_autocast": Field(
+        FLAG, where=_PP, refused="Megatron-Core's schedules open CUDA's autocast", here=compat.has_cuda
+    ),
     "autocast_dtype": works(optional(DTYPE), _PP),
-    "disable_bf16_reduced_precision_matmul": works(FLAG, "transformer/transformer_config"),
+    "disable_bf16_reduced_precision_matmul": Field(
+        FLAG,
+        where="transformer/transformer_config",
+        refused="it is of CUDA's products",
+        here=compat.has_cuda,
+    ),
     "use_kitchen": refused("kitchen's layers are another FP8", here=lambda: False),
     "use_kitchen_attention": refused("kitchen's layers are another FP8", here=lambda: False),
     "kitchen_attention_backend": works(one_of("sdpa", "fa"), "models/gpt/gpt_layer_specs", "use_kitchen"),

@@ -132,13 +132,16 @@ def settle_precision(section: Any) -> None:
         section.bf16 = not section.fp16
     if section.fp16 and section.bf16:
         raise ValueError("model.fp16=true and model.bf16=true: give one of them.")
-    dtype = "float16" if section.fp16 else "bfloat16" if section.bf16 else "float32"
+    dtype, chosen = ("float16", "fp16=true") if section.fp16 else ("bfloat16", "bf16=true")
+    masters, otherwise = ", their float32 masters are the optimizer's", " or, for float32, give model.bf16=false alone"
+    if not (section.fp16 or section.bf16):
+        dtype, chosen, masters, otherwise = "float32", "bf16=false", "", " or give model.bf16=true"
     if section.params_dtype is None:
         section.params_dtype = dtype
-    if section.fp16 and section.params_dtype != dtype:
+    if section.params_dtype != dtype:
         raise ValueError(
-            f"model.params_dtype={section.params_dtype!r} with model.fp16=true: the parameters are float16, their"
-            " float32 masters are the optimizer's. Leave params_dtype out."
+            f"model.params_dtype={section.params_dtype!r} with model.{chosen}: the parameters are {dtype}{masters}."
+            f" Leave params_dtype out,{otherwise}."
         )
 
 

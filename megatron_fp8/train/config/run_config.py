@@ -225,15 +225,23 @@ def _parser() -> ArgumentParser:
 
 
 def _normalised(arguments: list[str]) -> Iterator[str]:
-    """Underscores in names, values of bare flags, and `--data FILE...` as `--data.paths+=FILE`."""
-    taking_paths = False
+    """Underscores in names, values of bare flags, and `--data FILE...` as `--data.paths`, in place of a config's."""
+    taking_paths, adding = False, ""
+
+    def path(value: str) -> str:
+        nonlocal adding
+        start, adding = adding, "+"
+        return f"--data.paths{start}={value if start else json.dumps([value])}"
+
     for argument in arguments:
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             name = name.replace("-", "_")
             taking_paths = name == "data" and not equals
+            if name in ("data.paths", "data.paths+"):
+                adding = "+"
             if name == "data" and equals:
-                yield f"--data.paths+={value}"
+                yield path(value)
             elif name in _LISTS and equals and not value.startswith("["):
                 yield f"--{name}={json.dumps(value.split(','))}"
             elif name == "checkpoint.accept" and equals and not value.startswith("["):
@@ -243,7 +251,7 @@ def _normalised(arguments: list[str]) -> Iterator[str]:
             elif not taking_paths:
                 yield f"--{name}{equals}{value}"
         elif taking_paths:
-            yield f"--data.paths+={argument}"
+            yield path(argument)
         else:
             yield argument
 

@@ -37,7 +37,7 @@ def test_options_win_over_files_wherever_they_stand(tmp_path):
     words = ["--resume=auto", "--train.seq_length=64", "--data=b", "--config", str(one), f"--config={other}"]
     run = parse(words)
     assert (run.resume, run.train.train_iters, run.train.seq_length) == ("auto", 6, 64)
-    assert run.data.paths == ["a", "b"] and run.run_dir == "runs/other"
+    assert run.data.paths == ["b"] and run.run_dir == "runs/other"
     assert run.to_dict() == parse([*words[3:], *words[:3]]).to_dict()
 
 
@@ -65,6 +65,24 @@ def test_names_may_be_written_with_hyphens_and_flags_without_values():
 def test_data_is_short_for_its_paths():
     assert parse(["--data", "a.txt", "b.txt", "--train.seed=1"]).data.paths == ["a.txt", "b.txt"]
     assert parse(["--data=c.txt", "--data.paths+=d.txt"]).data.paths == ["c.txt", "d.txt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "paths"),
+    [
+        (["--data", "b", "c"], ["b", "c"]),
+        (["--data=b", "--data=c"], ["b", "c"]),
+        (["--data.paths=[b]"], ["b"]),
+        (["--data.paths+=b"], ["a", "b"]),
+        (["--data.paths+=b", "--data=c"], ["a", "b", "c"]),
+        (["--data.paths=[b]", "--data", "c"], ["b", "c"]),
+    ],
+)
+def test_data_stands_in_the_place_of_a_configs_and_plus_adds(tmp_path, options, paths):
+    config = tmp_path / "one.yaml"
+    config.write_text("data: {paths: [a]}\n")
+    assert parse([f"--config={config}", *options]).data.paths == paths
+    assert parse([*options, f"--config={config}"]).data.paths == paths
 
 
 @pytest.mark.parametrize(
