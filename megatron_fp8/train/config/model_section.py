@@ -133,7 +133,10 @@ def settle_precision(section: Any) -> None:
     if section.fp16 and section.bf16:
         raise ValueError("model.fp16=true and model.bf16=true: give one of them.")
     dtype, chosen = ("float16", "fp16=true") if section.fp16 else ("bfloat16", "bf16=true")
-    masters, otherwise = ", their float32 masters are the optimizer's", " or, for float32, give model.bf16=false alone"
+    masters, otherwise = (
+        ", their float32 masters are the optimizer's",
+        " or, for float32, give model.bf16=false alone",
+    )
     if not (section.fp16 or section.bf16):
         dtype, chosen, masters, otherwise = "float32", "bf16=false", "", " or give model.bf16=true"
     if section.params_dtype is None:

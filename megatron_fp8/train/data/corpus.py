@@ -5,13 +5,13 @@ The default corpus is the Python standard library's own source, which every mach
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import operator
 import os
 import shutil
 import struct
-import sys
 import sysconfig
 import time
 import warnings
@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -26,13 +27,11 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from ...files.checkpoint import digest
 from ...files.disk import discard, in_words, read_ordinary, replace_file, sync, write_file
 from ...files.strict_json import load_json
+from . import texts
 from .tokenizers import Tokenizer
 
-PIECE_BYTES = 1 << 16
-"""Longer files are cut at line ends into documents of at most this size, so that every split gets some."""
-
 _ABOUT, _PAIR = "corpus.json", ("corpus.bin", "corpus.idx")
-_LAYOUT = 2  # 1 had no digests
+_LAYOUT = 3  # 1 had no digests; 2 could cut a character in two
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34  # magic 9, version 8, dtype code 1, sequence count 8, document count 8
@@ -83,6 +82,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
     prefix = str(folder / "corpus")
     if folder.is_dir():
         if not (problem := _damage(folder)):
+            texts.lost_of(_about(folder).get("lost")).say()
             return prefix
         warnings.warn(
             f"the prepared text in {str(folder)!r} is not used but written again: {problem}.", stacklevel=2
@@ -90,10 +90,11 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
     partial = cache_dir / f".{folder.name}.{os.getpid()}"
     try:
         partial.mkdir(parents=True)
-        tokens, documents = _write(files, tokenizer, str(partial / "corpus"))
+        tokens, documents, lost = _write(files, tokenizer, str(partial / "corpus"))
         for name in _PAIR:
             sync(partial / name)
         about = {"tokenizer": tokenizer.name, "files": len(files), "documents": documents, "tokens": tokens}
+        about["lost"] = dataclasses.asdict(lost)
         digests = {name: digest(partial / name) for name in _PAIR}
         write_file(partial / _ABOUT, json.dumps({**about, "sha256": digests}, indent=2) + "\n")
         if folder.is_dir() and _damage(folder):
@@ -109,13 +110,18 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    lost.say()
     return prefix
+
+
+def _about(folder: Path) -> Any:
+    return load_json(read_ordinary(folder / _ABOUT, _LARGEST_RECORD))
 
 
 def _damage(folder: Path) -> str:
     """What is wrong with a prepared text, '' if nothing is: its pair is what was written."""
     try:
-        known = load_json(read_ordinary(folder / _ABOUT, _LARGEST_RECORD))["sha256"]
+        known = _about(folder)["sha256"]
         changed = [name for name in _PAIR if digest(folder / name) != known[name]]
     except (KeyError, TypeError):
         return f"{_ABOUT} has no digests"
@@ -125,48 +131,29 @@ def _damage(folder: Path) -> str:
 
 
 def _content_hash(files: Iterable[Path], tokenizer: Tokenizer) -> str:
-    hasher = hashlib.sha256(f"{tokenizer.name} {PIECE_BYTES} {_LAYOUT}".encode())
+    hasher = hashlib.sha256(f"{tokenizer.name} {texts.PIECE_BYTES} {_LAYOUT}".encode())
     for path in files:
-        hasher.update(hashlib.sha256(_read(path)).digest())
+        hasher.update(hashlib.sha256(texts.read(path)).digest())
     return hasher.hexdigest()[:32]
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return read_ordinary(path, sys.maxsize)
-    except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ValueError(
-            f"data.paths has {str(path)!r}: {reason}. Give text files, or the prefix of a .bin/.idx pair."
-        ) from error
-
-
-def _write(files: Iterable[Path], tokenizer: Tokenizer, prefix: str) -> tuple[int, int]:
-    """Tokens and documents written: one document per piece of a file, each with an end of document."""
+def _write(files: Iterable[Path], tokenizer: Tokenizer, prefix: str) -> tuple[int, int, texts.Lost]:
+    """Tokens and documents written, and what was lost: one document per piece of a file, each with an end of document."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
-    tokens = documents = 0
+    tokens, documents, lost = 0, 0, texts.Lost()
     start, end = np.array(tokenizer.start, np.int64), np.array([tokenizer.eod], np.int64)
     for path in files:
-        for piece in _pieces(_read(path)):
-            ids = np.concatenate([start, tokenizer.encode(piece), end])
+        for piece in texts.pieces(texts.read(path)):
+            said = tokenizer.encode(piece)
+            lost.add(piece, said, tokenizer)
+            ids = np.concatenate([start, said, end])
             builder.add_document(ids, [len(ids)])
             tokens, documents = tokens + len(ids), documents + 1
     builder.finalize(prefix + ".idx")
     if not documents:
         raise ValueError("the files of data.paths are all empty: give files that hold text.")
-    return tokens, documents
-
-
-def _pieces(text: bytes) -> Iterable[bytes]:
-    start = 0
-    while start < len(text):
-        end = len(text)
-        if end - start > PIECE_BYTES:
-            newline = text.rfind(b"\n", start, start + PIECE_BYTES)
-            end = newline + 1 if newline > start else start + PIECE_BYTES
-        yield text[start:end]
-        start = end
+    return tokens, documents, lost
 
 
 # ---------------------------------------------------------------------------------- checking what is there

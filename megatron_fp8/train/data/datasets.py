@@ -23,6 +23,7 @@ from . import corpus
 from .bigram import bigram_entropy
 from .index_cache import index_folder, index_name, keep_indices
 from .indexed import CorpusDataset
+from .texts import look_at
 from .tokenizers import ByteTokenizer, Tokenizer
 
 _SPLITS = ("training", "validation", "test")
@@ -64,6 +65,7 @@ def find_data(section: DataSection, tokenizer: Tokenizer, vocab_size: int) -> li
         texts = [Path(path) for path in section.paths if not corpus.is_prefix(path)]
         for prefix in prefixes:
             corpus.check_ids(prefix, corpus.check_indexed(prefix), vocab_size, cache / "ids")
+        look_at(texts)
         if texts or not prefixes:
             prefixes.append(corpus.prepare(texts or corpus.standard_library_files(), tokenizer, cache))
         return prefixes

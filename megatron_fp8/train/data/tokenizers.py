@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,8 @@ _LARGEST = 1 << 28
 class Tokenizer(Protocol):
     """What data preparation and `GPTDataset` need. Ids are in [0, vocab_size).
 
-    A document is ``start``, its text, ``eod``; a model that wrote one of ``ends`` has finished.
+    A document is ``start``, its text, ``eod``; a model that wrote one of ``ends`` has finished. ``unknown`` stands for
+    what no other id can say; None: there is no such text. ``decodes``: it takes characters and not bytes.
     """
 
     vocab_size: int
@@ -28,6 +30,8 @@ class Tokenizer(Protocol):
     ends: frozenset[int]
     start: tuple[int, ...]
     pad: int
+    unknown: int | None
+    decodes: bool
     name: str
     unique_identifiers: dict[str, str]
 
@@ -46,6 +50,8 @@ class ByteTokenizer:
     ends: frozenset[int] = frozenset({256})
     start: tuple[int, ...] = ()
     pad = -1  # nothing is padded; -1 is no id, so no token is masked by mistake
+    unknown: int | None = None
+    decodes: bool = False
     name = "bytes"
 
     def __init__(self) -> None:
@@ -72,6 +78,7 @@ class JsonTokenizer:
     """
 
     pad = -1
+    decodes: bool = True
     _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
     def __init__(self, path: str | Path) -> None:
@@ -102,6 +109,7 @@ class JsonTokenizer:
         size = max(ids, default=-1) + 1  # ids may leave gaps
         ends = [self._tokenizer.token_to_id(name) for name in self._END_NAMES]
         usual = next((end for end in ends if end is not None), None)
+        self.unknown = _unknown(self._tokenizer)
         beside = _Beside(Path(path), self._tokenizer)
         named = [each for each in (beside.eos, usual, *beside.ends[:1]) if each is not None]
         last = named[0] if named else None
@@ -124,6 +132,17 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         silent = {*self.ends, *self.start}
         return self._tokenizer.decode([i for i in ids if i not in silent], skip_special_tokens=False)
+
+
+def _unknown(tokenizer: Any) -> int | None:
+    """The id that a tokenizer gives where it has no other; None if it always has."""
+    token = getattr(tokenizer.model, "unk_token", None)
+    if isinstance(token, str):
+        return tokenizer.token_to_id(token)
+    if type(tokenizer.model).__name__ != "Unigram":
+        return None
+    unknown = json.loads(tokenizer.to_str())["model"].get("unk_id")  # which its object does not show
+    return unknown if type(unknown) is int else None
 
 
 class _Beside:

@@ -14,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_fp8.train.data import corpus
 from megatron_fp8.train.data.bigram import bigram_entropy
+from megatron_fp8.train.data.texts import PIECE_BYTES
 from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer
 
 
@@ -45,13 +46,13 @@ def test_long_files_are_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     found = IndexedDataset(corpus.prepare([tmp_path / "long.txt"], ByteTokenizer(), tmp_path / "cache"))
     pieces = [bytes(document[:-1].astype(np.uint8)) for document in found]
     assert len(pieces) > 3 and b"".join(pieces) == text
-    assert all(piece.endswith(b"\n") and len(piece) <= corpus.PIECE_BYTES for piece in pieces)
+    assert all(piece.endswith(b"\n") and len(piece) <= PIECE_BYTES for piece in pieces)
 
 
 def test_a_long_line_is_cut_where_it_must_be(tmp_path):
-    (tmp_path / "line.txt").write_bytes(b"y" * (corpus.PIECE_BYTES + 1))
+    (tmp_path / "line.txt").write_bytes(b"y" * (PIECE_BYTES + 1))
     found = IndexedDataset(corpus.prepare([tmp_path / "line.txt"], ByteTokenizer(), tmp_path / "cache"))
-    assert [len(document) - 1 for document in found] == [corpus.PIECE_BYTES, 1]
+    assert [len(document) - 1 for document in found] == [PIECE_BYTES, 1]
 
 
 def test_the_cache_goes_by_content(texts, prefix, tmp_path, monkeypatch):

@@ -1,0 +1,108 @@
+"""Text files: what is cut, and what of them is lost and said."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fp8.train.data import corpus, texts
+from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer
+
+
+def words(path: Path, kind: str) -> JsonTokenizer:
+    """A tokenizer that knows three words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = ["<unk>", "one", "two", "three"]
+    if kind == "Unigram":
+        model = models.Unigram([(word, -1.0) for word in vocab], unk_id=0)
+    else:
+        numbered = {word: number for number, word in enumerate(vocab)}
+        model = models.WordLevel(numbered, unk_token="<unk>")
+    made = Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(path))
+    return JsonTokenizer(path)
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "語", "😀"])
+def test_a_long_line_is_cut_between_two_characters(letter):
+    for before in range(4):
+        text = b"x" * before + letter.encode() * (texts.PIECE_BYTES // 2)
+        found = list(texts.pieces(text))
+        assert b"".join(found) == text
+        assert all("\ufffd" not in piece.decode("utf-8", errors="replace") for piece in found)
+        assert all(texts.PIECE_BYTES - 4 < len(piece) <= texts.PIECE_BYTES for piece in found[:-1])
+
+
+def test_bytes_that_are_no_text_are_cut_too():
+    text = bytes([0x80]) * (texts.PIECE_BYTES + 9)
+    assert [len(piece) for piece in texts.pieces(text)] == [texts.PIECE_BYTES, 9]
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
+def test_what_a_tokenizer_does_not_know_is_counted_and_said_from_the_cache_too(tmp_path, kind):
+    tokenizer = words(tmp_path / "tokenizer.json", kind)
+    text = tmp_path / "text.txt"
+    text.write_text("one two zzz three\n")
+    assert tokenizer.unknown == 0
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"no token for 1 of 4 pieces of the text"):
+            corpus.prepare([text], tokenizer, tmp_path / "cache")
+    text.write_text("one two three\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        corpus.prepare([text], tokenizer, tmp_path / "cache")
+
+
+def test_bytes_that_are_not_utf_8_are_counted_and_said(tmp_path):
+    tokenizer = words(tmp_path / "tokenizer.json", "WordLevel")
+    text = tmp_path / "text.txt"
+    text.write_bytes("one \ufffd two ".encode() + "é".encode("latin-1") + b" three")
+    with pytest.warns(UserWarning) as said:
+        corpus.prepare([text], tokenizer, tmp_path / "cache")
+    unknown, undecodable = (str(one.message) for one in said)
+    assert unknown.startswith("data: the tokenizer has no token for 2 of 5 pieces")
+    assert undecodable.startswith("data: 1 places in the text are not UTF-8")
+
+
+def test_bytes_are_all_known(tmp_path):
+    (tmp_path / "text.txt").write_bytes(bytes(range(256)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        corpus.prepare([tmp_path / "text.txt"], ByteTokenizer(), tmp_path / "cache")
+
+
+def test_a_record_that_is_something_else_says_nothing():
+    for record in (None, 3, {}, {"tokens": "x"}, {"tokens": 1, "unknown": True, "undecodable": 0}):
+        assert texts.lost_of(record) == texts.Lost()
+    assert texts.lost_of({"tokens": 9, "unknown": 2, "undecodable": 1}) == texts.Lost(9, 2, 1)
+
+
+def test_a_packed_file_is_refused(tmp_path):
+    packed = tmp_path / "text.txt.gz"
+    packed.write_bytes(gzip.compress(b"text"))
+    with pytest.raises(ValueError, match=r"text\.txt\.gz', which is packed \(gzip\): unpack it"):
+        corpus.prepare([packed], ByteTokenizer(), tmp_path / "cache")
+
+
+def test_empty_files_and_lines_of_json_are_said(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "text"}))
+    with pytest.warns(UserWarning) as said:
+        texts.look_at([tmp_path / name for name in ("text.txt", "empty.txt", "lines.jsonl")])
+    assert "1 empty files, such as" in str(said[0].message)
+    assert "lines are learned as they are" in str(said[1].message)
+
+
+def test_counting_does_not_change_the_ids():
+    lost, ids = texts.Lost(), np.array([0, 1, 0])
+    tokenizer = ByteTokenizer()
+    lost.add(b"abc", ids, tokenizer)
+    assert lost == texts.Lost(3) and ids.tolist() == [0, 1, 0]
