@@ -80,8 +80,8 @@ def _parser() -> Parser:
         metavar="N",
         help="take the batches from that of iteration N on (default: the next ones)",
     )
-    add("--batches", type=int, default=4, help="batches, each of one iteration (default %(default)s)")
-    add("--share", type=float, default=0.9, help="what overrides must give back (default %(default)s)")
+    add("--batches", type=int, help="batches, each of one iteration (default 4)")
+    add("--share", type=float, help="what overrides must give back (default 0.9)")
     add("--budget", type=int, help="most passes, each a forward and a backward of a batch (default 1500)")
     add("--json", metavar="FILE", help="where the figures go (default: RUN_DIR/diagnosis/diagnosis.json)")
     add("--out", metavar="FILE", help="where overrides go (default: RUN_DIR/diagnosis/overrides.yaml)")
@@ -93,6 +93,8 @@ def _parser() -> Parser:
 def _prepare(
     arguments: list[str], options: argparse.Namespace, run_options: list[str], launch: Any
 ) -> _Prepared:
+    options.batches = 4 if options.batches is None else options.batches
+    options.share = 0.9 if options.share is None else options.share
     if options.batches < 4:
         raise ValueError(
             f"--batches {options.batches} are too few: differences are judged by their spread over batches, give 4"

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
-from ..files.strict_yaml import read_yaml
 from ..files.terminal import printable
 from ..telemetry.output import FILE
 from ..telemetry.parting import common_iterations, first_parting, relative_difference
@@ -20,12 +19,17 @@ _SAME_DATA = {
     "train": ("seed", "global_batch_size", "seq_length", "train_iters"),
     "data": ("paths", "split", "tokenizer"),
 }
+_OF_A_DIAGNOSIS = (
+    *("iteration", "batches", "share", "budget", "out", "plot"),
+    *("recipe", "fp8", "config"),
+)
+"""Options that say nothing of a comparison."""
 _STATE = ("optimizer.", "rng.")
 
 
 def compare(options: argparse.Namespace) -> None:
     """Print where the runs part, and write it as JSON if asked. ValueError: they cannot be compared."""
-    for name in ("iteration", "out", "plot", "recipe", "fp8", "config", "budget"):
+    for name in _OF_A_DIAGNOSIS:
         if getattr(options, name) is not None:
             raise ValueError(f"--against compares two finished runs: leave out --{name}")
     ours, theirs = (_run(Path(path)) for path in (options.checkpoint, options.against))
@@ -56,25 +60,15 @@ def _run(path: Path) -> Path:
 
 
 def _check_same_data(ours: Path, theirs: Path) -> None:
-    first, second = (_config(path) for path in (ours, theirs))
+    first, second = (RunRecord(path).config() for path in (ours, theirs))
     for section, names in _SAME_DATA.items():
         for name in names:
             a, b = (config.get(section, {}).get(name) for config in (first, second))
             if a != b:
                 raise ValueError(
                     f"the runs did not read the same data: {section}.{name} is {a!r} in {str(ours)!r} and {b!r} in"
-                    f" {str(theirs)!r}"
+                    f" {str(theirs)!r}. Give two runs in which that is the same"
                 )
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        values = read_yaml(path / "config.yaml")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{str(path / 'config.yaml')!r} cannot be read: {error}") from error
-    if not isinstance(values, dict) or not all(isinstance(values.get(name, {}), dict) for name in _SAME_DATA):
-        raise ValueError(f"{str(path / 'config.yaml')!r} is not a run's config")
-    return values
 
 
 def _losses(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
@@ -89,7 +83,7 @@ def _losses(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
             )
     if not first.keys() & second.keys():
         raise ValueError(
-            "the two runs' metrics.jsonl have no iteration in common: there is nothing to compare"
+            "the two runs' metrics.jsonl have no iteration in common: give two runs that trained the same iterations"
         )
     for iteration in sorted(first.keys() & second.keys()):
         a, b = (rows[iteration]["lm_loss"] for rows in (first, second))
@@ -141,10 +135,8 @@ def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
 
 def _checkpoints(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
     """The first checkpoint of both whose weights differ, and the weight that differs most."""
-    first, second = (
-        {folder.name: folder for folder in complete_checkpoints(path / "checkpoints")}
-        for path in (ours, theirs)
-    )
+    folders = [RunRecord(path).checkpoints() for path in (ours, theirs)]
+    first, second = ({path.name: path for path in complete_checkpoints(folder)} for folder in folders)
     common = sorted(first.keys() & second.keys())
     for name in common:
         differences = _differences(first[name], second[name])
@@ -157,7 +149,7 @@ def _checkpoints(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
             ]
     found["checkpoint"] = None
     if not common:
-        return ["checkpoint  the runs have none of the same iteration"]
+        return [f"checkpoint  none of the same iteration is in {folders[0]} and {folders[1]}"]
     return [f"checkpoint  the same weights in {', '.join(common)}"]
 
 
@@ -171,7 +163,8 @@ def _differences(ours: Path, theirs: Path) -> dict[str, float]:
         other = second.state_dict_metadata.get(name)
         if other is None or tuple(other.size) != tuple(entry.size):
             raise ValueError(
-                f"{str(theirs)!r} is of another model: it has no {name} of shape {list(entry.size)}"
+                f"{str(theirs)!r} is of another model: it has no {name} of shape {list(entry.size)}. Give two runs"
+                " of one model"
             )
         a, b = (read_tensor(*of, name).to(torch.float64) for of in ((ours, first), (theirs, second)))
         if not torch.equal(a, b):

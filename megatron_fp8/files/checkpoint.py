@@ -186,8 +186,8 @@ def folder_name(iteration: int) -> str:
 
 
 def iteration_of(checkpoint: Path) -> int:
-    """The iteration in the name of a complete checkpoint: the inverse of ``folder_name``."""
-    return int(checkpoint.name.removeprefix("iter_"))
+    """The iteration in the name of a checkpoint, of ``folder_name`` or of ``not_finite_name``."""
+    return int(checkpoint.name.rpartition("_")[2])
 
 
 def not_finite_name(iteration: int) -> str:

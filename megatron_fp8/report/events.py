@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.checkpoint import complete_checkpoints, not_finite_checkpoints
+from ..files.checkpoint import complete_checkpoints, iteration_of, not_finite_checkpoints
 from ..files.lines import Line
 
 
@@ -80,5 +80,5 @@ def seen_checkpoints(folder: Path) -> list[Event]:
         (path, f"{path.name}: it holds NaN or Inf, and no training starts from it")
         for path in not_finite_checkpoints(folder)
     ]
-    found = [(int(path.name.rpartition("_")[2]), text) for path, text in (*good, *bad)]
+    found = [(iteration_of(path), text) for path, text in (*good, *bad)]
     return [Event(iteration, iteration, "save", text) for iteration, text in found]

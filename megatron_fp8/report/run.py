@@ -81,7 +81,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     metrics, validation = record.metrics(), record.validation()
     events = skipped_steps(metrics) + recorded(record.events()) + guard_moves(report, report_path)
     if not any(event.kind == "save" for event in events):
-        events += seen_checkpoints(folder / "checkpoints")
+        events += seen_checkpoints(record.checkpoints())
     statistics = read_statistics(record.telemetry(), [site["name"] for site in sites])
     events += statistics.went_bad if statistics else ()
     return Run(

@@ -196,7 +196,7 @@ def keep_earlier(run_dir: Path, checkpoints: Path, stacks: Path | None = None) -
 def keep_newer(run_dir: Path, checkpoints: Path, start: str) -> list[str]:
     """Move checkpoints that are newer than the one of this name out of the way; OSError if that fails. ``latest`` names
     that one before any is moved: whenever this is interrupted, the next start goes on from there too."""
-    done = int(start.rpartition("_")[2])
+    done = iteration_of(Path(start))
     newer = [path for path in complete_checkpoints(checkpoints) if iteration_of(path) > done]
     if not newer:
         return []

@@ -14,7 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..files.disk import in_words
 from ..files.lines import Line, read_lines, unfinished
+from ..files.strict_yaml import read_yaml
 from ..telemetry.names import TENSORS
 from .metrics import IterationMetrics
 from .report import read_report
@@ -26,6 +28,9 @@ _NO_NUMBERS = ("iteration", "site", "tensor", "partial", "went_bad")
 """Fields of a line of telemetry that are no statistics."""
 
 _LINES = ("metrics.jsonl", "validation.jsonl", "events.jsonl", "telemetry.jsonl")
+
+_CONFIG_SECTIONS = ("train", "data", "checkpoint")
+"""Sections of config.yaml that some reader needs."""
 
 _METRICS = [field.name for field in fields(IterationMetrics) if field.name != "iteration"]
 
@@ -87,6 +92,36 @@ class RunRecord:
         _check_phases(report["precision"].get("phases", []), path)
         _check_stored(report["precision"].get("fp8_param"), path)
         return report
+
+    def config(self) -> dict[str, Any]:
+        """config.yaml, its sections as written; {} if there is none. Raises ValueError."""
+        path = self.folder / "config.yaml"
+        try:
+            values = read_yaml(path)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{str(path)!r} cannot be read ({in_words(error)}): bring it back as train wrote it, or give another run."
+            ) from error
+        if not isinstance(values, dict) or not all(
+            isinstance(values.get(name, {}), dict) for name in _CONFIG_SECTIONS
+        ):
+            raise ValueError(
+                f"{str(path)!r} is not a run's config: it needs sections such as train and data. Give the folder of a"
+                " run."
+            )
+        return values
+
+    def checkpoints(self) -> Path:
+        """Where the run's checkpoints are: checkpoint.folder of its config, or the one in its own. Raises ValueError."""
+        named = self.config().get("checkpoint", {}).get("folder")
+        if not isinstance(named, str | None):
+            raise ValueError(
+                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={named!r}, and that is a path or null: bring"
+                " it back as train wrote it, or give another run."
+            )
+        return Path(named) if named else self.folder / "checkpoints"
 
     def metrics(self) -> list[Line]:
         """metrics.jsonl: the iteration, the loss, and what else training writes. Raises ValueError."""

@@ -12,35 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta, TensorStorageMetadata
 from torch.serialization import _get_layout
 
 from megatron_fp8.files import checkpoint as files
 from megatron_fp8.files.disk import replace_file
 from megatron_fp8.files.manifest import FORMAT
-
-
-class Writer(dcp.FileSystemWriter):
-    """torch's, without the path that it would put into .metadata as an object."""
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()
+from tests.support.written_checkpoints import write_checkpoint
 
 
 def save(checkpoints: Path, iteration: int) -> Path:
     """A checkpoint of two tensors, made without ranks: as many bytes in each file at every iteration, and other ones."""
-    folder = checkpoints / f"iter_{iteration:07d}"
     first = float(iteration - 2)
-    state = {
-        "w": torch.arange(first, first + 12).view(3, 4).bfloat16(),
-        "n": torch.tensor([iteration + 1], dtype=torch.int64),
-    }
-    dcp.save(state, storage_writer=Writer(folder), no_dist=True)
-    manifest = files.Manifest(iteration, {"optimizer_step": iteration}, {"layout": {"tensor": 1}})
-    manifest.files = {path.name: files.file_record(path) for path in folder.iterdir()}
-    manifest.write(folder)
-    return folder
+    w = torch.arange(first, first + 12).view(3, 4).bfloat16()
+    return write_checkpoint(
+        checkpoints, iteration, {"w": w, "n": torch.tensor([iteration + 1], dtype=torch.int64)}
+    )
 
 
 @pytest.fixture

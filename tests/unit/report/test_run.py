@@ -17,6 +17,13 @@ def test_a_run_is_read_whole(tmp_path):
     assert [(piece.paste, piece.details) for piece in run.advice] == [(("--model.fp8=e4m3",), ())]
 
 
+def test_checkpoints_are_seen_where_the_config_says(tmp_path):
+    folder = write_run(tmp_path / "run", every=0)
+    (tmp_path / "disk" / "iter_0000020").mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"checkpoint: {{folder: '{tmp_path / 'disk'}'}}")
+    assert [(event.first, event.kind) for event in read_run(folder).events] == [(20, "save")]
+
+
 def test_names_are_the_shortest_ends_that_differ(tmp_path):
     folders = [write_run(tmp_path / a / b, every=0) for a, b in (("x", "run"), ("y", "run"), ("y", "other"))]
     assert [run.name for run in read_runs(folders)] == ["x/run", "y/run", "y/other"]
