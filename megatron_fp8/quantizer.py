@@ -10,17 +10,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .backends import emulated, specified
+from .backends import casts, emulated, specified
 from .backends.base import AmaxReduction, Asked, Quantized, Region, Running, check_matrix
 from .backends.native import backend as native
 from .backends.native.bound import Bound, BoundCasts
 from .kernels.codes import block_amaxes, in_memory
+from .kernels.cpu import loops
 from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
 from .recipe import Recipe
 from .state.arena import Slot
 from .state.observer import SeenCast
 from .tensor import Float8Tensor
+
+_MOST = 64
+"""Ways in which one quantizer's matrices lie: of experts, whose tokens vary, there may be many; then it starts anew."""
 
 
 def quantize(
@@ -81,6 +85,7 @@ class Quantizer:
         self.rule, self.slot, self.backend = rule, slot, backend
         self._place: _Place | None = None
         self._bound: BoundCasts | None = None
+        self._repeats: dict[tuple[Any, ...], casts.Repeated | None] = {}
         self._has_kernels = native.kernel_reason(rule) is None
 
     def __call__(
@@ -100,6 +105,10 @@ class Quantizer:
         observer = self.slot.arena.observer
         if observer is None and self.computes:  # its kernels record as they go
             return self._by_kernels(x, direction, record, reduce_amax, for_product)
+        if observer is None and reduce_amax is None and region is None and self.backend is emulated:
+            done = self._repeated(x, direction, record)
+            if done is not None:
+                return done
         # Where native kernels record as they go, they tell the slot's amax and not the cast's, which an observer wants.
         apart = observer is not None and self.backend is native
         running = self._in_arena().running if record and not apart else None
@@ -110,6 +119,24 @@ class Quantizer:
             shard = reduce_amax is not None
             observer.cast(SeenCast(self.slot.name, x, quantized, direction, record, shard))
         return quantized.tensor
+
+    def _repeated(self, x: torch.Tensor, direction: Direction, record: bool) -> Float8Tensor | None:
+        """The cast by what the emulated backend keeps for matrices that lie alike; None: not such a matrix, or its scale
+        is there before it: then a cast has little to decide."""
+        scale, running = self.where(record)
+        if scale is not None or not loops.readable(x):
+            return None
+        key = x.shape, x.stride(), x.dtype, direction, record
+        if key not in self._repeats:
+            if len(self._repeats) >= _MOST:
+                pass
+            asked = Asked(x, self.rule, direction, None, running)
+            self._repeats[key] = emulated.repeated_cast(asked) if x.is_contiguous() else None
+        cast = self._repeats[key]
+        if cast is None:
+            return None
+        self.slot.arena.counts.casts += 1
+        return cast(x)
 
     def bound(
         self, x: torch.Tensor, direction: Direction, *, record: bool, for_product: bool
@@ -212,6 +239,7 @@ class Quantizer:
         if place is None or place.rows is not arena.rows or place.scales is not arena.scale:
             self._place = place = _Place.of(self.slot)
             self._bound = None
+            self._repeats.clear()
         return place
 
     def _current_scale(self) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.cpu import block_amax, blocks, loops
-from ..numerics.rule import ROW, TENSOR
+from ..numerics.rule import ROW, TENSOR, Granularity
 from ..tensor import Float8Tensor, QuantizedSide
 from . import specified
 from .base import AmaxReduction, Asked, Quantized, Region
@@ -43,6 +43,30 @@ def quantize_each(asked: Sequence[Asked]) -> list[Quantized]:
         else:
             found.append(_as_specified(one, None, None))
     return found
+
+
+class Repeated:
+    """``quantize``'s tensor of matrices that lie as the first one, which C ``takes``; no amax is reduced.
+
+    Args:
+        asked: of the first. Scale and ``running`` are where they are for all.
+    """
+
+    def __init__(self, asked: Asked):
+        rule, direction = asked.rule, asked.direction
+        self._cast = blocks.Repeated(_wanted(asked))
+        self._row, self._column = direction != "columnwise", direction != "rowwise"
+        self._running, self._dtype = asked.running, asked.x.dtype
+        self._granularity, self._pow2 = rule.granularity, rule.scale != "fp32"
+
+    def __call__(self, x: torch.Tensor) -> Float8Tensor:
+        """x, quantised."""
+        made, special = self._cast(x)
+        if special and self._running is not None:
+            self._running.nonfinite.add_(special)
+        return _tensor(
+            made, self._row, self._column, (self._granularity, self._pow2, not special), self._dtype
+        )
 
 
 def takes(asked: Asked) -> bool:
@@ -104,8 +128,21 @@ def _quantized(asked: Asked, done: blocks.Made) -> Quantized:
         if running is not None:
             running.nonfinite.add_(nonfinite)
     facts = rule.granularity, rule.scale != "fp32", not special
-    rowwise = None if direction == "columnwise" else QuantizedSide(made[0].codes, made[0].scale_inv, *facts)
+    sides = direction != "columnwise", direction != "rowwise"
+    return Quantized(_tensor(made, *sides, facts, x.dtype), amax, nonfinite)
+
+
+def _tensor(
+    made: Sequence[blocks.Coded],
+    row: bool,
+    column: bool,
+    facts: tuple[Granularity, bool, bool],
+    dtype: torch.dtype,
+) -> Float8Tensor:
+    """What was made of each cut as the sides that are asked for; facts: of both (tensor.QuantizedSide)."""
+    rowwise = QuantizedSide(made[0].codes, made[0].scale_inv, *facts) if row else None
+    if not column:
+        return Float8Tensor(rowwise, None, dtype)
     codes, scale_inv = made[-1]
-    turned = scale_inv if rule.granularity.is_tensor else scale_inv.t()
-    columnwise = None if direction == "rowwise" else QuantizedSide(codes.t(), turned, *facts)  # [cols, rows]
-    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
+    turned = scale_inv if facts[0].is_tensor else scale_inv.t()
+    return Float8Tensor(rowwise, QuantizedSide(codes.t(), turned, *facts), dtype)  # [cols, rows]

@@ -22,6 +22,7 @@ are the same bits; products differ by the order of their sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -88,6 +89,11 @@ def quantize(
 quantize_each = casts.quantize_each
 
 
+def repeated_cast(asked: Asked) -> casts.Repeated | None:
+    """What quantises matrices that lie as this one, with less to decide; None where ``quantize`` has to."""
+    return casts.Repeated(asked) if casts.takes(asked) else None
+
+
 # ---------------------------------------------------------------------------------------------------------------- GEMM
 
 # A code times its scale must be a normal bfloat16, and a product of two of them, like the sum of all, a normal float32.
@@ -138,7 +144,7 @@ def gemm(
         fast = values == torch.bfloat16
         sums = products.matmul(values_a, values_b) if fast else values_a @ values_b.t()
         bias = None if bias is None else bias.to(torch.float32).contiguous()
-        return loops.finish(sums, a.scale_inv, b.scale_inv, bias, out_dtype)
+        return products.finish(sums, a.scale_inv, b.scale_inv, bias, out_dtype)
     return _in_torch(a, b, out_dtype, bias, exact)
 
 
@@ -218,6 +224,12 @@ def grouped_gemm(
     gemm_in_turn(gemm, [a[i] for i in rest], [b[i] for i in rest], [outs[i] for i in rest], add=add)
 
 
+def _lies(side: QuantizedSide) -> tuple[Any, ...]:
+    codes, scale = side.codes, side.scale_inv
+    lies = codes.shape, codes.stride(), codes.dtype, scale.shape, scale.stride(), scale.dtype
+    return *lies, side.granularity.rows, side.granularity.cols, side.pow2
+
+
 def _as_c_reads(side: QuantizedSide) -> loops.Operand:
     return loops.Operand(
         side.codes, side.scale_inv, (side.granularity.rows, side.granularity.cols), side.pow2
@@ -232,15 +244,36 @@ def _decoded_on_the_way(
     into: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``gemm`` where C decodes codes as it packs them (kernels/cpu/loops.py); None where it does not take them."""
-    left, right = _as_c_reads(a), _as_c_reads(b)
-    if not loops.multiplies(left, right):
-        return None
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
-    done = loops.multiply(left, right, dtype, bias, into=into)
+    if (product := _repeated_product(a, b, dtype)) is not None:
+        done = product((a.codes, a.scale_inv, b.codes, b.scale_inv), bias, into)
+    else:
+        left, right = _as_c_reads(a), _as_c_reads(b)
+        if not loops.multiplies(left, right):
+            return None
+        done = loops.multiply(left, right, dtype, bias, into=into)
     return done.to(out_dtype) if done is not None and out_dtype == torch.float16 else done
 
 
+def _repeated_product(a: QuantizedSide, b: QuantizedSide, dtype: torch.dtype) -> loops.Repeated | None:
+    """What multiplies sides that lie as these do, kept for others; None where C takes none such as they lie."""
+    for x in (a.codes, a.scale_inv, b.codes, b.scale_inv):
+        if not loops.readable(x):
+            return None
+    key = *_lies(a), *_lies(b), dtype, loops.inner_loop()
+    if key not in _repeated_products:
+        if len(_repeated_products) >= _MOST_PRODUCTS:
+            _repeated_products.clear()
+        left, right = _as_c_reads(a), _as_c_reads(b)
+        dense = 1 in a.codes.stride() and 1 in b.codes.stride()
+        taken = dense and loops.multiplies(left, right)
+        _repeated_products[key] = loops.Repeated(left, right, dtype) if taken else None
+    return _repeated_products[key]
+
+
+_repeated_products: dict[tuple[Any, ...], loops.Repeated | None] = {}
+_MOST_PRODUCTS = 4096
 _IN_C = (torch.bfloat16, torch.float32)
 
 

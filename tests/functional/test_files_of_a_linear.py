@@ -21,8 +21,8 @@ from tests.support.architecture import PACKAGE, walk
 TOKENS, INPUTS, OUTPUTS = 256, 128, 256  # large enough for the compiled loops
 
 WALK = walk("A hidden state")
-MORE = {"own": set(), "none": set(), "mkl": {"kernels/cpu/products.py"}}
-"""By who multiplies: gemm.c or, where the processor lacks what it is written for, torch; MKL is one file more."""
+MORE = {"own": set(), "none": {"kernels/cpu/products.py"}, "mkl": {"kernels/cpu/products.py"}}
+"""By who multiplies: gemm.c or, where the processor lacks what it is written for, torch or MKL, with one file more."""
 
 
 def visited(gemm: str) -> dict[str, list[str]]:

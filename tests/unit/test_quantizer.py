@@ -149,3 +149,42 @@ def test_quantize_says_what_it_cannot_do():
         quantize(x, Float8RowwiseScaling(stochastic_rounding=True), "grad_output")
     with pytest.raises(ValueError, match="role 'activation'"):
         quantize(x, Float8RowwiseScaling(), "activation")
+
+
+@pytest.mark.parametrize("role", ["input", "weight"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_matrices_that_lie_alike(name, role, monkeypatch):
+    """What is kept for them changes nothing: whatever comes between, moves, or is special about one of them."""
+    recipe = RECIPES[name]
+    both = []
+    for keeps in (True, False):
+        state = Fp8State()
+        rule = recipe.rule(role)
+        slot = state.arena(None).add(recipe if rule.delayed else None, rule.fmt)
+        both.append((Quantizer(rule, slot, emulated), state))
+        if not keeps:
+            monkeypatch.setattr(both[-1][0], "_repeated", lambda *_: None)
+    special = randn(40, 50, seed=3)
+    special[0, 0], special[1, 1] = torch.nan, torch.inf
+    given = [randn(40, 50, seed=1), randn(40, 50, seed=2) * 8, special, randn(50, 40, seed=4).t()]
+    given += [torch._neg_view(randn(40, 50, seed=5)), randn(40, 50, seed=6).float(), randn(3, 5, seed=7)]
+    given += [randn(256, 160, seed=8), randn(40, 50, seed=9)]
+    for iteration in range(4):
+        for i, x in enumerate(given):
+            direction = ("both", "rowwise", "columnwise")[i * iteration % 3]
+            made = [quantizer(x, direction, record=i != 5) for quantizer, _ in both]  # type: ignore[arg-type]
+            for one, other in zip(*(each.sides for each in made), strict=True):
+                assert_same_side(one, other, f"{iteration}, {i}")
+                assert one is None or replace(one, codes=0, scale_inv=0) == replace(
+                    other, codes=0, scale_inv=0
+                )
+        rows = [state.arenas[0].rows[:, :1] for _, state in both]
+        assert_same_bytes(*rows)
+        assert both[0][1].counts == both[1][1].counts
+        for _, state in both:
+            if iteration == 2:  # it moves
+                for _ in range(200):
+                    state.arenas[0].add(None, recipe.rule(role).fmt)
+            elif iteration:
+                state.finish_iteration()
+    assert both[0][0]._repeats and not both[1][0]._repeats

@@ -4,8 +4,9 @@ The C sources are compiled by the machine's own C compiler when the first large 
 that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that
 differ by their order of summation.
 
-C trusts what it is handed, so every tensor's address goes through ``address``, which checks the tensor first, and every
-tensor made here names its dtype and device: torch's defaults for both may be anything.
+C trusts what it is handed, so every tensor's address goes through ``address``, which checks the tensor first, but for
+those that lie as others did, which were checked (``Repeated``); and every tensor made here names its dtype and device:
+torch's defaults for both may be anything.
 
 Products (gemm.c) decode codes while the GEMM packs its panels. Two inner loops are compiled, where the processor has
 their instructions: AVX512-BF16, and AMX. The faster one, AMX, is taken, but where ``ONEDNN_MAX_CPU_ISA``, by which users
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,20 +30,8 @@ import torch
 
 from . import library, mkl
 
-SOURCES = [
-    Path(__file__).with_name(f"{name}.c")
-    for name in (
-        "loops",
-        "blocks",
-        "casts",
-        "gemm",
-        "grouped",
-        "few_rows",
-        "few_tokens",
-        "figures",
-        "one_query",
-    )
-]
+_FILES = "loops blocks casts gemm grouped few_rows few_tokens figures one_query"
+SOURCES = [Path(__file__).with_name(f"{name}.c") for name in _FILES.split()]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
     "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
@@ -101,7 +90,7 @@ def cast(
         dtype: float8_e4m3fn or float8_e5m2.
     """
     codes = torch.empty(x.shape, dtype=dtype, device="cpu")
-    _elementwise(_function("cast", dtype, x.dtype), x, codes, scale, block)
+    _elementwise(function_of("cast", dtype, x.dtype), x, codes, scale, block)
     return codes
 
 
@@ -113,7 +102,7 @@ def decode(
     Args as in ``cast``. A NaN code gives the canonical quiet NaN of dtype, Inf codes give Inf.
     """
     values = torch.empty(codes.shape, dtype=dtype, device="cpu")
-    _elementwise(_function("decode", codes.dtype, dtype), codes, values, scale, block)
+    _elementwise(function_of("decode", codes.dtype, dtype), codes, values, scale, block)
     return values
 
 
@@ -155,7 +144,7 @@ def quantize(
     codes = torch.empty(x.shape, dtype=dtype, device="cpu")
     inverse, amax = (torch.empty((), dtype=torch.float32, device="cpu") for _ in range(2))
     n = x.numel()
-    nonfinite = _function("quantize", dtype, x.dtype)(
+    nonfinite = function_of("quantize", dtype, x.dtype)(
         address(x, x.dtype, n),
         address(codes, dtype, n),
         n,
@@ -167,36 +156,6 @@ def quantize(
         thread_count(n),
     )
     return codes, inverse, amax, nonfinite
-
-
-def finish(
-    sums: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """sums * (scale_a * scale_b) + bias in float32, rounded once to dtype; the memory of sums is used where it can be.
-
-    Args:
-        sums: float32 [M, N], contiguous.
-        scale_a, scale_b: float32 [].
-        bias: float32 [N], contiguous; None: 0.
-        dtype: bfloat16 or float32.
-    """
-    rows, cols = sums.shape
-    out = sums if dtype == torch.float32 else torch.empty(rows, cols, dtype=dtype, device="cpu")
-    _function("finish", dtype)(
-        address(sums, torch.float32, rows * cols),
-        address(out, dtype, rows * cols),
-        rows,
-        cols,
-        address(scale_a, torch.float32, 1),
-        address(scale_b, torch.float32, 1),
-        None if bias is None else address(bias, torch.float32, cols),
-        thread_count(sums.numel()),
-    )
-    return out
 
 
 # ----------------------------------------------------------------------------------------------------------- products
@@ -351,6 +310,39 @@ def multiply(
     return None if done else out
 
 
+class Repeated:
+    """``multiply`` of one pair of operands after another that lie alike: C is told once of all but addresses.
+
+    Args:
+        a, b: one such pair, [M, K] and [N, K], not empty; ``multiplies`` takes them, and of each one stride is 1.
+        dtype: of the result: float32 or bfloat16.
+    """
+
+    def __init__(self, a: Operand, b: Operand, dtype: torch.dtype):
+        (m, k), n = a.values.shape, b.values.shape[0]
+        assert b.values.shape[1] == k and m and n and k, (a.values.shape, b.values.shape)
+        self._a, self._b = side_of(a, a.values), side_of(b, b.values)
+        self._shape, self._dtype = (m, n), dtype
+        self._sizes, self._loop, self._largest = (m, n, k), inner_loop(), max(m * k, n * k, m * n)
+        self._call = compiled().gemm
+        self._call.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2)
+
+    def __call__(
+        self, given: Sequence[torch.Tensor], bias: torch.Tensor | None, into: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """As ``multiply`` gives it; given: values and scales of both, which lie as the first pair's (whoever keeps this
+        has seen to that: they are not looked at)."""
+        out = torch.empty(self._shape, dtype=self._dtype, device="cpu") if into is None else into
+        left, right = Side.from_buffer_copy(self._a), Side.from_buffer_copy(self._b)
+        left.at, left.scale, right.at, right.scale = (t.data_ptr() for t in given)
+        to = out_of(out, bias, add=into is not None)
+        sides = ctypes.byref(left), ctypes.byref(right), ctypes.byref(to)
+        done = self._call(*sides, *self._sizes, self._loop, thread_count(self._largest))
+        if done < 0:
+            raise MemoryError(f"no memory to pack matrices of which {self._sizes} are M, N and K")
+        return None if done else out
+
+
 def dense(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy if neither its rows nor its columns are dense."""
     return x if 1 in x.stride() else x.clone(memory_format=torch.contiguous_format)
@@ -438,7 +430,7 @@ def compiled() -> ctypes.CDLL:
 
 
 @cache
-def _function(kind: str, *dtypes: torch.dtype) -> Callable[..., Any]:
+def function_of(kind: str, *dtypes: torch.dtype) -> Callable[..., Any]:
     """The one of a kind that is for these dtypes; looked up once."""
     function = getattr(compiled(), "_".join([kind, *(NAMES[dtype] for dtype in dtypes)]))
     function.argtypes = [_TYPES[argument] for argument in _ARGUMENTS[kind]]

@@ -1,4 +1,5 @@
-"""Products of bfloat16 matrices with float32 sums on CPUs: by gemm.c where it can be, else by MKL's with AMX."""
+"""Products of bfloat16 matrices with float32 sums on CPUs, by gemm.c where it can be, else by MKL's with AMX; and what
+follows where sums are scaled afterwards."""
 
 from __future__ import annotations
 
@@ -62,3 +63,33 @@ def check_matrices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Size, torch.
     if a.shape[1] != b.shape[1]:
         raise AssertionError(f"the last dimensions must be equal: {loops.described(a)}, {loops.described(b)}")
     return a.shape, b.shape
+
+
+def finish(
+    sums: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """sums * (scale_a * scale_b) + bias in float32, rounded once to dtype; the memory of sums is used where it can be.
+
+    Args:
+        sums: float32 [M, N], contiguous.
+        scale_a, scale_b: float32 [].
+        bias: float32 [N], contiguous; None: 0.
+        dtype: bfloat16 or float32.
+    """
+    rows, cols = sums.shape
+    out = sums if dtype == torch.float32 else torch.empty(rows, cols, dtype=dtype, device="cpu")
+    loops.function_of("finish", dtype)(
+        loops.address(sums, torch.float32, rows * cols),
+        loops.address(out, dtype, rows * cols),
+        rows,
+        cols,
+        loops.address(scale_a, torch.float32, 1),
+        loops.address(scale_b, torch.float32, 1),
+        None if bias is None else loops.address(bias, torch.float32, cols),
+        loops.thread_count(sums.numel()),
+    )
+    return out
