@@ -249,8 +249,10 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         if name in section:
             check(f"model.{name}", section[name], rule)
             values[name] = section[name]
-    overrides = dict(section.get("fp8_overrides") or {})
-    overrides |= {
+    given_there = section.get("fp8_overrides")
+    overrides = {} if given_there is None else given_there
+    check_overrides(overrides, "model.fp8_overrides")
+    overrides = dict(overrides) | {
         key.removeprefix("model.fp8_overrides."): value
         for key, value in given.items()
         if key.startswith("model.fp8_overrides.")

@@ -87,6 +87,12 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
             f"{str(folder)!r} does not say what model it is of: give its run's config with --config=FILE."
         )
     run = {**own, **_agreeing(folder, own, run)} if run else own
+    run = {name: part for name, part in run.items() if part is not None}
+    if odd := next((name for name in ("train", "data") if not isinstance(run.get(name, {}), dict)), None):
+        raise ValueError(
+            f"the section {odd!r} of the run's config is {type(run[odd]).__name__}, and has to be keys with values: give"
+            " the config.yaml of a run."
+        )
     precision = manifest.facts.get("precision", {})  # two names for one thing are resolved there
     settled = {name: precision[name] for name in ("params_dtype", "fp8", "fp8_recipe") if name in precision}
     metadata = read_metadata(folder)

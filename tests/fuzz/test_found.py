@@ -104,3 +104,23 @@ def test_sections_that_are_none_in_another_run(originals, place):
 def test_a_name_longer_than_a_file_may_have(originals, place, command):
     fresh(place, originals, "run", "hf", "config.yaml", "corpus.txt", "cache")
     assert done_or_refused(*command.format("long" * 100).split()).code == 2
+
+
+@pytest.mark.parametrize("text", ["train: [1]", "data: [1]", "data: text", "train: 3"])
+def test_a_section_that_is_none_of_what_is_exported(originals, place, text):
+    fresh(place, originals, "run", "config.yaml")
+    kept = (place / "config.yaml").read_text().split("\n")
+    name = text.partition(":")[0]
+    start = next(number for number, line in enumerate(kept) if line.startswith(f"{name}:"))
+    end = next((n for n in range(start + 1, len(kept)) if kept[n][:1].strip()), len(kept))
+    (place / "config.yaml").write_text("\n".join([*kept[:start], text, *kept[end:]]))
+    found = done_or_refused("export", "run", "new", "--config", "config.yaml")
+    assert found.code == 2 and f"the section {name!r} of the run's config is" in found.err
+
+
+@pytest.mark.parametrize("value", ["true", "false", "[]", "3"])
+def test_overrides_that_are_none(originals, place, value):
+    fresh(place, originals, "config.yaml")
+    words = f"estimate --config config.yaml --model.fp8_overrides={value}"
+    found = done_or_refused(*words.split())
+    assert found.code == 2 and "model.fp8_overrides=" in found.err
