@@ -1,7 +1,7 @@
 """Going back behind a spike of the loss: to the last checkpoint, without the samples that were read since.
 
 PaLM's cure (Chowdhery et al., arXiv 2204.02311, section 5.1): its loss spiked about twenty times, at batches that did no
-harm to an earlier state of the weights; training went back some hundred steps and left out 200 to 500 batches. Here the
+harm to an earlier state of the weights; training went back about 100 steps and left out 200 to 500 batches. Here the
 checkpoint says how far, so `checkpoint.save_interval` says how many batches a spike costs. What a spike is,
 train/liveness.py judges, whose memory is saved and restored: a run that was interrupted judges as one that was not.
 """

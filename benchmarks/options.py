@@ -1,0 +1,144 @@
+"""Every option and key, as the program itself knows them: `python -m benchmarks.options [--write]`
+
+Options are read from the parsers that --help prints, keys from what `megatron-fp8 train --keys` lists. --write puts
+them into docs/options.md, between its marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from benchmarks.common import put_between
+from megatron_fp8.commands import inspect
+from megatron_fp8.commands.line import CommandParser
+from megatron_fp8.commands.main import COMMANDS, USAGE
+from megatron_fp8.train.config.key_help import key_help
+from megatron_fp8.train.config.model_section import GPTOptions
+from megatron_fp8.train.config.run_config import RunConfig
+
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+BEGIN, END = "<!-- python -m benchmarks.options --write: from here -->", "<!-- to here -->"
+_OF_TRAIN = (
+    ("`--config FILE`", "a config file, or the name of one that comes with the package; needed"),
+    ("`--data FILE ...`", "another way to say `data.paths`"),
+    ("`--KEY=VALUE`", "any of the [keys](#keys)"),
+    ("`--keys`", "list them"),
+)
+"""Its other options are keys; jsonargparse reads them, and no parser here has them."""
+
+
+def parser_of(command: str) -> CommandParser:
+    """The parser whose help the command prints. AssertionError: it prints another's, or none."""
+    module, _, function = COMMANDS[command].partition(":")
+    main = getattr(import_module(f"megatron_fp8.commands.{module}"), function)
+    met: list[CommandParser] = []
+
+    def print_help(parser: CommandParser, file: Any = None) -> None:
+        met.append(parser)
+
+    with mock.patch.object(CommandParser, "print_help", print_help), contextlib.suppress(SystemExit):
+        main(["--help"])
+    (parser,) = met
+    return parser
+
+
+def options_of(command: str) -> list[list[str]]:
+    """[option, what it does] of each; --help and --debug, which all have, left out."""
+    if command == "train":
+        return [list(row) for row in _OF_TRAIN]
+    if command == "inspect":  # which has no parser
+        return [
+            [
+                "`CHECKPOINT`",
+                "A folder such as RUN_DIR/checkpoints/iter_0000100, of checkpoints, or of a run",
+            ],
+            *([f"`{name}`", said] for name, said in re.findall(r"^  (--\w+) +(.+)", inspect.USAGE, re.M)),
+        ]
+    parser = parser_of(command)
+    expanded = parser._get_formatter()._expand_help
+    return [
+        [_named(action), expanded(action) if action.help else ""]
+        for action in parser._actions
+        if not {"--help", "--debug"}.intersection(action.option_strings)
+    ]
+
+
+def _named(action: argparse.Action) -> str:
+    """As a command line has it."""
+    value = str(action.metavar or action.dest.upper())
+    if action.choices and not action.metavar:
+        value = "{" + ",".join(map(str, action.choices)) + "}"
+    if action.nargs in ("*", "+"):
+        value += " ..."
+    words = [*action.option_strings[-1:], *([] if action.nargs == 0 else [value])]
+    return f"`{' '.join(words)}`".replace("|", " or ")
+
+
+def sections() -> Iterator[str]:
+    """The page's parts: a table for each command, then one for each section of a config."""
+    yield "## Commands"
+    for command, said in re.findall(r"^  ([a-z]+) +(.+)", USAGE, re.M):
+        table = _table(["option", "what it does"], options_of(command))
+        yield f"### {command}\n\n{said[0].upper()}{said[1:]}.\n\n{table}"
+    yield "## Keys"
+    yield from (
+        f"### {title}\n\n{_table(['key', 'default', 'what it does'], rows)}" for title, rows in keys().items()
+    )
+
+
+def keys() -> dict[str, list[list[str]]]:
+    """Title of a table -> its [key, default, what it does]; Megatron-Core's own fields last, of which there are most."""
+    theirs = {field.name for field in dataclasses.fields(MLATransformerConfig) if "fp8" not in field.name}
+    theirs -= {field.name for field in dataclasses.fields(GPTOptions)}
+    run, own, last = "The run", "Section `model`: FP8, vocabulary and positions", "Section `model`: all else"
+    found: dict[str, list[list[str]]] = {run: [], own: []}
+    fields: list[list[str]] = []
+    values = RunConfig().to_dict()
+    for key, said in key_help().items():
+        section, _, name = key.rpartition(".")
+        default = (values[section] if section else values)[name]
+        title = own if section == "model" else f"Section `{section}`" if section else run
+        rows = fields if section == "model" and name in theirs else found.setdefault(title, [])
+        rows.append([f"`{key}`", f"`{default!r}`", said])
+    return {**found, last: fields}
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([*names, _plain(said)] for *names, said in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    return "".join(part if part.startswith("`") else re.sub(r"([*<|])", r"\\\1", part) for part in parts)
+
+
+def page() -> str:
+    """All of it."""
+    return "\n\n".join(sections())
+
+
+def main() -> int:
+    """Print the tables, or write them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write docs/options.md")
+    if parser.parse_args().write:
+        put_between(PAGE, BEGIN, END, page())
+    else:
+        print(page())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
