@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from ..files.terminal import printable
-from .fitted import fitted
-from .line import refuse
+from .line import CommandParser, run
 
-USAGE = """\
-usage: megatron-fp8 inspect CHECKPOINT [--json] [--check]
-
+HELP = """\
 Prints what a checkpoint holds: iteration, layout, recipe; every tensor with shape, dtype and size; scales and amax
-histories of delayed scaling. CHECKPOINT is a folder such as RUN_DIR/checkpoints/iter_0000100, a folder of checkpoints,
-or a run's folder (then: its latest checkpoint).
+histories of delayed scaling.
 
-  --json     one JSON object
-  --check    read every file, compare it with the checksum it was written with, and look for NaN and Inf in tensors
+  megatron-fp8 inspect RUN_DIR                           its latest checkpoint
+  megatron-fp8 inspect RUN_DIR/checkpoints/iter_0000100 --check
+
+Exit codes: 0 done, whether or not all of it is finite; 2 bad input, or a damaged checkpoint.
 """
 
-_STATE = ".fp8_state."
 _KINDS = {"optimizer.": "optimizer", "rng.": "random streams"}
 
 
 def main(arguments: list[str]) -> int:
     """Print the checkpoint in `arguments`; returns the exit code."""
-    if "-h" in arguments or "--help" in arguments:
-        print(fitted(USAGE))
-        return 0
-    paths = [argument for argument in arguments if not argument.startswith("--")]
-    unknown = [a for a in arguments if a.startswith("--") and a not in ("--json", "--check")]
-    if unknown or len(paths) != 1:
-        problem = f"{unknown[0]} is not an option" if unknown else "give one checkpoint"
-        return refuse(ValueError(f"{problem}: megatron-fp8 inspect CHECKPOINT [--json] [--check]"))
+    return run(_parser(), arguments, _inspect)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("inspect", HELP)
+    add = parser.add_argument
+    add("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
+    add("--json", action="store_true", help="one object")
+    add(
+        "--check",
+        action="store_true",
+        help="read every file, compare it with the checksum it was written with, and look for NaN and Inf in tensors",
+    )
+    return parser
+
+
+def _inspect(options: argparse.Namespace) -> None:
     from ..files.checkpoint import check_files, find_checkpoint, read_manifest
 
-    try:
-        folder = find_checkpoint(Path(paths[0]))
-        if "--check" in arguments:
-            check_files(folder, read_manifest(folder))
-        found = describe(folder)
-        if "--check" in arguments:
-            found["not_finite"] = _not_finite(folder) or found["not_finite"]
-    except ValueError as error:
-        return refuse(error)
-    print(json.dumps(found, indent=1) if "--json" in arguments else printable(format_description(found)))
-    return 0
+    folder = find_checkpoint(Path(options.checkpoint))
+    if options.check:
+        check_files(folder, read_manifest(folder))
+    found = describe(folder)
+    if options.check:
+        found["not_finite"] = _not_finite(folder) or found["not_finite"]
+    print(json.dumps(found, indent=1) if options.json else printable(format_description(found)))
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -95,24 +98,28 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def _kind(name: str) -> str:
-    if _STATE in name:
+    from ..state.saved import is_slot_key
+
+    if is_slot_key(name):
         return "scales of FP8 weights" if name.endswith(".block_scale_inv") else "delayed scaling"
     return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "weights")
 
 
 def _not_finite(folder: Path) -> list[str]:
-    """Names of weights and optimizer tensors that hold NaN or Inf; every one is read."""
+    """Names of tensors that hold NaN or Inf where none may; every one is read."""
     from ..files.checkpoint import read_metadata, read_tensor
+    from ..state.saved import must_be_finite
 
     metadata = read_metadata(folder)
-    names = sorted(name for name in metadata.state_dict_metadata if _STATE not in name)
-    return [name for name in names if not bool(read_tensor(folder, metadata, name).isfinite().all())]
+    read = ((name, read_tensor(folder, metadata, name)) for name in sorted(metadata.state_dict_metadata))
+    return [name for name, tensor in read if not bool(must_be_finite(name, tensor).isfinite().all())]
 
 
 def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
     from ..files.checkpoint import read_tensor
+    from ..state.saved import PREFIX, is_slot_key
 
-    names = sorted(n for n in metadata.state_dict_metadata if _STATE in n and n.endswith(".scale"))
+    names = sorted(n for n in metadata.state_dict_metadata if is_slot_key(n) and n.endswith(".scale"))
     found = []
     for name in names:
         stem = name.removesuffix("scale")
@@ -123,7 +130,7 @@ def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
         scales = scale.reshape(-1).tolist()
         found.append(
             {
-                "name": stem.replace(_STATE, ".").removesuffix("."),
+                "name": stem.replace(f".{PREFIX}.", ".").removesuffix("."),
                 "warm": bool(warm.all()),
                 "scale": scales[0] if len(scales) == 1 else scales,
                 # A history of one row keeps nothing from one iteration to the next but the scale.

@@ -11,6 +11,7 @@ import torch
 
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
 from ..files.terminal import printable
+from ..state.saved import is_slot_key
 from ..telemetry.output import FILE
 from ..telemetry.parting import common_iterations, first_parting, relative_difference
 from ..train.run_record import RunRecord
@@ -158,7 +159,7 @@ def _differences(ours: Path, theirs: Path) -> dict[str, float]:
     first, second = read_metadata(ours), read_metadata(theirs)
     found = {}
     for name, entry in first.state_dict_metadata.items():
-        if name.startswith(_STATE) or ".fp8_state." in name:
+        if name.startswith(_STATE) or is_slot_key(name):
             continue
         other = second.state_dict_metadata.get(name)
         if other is None or tuple(other.size) != tuple(entry.size):

@@ -19,6 +19,7 @@ from ..files.checkpoint import (
 )
 from ..plan.overrides import check_overrides
 from ..state.guard import as_overrides
+from ..state.saved import is_slot_key
 from ..train.config.model_fields import differences, kind_of
 from .origin import FACT, Origin, origin_of
 
@@ -57,7 +58,7 @@ class Source:
         return {
             name
             for name in self.metadata.state_dict_metadata
-            if not name.startswith(_NOT_MODEL) and ".fp8_state." not in name
+            if not name.startswith(_NOT_MODEL) and not is_slot_key(name)
         }
 
     def shape(self, name: str) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 
 from ..numerics.formats import E4M3
 from ..numerics.rule import BLOCK_128X128
+from ..state.saved import PREFIX
 from ..tensor import expand_scale
 
 BLOCK = 128
@@ -21,7 +22,7 @@ _LAST = ".block_scale_inv"
 def scales_key(weight: str) -> str:
     """The name in a checkpoint of the scales of the weight of that name."""
     linear, _, last = weight.rpartition(".")
-    return f"{linear}.fp8_state.{last}{_LAST}"
+    return f"{linear}.{PREFIX}.{last}{_LAST}"
 
 
 def is_scales_key(key: str) -> bool:

@@ -10,6 +10,19 @@ from .arena import Slot
 
 SAVED_PARTS = ("scale", "amax_history", "warm")
 """What is saved of a slot."""
+PREFIX = "fp8_state"
+"""What stands between a linear and its slots in names of a checkpoint."""
+
+
+def is_slot_key(key: str) -> bool:
+    """Whether a tensor's name in a checkpoint is one of FP8 state."""
+    return f".{PREFIX}." in key
+
+
+def must_be_finite(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a checkpoint's tensor that may not hold NaN or Inf: all of it, but the running amax of a history, the
+    first of its entries [..., length], which may be Inf and is never made a scale."""
+    return tensor[..., 1:] if is_slot_key(key) and key.endswith(".amax_history") else tensor
 
 
 def saved_slots(slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:

@@ -315,8 +315,8 @@ def test_inspect_refuses_what_is_no_checkpoint(folder, trained, results, capsys)
     cut_off = folder / "runs" / "cut off"
     for arguments, words in {
         (str(folder),): "has no manifest.json",
-        (): "give one checkpoint",
-        (str(trained), "--jsn"): "--jsn is not an option",
+        (): "arguments are required: checkpoint",
+        (str(trained), "--jsn"): "unrecognized arguments: --jsn",
         (str(cut_off), "--check"): "__0_0.distcp has",
     }.items():
         assert inspect(list(arguments)) == 2

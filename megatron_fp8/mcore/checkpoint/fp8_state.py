@@ -21,9 +21,7 @@ from ...params.fp8_parameter import Fp8Parameter
 from ...quantizer import Quantizer
 from ...recipe import recipe_name
 from ...state.arena import Arena, Slot
-
-PREFIX = "fp8_state"
-PARTS = ("scale", "amax_history", "warm")
+from ...state.saved import PREFIX, SAVED_PARTS, is_slot_key
 
 
 def delayed_quantizers(linear: Any) -> dict[str, Quantizer]:
@@ -54,9 +52,9 @@ def take_slots(linear: Any, state_dict: dict[str, Any], prefix: str) -> None:
     start = f"{prefix}{PREFIX}."
     found = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
     for role, quantizer in delayed_quantizers(linear).items():
-        saved = {part: found.get(f"{start}{role}.{part}") for part in PARTS}
+        saved = {part: found.get(f"{start}{role}.{part}") for part in SAVED_PARTS}
         if all(value is not None for value in saved.values()):
-            scale, history, warm = (_one_row(part, saved[part]) for part in PARTS)
+            scale, history, warm = (_one_row(part, saved[part]) for part in SAVED_PARTS)
             quantizer.slot.arena.load_slot(
                 quantizer.slot, {"scale": scale, "amax_history": history, "warm": warm}
             )
@@ -113,11 +111,6 @@ def fit_to_checkpoint(wanted: dict[str, Any], stored: dict[str, Any]) -> tuple[l
                 shard.key, whole, replica_id=(0, 0, dist.get_rank())
             )
     return missing, present
-
-
-def is_slot_key(key: str) -> bool:
-    """Whether a tensor's name in a checkpoint is one of delayed state."""
-    return f".{PREFIX}." in key
 
 
 @torch.no_grad()

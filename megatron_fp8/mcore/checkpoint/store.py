@@ -41,7 +41,7 @@ from torch.futures import Future
 from ...files.checkpoint import METADATA
 from ...files.uncollected import uncollected
 from ...state.ranks import first_to_say
-from .fp8_state import is_slot_key
+from ...state.saved import must_be_finite
 
 _COMMON_FILE = "common.pt"
 _OPTIMIZER = "optimizer."
@@ -98,10 +98,9 @@ def _first_not_finite(named: list[tuple[str, torch.Tensor]]) -> str:
     """The key of the first shard (key, data) that holds NaN or Inf; '' if none does.
 
     A sum is finite only if all its terms are, and takes one pass without a copy; one that is not may have overflowed.
-    Of delayed scaling's histories the running amax is left out: it may be Inf, and is never made a scale.
     """
     checked = [
-        (key, data[..., 1:] if is_slot_key(key) and key.endswith("amax_history") else data)
+        (key, must_be_finite(key, data))
         for key, data in named
         if data.is_floating_point() and data.numel() and not data.is_meta
     ]

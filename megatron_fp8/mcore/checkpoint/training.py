@@ -33,6 +33,7 @@ from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
 from ...state.guard import Move, saved_moves
 from ...state.ranks import anywhere, first_to_say, union
+from ...state.saved import PREFIX, is_slot_key
 from ..guard import take
 from ..names import of_key
 from ..optimizer.loss_scaler import scalers
@@ -41,7 +42,7 @@ from ..report import parallel_layout
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
 from .block_codes import take_codes
-from .fp8_state import fit_to_checkpoint, is_slot_key, recipes_of, warm_from_weights
+from .fp8_state import fit_to_checkpoint, recipes_of, warm_from_weights
 from .rng import fit_here, put_back, sharded_streams
 from .store import load_shards
 from .weights import has_optimizer, start_optimizer
@@ -374,7 +375,7 @@ def _settle_fp8(
 
 def _slots(keys: list[str]) -> set[str]:
     """'<site>.<role>' of the tensors of delayed state among ``keys``."""
-    return {of_key(key).rpartition(".")[0].replace(".fp8_state.", ".") for key in keys}
+    return {of_key(key).rpartition(".")[0].replace(f".{PREFIX}.", ".") for key in keys}
 
 
 def _weights_to_model(chunks: list[Any], optimizer: Any) -> None:
