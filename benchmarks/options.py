@@ -19,7 +19,6 @@ from unittest import mock
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from benchmarks.common import put_between
-from megatron_fp8.commands import inspect
 from megatron_fp8.commands.line import CommandParser
 from megatron_fp8.commands.main import COMMANDS, USAGE
 from megatron_fp8.train.config.key_help import key_help
@@ -56,14 +55,6 @@ def options_of(command: str) -> list[list[str]]:
     """[option, what it does] of each; --help and --debug, which all have, left out."""
     if command == "train":
         return [list(row) for row in _OF_TRAIN]
-    if command == "inspect":  # which has no parser
-        return [
-            [
-                "`CHECKPOINT`",
-                "A folder such as RUN_DIR/checkpoints/iter_0000100, of checkpoints, or of a run",
-            ],
-            *([f"`{name}`", said] for name, said in re.findall(r"^  (--\w+) +(.+)", inspect.USAGE, re.M)),
-        ]
     parser = parser_of(command)
     expanded = parser._get_formatter()._expand_help
     return [
