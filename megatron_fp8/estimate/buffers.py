@@ -92,7 +92,7 @@ def group_size(settings: Settings, expert: bool) -> int:
     model = settings.model
     if not expert:
         return settings.data_parallel * model.context_parallel_size
-    of_experts = model.expert_tp * model.expert_model_parallel_size * model.pipeline_model_parallel_size
+    of_experts = model.expert_ranks
     if settings.gpus % of_experts:
         raise ValueError(
             f"--gpus={settings.gpus} must be a multiple of the {of_experts} ranks that hold all experts once"

@@ -102,7 +102,7 @@ def apply(settings: Settings, change: dict[str, Any]) -> Settings | None:
     divides = settings.gpus % model.model_ranks == 0 and made.data_parallel > 0
     if not divides or not at_once or made.train.global_batch_size % at_once:
         return None
-    if made.gpus % (model.expert_tp * model.expert_model_parallel_size * model.pipeline_model_parallel_size):
+    if made.gpus % (model.expert_ranks):
         return None
     tp = model.tensor_model_parallel_size
     cut = [model.num_attention_heads, model.query_groups, model.ffn, model.hidden_size]

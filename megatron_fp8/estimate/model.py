@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..plan.settings import DEFAULT_RECIPE
+from ..train.config.ranks import dense_ranks, expert_ranks, expert_tensor_ranks
 
 
 @dataclass(frozen=True)
@@ -214,14 +215,17 @@ class Model:
     @property
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the dense model, context parallel ones included."""
-        return (
-            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        )
+        return dense_ranks(self)
 
     @property
     def expert_tp(self) -> int:
         """Ranks that share an expert."""
-        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        return expert_tensor_ranks(self)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold one copy of all experts; 1 for a model without."""
+        return expert_ranks(self)
 
     @property
     def local_experts(self) -> int:

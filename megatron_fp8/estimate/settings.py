@@ -28,6 +28,7 @@ from ..recipe import check_recipe_name
 from ..train.config.config_file import by_dotted_key, read_config
 from ..train.config.field_rules import check_rules
 from ..train.config.model_fields import known_fields
+from ..train.config.ranks import least_ranks
 from ..train.config.sections import (
     CheckpointSection,
     DataSection,
@@ -89,7 +90,7 @@ def read(options: list[str], gpus: int | None = None) -> Settings:
 
     Args:
         options: as `megatron-fp8 train` takes them, each `--name=value`.
-        gpus: of the run; None: one copy of the model.
+        gpus: of the run; None: as few as hold the model and its experts.
 
     Raises:
         ValueError: a key is unknown, a value is out of range, sizes do not divide, or the model has a part that no
@@ -154,8 +155,7 @@ def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
     model, notes = _model(section, given, train.seq_length)
     ranks = model.model_ranks
     if gpus is None:
-        experts = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or 1)
-        gpus = max(ranks, model.pipeline_model_parallel_size * experts)
+        gpus = least_ranks(model)
     if gpus < 1:
         raise ValueError(f"--gpus={gpus} must be at least 1: how many the whole run has.")
     if gpus % ranks:

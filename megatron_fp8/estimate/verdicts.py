@@ -28,8 +28,7 @@ def of_step(settings: Settings, chunks: list[Chunk]) -> list[Traffic]:
     dense = settings.gpus if distributed else model.tensor_model_parallel_size * stages
     optimizers = [dense]
     if any(is_apart(model, parameter) for chunk in chunks for parameter in of_chunk(model, chunk)):
-        experts = model.expert_tp * model.expert_model_parallel_size * stages
-        optimizers.append(settings.gpus if distributed else experts)
+        optimizers.append(settings.gpus if distributed else model.expert_ranks)
     found += [_one("whether an optimizer's gradients are finite", ranks, 4) for ranks in optimizers]
     if distributed:  # one of both together; in float64 where FP8 weights lie in buffers of their own
         found.append(_one("the norm of gradients", settings.gpus, 8 if model.fp8 else 4))

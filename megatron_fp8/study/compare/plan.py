@@ -19,8 +19,9 @@ from ...files.strict_yaml import read_yaml
 from ...recipe import check_recipe_name
 from ...train.config import run_config
 from ...train.config.model_section import ModelSection, transformer_config
+from ...train.config.ranks import least_ranks
 from ...train.config.run_config import RunConfig
-from ...train.launch.parallel import check_layout, least_ranks
+from ...train.launch.parallel import check_layout
 
 BASELINE = "bf16"
 """The model without FP8: in its own dtype, BF16 unless the config says otherwise."""

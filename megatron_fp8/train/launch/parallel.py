@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import warnings
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from ... import kernels
 from ...plan.timing import unused_gpu
+from ..config.ranks import dense_ranks, expert_ranks, expert_tensor_ranks, least_ranks
 from ..config.sections import TrainSection
 from ..exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from .deterministic import be_deterministic
@@ -61,19 +61,18 @@ def check_layout(model: Any, train: TrainSection, world_size: int, told: Sequenc
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"the {name} parallel size is {size}: it must be at least 1.")
-    product = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
-    if world_size % product:
+    if world_size % (product := dense_ranks(model)):
         parts = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(
             f"{ranks} does not divide by {parts} = {product}: launch a multiple of "
             f"{product} processes, or change model.tensor_model_parallel_size, "
             "model.pipeline_model_parallel_size or model.context_parallel_size."
         )
-    if world_size % (experts := _expert_ranks(model)):
+    if world_size % (experts := expert_ranks(model)):
         raise ValueError(
             f"{ranks} does not divide by pipeline {sizes['pipeline']} x expert"
             f" {model.expert_model_parallel_size} x expert tensor"
-            f" {model.expert_tensor_parallel_size or sizes['tensor']} = {experts}: launch a multiple of"
+            f" {expert_tensor_ranks(model)} = {experts}: launch a multiple of"
             f" {least_ranks(model)} processes, or change model.expert_model_parallel_size or"
             " model.expert_tensor_parallel_size."
         )
@@ -96,22 +95,6 @@ def check_layout(model: Any, train: TrainSection, world_size: int, told: Sequenc
     return data
 
 
-def least_ranks(model: Any) -> int:
-    """The ranks that a layout needs, of which any multiple will do."""
-    dense = (
-        model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-    )
-    return math.lcm(dense, _expert_ranks(model))
-
-
-def _expert_ranks(model: Any) -> int:
-    """Ranks that hold one copy of all experts, or 1."""
-    if not model.num_moe_experts:
-        return 1
-    tensor = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
-    return int(model.pipeline_model_parallel_size * model.expert_model_parallel_size * tensor)
-
-
 def _check_interleaving(model: Any, microbatches: int) -> None:
     """ValueError where interleaved stages cannot share an iteration's micro-batches; Megatron-Core asks at the first."""
     stages = model.pipeline_model_parallel_size
@@ -129,7 +112,7 @@ def _check_interleaving(model: Any, microbatches: int) -> None:
 
 def _check_experts(model: Any) -> None:
     """ValueError where experts' tokens would be gathered in parts of different sizes, which gloo cannot."""
-    tensor = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+    tensor = expert_tensor_ranks(model)
     both = model.num_moe_experts and tensor > 1 and model.expert_model_parallel_size > 1
     if both and model.moe_token_dispatcher_type != "allgather" and backend() == "gloo":
         raise ValueError(

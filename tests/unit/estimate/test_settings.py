@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fp8.estimate.buffers import group_size
 from megatron_fp8.estimate.settings import known_keys, read
 
 # What None means in these follows from the layout, and is a property of the model; and what has other names here.
@@ -107,6 +108,14 @@ def test_a_recipe_without_fp8_is_refused_as_train_does(key: str) -> None:
     with pytest.raises(ValueError, match=f"model.{key}='mxfp8' without model.fp8, which would train in BF16"):
         read([*sizes, f"--model.{key}=mxfp8"])
     assert read([*sizes, f"--model.{key}=mxfp8", "--model.fp8=null"]).model.fp8 is None
+
+
+def test_without_gpus_it_is_as_few_as_hold_the_model_and_its_experts() -> None:
+    moe = ["--config=tiny_moe_cpu", "--model.tensor_model_parallel_size=2", "--model.sequence_parallel=true"]
+    settings = read(moe)
+    assert (settings.gpus, settings.data_parallel) == (4, 2), "experts are cut in two, on two ranks each"
+    assert group_size(settings, expert=True) == 1
+    assert read([*moe, "--model.expert_tensor_parallel_size=1"]).gpus == 2
 
 
 def test_ranks_that_hold_no_whole_model_are_refused() -> None:
