@@ -188,3 +188,21 @@ def test_matrices_that_lie_alike(name, role, monkeypatch):
             elif iteration:
                 state.finish_iteration()
     assert both[0][0]._repeats and not both[1][0]._repeats
+
+
+def test_a_quantizer_that_casts_in_a_way_of_its_own():
+    """It is asked each time, and nothing is kept for it."""
+
+    class Doubled(Quantizer):
+        def quantize(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
+            return super().quantize(x * 2, *args, **options)
+
+    rule = RECIPES["tensorwise"].rule("input")
+    slot = Fp8State().arena(None).add(None, rule.fmt)
+    doubled = Doubled(rule, slot, emulated)
+    for seed in (1, 2, 3):
+        x = randn(40, 50, seed=seed)
+        expected = quantize(x * 2, RECIPES["tensorwise"], "input", "both")
+        made = doubled(x, "both", record=True)
+        assert_same_side(made.rowwise, expected.rowwise, "rowwise")
+        assert torch.equal(made.rowwise.scale_inv, expected.rowwise.scale_inv)
