@@ -149,7 +149,8 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         told = in_words_of_the_run(error)
         if told is error:
             watchdog, run = trainer.stepper.watchdog, trainer.run
-            told = lost_rank(error, watchdog.doing, watchdog.who(), checkpoint_before(run, 2**31)) or error
+            saved = checkpoint_before(run, 2**31, trainer.started)
+            told = lost_rank(error, watchdog.doing, watchdog.who(), saved) or error
         if told is not error:
             return refuse(told, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
         traceback.print_exc()
@@ -191,6 +192,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     from ..train import binding, checkpoints, model
     from ..train.config.run_config import tokens_of_microbatch
     from ..train.data import datasets as data
+    from ..train.last_line import nothing_left
     from ..train.launch import parallel
     from ..train.launch.facts import data_fact, input_facts
     from ..train.loop import Trainer
@@ -235,12 +237,17 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     entropy = data.corpus_bigram_entropy(prefixes) if first else math.nan
     # From here on the run's folder is changed, so nothing after this may refuse what was asked for.
     continues = folders.has(start.folder)
+    done = start.iteration >= run.train.train_iters
+    if done and start.folder is not None and not continues:
+        folders.remember(start.folder)
+        if first:
+            print(*map(printable, [*start.lines, nothing_left(run, start.folder)]), sep="\n", flush=True)
+        return None
     if not continues:
-        folders.keep_earlier(watchdog.folder)
+        start.lines += folders.keep_earlier(start.folder, watchdog.folder)
     elif start.folder is not None:
         start.lines += folders.keep_newer(start.folder)
     folder = Path(run.run_dir)
-    done = start.iteration >= run.train.train_iters
 
     def after_first_step() -> None:
         launch.meeting.close()
@@ -255,7 +262,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
         report["bigram_entropy"] = entropy
         with naming("run_dir", folder):
-            writer = MetricsWriter(folder, start.iteration if continues else 0)
+            writer = MetricsWriter(folder, start.iteration if continues else 0, start.before)
             unvalidated = done and bool(run.train.eval_iters) and lacks_validation(folder, start.iteration)
         if start.folder is not None:
             writer.event(start.iteration if continues else 0, "restart", f"goes on from {start.folder}")
@@ -379,6 +386,7 @@ def _dry_run(stepper: Any, vocab_size: int, first: bool) -> None:
 
 def _train(trainer: Any) -> int:
     from ..train.failure import TrainingFailed
+    from ..train.last_line import last_line
     from ..train.launch.parallel import on_first_rank
 
     start = time.perf_counter()
@@ -397,7 +405,7 @@ def _train(trainer: Any) -> int:
     closed = _close(trainer)
     lacking = on_first_rank(lambda: closed)  # it writes them
     if trainer.display:
-        print(_last_line(trainer, summary, time.perf_counter() - start), flush=True)
+        print(last_line(trainer, summary, time.perf_counter() - start), flush=True)
     if lacking:
         raise TrainingFailed(
             f"records are lost: {', '.join(lacking)}. Training itself is as the line above says, and its checkpoints are"
@@ -417,27 +425,3 @@ def _close(trainer: Any) -> list[str]:
         paths = (Path(trainer.run.run_dir) / name for name in ("config.yaml", "report.json"))
         lacking += [f"{str(path)!r}, which is gone" for path in paths if not path.is_file()]
     return lacking
-
-
-def _last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
-    run = trainer.run
-    done, wanted = int(summary["iteration"]), run.train.train_iters
-    if done < wanted:
-        parts = [f"stopped by {trainer.stepper.stop.reason} after {done} of {wanted} iterations, saved"]
-    elif trainer.finished >= wanted:
-        parts = [f"done: all {wanted} iterations were done before"]
-    else:
-        parts = [f"done: {wanted} iterations in {seconds:.0f} s"]
-    live = trainer.liveness
-    if "last_loss" in summary:
-        parts.append(f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}")
-    elif live.skipped + live.taken:
-        parts.append("no finite loss")
-    if "validation_loss" in summary:
-        parts.append(f"validation loss {summary['validation_loss']:.4f}")
-    if live.skipped + live.taken:
-        parts.append(f"skipped {live.skipped} of {live.skipped + live.taken} steps")
-    if live.spike:
-        parts.append(live.spike)
-    more = "; --resume=auto goes on from there" if done < wanted else ""
-    return ", ".join(parts) + f"; everything is in {run.run_dir}{more}"

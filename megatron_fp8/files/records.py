@@ -137,15 +137,22 @@ def say_lacking(lacking: list[str]) -> None:
         warnings.warn(f"records are lost: {', '.join(lacking)}. Checkpoints do not need them.", stacklevel=3)
 
 
-def continued(path: Path, finished: int, first: int = 0) -> Appended:
+def continued(path: Path, finished: int, first: int = 0, each: range = range(0)) -> Appended:
     """A .jsonl file, open after its records of iterations ``first`` to ``finished``; everything else in it is dropped.
 
-    A line that is no record, as a full disk leaves one, is dropped too, and that is said. Raises OSError.
+    A line that is no record, as a full disk leaves one, is dropped too, and that is said. It is also said if one of
+    ``each``, the iterations that should have a record, has none. Raises OSError.
     """
     kept, wrong = records_until(path, finished, first)
     if wrong:
         more = f", and so are {len(wrong) - 1} more that are no records" if wrong[1:] else ""
         warnings.warn(f"{wrong[0]}: it is dropped{more}.", stacklevel=2)
+    if missing := sorted(set(each).difference(record["iteration"] for _, record in kept)):
+        warnings.warn(
+            f"{str(path)!r} has no record of {len(missing)} of the iterations {each[0]} to {each[-1]}, which are done,"
+            f" the first of them {missing[0]}: if it was cut, replaced or removed, put it back and start again.",
+            stacklevel=2,
+        )
     if path.is_symlink():
         warnings.warn(
             f"{str(path)!r} is a link to {os.readlink(path)!r}: the run goes on in a file of its own, and what the link"

@@ -30,8 +30,9 @@ from ..files.run_lock import job_name
 from ..mcore.checkpoint import training as checkpoint
 from ..mcore.checkpoint.saver import SaveError, Saver
 from ..state.ranks import first_to_say
-from . import binding, left_out
+from . import binding, left_out, started_from
 from .config.run_config import RunConfig
+from .kept import is_inside, same_place
 from .launch.parallel import on_first_rank, seed_streams
 from .report import versions
 from .run_folder import RunFolders, checkpoint_folder
@@ -44,7 +45,8 @@ class Start:
     """Where training starts: iterations finished, how many of these were skipped, samples consumed; lines for people.
 
     ``accepted``: the changes that `--checkpoint.accept` allowed, now and in earlier runs; the next manifests keep them.
-    ``left_out``: records of samples that are left out (left_out.py); ``liveness``: as Liveness.memory() gave it.
+    ``left_out``: records of samples that are left out (left_out.py); ``liveness``: as Liveness.memory() gave it;
+    ``before``: iterations that are in another run's records, which this one began after.
     """
 
     iteration: int = 0
@@ -55,14 +57,16 @@ class Start:
     lines: list[str] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
     liveness: dict[str, float] = field(default_factory=dict)
+    before: int = 0
 
 
-def checkpoint_before(run: RunConfig, iteration: int) -> Path | None:
-    """This run's newest checkpoint of at most `iteration`; else the one that it started from, by path; else None."""
+def checkpoint_before(run: RunConfig, iteration: int, started: Path | None) -> Path | None:
+    """This run's newest checkpoint of at most `iteration`; else the one that it ``started`` from, if it is still there;
+    else None."""
     own = [path for path in complete_checkpoints(checkpoint_folder(run)) if iteration_of(path) <= iteration]
     if own:
         return own[-1]
-    return None if run.resume in ("auto", "never") else Path(run.resume)
+    return started if started is not None and started.is_dir() else None
 
 
 def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
@@ -76,8 +80,9 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
         if run.resume == "never":
             return None
         if run.resume == "auto":
-            found = latest_checkpoint(checkpoint_folder(run))
-            _say_what_is_passed_over(checkpoint_folder(run), found)
+            folder = checkpoint_folder(run)
+            found = latest_checkpoint(folder) or started_from.find(folder)
+            _say_what_is_passed_over(folder, found)
         elif (found := _saved_by_this_job(run)) is None:
             try:
                 found = find_checkpoint(Path(run.resume))
@@ -145,8 +150,8 @@ def _say_what_is_passed_over(folder: Path, found: Path | None) -> None:
                 stacklevel=2,
             )
     for path in not_finite_checkpoints(folder)[-1:]:
-        ruined, good = (int(p.name.rpartition("_")[2]) if p else -1 for p in (path, found))
-        if ruined > good:
+        good = iteration_of(found) if found and found.parent == folder else -1
+        if int(path.name.rpartition("_")[2]) > good:
             warnings.warn(
                 f"{str(path)!r} holds NaN or Inf and is passed over: training goes on from {found or 'the beginning'}.",
                 stacklevel=2,
@@ -177,6 +182,12 @@ def resume(
     # Rates are this run's own; only the place on the curve is taken over.
     scheduler.step(state["scheduler_steps"])
     lines = [f"resume      {folder}: iteration {manifest.iteration} is done"]
+    before, own = 0, same_place(folder.parent, checkpoint_folder(run))
+    if own:
+        before = on_first_rank(lambda: started_from.iterations_before(checkpoint_folder(run)))
+        lines += map(_note, _of_another_run(run, manifest))
+    elif run.resume == "auto":
+        lines.append(_note(f"no checkpoint of this run is there, and its {started_from.FILE} names that one"))
     if run.resume != "auto" and not folder.resolve().is_relative_to(Path(run.resume).resolve()):
         lines.append(_note(f"this job has saved it, and began at --resume={run.resume}"))
     lines += map(_note, without_checksum(manifest))
@@ -196,7 +207,7 @@ def resume(
         lines += map(_note, _data_notes(changed))
     taken = state["scheduler_steps"] - 1  # the scheduler is one step ahead of the optimizer
     skipped = manifest.iteration - taken
-    before = manifest.facts.get("accepted", [])
+    so_far = manifest.facts.get("accepted", [])
     now = [{"iteration": manifest.iteration, **vars(change)} for change in accepted]
     omitted = on_first_rank(lambda: left_out.together(folder.parent, state.get("left_out", [])))
     if omitted:
@@ -206,11 +217,26 @@ def resume(
         state["consumed_samples"],
         skipped,
         folder,
-        [*before, *now],
+        [*so_far, *now],
         lines,
         omitted,
         state.get("liveness", {}),
+        before,
     )
+
+
+def _of_another_run(run: RunConfig, manifest: Manifest) -> list[str]:
+    """A line for people where a checkpoint.folder that runs may share has a checkpoint that was saved with another
+    run_dir: the same one under another path, or another run's."""
+    there = manifest.facts.get("run", {}).get("run_dir")
+    if is_inside(checkpoint_folder(run), Path(run.run_dir)) or not isinstance(there, str):
+        return []
+    if same_place(Path(there), Path(run.run_dir)):
+        return []
+    return [
+        f"it was saved with run_dir={there!r}, and this is {run.run_dir!r}: if that is another run and not another path"
+        " to the same one, give this one a checkpoint.folder of its own"
+    ]
 
 
 def _ranges(records: list[dict[str, Any]]) -> str:

@@ -39,7 +39,7 @@ class Trainer:
         rewinds: go back behind spikes of the loss; None: a spike is only said.
         unvalidated: all iterations were done before, and the validation that follows the last one is not on record.
 
-    ``samples``: consumed so far.
+    ``samples``: consumed so far. ``started``: the checkpoint from which it goes on, if there is one.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Trainer:
         rewinds: Rewinds | None = None,
     ) -> None:
         self.stepper, self.run = stepper, stepper.run
-        self.finished, self.samples = start.iteration, start.samples
+        self.finished, self.samples, self.started = start.iteration, start.samples, start.folder
         self.writer, self.display, self.checkpoints = writer, display, checkpoints
         self.telemetry, self._unvalidated = telemetry, unvalidated
         self.liveness, self.rewinds = Liveness(self.run.train.max_skipped_steps), rewinds
@@ -226,7 +226,7 @@ class Trainer:
 
     def _back(self, last_good: int) -> str:
         """Where to go back to: the newest checkpoint of at most an iteration."""
-        saved = checkpoint_before(self.run, last_good)
+        saved = checkpoint_before(self.run, last_good, self.started)
         return (
             f"Go back to {saved} (--resume={saved})" if saved else "No checkpoint is from before: start again"
         )

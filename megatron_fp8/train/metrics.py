@@ -107,15 +107,16 @@ class MetricsWriter:
 
     Args:
         finished: iterations that the run had finished when it was resumed; what is recorded of later ones is dropped.
+        before: those of them that another run has trained, where this one went on from its checkpoint.
     """
 
-    def __init__(self, folder: Path, finished: int = 0) -> None:
+    def __init__(self, folder: Path, finished: int = 0, before: int = 0) -> None:
         self._folder = folder
         self._lost: list[str] = []
-        self._open(finished)
+        self._open(finished, range(before + 1, finished + 1))
 
-    def _open(self, finished: int) -> None:
-        self._metrics = continued(self._folder / "metrics.jsonl", finished, 1)
+    def _open(self, finished: int, each: range = range(0)) -> None:
+        self._metrics = continued(self._folder / "metrics.jsonl", finished, 1, each)
         self._validation = continued(self._folder / "validation.jsonl", finished)
         self._events = continued(self._folder / "events.jsonl", finished)
         self._board = Board(self._folder / "tensorboard", finished + 1 if finished else 0)

@@ -22,22 +22,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..files.checkpoint import LATEST, complete_checkpoints, iteration_of, not_finite_checkpoints
-from ..files.disk import discard, free_name, remedy, replace_file, unseen, write_file
+from ..files.checkpoint import complete_checkpoints
+from ..files.disk import discard, remedy, unseen, write_file
 from ..files.run_lock import RunLock
 from ..files.terminal import printable
 from ..state.ranks import first_to_say, total
+from . import kept, started_from
+from .kept import same_place
 from .launch.meeting import FIRST_LINE_S
 from .launch.parallel import on_first_rank, until_leave
-from .left_out import FILE as LEFT_OUT
 
 PATIENCE_S = 60.0
 """How long ranks wait to see each other's files: clients of NFS look at a folder again after at most 60 s."""
-_RECORDS = (
-    *("config.yaml", "report.json", "metrics.jsonl", "validation.jsonl", "events.jsonl", "tensorboard"),
-    *("telemetry.jsonl", "wandb", "wandb-run"),
-)
-_PREVIOUS, _STACKS, _TRIAL = "previous", "stacks", ".trial-"
+_TRIAL = ".trial-"
 
 
 class RunFolders:
@@ -65,17 +62,28 @@ class RunFolders:
 
     def has(self, checkpoint: Path | None) -> bool:
         """Whether a checkpoint is one of this run's, however its path is written."""
-        return checkpoint is not None and _same(checkpoint.parent, self.checkpoints)
+        return checkpoint is not None and same_place(checkpoint.parent, self.checkpoints)
 
-    def keep_earlier(self, stacks: Path | None = None) -> None:
-        """What an earlier run left moves to `previous-1`, `previous-2`, ..., but for the stacks of this start.
-        Collective. Raises ValueError."""
+    def keep_earlier(self, start: Path | None, stacks: Path | None = None) -> list[str]:
+        """What an earlier run left moves to `previous-1`, `previous-2`, ..., but for the stacks of this start, which goes
+        on from another run's checkpoint (``start``), or begins anew. Lines for people. Collective. Raises ValueError."""
 
-        def move() -> None:
+        def move() -> list[str]:
             with naming("run_dir", self.run_dir):
-                keep_earlier(self.run_dir, self.checkpoints, stacks)
+                return kept.keep_earlier(self.run_dir, self.checkpoints, start, stacks)
 
-        on_first_rank(move)
+        return on_first_rank(move)
+
+    def remember(self, start: Path) -> None:
+        """Where there is no checkpoint yet, --resume=auto goes on from another run's, ``start``. Collective. Raises
+        ValueError."""
+
+        def write() -> None:
+            with naming(self._option, self._given()):
+                if not complete_checkpoints(self.checkpoints):
+                    started_from.write(self.checkpoints, start)
+
+        on_first_rank(write)
 
     def keep_newer(self, start: Path) -> list[str]:
         """What is newer than one of this run's own checkpoints, where it goes on, moves to `previous-1`, ...: else it
@@ -84,7 +92,7 @@ class RunFolders:
 
         def move() -> list[str]:
             with naming("run_dir", self.run_dir):
-                return keep_newer(self.run_dir, self.checkpoints, start.name)
+                return kept.keep_newer(self.run_dir, self.checkpoints, start.name)
 
         return on_first_rank(move)
 
@@ -108,7 +116,7 @@ class RunFolders:
 
     def _take(self) -> None:
         locks = [("run_dir", self.run_dir)]
-        if not _same(self.checkpoints, self.run_dir):
+        if not same_place(self.checkpoints, self.run_dir):
             locks.append((self._option, self.checkpoints))
         for option, folder in locks:
             given = self._given() if folder == self.checkpoints else folder
@@ -176,54 +184,6 @@ class RunFolders:
 def checkpoint_folder(run: Any) -> Path:
     """Where this run's checkpoints are."""
     return Path(run.checkpoint.folder) if run.checkpoint.folder else Path(run.run_dir) / "checkpoints"
-
-
-def keep_earlier(run_dir: Path, checkpoints: Path, stacks: Path | None = None) -> None:
-    """Move a run's records and checkpoints out of the way, to a folder of the same file system; OSError if that fails.
-
-    Not the folder of ``stacks`` of this start, whose set-up may have taken long."""
-    records = [run_dir / name for name in _RECORDS if os.path.lexists(run_dir / name)]
-    earlier = [path for path in (run_dir / _STACKS).glob("*") if path != stacks]
-    saved = [*complete_checkpoints(checkpoints), *not_finite_checkpoints(checkpoints)]
-    saved += [checkpoints / name for name in (LATEST, LEFT_OUT) if os.path.lexists(checkpoints / name)]
-    kept = free_name(run_dir / _PREVIOUS)
-    inside = _is_inside(checkpoints, run_dir)
-    _move(records, kept)
-    _move(earlier, kept / _STACKS)
-    _move(saved, kept / checkpoints.name if inside else free_name(checkpoints / _PREVIOUS))
-
-
-def keep_newer(run_dir: Path, checkpoints: Path, start: str) -> list[str]:
-    """Move checkpoints that are newer than the one of this name out of the way; OSError if that fails. ``latest`` names
-    that one before any is moved: whenever this is interrupted, the next start goes on from there too."""
-    done = iteration_of(Path(start))
-    newer = [path for path in complete_checkpoints(checkpoints) if iteration_of(path) > done]
-    if not newer:
-        return []
-    if start.startswith("iter_"):
-        replace_file(checkpoints / LATEST, f"{start}\n")
-    inside = _is_inside(checkpoints, run_dir)
-    kept = free_name(run_dir / _PREVIOUS) / checkpoints.name if inside else free_name(checkpoints / _PREVIOUS)
-    _move(newer, kept)
-    names = ", ".join(path.name for path in newer)
-    return [f"kept        {names}, of what was trained from {start} before, is in {kept}"]
-
-
-def _is_inside(checkpoints: Path, run_dir: Path) -> bool:
-    """Whether a run's checkpoints are in its folder, on the same file system."""
-    inside = _same(checkpoints.parent, run_dir) and not checkpoints.is_symlink()
-    return inside and (not checkpoints.exists() or checkpoints.stat().st_dev == run_dir.stat().st_dev)
-
-
-def _move(paths: list[Path], folder: Path) -> None:
-    if paths:
-        folder.mkdir(parents=True)
-    for path in paths:
-        path.rename(folder / path.name)
-
-
-def _same(one: Path, other: Path) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _try_to_write(folder: Path) -> None:

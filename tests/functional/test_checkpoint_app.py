@@ -126,6 +126,9 @@ def put_nan(checkpoint: Path, name: str) -> None:
     relist(checkpoint, shard.name)
 
 
+NO_SAVES = ["--checkpoint.save_interval=0"]
+
+
 @pytest.fixture(scope="module")
 def results(folder, config, trained) -> dict[str, tuple[int, str]]:
     """What each of the runs below ended with."""
@@ -145,6 +148,10 @@ def results(folder, config, trained) -> dict[str, tuple[int, str]]:
         stream.write('{"iteration": 4, "lm_lo')  # a rank was killed while it wrote
     command("from another run", f"--resume={trained / 'checkpoints' / 'iter_0000001'}", copy=False)
     command("finished")
+    (command("cut records").parent / "metrics.jsonl").write_text("")
+    command("nothing left", f"--resume={trained}")
+    command("unsaved", f"--resume={trained / 'checkpoints' / 'iter_0000001'}", *NO_SAVES, copy=False)
+    commands["unsaved again"] = [word for word in commands["unsaved"] if not word.startswith("--resume")]
     command("starts anew", "--resume=never", "--train.train_iters=1")
     for kind in DAMAGE:
         damage(command(kind) / "iter_0000003", kind)
@@ -177,6 +184,32 @@ def test_a_path_starts_another_run_from_there(folder, trained, results):
     assert [line["iteration"] for line in metrics] == [2, 3]
     assert metrics[-1]["lm_loss"] == lines(trained / "metrics.jsonl")[-1]["lm_loss"]
     assert [line["tokens"] for line in metrics] == [128, 192]
+
+
+def test_a_run_without_a_checkpoint_of_its_own_goes_on_from_where_it_began(folder, trained, results):
+    """It was ended before its first save. From the beginning it would start with random weights."""
+    assert results["unsaved"] == results["unsaved again"] == (0, "")
+    out = folder / "runs" / "unsaved"
+    for place in (out, out / "previous-1"):
+        metrics = lines(place / "metrics.jsonl")
+        assert [line["iteration"] for line in metrics] == [2, 3]
+        assert metrics[-1]["lm_loss"] == lines(trained / "metrics.jsonl")[-1]["lm_loss"]
+    assert os.listdir(out / "checkpoints") == ["started_from.json"]
+
+
+def test_where_nothing_is_left_to_train_nothing_is_moved(folder, trained, results):
+    assert results["nothing left"] == (0, "")
+    there, here = (
+        {path.relative_to(run): path.is_file() and path.read_bytes() for path in run.rglob("*")}
+        for run in (trained, folder / "runs" / "nothing left")
+    )
+    assert there == here
+
+
+def test_records_that_are_gone_are_said(results):
+    code, said = results["cut records"]
+    assert code == 0 and len(said.splitlines()) == 1
+    assert "metrics.jsonl' has no record of 3 of the iterations 1 to 3, which are done" in said
 
 
 def test_a_finished_run_has_nothing_to_do_and_never_starts_anew(folder, trained, results):
@@ -265,7 +298,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, config, small_disk
         capture_output=True, text=True, timeout=150, env=environment(), check=False, preexec_fn=limit,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    assert [line for line in done.stderr.splitlines() if "Warning" not in line] == [
+    assert f"it was saved with run_dir={str(trained)!r}, and this is" in done.stdout
+    assert [line for line in done.stderr.splitlines() if "arning" not in line] == [
         next(
             line
             for line in done.stderr.splitlines()

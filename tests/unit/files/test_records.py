@@ -170,6 +170,23 @@ def test_damaged_lines_are_dropped_and_the_first_is_named(tmp_path):
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+def test_iterations_without_a_record_are_said(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"iteration": {n}}}\n' for n in (4, 5, 8, 9)))
+    for each in (range(4, 6), range(8, 10), range(0)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            continued(path, 9, 1, each).close()
+    words = (
+        r"metrics.jsonl' has no record of 2 of the iterations 4 to 9, which are done, the first of them 6: "
+    )
+    with pytest.warns(UserWarning, match=words):
+        continued(path, 9, 1, range(4, 10)).close()
+    path.unlink()
+    with pytest.warns(UserWarning, match="has no record of 9 of the iterations 1 to 9"):
+        continued(path, 9, 1, range(1, 10)).close()
+
+
 @pytest.mark.parametrize("value", ["1.5", '"2"', "-1", "0", "true", "null", "[1]", "1e400"])
 def test_an_iteration_that_is_none_is_dropped_and_named_with_its_value(tmp_path, value):
     path = tmp_path / "metrics.jsonl"

@@ -80,7 +80,7 @@ def test_a_run_that_ends_in_skipped_steps_has_failed(monkeypatch, taken, row, wo
     for skipped in [False] * taken + [True] * row:
         trainer.liveness.step(1, None, skipped=skipped, curable=False)
     monkeypatch.setattr(loop, "first_not_finite", lambda *_: None)
-    monkeypatch.setattr(loop, "checkpoint_before", lambda run, iteration: None)
+    monkeypatch.setattr(loop, "checkpoint_before", lambda *_: None)
     with pytest.raises(TrainingFailed, match=f"{words}.* a lower optimizer.loss_scale than 1e\\+30"):
         trainer._check_end({"iteration": 4})
     trainer.liveness.step(1, 1.0, skipped=False, curable=False)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_fp8.files.checkpoint import complete_checkpoints, iteration_of, latest_checkpoint
+from megatron_fp8.files.checkpoint import iteration_of
 from megatron_fp8.files.manifest import Manifest
 from megatron_fp8.files.run_lock import RunLock
 from megatron_fp8.train import checkpoints, rewind, run_folder
-from megatron_fp8.train.run_folder import RunFolders, keep_earlier, keep_newer
+from megatron_fp8.train.run_folder import RunFolders
 
 MIB = 1 << 20
 
@@ -26,81 +26,6 @@ MIB = 1 << 20
 def run_of(run_dir: Path, folder: Path | None = None) -> Any:
     """The part of a run's config that says where it writes."""
     return SimpleNamespace(run_dir=str(run_dir), checkpoint=SimpleNamespace(folder=folder and str(folder)))
-
-
-def earlier_run(run_dir: Path, checkpoints: Path) -> None:
-    """What an earlier run left."""
-    for folder in (run_dir, checkpoints / "iter_0000002", checkpoints / "not_finite_0000003"):
-        folder.mkdir(parents=True, exist_ok=True)
-    (run_dir / "metrics.jsonl").write_text("earlier")
-    (checkpoints / "latest").write_text("iter_0000002\n")
-    (checkpoints / "notes.txt").write_text("mine")
-
-
-MOVED = ["iter_0000002", "latest", "not_finite_0000003"]
-
-
-def test_records_and_checkpoints_of_an_earlier_run_are_kept(tmp_path):
-    for number in (1, 2):
-        earlier_run(tmp_path, tmp_path / "checkpoints")
-        keep_earlier(tmp_path, tmp_path / "checkpoints")
-        kept = tmp_path / f"previous-{number}"
-        assert sorted(os.listdir(kept)) == ["checkpoints", "metrics.jsonl"]
-        assert sorted(os.listdir(kept / "checkpoints")) == MOVED
-        assert os.listdir(tmp_path / "checkpoints") == ["notes.txt"]
-    keep_earlier(tmp_path, tmp_path / "checkpoints")
-    assert not (tmp_path / "previous-3").exists()
-
-
-def test_stacks_of_this_start_stay_where_they_were_said_to_be(tmp_path):
-    earlier, own = (
-        tmp_path / "stacks" / start / "set-up-data-60s" for start in ("20261122-101500", "20261123-101500")
-    )
-    for folder in (earlier, own):
-        folder.mkdir(parents=True)
-    keep_earlier(tmp_path, tmp_path / "checkpoints", own.parent)
-    assert own.is_dir() and not earlier.exists()
-    assert (tmp_path / "previous-1" / "stacks" / "20261122-101500" / "set-up-data-60s").is_dir()
-
-
-@pytest.mark.parametrize("linked", [False, True])
-def test_checkpoints_elsewhere_are_kept_where_they_are(tmp_path, linked):
-    """Nothing is moved from one file system to another, and a link stays where it is for the next run."""
-    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    checkpoints = elsewhere
-    earlier_run(run_dir, elsewhere)
-    if linked:
-        checkpoints = run_dir / "checkpoints"
-        checkpoints.symlink_to(elsewhere)
-    keep_earlier(run_dir, checkpoints)
-    assert sorted(os.listdir(elsewhere)) == ["notes.txt", "previous-1"]
-    assert sorted(os.listdir(elsewhere / "previous-1")) == MOVED
-    assert os.listdir(run_dir / "previous-1") == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_checkpoints_newer_than_where_a_run_goes_on_are_kept_out_of_its_way(tmp_path, elsewhere, monkeypatch):
-    run_dir = tmp_path / "run"
-    own = tmp_path / "elsewhere" if elsewhere else run_dir / "checkpoints"
-    for number in (4, 8, 12):
-        (own / f"iter_{number:07d}").mkdir(parents=True)
-    (run_dir / "previous-1").mkdir(parents=True)
-    (own / "latest").write_text("iter_0000012\n")
-    kept = own / "previous-1" if elsewhere else run_dir / "previous-2" / "checkpoints"
-    with (
-        monkeypatch.context() as patched
-    ):  # killed before any is moved: the next start goes on from there too
-        patched.setattr(run_folder, "_move", lambda *_: pytest.fail("killed"))
-        with pytest.raises(pytest.fail.Exception):
-            keep_newer(run_dir, own, "iter_0000004")
-    assert latest_checkpoint(own) == own / "iter_0000004"
-    (line,) = keep_newer(run_dir, own, "iter_0000004")
-    assert "iter_0000008, iter_0000012" in line and str(kept) in line
-    assert sorted(os.listdir(kept)) == ["iter_0000008", "iter_0000012"]
-    assert [path.name for path in complete_checkpoints(own)] == ["iter_0000004"]
-    assert latest_checkpoint(own) == own / "iter_0000004"
-    before = sorted(tmp_path.rglob("*"))
-    assert keep_newer(run_dir, own, "iter_0000004") == [] and sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.fixture

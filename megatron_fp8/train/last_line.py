@@ -1,0 +1,42 @@
+"""The last line of a training, for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
+    """Of a run that is done or was stopped: what it did in ``seconds``, what came of it, where it is."""
+    run = trainer.run
+    done, wanted = int(summary["iteration"]), run.train.train_iters
+    if done < wanted:
+        parts = [f"stopped by {trainer.stepper.stop.reason} after {done} of {wanted} iterations, saved"]
+    elif trainer.finished >= wanted:
+        parts = [f"done: all {wanted} iterations were done before"]
+    else:
+        parts = [f"done: {wanted} iterations in {seconds:.0f} s"]
+    live = trainer.liveness
+    if "last_loss" in summary:
+        parts.append(f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}")
+    elif live.skipped + live.taken:
+        parts.append("no finite loss")
+    if "validation_loss" in summary:
+        parts.append(f"validation loss {summary['validation_loss']:.4f}")
+    if live.skipped + live.taken:
+        parts.append(f"skipped {live.skipped} of {live.skipped + live.taken} steps")
+    if live.spike:
+        parts.append(live.spike)
+    model = f"; the model is {trainer.started}" if trainer.finished >= wanted else ""
+    more = "; --resume=auto goes on from there" if done < wanted else ""
+    elsewhere = f", its checkpoints in {run.checkpoint.folder}" if run.checkpoint.folder else ""
+    return ", ".join(parts) + f"{model}; everything is in {run.run_dir}{elsewhere}{more}"
+
+
+def nothing_left(run: Any, start: Path) -> str:
+    """Of a run that was to go on from a checkpoint which is not its own (``start``), and has all of its iterations."""
+    return (
+        f"done: all {run.train.train_iters} iterations were done before; the model is {start}, which is not"
+        f" this run's own. Nothing was trained, and nothing in {run.run_dir} was moved: to train on, give a larger"
+        " train.train_iters"
+    )

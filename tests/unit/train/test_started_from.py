@@ -1,0 +1,148 @@
+"""Where a run began that has no checkpoint of its own yet: what is said of it, and what --resume=auto makes of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_fp8.files.manifest import Manifest
+from megatron_fp8.train import checkpoints, started_from
+
+FILES = {"x": {"bytes": 0, "sha256": "0" * 64}}
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    folder = tmp_path / "base" / "iter_0000003"
+    folder.mkdir(parents=True)
+    Manifest(3, files=FILES).write(folder)
+    return folder
+
+
+@pytest.fixture
+def own(tmp_path) -> Path:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_what_is_written_is_found_from_everywhere(base, own, monkeypatch):
+    assert started_from.read(own) is None and started_from.find(own) is None
+    assert started_from.iterations_before(own) == 0
+    monkeypatch.chdir(base.parent)
+    started_from.write(own, Path(base.name))
+    monkeypatch.chdir(own)
+    assert started_from.find(own) == base
+    assert started_from.iterations_before(own) == 3
+
+
+def test_a_checkpoint_that_is_gone_or_another_one_is_refused_with_remedies(base, own):
+    started_from.write(own, base)
+    Manifest(3, facts={"other": 1}, files=FILES).write(base)
+    words = r"began at '.*iter_0000003', and another checkpoint is there now: .*--resume=PATH"
+    with pytest.raises(ValueError, match=words):
+        started_from.find(own)
+    shutil.rmtree(base)
+    words = r"cannot be read \(No such file.*--resume=never to start with random weights"
+    with pytest.raises(ValueError, match=words):
+        started_from.find(own)
+
+
+def test_every_digit_that_is_another_one_is_found(base, own):
+    started_from.write(own, base)
+    path = own / started_from.FILE
+    text = path.read_text()
+    for i in (i for i, letter in enumerate(text) if letter.isdigit()):
+        path.write_text(f"{text[:i]}{(int(text[i]) + 1) % 10}{text[i + 1 :]}")
+        with pytest.raises(ValueError, match=r"started_from\.json' .*its checksum differs.*--resume=never"):
+            started_from.find(own)
+    with pytest.warns(UserWarning, match="its checksum differs"):  # of a run that has checkpoints of its own
+        assert started_from.iterations_before(own) == 0
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "x"])
+def test_something_else_in_its_place_is_refused(own, content):
+    (own / started_from.FILE).write_text(content)
+    with pytest.raises(ValueError, match="does not say where this run began"):
+        started_from.find(own)
+
+
+def test_a_link_to_somewhere_else_is_refused(base, own):
+    started_from.write(base.parent, base)
+    (own / started_from.FILE).symlink_to(base.parent / started_from.FILE)
+    with pytest.raises(ValueError, match="is a link out of its folder"):
+        started_from.find(own)
+
+
+def run_of(own: Path, folder: Path | None = None) -> Any:
+    """A run whose checkpoints are in RUN_DIR/checkpoints, or in ``folder``."""
+    section = SimpleNamespace(folder=folder and str(folder))
+    return SimpleNamespace(run_dir=str(own.parent), resume="auto", checkpoint=section)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """A function: which checkpoint a run starts from. Its files are not looked at."""
+    monkeypatch.setattr(checkpoints, "on_first_rank", lambda work: work())
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 1)
+    for name in ("_check_state", "check_listed", "check_files"):
+        monkeypatch.setattr(checkpoints, name, lambda *_: None)
+    monkeypatch.setattr(checkpoints.binding, "check", lambda *_: [])
+    monkeypatch.setattr(checkpoints, "first_to_say", lambda problem: None)
+
+    def choose(run: Any) -> Path | None:
+        found = checkpoints.choose(run, None)
+        return found and found[0]
+
+    return choose
+
+
+def test_auto_goes_on_from_there_until_the_run_has_a_checkpoint_of_its_own(base, own, chosen):
+    run = run_of(own)
+    assert chosen(run) is None
+    started_from.write(own, base)
+    assert chosen(run) == base
+    run.resume = "never"
+    assert chosen(run) is None
+    run.resume = "auto"
+    (own / "not_finite_0000005").mkdir()
+    with pytest.warns(UserWarning, match=r"not_finite_0000005.*goes on from .*base.iter_0000003"):
+        assert chosen(run) == base
+    (own / "not_finite_0000005").rmdir()
+    saved = own / "iter_0000004"
+    saved.mkdir()
+    Manifest(4, files=FILES).write(saved)
+    assert chosen(run) == saved
+
+
+def test_before_its_first_save_a_run_that_fails_goes_back_to_where_it_began(base, own):
+    run = run_of(own)
+    assert checkpoints.checkpoint_before(run, 9, base) == base
+    (own / "iter_0000006").mkdir()
+    assert checkpoints.checkpoint_before(run, 9, base) == own / "iter_0000006"
+    assert checkpoints.checkpoint_before(run, 5, base) == base
+    shutil.rmtree(base)
+    assert checkpoints.checkpoint_before(run, 5, base) is None
+    assert checkpoints.checkpoint_before(run, 5, None) is None
+
+
+def test_a_checkpoint_that_another_run_dir_saved_into_this_folder_is_said(own, tmp_path, monkeypatch):
+    """A line, and no refusal: a requeued job may see the same folder under another path."""
+    monkeypatch.chdir(tmp_path)
+    shared = tmp_path / "shared"
+    for there, folder, said in (
+        ("run", shared, 1),
+        ("other", shared, 1),
+        ("other", None, 0),  # RUN_DIR was moved, and its checkpoints in it
+    ):
+        manifest = Manifest(4, facts={"run": {"run_dir": there}})
+        lines = checkpoints._of_another_run(run_of(own, folder), manifest)
+        said -= there == "run"  # this one, relative
+        assert len(lines) == said
+        assert all(f"saved with run_dir={there!r}, and this is {str(own.parent)!r}" in line for line in lines)
+    assert not checkpoints._of_another_run(run_of(own, shared), Manifest(4))  # saved from Python
