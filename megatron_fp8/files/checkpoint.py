@@ -37,6 +37,7 @@ import torch
 
 from .boxes import overlap
 from .disk import in_words, ordinary, read_ordinary, refuse_link_out
+from .elsewhere import named_elsewhere
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
 from .uncollected import uncollected
 
@@ -60,11 +61,11 @@ def read_manifest(folder: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         what = "there is no such folder"
         if folder.is_dir():
-            what = "it has no manifest.json, and no checkpoint is in it"
+            what = f"it has no manifest.json, and no checkpoint is in it.{named_elsewhere(folder)}"
         elif folder.exists():
             what = "it is a file"
         raise ValueError(
-            f"{str(folder)!r} is not a checkpoint of megatron_fp8: {what}. Give a folder such as "
+            f"{str(folder)!r} is not a checkpoint of megatron_fp8: {what.removesuffix('.')}. Give a folder such as "
             "RUN_DIR/checkpoints/iter_0000100, or a run's folder."
         ) from None
     except OSError as error:

@@ -1,0 +1,33 @@
+"""Where a run's folder says that its checkpoints are, when they are not in it: said, and not followed.
+
+A run's folder may come from somebody else. If its config.yaml could choose what is read, `export` of such a folder could
+give away a checkpoint of one's own in its place; and a relative path counts from where the run was started, which nobody
+knows later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .disk import in_words, refuse_link_out
+from .strict_yaml import read_yaml
+
+CONFIG = "config.yaml"
+
+
+def named_elsewhere(run_dir: Path) -> str:
+    """A sentence about the checkpoint.folder that a run's config.yaml has; '' where it has none, or is not there."""
+    path = run_dir / CONFIG
+    try:
+        refuse_link_out(path)
+        content = read_yaml(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:
+        return f" Its {CONFIG}, which may say where they are, cannot be read ({in_words(error)})."
+    section = content.get("checkpoint") if isinstance(content, dict) else None
+    folder = section.get("folder") if isinstance(section, dict) else None
+    if not isinstance(folder, str) or not folder:
+        return ""
+    from_where = "" if Path(folder).is_absolute() else ", which counts from where that run was started"
+    return f" Its {CONFIG} has checkpoint.folder={folder!r}{from_where}: if you know it, give that folder."
