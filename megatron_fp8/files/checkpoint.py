@@ -20,6 +20,7 @@ with weights_only, everything else is JSON. A file that was cut off or altered i
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import io
@@ -69,9 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
             "RUN_DIR/checkpoints/iter_0000100, or a run's folder."
         ) from None
     except OSError as error:
-        raise ValueError(
-            f"{str(path)!r} cannot be read ({error.strerror}): check its permissions."
-        ) from error
+        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}){_look_at(error)}.") from error
     except NotAManifest as error:
         raise ValueError(f"{str(path)!r} {error}.") from error
     except ValueError as error:
@@ -279,6 +278,10 @@ _PLAIN = {
 }  # fmt: skip
 
 
+LARGEST_METADATA = 1 << 31
+"""Bytes of ``.metadata``: some ten million shards."""
+
+
 class _MetadataUnpickler(pickle._Unpickler):
     """Makes what torch.distributed.checkpoint writes into .metadata, and nothing else.
 
@@ -326,15 +329,13 @@ def read_metadata(folder: Path) -> Any:
     path = folder / METADATA
     refuse_link_out(path)
     try:
-        metadata = _MetadataUnpickler(read_ordinary(path, LARGEST)).load()
+        metadata = _MetadataUnpickler(read_ordinary(path, LARGEST_METADATA)).load()
     except FileNotFoundError:
         raise ValueError(
             f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {use_another(folder)}"
         ) from None
     except OSError as error:
-        raise ValueError(
-            f"{str(path)!r} cannot be read ({error.strerror}): check its permissions."
-        ) from error
+        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}){_look_at(error)}.") from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(
             f"{str(path)!r} is not the metadata of a checkpoint ({_in_a_line(error)})."
@@ -350,6 +351,10 @@ def read_metadata(folder: Path) -> Any:
         raise ValueError(f"{str(path)!r} is damaged ({error}). {use_another(folder)}") from error
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
+
+
+def _look_at(error: OSError) -> str:
+    return ": check its permissions" if error.errno in (errno.EACCES, errno.EPERM) else ""
 
 
 def _in_a_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -346,3 +347,60 @@ def frozen_saves(folder: str, ddp: dict[str, Any]) -> tuple[Any, Any, Any]:
         (weight,) = (p for p in first.chunks[0].parameters() if not p.requires_grad)
         assert isinstance(weight, Fp8Parameter)
         return weight.dequantize().float().numpy(), first.steps(1), second.steps(1)
+
+
+@pytest.mark.parametrize("saved", [{}, SHARDED], ids=["plain", "sharded"])
+def test_a_rank_of_a_sharded_optimizer_reads_what_it_will_hold(ranks, tmp_path, saved):
+    """No weights, which follow from the masters, and half of the masters and moments."""
+    ranks(2).run(trains_and_saves, Layout(), "delayed", HISTORY, saved, str(tmp_path))
+    read = ranks(2).run(what_is_read, str(tmp_path / NAME))
+    whole = {name: tensor.numel() for name, tensor in tensors_of(tmp_path / NAME).items()}
+    kinds = ("optimizer.", "rng.", "decoder.", "embedding.", "output_layer.")
+    for found in read:
+        assert all(name.startswith(kinds) for name in found)
+        weights = [
+            name
+            for name in found
+            if not name.startswith(("optimizer.", "rng.")) and ".fp8_state." not in name
+        ]
+        assert weights == []
+    both = Counter[str]()
+    for found in read:
+        both.update({name.replace(".fp32_param.", ".param."): count for name, count in found.items()})
+    stored = {name: count for name, count in whole.items() if name.startswith("optimizer.")}
+    assert {name: both[name] for name in stored} == stored
+
+
+def what_is_read(folder: str) -> dict[str, int]:
+    """By tensor the numbers that a rank of two with a sharded optimizer reads."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found: dict[str, int] = {}
+    read = FileSystemReader.read_data
+
+    def reading(self: Any, plan: Any, planner: Any) -> Any:
+        for item in plan.items:
+            name = item.dest_index.fqn
+            found[name] = found.get(name, 0) + item.lengths.numel()
+        return read(self, plan, planner)
+
+    with model_parallel(), mock.patch.object(FileSystemReader, "read_data", reading):
+        Training(Layout(), "delayed", HISTORY, SHARDED, seed=3).load(Path(folder))
+    return found
+
+
+def test_an_optimizer_without_adams_state_is_refused_in_words(ranks, tmp_path):
+    assert "SGD cannot be stored in checkpoints of megatron_fp8" in ranks(1).run(sgd_saves, str(tmp_path))[0]
+
+
+def sgd_saves(folder: str) -> str:
+    with model_parallel():
+        from megatron_fp8.mcore.checkpoint.training import sharded_state
+
+        training = Training(Layout(), "tensorwise", NARROW, {}, seed=1)
+        optimizer = gpt.build_optimizer(training.config, training.chunks, optim={"optimizer": "sgd"})
+        try:
+            sharded_state(training.chunks, optimizer)
+        except ValueError as error:
+            return str(error)
+    return "nothing"

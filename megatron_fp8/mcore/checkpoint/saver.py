@@ -251,7 +251,8 @@ class Saver:
 
     def _own_files(self, unfinished: Path) -> dict[str, dict[str, Any]]:
         """Checksums of the files that this rank has written, which are on the disk."""
-        names = [path.name for path in unfinished.glob(f"__{dist.get_rank()}_*")]
+        mine = f"__{dist.get_rank()}_0.distcp"  # asked for by name: the folder has as many others as there are ranks
+        names = [mine] if (unfinished / mine).exists() else []
         if self._first:
             write_companions(unfinished)
             names += sorted(path.name for path in unfinished.iterdir() if not path.name.startswith("__"))

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ...files.checkpoint import METADATA
+from ...files.checkpoint import LARGEST_METADATA, METADATA
 from ...files.uncollected import uncollected
 from ...state.ranks import first_to_say
 from ...state.saved import must_be_finite
@@ -159,7 +159,12 @@ class Shards:
     def finish(self, results: list[list[Any]]) -> bytes:
         """On the first rank: ``.metadata``, of what ``write`` told on the ranks; what was written."""
         self._writer.finish(self._metadata, results)
-        return (Path(self._writer.path) / METADATA).read_bytes()
+        content = (Path(self._writer.path) / METADATA).read_bytes()
+        if len(content) > LARGEST_METADATA:
+            raise ValueError(
+                f"its .metadata has {len(content):,} bytes, and readers take {LARGEST_METADATA:,}: too many shards"
+            )
+        return content
 
 
 def write_companions(folder: Path) -> None:

@@ -16,6 +16,7 @@ else a resumed run would differ from an uninterrupted one in the last bits.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,10 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
             "the checkpoint holds weights alone: masters start from them, the optimizer afresh"
         )
     _check_same_model(folder, wanted, stored)
+    # Cold delayed scales start from whole weights; else weights that are cut come from their masters, after the gather.
+    left = set() if missing else _cut(optimizer)
+    for name, flat in model.items():
+        wanted[name] = {key: shard for key, shard in flat.items() if id(shard.data) not in left}
 
     # On its own: of weights alone both want the same tensors, in other dtypes.
     optimizing = load_shards(folder, {"optimizer": wanted.pop("optimizer")}, metadata)
@@ -157,7 +162,7 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
         )
     loaded = {**rest.state, **optimizing.state}
     for name, chunk in zip(model, chunks, strict=True):
-        unwrap(chunk).load_state_dict(loaded[name])
+        _fill(unwrap(chunk), loaded[name], model[name].keys() - wanted[name].keys())
     optimizer.load_state_dict(loaded["optimizer"])
     _take_numbers(manifest.state, chunks, optimizer)
     resumed.notes += _settle_fp8(chunks, stored, set(missing), present)
@@ -166,6 +171,13 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     if resumed.new_streams is None:
         put_back(loaded["rng"])
     return resumed
+
+
+def _fill(model: Any, loaded: dict[str, Any], left: Collection[str]) -> None:
+    """Put a chunk's tensors in; those of ``left`` come otherwise."""
+    found = model.load_state_dict(loaded, strict=False)
+    lacking = set(found.missing_keys) - set(left)
+    assert not lacking and not found.unexpected_keys, (lacking, found.unexpected_keys)
 
 
 def _anywhere(key: str) -> str:
@@ -223,10 +235,22 @@ def _optimizers(optimizer: Any) -> list[Any]:
 
 
 def _begin_state(optimizer: Any) -> None:
-    """Adam's moments exist from the first step on; before it they are zero."""
+    """Adam's moments exist from the first step on; before it they are zero.
+
+    Raises ValueError: the optimizer has another state, which checkpoints here do not hold whole.
+    """
     for each in _optimizers(optimizer):
-        if each.optimizer is not None:
-            each.init_state_fn(each.optimizer, each.config)
+        if each.optimizer is None:
+            continue
+        if (
+            each.init_state_fn is None
+        ):  # Megatron-Core has none for SGD, nor for an Adam whose steps are on the CPU
+            raise ValueError(
+                f"{type(each.optimizer).__name__} cannot be stored in checkpoints of megatron_fp8, which hold Adam's"
+                " masters, moments and steps: use Adam (OptimizerConfig.optimizer='adam', optimizer_cpu_offload=False),"
+                " or save it by other means."
+            )
+        each.init_state_fn(each.optimizer, each.config)
 
 
 def _shards(state: Any) -> list[Any]:
@@ -247,8 +271,7 @@ def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any
     those of other ranks' shards are one step old until the next forward pass. With a distributed optimizer each rank
     stores the parts of weights that it has masters of.
     """
-    sharding = [each for each in _optimizers(optimizer) if hasattr(each, "gbuf_ranges")]
-    cut = {id(param) for each in sharding for buffer in each.buffers for param in buffer.params}
+    cut = _cut(optimizer)
     whole = {
         name: {key: shard for key, shard in flat.items() if id(shard.data) not in cut}
         for name, flat in model.items()
@@ -264,7 +287,17 @@ def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any
             shard.data = masters[shard.key].detach().reshape(shard.data.shape).to(shard.data.dtype)
         elif is_float8tensor(shard.data):  # frozen
             shard.data = shard.data.dequantize()
-    return {**whole, "parts": [part for each in sharding for part in own_weights(each, model)]}
+    return {**whole, "parts": [part for each in _sharding(optimizer) for part in own_weights(each, model)]}
+
+
+def _sharding(optimizer: Any) -> list[Any]:
+    return [each for each in _optimizers(optimizer) if hasattr(each, "gbuf_ranges")]
+
+
+def _cut(optimizer: Any) -> set[int]:
+    """The ids of the parameters whose masters are cut among ranks."""
+    buffers = [buffer for each in _sharding(optimizer) for buffer in each.buffers]
+    return {id(param) for buffer in buffers for param in buffer.params}
 
 
 def _master_names(optimizing: Any, stored: dict[str, Any]) -> None:

@@ -70,13 +70,13 @@ def sharded_state(
     """
     found: dict[int, dict[str, list[ShardedTensor]]] = {}
     for param, shard, start, end in _runs(self, model_sharded_state_dict):
-        held = {}
-        for name, value in _held(self, param).items():
+        parts = {}
+        for name, value in held(self, param).items():
             if is_loading:
                 value = torch.empty(end - start, dtype=value.dtype, device="cpu")
             key = f"optimizer.state.{name}.{shard.key}"
-            held[name] = cut(shard, key, value, start, replica=self.distributed_optimizer_instance_id)
-        found[len(found)] = held
+            parts[name] = cut(shard, key, value, start, replica=self.distributed_optimizer_instance_id)
+        found[len(found)] = parts
     return found
 
 
@@ -89,7 +89,7 @@ def own_weights(optimizer: Any, model: dict[str, Any]) -> list[ShardedTensor]:
     """
     found: list[ShardedTensor] = []
     for param, shard, start, _ in _runs(optimizer, model):
-        master = _held(optimizer, param)["param"]
+        master = held(optimizer, param)["param"]
         value = master.to(shard.data.dtype)
         found += cut(shard, shard.key, value, start, replica=optimizer.distributed_optimizer_instance_id)
     return found
@@ -138,8 +138,18 @@ def _runs(optimizer: Any, model: Any) -> Iterator[tuple[torch.nn.Parameter, Any,
                     yield param, places[id(param)], ranges["param"].start, ranges["param"].end
 
 
-def _held(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """By name what this rank holds of a parameter's master and moments, each of one dimension, in the run's order."""
+def held(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """By name what this rank holds of a parameter's master and moments, each of one dimension, in the run's order.
+
+    Raises ValueError: the master is what a BF16 weight leaves of it, which is no number by itself.
+    """
+    if getattr(optimizer.config, "store_param_remainders", False) and (
+        optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and optimizer.config.bf16
+    ):
+        raise ValueError(
+            "OptimizerConfig.store_param_remainders=True keeps 16 bits of each master beside its weight's 16: such a"
+            " master cannot be stored. Set store_param_remainders=False."
+        )
     return {
         name: value.dequantize().cpu() if isinstance(value, CodedTensor) else value.detach()
         for name, value in optimizer._get_main_param_and_optimizer_states(param).items()

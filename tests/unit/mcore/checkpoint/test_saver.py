@@ -169,6 +169,23 @@ def test_an_asynchronous_failure_is_raised_where_all_ranks_meet(ranks, tmp_path)
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
 
 
+def too_many_shards(folder: str) -> str:
+    from megatron_fp8.mcore.checkpoint import saver, store
+
+    with mock.patch.object(store, "LARGEST_METADATA", 100):
+        try:
+            saver.Saver(Path(folder)).save(state(1), Manifest(1))
+        except saver.SaveError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_checkpoint_that_nobody_could_read_is_not_called_complete(ranks, tmp_path):
+    said = ranks(2).run(too_many_shards, str(tmp_path))
+    assert said[0] == said[1] and "bytes, and readers take 100: too many shards" in said[0]
+    assert os.listdir(tmp_path) == []
+
+
 def unconfirmed_save(folder: str) -> str:
     """What is said where the disk takes all files and the new name, and does not confirm the name."""
     from megatron_fp8.mcore.checkpoint import saver

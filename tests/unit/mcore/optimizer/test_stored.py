@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_fp8.mcore.optimizer.stored import boxes, cut
+from megatron_fp8.mcore.optimizer.stored import boxes, cut, held
 
 SHAPES = [(), (1,), (7,), (1, 5), (5, 1), (4, 6), (3, 4, 5), (2, 1, 3), (2, 3, 1, 4), (0,), (3, 0)]
 
@@ -88,3 +90,13 @@ def test_a_tensor_that_is_no_run_of_elements_is_refused():
     factory = ShardedTensorFactory("w", torch.zeros(4, 6), columns, lambda state: state, (0, 0, 0))
     with pytest.raises(AssertionError, match="no run"):
         cut(factory, "w", torch.zeros(24), 0, replica=0)
+
+
+def test_masters_that_are_half_of_a_number_are_refused():
+    """Transformer Engine's optimizer may keep the 16 bits that a BF16 weight lacks."""
+    config = SimpleNamespace(
+        store_param_remainders=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True, bf16=True
+    )
+    optimizer = SimpleNamespace(config=config)
+    with pytest.raises(ValueError, match=r"16 bits of each master .* Set store_param_remainders=False\."):
+        held(optimizer, torch.nn.Parameter(torch.zeros(2)))
