@@ -100,12 +100,15 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    from ..files.disk import in_words
     from ..files.strict_yaml import read_yaml
 
     try:
         content = read_yaml(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--config={str(path)!r} cannot be read: {error}.") from error
+        raise ValueError(
+            f"--config={str(path)!r} cannot be read ({in_words(error)}): give another file."
+        ) from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ValueError(f"--config={str(path)!r} has no section 'model': give the config.yaml of a run.")
     return content

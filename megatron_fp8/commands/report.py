@@ -100,11 +100,11 @@ def write_advice(folder: Path, path: Path) -> None:
 
     record = record_of(folder)
     pieces = [piece.as_dict() for piece in advice_of(record, record.report())]
-    if path.is_file() and not path.read_bytes().lstrip().startswith(b"["):
-        raise ValueError(
-            f"--advice={path} is there and is no list of advice, so it is not replaced: give another file."
-        )
     try:
+        if path.is_file() and not path.read_bytes().lstrip().startswith(b"["):
+            raise ValueError(
+                f"--advice={path} is there and is no list of advice, so it is not replaced: give another file."
+            )
         replace_file(path, json.dumps(pieces, indent=1) + "\n")
     except OSError as error:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from ..files.disk import read_ordinary
+from ..files.disk import in_words, read_ordinary
 from ..files.strict_yaml import load_yaml
 from .benched import from_bench
 from .model import Model
@@ -37,7 +37,9 @@ def device(name: str, model: Model | None = None) -> Device:
     try:
         content = load_yaml(read_ordinary(path, _LARGEST))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--device={name} cannot be read: {error}") from error
+        raise ValueError(
+            f"--device={name} cannot be read ({in_words(error)}): give another file, or a device's name."
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"--device={name} holds no figures: see docs/estimates.md.")
     if "rows" in content:

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..files.disk import refuse_link_out, sync, write_file
+from ..files.disk import in_words, refuse_link_out, sync, write_file
 from ..files.strict_json import load_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -152,11 +152,13 @@ def find_file(folder: Path, name: str) -> Path | None:
         )
     if not target.is_file():
         raise ValueError(f"{str(path)!r} is not a file.")
-    with target.open("rb") as stream:
-        if stream.read(len(_POINTER)) == _POINTER:
-            raise ValueError(
-                f"{str(path)!r} is a pointer of git LFS and not the file: run git lfs pull there."
-            )
+    try:
+        with target.open("rb") as stream:
+            start = stream.read(len(_POINTER))
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}): make it readable.") from error
+    if start == _POINTER:
+        raise ValueError(f"{str(path)!r} is a pointer of git LFS and not the file: run git lfs pull there.")
     return path
 
 
@@ -170,7 +172,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = load_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error
+        raise ValueError(
+            f"{str(path)!r} cannot be read ({in_words(error)}): put another in its place."
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} is not an object, but {type(content).__name__}.")
     return content

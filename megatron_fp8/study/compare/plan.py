@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from ...files.disk import in_words
 from ...files.lines import read_lines
 from ...files.strict_yaml import read_yaml
 from ...recipe import check_recipe_name
@@ -86,8 +87,10 @@ class WantedRun:
             return
         try:
             found = read_yaml(path)
-        except OSError as error:
-            raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}).") from error
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{str(path)!r} cannot be read ({in_words(error)}): give another --out, or move that run away."
+            ) from error
         theirs, ours = _settings(found), _settings(self._plain)
         given = {option.partition("=")[0].removeprefix("--").replace("-", "_") for option in self.arguments}
         # What others follow from is named first: an option of the user's.

@@ -180,7 +180,15 @@ def check_indexed(prefix: str) -> IndexedInfo:
                 f"data.paths names {prefix!r} but {str(path)!r} is not there: a data set is a .bin and "
                 f"its .idx."
             )
-    content = index.read_bytes()
+    try:
+        content = index.read_bytes()
+        with data.open("rb"):
+            pass  # its ids are read later, as they are needed
+    except OSError as error:
+        raise ValueError(
+            f"data.paths names {prefix!r}, and it cannot be read ({in_words(error)}: {str(error.filename or index)!r}):"
+            " make both files readable, or give other data."
+        ) from error
     if len(content) < _HEADER_BYTES or content[:9] != _INDEX_HEADER:
         raise _corrupt(index, "it does not start like a Megatron index")
     version, code, sequences, documents = struct.unpack("<QBQQ", content[9:_HEADER_BYTES])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ...files.disk import read_ordinary
+from ...files.disk import in_words, read_ordinary
 from ...files.strict_json import load_json
 
 _LARGEST = 1 << 28
@@ -89,11 +90,16 @@ class JsonTokenizer:
                 f"data.tokenizer={str(path)!r} needs the package 'tokenizers': run pip install tokenizers, "
                 "or leave data.tokenizer out to train on bytes."
             ) from error
-        if not Path(path).is_file():
+        if not os.path.isfile(path):
             raise ValueError(
                 f"data.tokenizer={str(path)!r} is not a file: give the path of a tokenizer.json."
             )
-        content = read_ordinary(Path(path), _LARGEST)
+        try:
+            content = read_ordinary(Path(path), _LARGEST)
+        except OSError as error:
+            raise ValueError(
+                f"data.tokenizer={str(path)!r} cannot be read ({in_words(error)}): give another file."
+            ) from error
         try:
             self._tokenizer = HuggingFaceTokenizer.from_buffer(content)
         except Exception as error:  # the package raises plain Exception
@@ -205,9 +211,15 @@ class _Beside:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise ValueError(f"{str(path)!r} cannot be read ({error}).") from error
+            raise ValueError(
+                f"{str(path)!r}, beside data.tokenizer={str(self._path)!r}, cannot be read ({in_words(error)}):"
+                " put another in its place, or remove it."
+            ) from error
         if not isinstance(found, dict):
-            raise ValueError(f"{str(path)!r} is not an object, but {type(found).__name__}.")
+            raise ValueError(
+                f"{str(path)!r}, beside data.tokenizer={str(self._path)!r}, is not an object, but"
+                f" {type(found).__name__}: put another in its place, or remove it."
+            )
         return found
 
 
@@ -216,10 +228,10 @@ def tokenizer_file(path: str | None, checkpoint: Path) -> str | None:
 
     An imported run has it there, and its config's path is relative: to another working directory, once it is moved.
     """
-    if path is None or Path(path).is_file():
+    if path is None or os.path.isfile(path):
         return path
     beside = [folder / Path(path).name for folder in checkpoint.absolute().parents[:2]]
-    return next((str(file) for file in beside if file.is_file()), path)
+    return next((str(file) for file in beside if os.path.isfile(file)), path)
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:

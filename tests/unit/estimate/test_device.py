@@ -45,6 +45,11 @@ def test_a_file_of_figures(tmp_path: Path) -> None:
         device(str(path))
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"--device={tmp_path} cannot be read \(Is a directory\): give another"):
+        device(str(tmp_path))
+
+
 def test_what_is_neither_is_refused() -> None:
     with pytest.raises(ValueError, match="neither one of h100, h100-pcie, h200, b200, mi300x nor a file"):
         device("h1000")

@@ -125,3 +125,6 @@ def test_a_run_of_other_settings_is_one_clear_line(tmp_path):
         ValueError, match=r"holds a run with optimizer.clip_grad=0.5, and this comparison has 1.0"
     ):
         run.check_existing()
+    (run.folder / "config.yaml").write_text("train: [")
+    with pytest.raises(ValueError, match=rf"'{run.folder}/config.yaml' cannot be read .*give another --out"):
+        run.check_existing()

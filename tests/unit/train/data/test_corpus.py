@@ -1,8 +1,10 @@
 """Data preparation: what is written, once and whole, and every way in which what is there can be wrong."""
 
+import errno
 import itertools
 import json
 import math
+import os
 import random
 import struct
 import warnings
@@ -276,6 +278,33 @@ def test_what_is_no_tokenizers_file(tmp_path):
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match=r"bad\.json.*is not a Hugging Face tokenizers file"):
         load_tokenizer(str(tmp_path / "bad.json"))
+
+
+def test_files_that_cannot_be_read_are_named_with_their_option(tmp_path, tokenizer_file, prefix, monkeypatch):
+    large = tmp_path / "large.json"
+    large.touch()
+    os.truncate(large, 300 * 2**20)
+    with pytest.raises(ValueError, match=r"data\.tokenizer='.*large\.json' .*too many.*: give another file"):
+        load_tokenizer(str(large))
+    with pytest.raises(ValueError, match=r"data\.tokenizer='x+' is not a file"):
+        load_tokenizer("x" * 300)
+    beside = tokenizer_file.with_name("tokenizer_config.json")
+    beside.touch()
+    os.truncate(beside, 300 * 2**20)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json', beside data\.tokenizer=.*or remove it"):
+        load_tokenizer(str(tokenizer_file))
+    usual = Path.open
+    for ending in (".idx", ".bin"):
+
+        def refuse(path, *args, ending=ending, **more):
+            if path.suffix == ending:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return usual(path, *args, **more)
+
+        monkeypatch.setattr(Path, "open", refuse)
+        named = rf"data\.paths names '{prefix}'.*Permission denied: '{prefix}\{ending}'\): make both"
+        with pytest.raises(ValueError, match=named):
+            corpus.check_indexed(prefix)
 
 
 # ------------------------------------------------------------------------------------------ bigram entropy
