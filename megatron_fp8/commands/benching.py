@@ -22,11 +22,11 @@ from ..kernels.cpu.loops import MAX_THREADS
 from ..numerics.formats import parse_format
 from ..plan.settings import RecipeSettings, from_settings
 from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
-from ..plan.timing import device_label, table
+from ..plan.timing import LEAST_FOR_SPREAD, device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..state.ranks import own_device
 from ..study.bench import peers, versus
-from ..study.bench.cells import LEAST_FOR_SPREAD, Bench
+from ..study.bench.cells import Bench
 from ..study.bench.sections import SECTIONS
 from ..train.exit_codes import EXIT_FAILED
 from .line import refuse
@@ -146,17 +146,15 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
             "--config gives recipe, shapes and backend: drop --recipe, --shape and --backend, and change them there"
             " (--model.fp8_format=..., --model.fp8_backend=...)"
         )
-    if options.tune and options.repetitions < LEAST_FOR_SPREAD:
+    by_spread = [f"--{name}" for name in ("tune", "compare") if getattr(options, name)]
+    if by_spread and options.repetitions < LEAST_FOR_SPREAD:
         raise ValueError(
-            f"--repetitions={options.repetitions} shows no spread, by which --tune tells noise: at least 4"
+            f"--repetitions={options.repetitions} shows no spread, by which {by_spread[0]} tells noise: give at least"
+            f" {LEAST_FOR_SPREAD}"
         )
     if options.tune and (options.json or options.compare or options.peers):
         raise ValueError(
             "--tune writes a table for fp8_size_filter: give --json, --compare and --peers without it"
-        )
-    if options.compare and options.repetitions < LEAST_FOR_SPREAD:
-        raise ValueError(
-            f"--repetitions={options.repetitions} shows no spread, by which --compare tells noise: at least 4"
         )
     if options.tune and not options.out:
         raise ValueError("--tune writes a table and needs a place for it: add --out FILE")

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+LEAST_FOR_SPREAD = 4
+"""Repetitions; fewer show no quartiles."""
 _L2_BYTES = 256 * 2**20  # more than any L2 cache holds
 
 
@@ -33,7 +35,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Interquartile range as a fraction of the median; 0 for fewer than four repetitions."""
+        """Interquartile range as a fraction of the median; 0 for fewer than LEAST_FOR_SPREAD repetitions."""
         return _spread(self.seconds)
 
     def ratio_to(self, other: Timing) -> tuple[float, float]:
@@ -43,7 +45,7 @@ class Timing:
 
 
 def _spread(values: Sequence[float]) -> float:
-    if len(values) < 4:
+    if len(values) < LEAST_FOR_SPREAD:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)
     return (high - low) / middle

@@ -22,7 +22,7 @@ from ...linear.function import fp8_linear
 from ...linear.site import GemmSite
 from ...plan.site_plan import fp8_site
 from ...plan.size_table import Gemm
-from ...plan.timing import Timing, interleave_on
+from ...plan.timing import LEAST_FOR_SPREAD, Timing, interleave_on
 from ...recipe import Recipe, recipe_name
 from ...state.fp8_state import Fp8State
 
@@ -69,10 +69,6 @@ class Bench:
     def add(self, section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -> None:
         """A row of times that were taken in turn."""
         self.rows.append(_row(section, shape, contender, fp8, bf16))
-
-
-LEAST_FOR_SPREAD = 4
-"""Rounds; of fewer a row's spread is None."""
 
 
 def _row(section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -> dict[str, Any]:

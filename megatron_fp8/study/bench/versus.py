@@ -14,7 +14,7 @@ from typing import Any
 from ...files.disk import read_ordinary
 from ...files.manifest import LARGEST
 from ...files.strict_json import load_json
-from ...plan.timing import table
+from ...plan.timing import LEAST_FOR_SPREAD, table
 
 VERDICTS = ("faster", "slower", "within noise", "too noisy to tell")
 TOO_NOISY = 1.0
@@ -51,7 +51,7 @@ def read(path: Path) -> dict[str, Any]:
         content = load_json(read_ordinary(path, LARGEST))
         rows = content["rows"]
         if any(row["spread"] is None for row in rows):
-            raise ValueError("it shows no spread, being of fewer than 4 repetitions")
+            raise ValueError(f"it shows no spread, being of fewer than {LEAST_FOR_SPREAD} repetitions")
         keys = {"section", "k", "n", "tokens", "contender", "ratio", "spread"}
         if not rows or not all(
             keys <= row.keys() and row["ratio"] > 0 and row["spread"] >= 0 for row in rows

@@ -212,8 +212,8 @@ def check_sections(train: TrainSection, optimizer: OptimizerSection, checkpoint:
     decay = train.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
     if optimizer.lr_warmup_iters >= decay:
         raise ValueError(
-            f"optimizer.lr_warmup_iters={optimizer.lr_warmup_iters} must be at least 0 and less than the "
-            f"{decay} iterations of the decay (optimizer.lr_decay_iters, by default train.train_iters)."
+            f"optimizer.lr_warmup_iters={optimizer.lr_warmup_iters} must be less than the {decay} iterations of the decay"
+            " (optimizer.lr_decay_iters, by default train.train_iters): lower it, or raise optimizer.lr_decay_iters."
         )
     check_accept(checkpoint.accept)
 

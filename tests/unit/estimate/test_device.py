@@ -46,7 +46,9 @@ def test_a_file_of_figures(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"--device={tmp_path} cannot be read \(Is a directory\): give another"):
+    with pytest.raises(
+        ValueError, match=rf"--device={tmp_path} cannot be read \(Is a directory\): give another"
+    ):
         device(str(tmp_path))
 
 

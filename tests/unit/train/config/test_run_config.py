@@ -45,8 +45,12 @@ def test_a_warm_up_longer_than_the_run_is_shortened_and_said():
     with pytest.warns(UserWarning, match="lr_warmup_iters=100 leaves nothing of a run of 100 iterations"):
         assert parse(["--optimizer.lr_warmup_iters=100"]).optimizer.lr_warmup_iters == 10
     assert parse(["--optimizer.lr_warmup_iters=99"]).optimizer.lr_warmup_iters == 99
-    with pytest.raises(ValueError, match="lr_warmup_iters=9 must be at least 0 and less than the 5"):
+    with pytest.raises(ValueError, match=r"lr_warmup_iters=9 must be less than the 5 .*: lower it, or raise"):
         parse(["--optimizer.lr_warmup_iters=9", "--optimizer.lr_decay_iters=5"])
+    assert (
+        parse(["--optimizer.lr_warmup_iters=9", "--optimizer.lr_decay_iters=10"]).optimizer.lr_decay_iters
+        == 10
+    )
 
 
 def test_a_shipped_config_is_known_by_its_name(tmp_path, monkeypatch):
