@@ -8,6 +8,7 @@ of the run's folder is written.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +30,7 @@ from ..files.checkpoint import (
     read_manifest,
     without_checksum,
 )
-from ..files.disk import read_ordinary
+from ..files.disk import in_words, read_ordinary
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..linear.site import GemmSite
@@ -228,11 +229,19 @@ def _check_batches(batches: int, data: Any, run: RunConfig) -> None:
 
 
 def _sites_of_report(folder: Path) -> list[str]:
-    """The GEMM sites that a run's report.json names; [] if there is none to read."""
+    """The GEMM sites that a run's report.json names; [] if there is none, or, with a warning, if it is damaged."""
+    path = folder / "report.json"
     try:
-        report = load_json(read_ordinary(folder / "report.json", LARGEST))
+        report = load_json(read_ordinary(path, LARGEST))
         return [site["name"] for site in report["sites"]]
-    except (OSError, ValueError, TypeError, KeyError):
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warnings.warn(
+            f"{str(path)!r} does not say which sites the run has ({in_words(error)}): fp8_overrides are compared with"
+            " the model's own once it is built.",
+            stacklevel=2,
+        )
         return []
 
 
