@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files.disk import replace_file
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
-from .line import CommandParser, refuse
+from .line import CommandParser, refuse, warn_in_lines
 
 if TYPE_CHECKING:
     from ..study.compare.plan import Comparison
@@ -43,7 +42,7 @@ trained.
 
 def main(arguments: list[str]) -> int:
     """Train what is missing, write the comparison; the exit code."""
-    warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
+    warn_in_lines()
     debug = "--debug" in arguments
     parser = CommandParser("compare", DESCRIPTION)
     add = parser.add_argument

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
@@ -37,6 +38,12 @@ class CommandParser(argparse.ArgumentParser):
         raise ValueError(f"{message}. {self.prog} --help says more.")
 
 
+def warn_in_lines() -> None:
+    """From now on this package's warnings are one line each; those of libraries are not for users, and left out."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
+
+
 def refuse(
     error: Exception,
     *,
@@ -66,6 +73,7 @@ def refuse(
 
 def run(parser: CommandParser, arguments: list[str], work: Callable[[argparse.Namespace], None]) -> int:
     """Parse and ``work(options)``; the exit code. ValueError is bad input."""
+    warn_in_lines()
     try:
         work(parser.parse_args(arguments))
     except ValueError as error:

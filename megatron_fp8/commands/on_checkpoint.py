@@ -14,7 +14,7 @@ from typing import Any
 
 from ..files.terminal import printable
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
-from .line import CommandParser, refuse
+from .line import CommandParser, refuse, warn_in_lines
 
 
 class Parser(CommandParser):
@@ -60,12 +60,14 @@ def run_command(
     from ..train.launch import parallel
     from ..train.launch.environment import find_launch
 
-    warnings.filterwarnings("ignore", module="(megatron|torch|jsonargparse)")
+    warn_in_lines()
     debug = "--debug" in arguments
     try:
         launch = parallel.meet(find_launch(_of_this_process(os.environ)))
     except ValueError as error:
         return refuse(error, debug=debug)
+    if launch.rank:  # its warnings are rank 0's too
+        warnings.filterwarnings("ignore", module="megatron_fp8")
     meeting = launch.meeting
     assert meeting is not None
     try:

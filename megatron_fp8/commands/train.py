@@ -22,7 +22,7 @@ from ..files.terminal import printable
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from ..train.stop import AGAIN_S
 from .fitted import fitted
-from .line import refuse
+from .line import refuse, warn_in_lines
 
 USAGE = """\
 usage: megatron-fp8 train --config FILE [--section.key=value ...]
@@ -92,9 +92,7 @@ def main(arguments: list[str]) -> int:
     from ..train.launch import parallel
     from ..train.launch.environment import find_launch
 
-    # This package's own warnings are one line each, in rank 0's words; those of libraries are not for users.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
+    warn_in_lines()
     if "--keys" in arguments:
         from .. import mcore
 
@@ -107,7 +105,7 @@ def main(arguments: list[str]) -> int:
         launch = parallel.meet(find_launch())
     except ValueError as error:
         return refuse(error, debug=debug)
-    if launch.rank:
+    if launch.rank:  # its warnings are rank 0's too
         warnings.filterwarnings("ignore", module="megatron_fp8")
     try:
         assert launch.meeting is not None

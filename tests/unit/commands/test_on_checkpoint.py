@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import warnings
 
 import pytest
 
@@ -42,3 +43,20 @@ def test_what_files_and_ranks_do_while_a_command_works_is_one_line(capsys, error
     assert run_command(CommandParser("import", "help"), [], lambda *_: None, work) == code
     said = capsys.readouterr().err.splitlines()
     assert said == [f"error: {error}"]
+
+
+def test_own_warnings_are_lines_and_those_of_libraries_are_left_out(monkeypatch):
+    """Of a checkpoint that `latest` names and that is gone, say, which another one stands in for."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back what the command sets
+
+    def warn(*_):
+        for module in ("megatron_fp8.files.checkpoint", "megatron.core.utils", "torch.storage", "megatron"):
+            warnings.warn_explicit(f"of {module}", UserWarning, "a file", 1, module)
+
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("always")
+        assert run_command(CommandParser("import", "help"), [], warn, lambda _: None) == 0
+        assert [str(each.message) for each in met] == ["of megatron_fp8.files.checkpoint"]
+        assert (
+            warnings.formatwarning(met[0].message, UserWarning, "a file", 1) == f"warning: {met[0].message}\n"
+        )
