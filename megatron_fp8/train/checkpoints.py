@@ -77,13 +77,11 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     """
 
     def find() -> tuple[Path, Manifest] | None:
-        if run.resume == "never":
-            return None
         if run.resume == "auto":
             folder = checkpoint_folder(run)
             found = latest_checkpoint(folder) or started_from.find(folder)
             _say_what_is_passed_over(folder, found)
-        elif (found := _saved_by_this_job(run)) is None:
+        elif (found := _saved_by_this_job(run)) is None and run.resume != "never":
             try:
                 found = find_checkpoint(Path(run.resume))
             except ValueError as error:

@@ -120,6 +120,23 @@ def test_auto_goes_on_from_there_until_the_run_has_a_checkpoint_of_its_own(base,
     assert chosen(run) == saved
 
 
+@pytest.mark.parametrize("resume", ["never", "base"])
+def test_another_attempt_of_a_job_goes_on_from_what_the_job_has_saved(own, base, chosen, monkeypatch, resume):
+    """Its command still says how the first attempt began; with `never` it would do everything again, each time."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    run = run_of(own)
+    run.resume = "never" if resume == "never" else str(base)
+    assert chosen(run) == (None if resume == "never" else base)
+    saved = own / "iter_0000004"
+    saved.mkdir()
+    Manifest(4, facts={"job": "torchrun mine"}, files=FILES).write(saved)
+    assert chosen(run) == saved
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert chosen(run) == (None if resume == "never" else base)
+
+
 def test_before_its_first_save_a_run_that_fails_goes_back_to_where_it_began(base, own):
     run = run_of(own)
     assert checkpoints.checkpoint_before(run, 9, base) == base
