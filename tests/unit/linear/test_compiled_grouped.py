@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.support.compare import assert_same_bytes
@@ -62,7 +63,7 @@ def step(
 ) -> list[torch.Tensor]:
     """The result and all gradients of one forward and backward; the first token holds an Inf."""
     x = randn(sum(numbers), K, seed=sum(numbers))
-    x[0, 0] = torch.inf
+    x[:1, 0] = torch.inf
     x.requires_grad_()
     for weight in weights:
         weight.grad = None
@@ -138,6 +139,13 @@ def test_experts_that_are_not_alike(options: dict[str, Any], more_casts: tuple[i
             assert_same_bytes(one, other)
         assert_alike(eager, traced, more_casts=more)
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_a_rank_that_no_token_came_to(recipe: str) -> None:
+    """Nor one token: sizes of which torch makes graphs of their own."""
+    compare(recipe, numbers=[(0, 0, 0, 0), (0, 1, 0, 0), NUMBERS[0], (0, 0, 0, 0)], main_grad=True)
+    assert graphs() == 3
 
 
 def test_a_recomputed_forward_records_nothing() -> None:
@@ -309,3 +317,30 @@ def test_a_dispatch_mode_sees_one_operator() -> None:
     for one, other in zip(found, wanted, strict=True):
         assert_same_bytes(one, other)
     assert counter.get_total_flops() == 3 * (2 * 127 * K * N)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "made again"])
+def test_a_policy_keeps_experts_results_by_the_operators_name(kept: bool) -> None:
+    """Selective checkpointing hands them out again, and nothing is multiplied or recorded twice."""
+    import megatron_fp8.linear.compiled_grouped  # noqa: F401 its operators' names
+
+    operator = torch.ops.megatron_fp8.grouped_linear.default
+
+    def policy(_: Any, of: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if kept and of is operator else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def selective(*args: Any) -> torch.Tensor:
+        return checkpoint(
+            lambda *given: grouped_linear(*given).relu(), *args, use_reentrant=False, context_fn=contexts
+        )
+
+    found = []
+    for run in (lambda *args: grouped_linear(*args).relu(), selective):
+        sites = experts("delayed")
+        found.append((step(run, sites, parameters(), NUMBERS[0]), sites[0].state.finish_iteration()))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert_same_bytes(one, other)
+    assert found[1][1].nonfinite == found[0][1].nonfinite
+    assert found[1][1].fp8_gemms - found[0][1].fp8_gemms == (0 if kept else 3)
