@@ -150,7 +150,13 @@ class Fp8Layer(torch.nn.Module):
             return call_in_graph(self, input)
         if input.is_nested:
             return call_on_values(self, input)
-        return self.run(input, self.weight)  # asked for once: a module looks for its parameters in Python
+        weight = self.weight  # asked for once: a module looks for its parameters in Python
+        if torch.compiler.is_compiling() and isinstance(weight, Fp8Parameter):
+            from ..linear.compiled import break_graph  # loads torch's compiler
+
+            # Here and not further inside: a frame that meets such a weight before its layer makes Dynamo fail.
+            return break_graph(self.run, input, weight)
+        return self.run(input, weight)
 
     def run(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The forward with this weight, as it lies."""

@@ -47,6 +47,16 @@ def test_the_training_forwards_bytes_in_half_of_the_memory(kind: str, recipe: st
     assert sorted(model.state_dict()) == sorted(keys)
 
 
+def test_compiled_they_run_outside_the_graph() -> None:
+    model = trained()
+    prepare_for_inference(model)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager")(hidden(), *routing())
+        assert_same_bytes(compiled, model(hidden(), *routing()))
+    torch._dynamo.reset()
+
+
 def test_files_have_stacks_and_are_read_again() -> None:
     model, other = trained("gpt_oss", "rowwise"), trained("gpt_oss", "rowwise")
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}

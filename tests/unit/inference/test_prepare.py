@@ -89,6 +89,20 @@ def test_a_token_is_cast_and_multiplied_in_one_call(recipe, monkeypatch):
     assert len(calls) == 4
 
 
+def test_compiled_it_runs_outside_the_graph():
+    """Dynamo fails in a frame that is given such a weight before the layer that holds it."""
+    model = converted("tensorwise")
+    prepare_for_inference(model)
+    x = activations(5)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert_same_bytes(torch.compile(model, backend="eager")(x), model(x))
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="weight that lives as FP8"):
+            torch.compile(model, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+
+
 def test_padding_reaches_the_linear_and_leaves_tuples_and_errors_whole():
     class Linear(nn.Module):
         def forward(self, x):
