@@ -104,12 +104,12 @@ class PackedLayout(NamedTuple):
         return Packed(packed.codes.contiguous(), packed.scales.contiguous())
 
     def _places(self, tokens: Sequence[int]) -> Iterator[tuple[_Place, _Place]]:
-        """Where the codes and the scales of each expert lie."""
+        """Where the codes and the scales of each expert lie. One without tokens has room for scales too, as in a stack,
+        but where they go by blocks."""
         first = [0, 0]
         for count in tokens:
             lies = self.of.codes(self.features, count), self.of.scales(self.features, count)
             codes, scales = (_Place(*each) for each in zip(first, lies, strict=True))
             yield codes, scales
-            if count:
-                ends = [place.first + place.lies.extent for place in (codes, scales)]
-                first = ends if self.of.turned else [-(-end // _ALIGNED) * _ALIGNED for end in ends]
+            ends = [place.first + place.lies.extent for place in (codes, scales)]
+            first = ends if self.of.turned else [-(-end // _ALIGNED) * _ALIGNED for end in ends]

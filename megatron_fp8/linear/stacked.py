@@ -97,7 +97,9 @@ def packed(of: Operands) -> Packed:
     layout = PackedLayout(SideLayout.of(of.rule, True), stack.codes.shape[1])
     into = layout.empty(sum(stack.rows), len(stack.rows), torch.device("cpu"))
     scales = stack.scale_inv.view(into.scales.dtype)
-    into.scales[: len(scales)] = scales
+    for first, rows, end in zip(stack.first, stack.rows, (*stack.first[1:], len(scales)), strict=True):
+        if rows:  # nobody wrote scales of an expert without tokens
+            into.scales[first:end] = scales[first:end]
     return into._replace(codes=stack.codes.view(torch.uint8).view(-1))
 
 

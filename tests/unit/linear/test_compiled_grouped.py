@@ -205,9 +205,12 @@ def test_backward_uses_the_weights_scale_of_its_forward(again: bool) -> None:
         sites[0].state.finish_iteration()
         if again:
             run(leaf.detach().clone().requires_grad_(), weights, numbers, sites)
+        for weight in weights:
+            weight.grad = None
         y.backward(randn(127, N, seed=3))
-        outcomes.append(leaf.grad)
-    assert_same_bytes(*outcomes)
+        outcomes.append([leaf.grad, *(weight.grad for weight in weights)])
+    for one, other in zip(*outcomes, strict=True):
+        assert_same_bytes(one, other)
 
 
 def test_numbers_that_do_not_fit_are_refused_as_the_graph_runs() -> None:

@@ -7,11 +7,16 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import specified
+from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.linear import stacked
 from megatron_fp8.linear.packed import Packed, PackedLayout
+from megatron_fp8.linear.passes import Call
 from megatron_fp8.linear.saved_layout import SideLayout
+from megatron_fp8.linear.tensor_parallel import ALONE
 from megatron_fp8.numerics.rule import Rule
+from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.tensor import QuantizedSide
-from tests.support.sites import ALL_RECIPES, randn
+from tests.support.sites import ALL_RECIPES, make_site, randn
 
 K = 150
 CPU = torch.device("cpu")
@@ -54,6 +59,25 @@ def test_what_was_packed_comes_out(name: str, turned: bool) -> None:
             for part, lies in zip((found.codes, found.scale_inv), alone, strict=True):
                 assert part.stride() == lies.strides
                 assert turned or part.storage_offset() % 16 == 0
+
+
+@pytest.mark.skipif(loops.inner_loop() is None, reason="no inner loop for products")
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "blockwise", "mxfp8"])
+def test_a_stack_lies_as_if_it_were_packed(name: str) -> None:
+    """An expert without tokens has scales in a stack too, where they do not go by blocks."""
+    state, numbers = Fp8State(), (40, 0, 129, 0)
+    calls = [
+        Call(make_site(name, state=state, recording=False)[0], ALONE, True, True, False, False)
+        for _ in numbers
+    ]
+    x, weights = randn(sum(numbers), K, seed=1), [randn(96, K, seed=e) for e in range(len(numbers))]
+    kept = stacked.weights_of(x, weights, calls, [True])
+    _, operands, _ = stacked.forward(x, weights, calls, numbers, kept, needs_wgrad=True)
+    assert kept and operands is not None
+    each = [operands.side(operands.columnwise, e) for e in range(len(numbers))]
+    wanted = PackedLayout(SideLayout.of(operands.rule, True), K).pack(each, numbers, CPU)
+    for found, one in zip(stacked.packed(operands), wanted, strict=True):
+        assert_same_bytes(found, one)
 
 
 def test_what_hooks_give_back_is_looked_at() -> None:
