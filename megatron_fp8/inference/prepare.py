@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..backends import emulated
+from ..linear.fitted import fitted
 from ..linear.site import GemmSite
 from ..nn.experts import Fp8ExpertLinear
 from ..params.fp8_parameter import Fp8Parameter
@@ -50,10 +51,22 @@ class PreparedSite:
 
 @dataclass
 class InferenceReport:
-    """What was prepared. ``total_before`` and ``total_after`` are the whole model's parameters and buffers."""
+    """What was prepared.
+
+    Attributes:
+        sites: the linears whose weights are codes.
+        high_precision: names of the other FP8 linears, whose weights stay as they are.
+        not_called: those of them that no call has reached since the conversion: other code may read their weights.
+        replaced: names of those in ``sites`` whose weight did not fit delayed scaling's scale, and has one of its own.
+        ran: whether the model has run since its conversion; if not, ``not_called`` cannot be known.
+        total_before, total_after: bytes of the whole model's parameters and buffers.
+    """
 
     sites: list[PreparedSite] = field(default_factory=list)
     high_precision: list[str] = field(default_factory=list)
+    not_called: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    ran: bool = True
     total_before: int = 0
     total_after: int = 0
 
@@ -65,6 +78,21 @@ class InferenceReport:
             f"{len(self.sites)} linears in FP8: {before:,} -> {after:,} bytes;"
             f" {len(self.high_precision)} stay as they are; model {self.total_before:,} -> {self.total_after:,} bytes"
         )
+        if self.not_called:
+            lines.append(
+                f"weights stay as they are, since no call reached these linears and other code may read the weights:"
+                f" {', '.join(self.not_called)}"
+            )
+        if self.replaced:
+            lines.append(
+                "weights replaced since training gave them a scale, which did not fit, have one of their own:"
+                f" {', '.join(self.replaced)}"
+            )
+        if not self.ran:
+            lines.append(
+                "whether other code reads these weights is not known, since the model has not run since its conversion:"
+                " run a batch first, then prepare"
+            )
         return "\n".join(lines)
 
 
@@ -76,9 +104,11 @@ def prepare_for_inference(
 
     Args:
         model: a Megatron-Core model of this package's layers, or one that convert_to_fp8 converted. No parameter of it
-            takes gradients afterwards. To keep a model that trains, prepare a deep copy. save_pretrained of a
+            takes gradients afterwards. Of a converted model that has run, linears that were never called stay as they
+            are: other code may read their weights. To keep a model that trains, prepare a deep copy. save_pretrained of a
             transformers model writes dequantised weights.
         calibration: static activation scales; None scales activations as the recipe does (delayed: by its history).
+            Weights are scaled as evaluation scales them: delayed, by their history if that fits them.
         pad_tokens: pad every FP8 linear's tokens to a multiple of this; None: to the recipe's alignment, on backends
             whose kernels like it; 1: never. The result is the same. Never in sequence parallelism, nor those of experts
             whose weights are stacked.
@@ -101,6 +131,10 @@ def prepare_for_inference(
     report = InferenceReport(total_before=model_bytes(model))
     for tied in (linear for linear in quantised if linear.weight is None):
         _keep_in_high_precision(tied)
+    uncalled = _uncalled(active)
+    report.ran = uncalled is not None
+    report.not_called = [linear.fp8_site.plan.name for linear in uncalled or []]
+    active = [linear for linear in active if linear not in (uncalled or [])]
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if linear not in active]
     counts = Counter(_which_weight(linear) for linear in active)
     last = {linear.around: linear for linear in active if isinstance(linear, Fp8ExpertLinear)}
@@ -111,9 +145,10 @@ def prepare_for_inference(
         number = _which_weight(linear)
         weight = shared.get(number)
         if weight is None:
-            weight = inference_weight(
-                getattr(linear, "matrix", linear.weight), linear.fp8_site.casts["weight"].rowwise
-            )
+            quantizer = _evaluated_by(linear.fp8_site)
+            weight = inference_weight(getattr(linear, "matrix", linear.weight), quantizer)
+            if (misfits := getattr(quantizer, "misfits", None)) is not None and bool(misfits):
+                report.replaced.append(linear.fp8_site.plan.name)
         if counts[number] > 1:
             shared[number] = weight
         report.sites.append(_prepare(linear, weight, static.get(linear.fp8_site.plan.name), pad_tokens))
@@ -128,6 +163,27 @@ def prepare_for_inference(
     save_in_high_precision(model)
     model.fp8_inference = report  # type: ignore[assignment]
     return model
+
+
+def _uncalled(linears: list[Any]) -> list[Any] | None:
+    """Those that no call has reached since the model was converted; None: no call has reached any, so nothing is known.
+
+    Megatron-Core's layers call their linears, and modules of experts theirs, if a token comes.
+    """
+    converted = [linear for linear in linears if hasattr(linear, "fp8_sites")]
+    if converted and not any(linear.fp8_sites.was_called for linear in converted):
+        return None
+    return [
+        linear
+        for linear in converted
+        if not (isinstance(linear, Fp8ExpertLinear) or linear.fp8_sites.was_called)
+    ]
+
+
+def _evaluated_by(site: GemmSite) -> Any:
+    """What quantises a weight as evaluation does. Megatron-Core's evaluation does not look whether a scale fits."""
+    weights = site.weights
+    return (fitted(weights.casts) if weights.evaluated_by is weights.casts else weights.evaluated_by).rowwise
 
 
 def _which_weight(linear: Any) -> int:

@@ -45,7 +45,7 @@ class _StoredRows(_Stored):
 
 
 class RowwiseFp8Parameter(Fp8Parameter):
-    """An FP8 weight of one direction: y = x @ w^T can be computed, gradients through it cannot."""
+    """An FP8 weight of one direction, for y = x @ w^T; a gradient through it makes the other's codes of its values."""
 
 
 def inference_weight(weight: torch.Tensor, quantizer: Quantizer) -> Any:

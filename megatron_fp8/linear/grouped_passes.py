@@ -121,14 +121,17 @@ def _cast(
         uncast.append(plain)
         ready.append(site.weights.ready(weight, fresh=call.fresh_weight, record=call.record))
         if ready[-1] is None:
-            wanted.append(Wanted(site.weights.casts, weight, site.weights.direction, call.record))
+            casts = site.weights.casts_in(call.training)
+            wanted.append(Wanted(casts, weight, site.weights.direction, call.record))
     found: list[tuple[Operand, Operand | None, Sides]] = []
     with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
         made = iter(cast_each(wanted))
         for e, (part, weight, call) in enumerate(zip(parts, weights, group.calls, strict=True)):
             if len(part) and not _is_coded(part):
                 operands[e] = input_operands(part, call, next(made), uncast[e])
-            sides = ready[e] or call.site.weights.take(weight, next(made), record=call.record)
+            sides = ready[e] or call.site.weights.take(
+                weight, next(made), record=call.record, training=call.training
+            )
             found.append((*operands[e], sides))
     return found
 

@@ -91,7 +91,9 @@ def _forward(
     site.note_forward()
     tokens = as_matrix(x)  # [M, K]
     operand, saved = quantize_input(tokens, call, needs_wgrad)  # [M of all ranks, K], [K, M]
-    quantized_weight = site.weights.quantized(weight, fresh=call.fresh_weight, record=call.record)
+    quantized_weight = site.weights.quantized(
+        weight, fresh=call.fresh_weight, record=call.record, training=call.training
+    )
     assert quantized_weight.rowwise is not None
     # [tokens, N]
     y = site.multiply("fprop", operand, quantized_weight.rowwise, x.dtype, bias, record=call.record)

@@ -26,8 +26,9 @@ from ..tensor import Float8Tensor, QuantizedSide
 from .packed import Packed, PackedLayout
 from .passes import Call
 from .saved_layout import SideLayout
-from .site import GemmSite, Kept
+from .site import GemmSite
 from .weight_again import still_held
+from .weight_cache import Kept
 from .weight_gradients import each_weight_gradient
 
 
@@ -195,6 +196,7 @@ def weights_of(
         and all(loops.plain(weight) and weight.dtype == dtype and weight.numel() for weight in weights)
         and not any(call.save_original_input for call in calls)
         and all(call.site.weights.direction == "both" for call in calls)
+        and all(call.site.weights.evaluated_by is call.site.weights.casts or call.training for call in calls)
     )
     return taken and _kept(weights, calls)
 

@@ -69,11 +69,15 @@ class Fp8ExpertLinear(Fp8Layer):
         return getattr(self.around, self._stack.parameter)[self._number] if own is None else own
 
     @property
+    def held(self) -> torch.nn.Parameter | None:
+        """The stack; what inference made of its part, once it did; None where the stack is computed."""
+        own = self._parameters.get("weight")
+        return self.around._parameters.get(self._stack.parameter) if own is None else own
+
+    @property
     def fp8_device(self) -> torch.device:
         """Where its weight is."""
-        held = self._parameters.get("weight")
-        if held is None:  # a stack that is parametrised is computed whenever it is asked for
-            held = self.around._parameters.get(self._stack.parameter)
+        held = self.held  # a stack that is parametrised is computed whenever it is asked for
         device: torch.device = (self.weight if held is None else held).device
         return device
 
@@ -300,6 +304,10 @@ class Fp8Experts(torch.nn.Module):
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for stack in self.fp8_stacks:
+            if f"{prefix}{stack.parameter}" in state_dict:
+                for linear in self.fp8_linears(stack):
+                    self.fp8_group.loads(linear.fp8_sites)
         for stack in self._taken_apart():
             if (whole := state_dict.pop(f"{prefix}{stack.parameter}", None)) is not None:
                 for number, linear in enumerate(self.fp8_linears(stack)):

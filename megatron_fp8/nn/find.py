@@ -57,8 +57,10 @@ def _unite(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
         if before.states:
             recorded[name] = linear.fp8_site
             group.take_in(before, linear.weight.device)
+        sites = linear.fp8_sites
         linear.leave_group()
         linear.join_group(group, name)
+        linear.fp8_sites.follow(sites)
     group.make_all_sites()  # before those that ran: ranks may have run different ones, and slots must not differ
     for name, site in recorded.items():
         take_over(site, linears[name].fp8_site)

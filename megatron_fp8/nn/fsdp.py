@@ -245,6 +245,8 @@ class GatheredAsCodes(torch.Tensor):
 class _Gathered(Fp8Parameter):
     """What FSDP puts into the module while it is gathered."""
 
+    is_gathered = True
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,10 +31,18 @@ from ..state.fp8_state import Fp8State
 from ..state.phases import Phases
 from .config import Fp8Config
 from .observed import Unused
+from .replaced import LeftByTraining
 from .sites import LONE, LinearSites, Preparation
 
 if TYPE_CHECKING:
     from .linear import Fp8Layer
+
+
+UNTRAINABLE = (
+    "weights were made FP8 codes by prepare_for_inference, and no gradient trains those: load the weights into a model of"
+    " high precision and convert that, or prepare a deep copy (copy.deepcopy) and train the original"
+)
+"""What is to be said of training a prepared model."""
 
 
 class Fp8Group:
@@ -48,6 +57,8 @@ class Fp8Group:
         owed: the optimizer stepped after casts that no ``fp8_step`` has settled.
         iteration: how many iterations ``fp8_step`` has finished.
         unused: finds linears that do not run.
+        left: its parameters as the training left them.
+        delays: some linear's scales are delayed.
         making: held while a site is made.
     """
 
@@ -57,6 +68,10 @@ class Fp8Group:
         self.owed = False
         self.iteration = 0
         self.unused = Unused()
+        self.left = LeftByTraining()
+        self.delays = False
+        self._said_untrainable = False
+        self._resumed = False
         self.making = threading.Lock()
         self._phases = Phases()
         self._members: list[LinearSites] = []
@@ -77,6 +92,7 @@ class Fp8Group:
         """The same, in the same iteration and phase: DelayedScaling.interval and random bits go by it."""
         copied = memo[id(self)] = Fp8Group(copy.deepcopy(self.config, memo))
         copied.iteration, copied._phases = self.iteration, self._phases
+        copied.left = LeftByTraining(copied=True)
         return copied
 
     # -------------------------------------------------------------------------------------------------------- members
@@ -192,20 +208,46 @@ class Fp8Group:
             total.add(state.finish_iteration())
         self.iteration += 1
         self.owed = False
+        self._written_by_training()
         return total
 
+    def _written_by_training(self) -> None:
+        """What the parameters are now, the training made them."""
+        self._resumed = False
+        if self.delays:
+            self.left.note(self._parameters())
+
     def resume(self, iteration: int) -> None:
-        """Go on from a saved iteration; the weights may be other ones."""
+        """Go on from a saved iteration; the weights may be other ones, or become those that were saved."""
         self.iteration = iteration
+        self.left, self._resumed = LeftByTraining(), True
         for state in self.states.values():
             state.iteration = iteration
             state.weight_generation += 1
 
     def after_optimizer_step(self) -> None:
         """The weights are other ones now; casts before this step must be settled before the next."""
+        self._written_by_training()
         self.owed = self.owed or any(state.counts.fp8_gemms for state in self.states.values())
         for state in self.states.values():
             state.weight_generation += 1  # kept codes are stale, even where no version of a weight says so
+
+    def loads(self, sites: LinearSites) -> None:
+        """A linear's weight is about to be loaded. If its histories are not those that ``resume`` came with, it starts
+        cold, as any weight without a scale does."""
+        if not self._resumed:
+            sites.start_again()
+            for state in self.states.values():
+                state.weight_generation += 1
+
+    def say_untrainable(self) -> None:
+        """Warn, once, that a prepared model is about to be trained."""
+        if not self._said_untrainable:
+            self._said_untrainable = True
+            warnings.warn(
+                f"train() of a model whose {UNTRAINABLE}; what is around them, such as adapters, may be trained",
+                stacklevel=3,
+            )
 
     def take_in(self, other: Fp8Group, device: torch.device) -> None:
         """What another group has counted and owes is this one's, on the device where its linear is now."""

@@ -26,7 +26,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import Switch, autocasts, current_switch, in_recompute, runs_fp8, without_autocast
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
-from .group import Fp8Group
+from .group import UNTRAINABLE, Fp8Group
 from .inputs import call_in_graph, call_on_values
 from .sites import LONE, LinearSites, rank
 
@@ -69,6 +69,11 @@ class Fp8Layer(torch.nn.Module):
     def trained(self) -> Iterator[torch.nn.Parameter]:
         """What an optimizer of it steps."""
         yield from self.parameters()
+
+    @property
+    def held(self) -> torch.nn.Parameter | None:
+        """The parameter that its weight is, or is a part of; None where it is computed."""
+        return self._parameters.get("weight")
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -136,6 +141,17 @@ class Fp8Layer(torch.nn.Module):
             self.fp8_group.leave_device(before)
         return self
 
+    def train(self, mode: bool = True) -> Fp8Layer:
+        """nn.Module's; of weights that were prepared for inference it is said, once, that nothing trains them."""
+        if mode and is_prepared(self._parameters.get("weight")):
+            self.fp8_group.say_untrainable()
+        return super().train(mode)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            self.fp8_group.loads(self.fp8_sites)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a deep copy and of a pickle, group and sites are its own. A shallow copy joins the original's group."""
         super().__setstate__(state)
@@ -202,6 +218,8 @@ class Fp8Layer(torch.nn.Module):
     ) -> torch.Tensor:
         """y [..., N] by the unconverted layer's own forward. ``observe``: it fills delayed scaling's histories."""
         y = self.plain_forward(x, weight)
+        if not torch.compiler.is_compiling():
+            self.fp8_sites.called = True
         if self.training:
             matrix = self.as_matrix(weight)
             _count(site, x, weight, y)
@@ -298,6 +316,11 @@ def _count(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, y: torch.Tenso
         y.register_hook(count)
 
 
+def is_prepared(weight: torch.Tensor | None) -> bool:
+    """Whether a linear's weight is the codes that prepare_for_inference made."""
+    return isinstance(weight, Fp8Parameter) and not weight.is_gathered
+
+
 def check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
     """RuntimeError for a weight that is no plain parameter, and that this call cannot use.
 
@@ -312,6 +335,8 @@ def check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
         raise RuntimeError(
             f"{name}: enable_fp8_all_gather prepared its weight for fully_shard, which has not been called"
         )
+    if weight.requires_grad and is_prepared(weight):
+        raise RuntimeError(f"{name}: {UNTRAINABLE}")
     if isinstance(weight, Fp8Parameter) and not as_built:
         raise RuntimeError(
             f"{name}: its weight was gathered as FP8 codes, so it cannot run in high precision or by another recipe here:"

@@ -124,7 +124,7 @@ class Fp8Report:
         running = sum(row.converted and row.in_use for row in self.rows)
         return (
             f"{running} of {len(self.rows)} modules with parameters run in FP8: {_percent(self.weights_in_fp8)} of the"
-            f" weights, {_percent(self.flops_in_fp8)} of the FLOPs if a token meets each matrix once"
+            f" weights, {_percent(self.flops_in_fp8)} of the linears' FLOPs if a token meets each matrix once"
             + (", not counting what has no shape yet" if any(row.lazy for row in self.rows) else "")
         )
 

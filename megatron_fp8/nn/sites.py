@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..linear.fitted import STEPPED, Known, warn_of_replaced
 from ..linear.site import GemmSite
 from ..plan.overrides import matching
 from ..plan.resolve import resolve
@@ -56,6 +57,7 @@ class LinearSites:
         made: (device, '') -> the site by the linear's own recipe, (device, label) -> that by another (Switch.label).
         ready_on: the device for which a call needs to ask nothing: its site is there, and no history has to move to it.
         forwards: the switches around the linear's forwards, for recomputations.
+        called: a forward of the linear ran in high precision.
     """
 
     def __init__(
@@ -71,6 +73,9 @@ class LinearSites:
         self.made: dict[tuple[torch.device, str], GemmSite] = {}
         self.ready_on: torch.device | None = None
         self.forwards = Forwards(by_recipe=True)
+        self.called = False
+        self._ran = False  # in FP8, on sites that are gone
+        self._doubted = False  # others than the training may have written the weight of which this is a copy
         self._shape, self._prepared, self._also = shape, prepared, also
         self._left: dict[str, GemmSite] = {}  # label -> where it ran before it was moved, until it runs again
         self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # label -> histories, until its site is made
@@ -91,7 +96,18 @@ class LinearSites:
     @property
     def has_run(self) -> bool:
         """Whether a call of the linear ran in FP8, by its own recipe or fp8_autocast's."""
-        return any(site.has_run for site in self.made.values())
+        self._ran = self._ran or any(site.has_run for site in self.made.values())
+        return self._ran
+
+    @property
+    def was_called(self) -> bool:
+        """Whether a forward of the linear ran at all."""
+        return self.called or self.has_run
+
+    def follow(self, before: LinearSites) -> None:
+        """What is known of the linear by other sites, which these take the place of, or are a copy of."""
+        self._ran, self.called = before.has_run, before.called
+        self._doubted = before._known().limit < STEPPED
 
     # ------------------------------------------------------------------------------------------------------ making them
 
@@ -129,6 +145,9 @@ class LinearSites:
             plan = replace(plan, name=f"{plan.name}@{recipe_name(recipe)}")
         state = group.state(device)
         site = GemmSite(plan, state, None, seed=state.seed, stream=rank())
+        if site.has_histories:
+            group.delays = True
+            site.weights.fit(self._known, self._tell)
         if self._prepared is not None and recipe is None:
             self._prepared(site)
         return site
@@ -166,6 +185,24 @@ class LinearSites:
             if where == device and label and site.has_histories:
                 _load(site, self._loaded.pop(label, {}))
 
+    def start_again(self) -> None:
+        """Another weight comes, and what the histories know is of the one before: all of them are cold."""
+        self._loaded, self._left = {}, {}
+        for site in self.made.values():
+            for slot in delayed_slots(site).values():
+                slot.arena.start_again(slot)
+
+    def _known(self) -> Known:
+        """What is known of the weight since it got its scale."""
+        linear, group = self.linear, self._group()
+        if linear is None or group is None:
+            return Known()
+        return group.left.known(linear.held, doubted=self._doubted)
+
+    def _tell(self, name: str) -> None:
+        self.group.left.told = True
+        warn_of_replaced(name)
+
     # ---------------------------------------------------------------------------------------------- moves and copies
 
     def leave(self, device: torch.device) -> None:
@@ -179,6 +216,7 @@ class LinearSites:
 
     def forget(self, device: torch.device) -> None:
         """The sites on a device are of a state that is gone."""
+        self._ran = self.has_run
         self.made = {key: site for key, site in self.made.items() if key[0] != device}
 
     def of_copy(self, linear: Fp8Layer, group: Fp8Group, memo: dict[int, Any] | None = None) -> LinearSites:
@@ -196,6 +234,7 @@ class LinearSites:
         copied = self.of_copy(memo[id(linear)], copy.deepcopy(self.group, memo), memo)
         device = linear.fp8_device
         copied._loaded = copy.deepcopy(self.histories(device), memo)
+        copied.follow(self)
         ran = self.made.get((device, "")) or self._left.get("")
         if ran is not None and ran.has_histories and device.type != "meta":
             take_over(ran, copied.on(device))

@@ -52,7 +52,8 @@ def granularities(rule: Rule) -> list[Granularity]:
 def cast_by_kernel(quantizer: Quantizer, device: torch.device) -> bool:
     """Whether kernels round a master and cast it straight into its one set of codes (kernels/param_cast.py)."""
     return (
-        quantizer.backend is native
+        type(quantizer) is Quantizer  # others cast in a way of their own
+        and quantizer.backend is native
         and kernels.run_on(device)
         and quantizer.rule.granularity in (TENSOR, BLOCK_128X128)
     )
@@ -156,6 +157,8 @@ class Fp8Parameter(CodedTensor):
     """
 
     _stored: _Stored
+    is_gathered = False
+    """Whether it is a view of shards for the length of a forward, and its values are elsewhere."""
 
     @staticmethod
     def __new__(cls, stored: _Stored) -> Fp8Parameter:

@@ -162,6 +162,19 @@ class Arena:
         was_warm, slot.warm = slot.warm, bool(saved["warm"])
         held.cold += was_warm - slot.warm
 
+    def start_again(self, slot: Slot) -> None:
+        """Forget a delayed slot's history: it is cold, as a tensor that was never cast.
+
+        Its scale stays for captured CUDA graphs, which have no cold start: their next replay uses it, and makes another.
+        """
+        assert slot.delayed is not None
+        held = self._histories[slot.delayed, slot.fmt.name]
+        held.grow()
+        held.rings.load(slot.column, torch.zeros(1, device=self.device, dtype=torch.float32))
+        self.rows[0, slot.index] = 0
+        held.cold += slot.warm
+        slot.warm = False
+
     @torch.inference_mode(False)
     def _trim(self) -> None:
         """Drop the spare capacity, so that collectives and updates touch slots only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.inference.padding import Padding, pad_tokens
 from megatron_fp8.inference.weights import inference_weight
 from megatron_fp8.kernels.cpu import few_rows
-from megatron_fp8.nn import Fp8Config, convert_to_fp8
+from megatron_fp8.nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_step
 from megatron_fp8.params.fp8_parameter import Fp8Parameter
 from megatron_fp8.state.phases import Phases
 from tests.support.inference_models import HIDDEN, IN, OUT, RECIPES, activations, converted
@@ -251,6 +252,87 @@ def test_the_report_says_what_runs():
     text = str(prepare_for_inference(model).fp8_inference)
     assert "rowwise: weights e4m3 per row, activations dynamic, one scale per row" in text
     assert "1 linears in FP8: 8,320 -> 4,480 bytes" in text
+
+
+class Reader(nn.Module):
+    """As Mamba's dt_proj: its code multiplies by a linear's weight and never calls that linear."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.called, self.read = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.called(x), self.read.weight)
+
+
+@pytest.mark.parametrize("how", ["in FP8", "in high precision", "copied since", "compiled"])
+def test_weights_that_other_code_reads_stay_as_they_are(how):
+    model, x = convert_to_fp8(Reader()), torch.randn(5, 64)
+    if how == "in FP8":
+        model(x)
+    elif how == "in high precision":
+        with fp8_autocast(enabled=False):
+            model(x)
+    elif how == "compiled":
+        torch.compile(model, backend="aot_eager")(x)
+    elif how == "copied since":
+        model(x)
+        model = copy.deepcopy(model)
+    expected = copy.deepcopy(model)(x).detach()
+    report = prepare_for_inference(model).fp8_inference
+    assert_same_bytes(model(x), expected)
+    assert isinstance(model.called.weight, Fp8Parameter) and type(model.read.weight) is nn.Parameter
+    assert report.ran and report.not_called == report.high_precision == ["read"]
+    assert [site.name for site in report.sites] == ["called"]
+    assert "1 linears in FP8" in str(report) and "may read the weights: read" in str(report)
+
+
+def test_of_a_model_that_has_not_run_nothing_is_known_and_that_is_said():
+    model = convert_to_fp8(Reader())
+    report = prepare_for_inference(model).fp8_inference
+    assert not report.ran and report.not_called == [] and len(report.sites) == 2
+    assert "is not known, since the model has not run since its conversion: run a batch first" in str(report)
+    assert "not known" not in str(prepare_for_inference(converted()).fp8_inference)
+
+
+def test_a_linear_that_stayed_and_is_called_later_runs_as_in_training():
+    model, x = convert_to_fp8(Reader()), torch.randn(5, 64)
+    model(x)
+    expected = copy.deepcopy(model).read(x).detach()
+    prepare_for_inference(model)
+    assert_same_bytes(model.read(x), expected)
+
+
+def test_linears_that_were_made_one_by_one_have_run_too():
+    model, x = Reader(), torch.randn(5, 64)
+    for linear in (model.called, model.read):
+        Fp8Linear.from_linear(linear)
+    model(x)
+    fp8_step(model)  # unites them
+    assert prepare_for_inference(model).fp8_inference.not_called == ["read"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_a_prepared_model_is_answered_in_our_words(recipe):
+    model = prepare_for_inference(converted(recipe))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.eval()
+    with pytest.warns(
+        UserWarning, match="made FP8 codes by prepare_for_inference, and no gradient trains those"
+    ) as said:
+        model.train()
+        model.train()
+    assert len(said) == 1
+    model(activations(3)).detach()  # what is frozen may run in any mode
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="0: weights were made FP8 codes by prepare_for_inference"):
+        model(activations(3))
+    model.requires_grad_(False)
+    x = activations(3).requires_grad_()
+    model(x).float().sum().backward()  # adapters around it
+    assert x.grad is not None and x.grad.abs().sum() > 0
 
 
 def test_transformer_engines_linears_are_not_ours_to_prepare():

@@ -91,6 +91,26 @@ def test_an_expert_without_tokens_keeps_its_scales() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.* was replaced since")
+@pytest.mark.parametrize("loaded", [True, False], ids=["load_state_dict", "in place"])
+def test_replaced_stacks_are_scaled_by_themselves_in_evaluation(loaded: bool) -> None:
+    """Delayed scaling knows the weights of before: 8 times as large they would saturate."""
+    experts, fresh = converted(recipe="delayed"), converted(recipe="delayed")
+    run(experts)
+    for e in range(EXPERTS):  # what a stack is given is not what it was trained on, either
+        experts.fp8_linears()[2 * e + 1].fp8_site.casts["input"].rowwise.slot.warm = False
+    state = {name: 8 * value for name, value in experts.state_dict().items()}
+    if loaded:
+        experts.load_state_dict(state)
+    else:
+        with torch.no_grad():
+            for stack in STACKS.values():
+                getattr(experts, stack).copy_(state[stack])
+    fresh.load_state_dict(state)
+    y, expected = (module.eval()(hidden(), *routing()).detach() for module in (experts, fresh))
+    assert (y - expected).float().norm() < (0 if loaded else 0.1) * expected.float().norm() + 1e-6
+
+
 # ----------------------------------------------------------------------------------------------------------------- names
 
 
@@ -98,9 +118,9 @@ def test_report_names_each_expert_and_what_stays() -> None:
     model = convert_to_fp8(layer(), "mxfp8")
     sites = [f"experts.{e}.{of}" for e in range(EXPERTS) for of in STACKS]
     assert model.fp8_report.converted == ["proj", *sites]
-    assert model.fp8_report.weights_in_fp8 == pytest.approx(1, abs=0.01) and "100 % of the FLOPs" in str(
-        model.fp8_report
-    )
+    assert model.fp8_report.weights_in_fp8 == pytest.approx(
+        1, abs=0.01
+    ) and "100 % of the linears' FLOPs" in str(model.fp8_report)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in layer().named_parameters()]
     again = convert_to_fp8(model)
     assert again.fp8_report.converted == ["proj", *sites] and "already" in str(again.fp8_report)
