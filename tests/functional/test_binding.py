@@ -131,22 +131,31 @@ def test_another_model_is_refused_by_name(heard, folder, name):
     assert [path.name for path in (folder / f"{name} changed").rglob("iter_*")] == ["iter_0000002"]
 
 
+WARNED = ("has no record of", "the tokenizer has no token for")
+"""Of what these runs are: checkpoints without the records of their run, and one text twice, whose seam is no word."""
+
+
+def unforeseen(said: str) -> list[str]:
+    """The lines on stderr that these runs do not call for."""
+    return [line for line in said.splitlines() if not any(words in line for words in WARNED)]
+
+
 def test_an_accepted_change_is_said_and_recorded(heard, folder):
     code, said, printed = heard["accepted"]
-    assert (code, said) == (0, "") and "model.rotary_base 10000 -> 500000" in printed
+    assert code == 0 and not unforeseen(said) and "model.rotary_base 10000 -> 500000" in printed
     assert "an earlier version, which had no checksum" in printed
     facts = read_manifest(folder / "accepted" / "checkpoints" / "iter_0000003").facts
     change = {"iteration": 2, "name": "model.rotary_base", "there": 10000, "here": 500000}
     assert facts["accepted"] == [change] and facts["run"]["checkpoint"]["accept"] == ["model.rotary_base"]
     code, said, printed = heard["goes on"]
-    assert (code, said) == (0, "") and "500000" not in printed and "checksum" not in printed
+    assert code == 0 and not unforeseen(said) and "500000" not in printed and "checksum" not in printed
     assert read_manifest(folder / "accepted" / "checkpoints" / "iter_0000005").facts["accepted"] == [change]
     assert "accepted    model.rotary_base: 10000 -> 500000 at iteration 2" in heard["inspect accepted"][2]
 
 
 def test_what_may_change_is_said_in_a_line(heard):
     code, said, printed = heard["other"]
-    assert (code, said) == (0, "")
+    assert code == 0 and not unforeseen(said)
     (line,) = [line for line in printed.splitlines() if "not as it was" in line]
     for words in ("fp8_margin 0 -> 1", "hidden_dropout 0.1 -> 0.0", "optimizer.lr 0.01 -> 0.001"):
         assert words in line
@@ -155,7 +164,7 @@ def test_what_may_change_is_said_in_a_line(heard):
 def test_data_are_compared_by_content(heard):
     assert "content of data.paths" not in heard["goes on"][2]
     code, said, printed = heard["other content"]
-    assert (code, said) == (0, "") and ", the content of data.paths " in printed
+    assert code == 0 and not unforeseen(said) and ", the content of data.paths " in printed
     assert printed.count("content of data.paths") == 2  # what changed, and that the order depends on it
 
 
@@ -173,7 +182,8 @@ def test_another_tokenizer_is_refused(heard):
 def test_fields_of_other_versions(heard):
     assert "model.new_gate is 3 there and None here" in refused(heard, "unknown field")
     assert "This version does not know model.new_gate" in refused(heard, "unknown field")
-    assert heard["unknown and off"][:2] == heard["older"][:2] == (0, "")
+    for name in ("unknown and off", "older"):
+        assert heard[name][0] == 0 and not unforeseen(heard[name][1])
 
 
 def test_tensors_say_what_the_manifest_does_not(heard):
