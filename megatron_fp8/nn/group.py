@@ -57,7 +57,7 @@ class Fp8Group:
         owed: the optimizer stepped after casts that no ``fp8_step`` has settled.
         iteration: how many iterations ``fp8_step`` has finished.
         unused: finds linears that do not run.
-        left: its parameters as the training left them.
+        left: its weights as the training left them.
         delays: some linear's scales are delayed.
         making: held while a site is made.
     """
@@ -215,7 +215,7 @@ class Fp8Group:
         """What the parameters are now, the training made them."""
         self._resumed = False
         if self.delays:
-            self.left.note(self._parameters())
+            self.left.note(linear.held for sites in self._members if (linear := sites.linear) is not None)
 
     def resume(self, iteration: int) -> None:
         """Go on from a saved iteration; the weights may be other ones, or become those that were saved."""

@@ -21,7 +21,7 @@ from ..linear.fitted import Known
 
 
 class _Left(NamedTuple):
-    """A parameter as training left it."""
+    """A weight as training left it."""
 
     parameter: weakref.ref[torch.Tensor]
     version: int
@@ -29,10 +29,10 @@ class _Left(NamedTuple):
 
 
 class LeftByTraining:
-    """The parameters of a model as its training left them.
+    """The weights of a model's linears as its training left them.
 
     Args:
-        copied: it is of a deep copy, whose parameters are all at the beginning of their versions.
+        copied: it is of a deep copy, whose weights are all at the beginning of their versions.
 
     Attributes:
         told: the model's user was told of a weight that does not fit its scale.
@@ -43,14 +43,15 @@ class LeftByTraining:
         self._copied = copied
         self._left: dict[int, _Left] = {}
 
-    def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """The training may have written them until now."""
+    def note(self, weights: Iterable[torch.nn.Parameter | None]) -> None:
+        """The training may have written them until now. A weight that is computed is None."""
         self._copied = False
-        self._left = {}
-        for parameter in parameters:
-            if id(parameter) not in self._left and not parameter.is_inference():  # which has no version
-                left = _Left(weakref.ref(parameter), parameter._version, not parameter.requires_grad)
-                self._left[id(parameter)] = left
+        left: dict[int, _Left] = {}
+        for weight in weights:
+            if weight is None or id(weight) in left or weight.is_inference():  # which has no version
+                continue
+            left[id(weight)] = _Left(weakref.ref(weight), weight._version, not weight.requires_grad)
+        self._left = left
 
     def known(self, parameter: torch.Tensor | None, *, doubted: bool = False) -> Known:
         """What is known of one now. ``doubted``: of a copy, that the original may not have been what training left."""

@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.nn import (
+    Fp8Linear,
     convert_to_fp8,
     fp8_autocast,
     fp8_state_dict,
@@ -278,3 +279,22 @@ def test_weights_without_numbers_or_with_inf_keep_the_scale():
             warnings.simplefilter("error")
             model.eval().up(batch(9))
         assert_same_bytes(model.up.fp8_site.weights.evaluated_by.rowwise.delayed_scale(), kept)
+
+
+@pytest.mark.parametrize("factor, replaced", [(8.0, ["linear"]), (1.9, [])])
+def test_prepared_linears_that_evaluation_does_not_look_at(factor, replaced):
+    """Megatron-Core's: nobody knows who wrote their weights, and an optimizer may have made them a little larger."""
+    torch.manual_seed(0)
+    linear = Fp8Linear(64, 64, recipe=RECIPE)
+    train_alone(linear)
+    linear.fp8_site.weights.evaluated_by = linear.fp8_site.weights.casts
+    linear.weight.data *= factor
+    before = linear.eval()(torch.eye(64)).detach()
+    assert prepare_for_inference(linear).fp8_inference.replaced == replaced
+    assert torch.equal(linear(torch.eye(64)), before) == (not replaced)
+
+
+def train_alone(linear: nn.Module) -> None:
+    for step in range(2):
+        linear(torch.eye(64) + step).square().mean().backward()
+        fp8_step(linear)
