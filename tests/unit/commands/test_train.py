@@ -34,7 +34,8 @@ class Training:
     def __init__(self, number: int | None, run_dir: str) -> None:
         self.number, self.finished = number, 0
         self.stepper = SimpleNamespace(stop=StopRequest({}))
-        self.run = SimpleNamespace(train=SimpleNamespace(train_iters=9), run_dir=run_dir)
+        section = SimpleNamespace(folder=None)
+        self.run = SimpleNamespace(train=SimpleNamespace(train_iters=9), checkpoint=section, run_dir=run_dir)
         self.liveness = SimpleNamespace(skipped=0, taken=0, spike="")
         self.display: Any = SimpleNamespace(close=lambda: None)
         self.telemetry: Any = SimpleNamespace(close_files=list)
