@@ -96,7 +96,7 @@ def _batches(options: argparse.Namespace, restored: Any) -> list[torch.Tensor]:
     import torch
 
     from ..train.data import corpus
-    from ..train.data.datasets import check_tokenizer, find_data
+    from ..train.data.datasets import check_data, check_tokenizer, find_data
 
     section, length = restored.run.data, restored.run.train.seq_length
     if options.data:
@@ -104,7 +104,8 @@ def _batches(options: argparse.Namespace, restored: Any) -> list[torch.Tensor]:
         if options.config is None:  # a user's text is not copied to where a checkpoint says
             section.cache_dir = None
     check_tokenizer(section, restored.tokenizer, restored.run.model.vocab_size or 0)
-    prefixes = find_data(section, restored.tokenizer, restored.vocab_size)
+    prefixes = find_data(section, restored.tokenizer)
+    check_data(prefixes, section, restored.vocab_size)
     parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
     tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
     count = options.batches * options.batch_size

@@ -207,10 +207,11 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     if not run.dry_run:
         folders.claim()
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
-    prefixes = data.find_data(run.data, tokenizer, vocab_size)
+    prefixes = data.find_data(run.data, tokenizer)
     first_here = launch.local_rank == 0
     files = input_facts(prefixes, chosen, first_here)
     launch.meeting.agree("files", files, run.train.distributed_timeout_minutes * 60, partial=not first_here)
+    data.check_data(prefixes, run.data, vocab_size)
     datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
     chunks = model.build_chunks(config, run, vocab_size)
     optimizer = model.build_optimizer(config, run, chunks)

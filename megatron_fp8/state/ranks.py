@@ -75,12 +75,17 @@ def total(number: int, group: Any = None) -> int:
     return number if size(group) == 1 else _reduced([number], "sum", group)[0]
 
 
+def largest(numbers: Sequence[int], group: Any = None) -> list[int]:
+    """The largest of all ranks' numbers at each place; every rank gives as many. One all-reduce."""
+    return list(numbers) if size(group) == 1 else _reduced(list(numbers), "max", group)
+
+
 def same_everywhere(numbers: Sequence[int], group: Any = None) -> bool:
     """Whether all ranks give these numbers, as many on each. One all-reduce: the largest, and the smallest negated."""
     if size(group) == 1:
         return True
-    largest = _reduced([*numbers, *(-number for number in numbers)], "max", group)
-    return all(a == -b for a, b in zip(largest[: len(numbers)], largest[len(numbers) :], strict=True))
+    most = largest([*numbers, *(-number for number in numbers)], group)
+    return all(a == -b for a, b in zip(most[: len(numbers)], most[len(numbers) :], strict=True))
 
 
 @uncollected()

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..files.checkpoint import (
     LATEST,
     Manifest,
-    check_files,
-    check_listed,
     complete_checkpoints,
     find_checkpoint,
     iteration_of,
@@ -29,8 +26,8 @@ from ..files.checkpoint import (
 from ..files.run_lock import job_name
 from ..mcore.checkpoint import training as checkpoint
 from ..mcore.checkpoint.saver import SaveError, Saver
-from ..state.ranks import first_to_say
 from . import binding, left_out, started_from
+from .checked import check_together
 from .config.run_config import RunConfig
 from .kept import is_inside, same_place
 from .launch.parallel import on_first_rank, seed_streams
@@ -91,19 +88,11 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
         manifest = read_manifest(found)
         _check_state(found, manifest)
         binding.check(run, found, manifest, tokenizer, ", or --resume=never")
-        check_listed(found, manifest)
         return found, manifest
 
     chosen = on_first_rank(find)
-    if chosen is None:
-        return None
-    problem = None
-    try:
-        check_files(*chosen, sorted(chosen[1].files)[dist.get_rank() :: dist.get_world_size()])
-    except ValueError as error:
-        problem = str(error)
-    if (found := first_to_say(problem)) is not None:
-        raise ValueError(found[1])
+    if chosen is not None:
+        check_together(*chosen)
     return chosen
 
 

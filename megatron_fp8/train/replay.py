@@ -23,7 +23,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ..files.checkpoint import (
-    check_files,
     complete_checkpoints,
     find_checkpoint,
     iteration_of,
@@ -45,6 +44,7 @@ from ..plan.site_plan import SitePlan
 from ..state.ranks import device_of, own_device, union
 from ..telemetry.subject import Pass, Table, adam_update, not_finite
 from . import binding
+from .checked import check_together
 from .config.model_section import padded_vocab_size, transformer_config
 from .config.run_config import RunConfig
 from .data import datasets
@@ -145,8 +145,9 @@ def replay(
     datasets.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
     launch.meeting.agree("settings", run_facts(run, tokenizer, launch.world_size))
     parallel.join(launch, run.model, run.train)
-    parallel.on_first_rank(lambda: check_files(folder, manifest))
-    prefixes = datasets.find_data(run.data, tokenizer, vocab_size)
+    check_together(folder, manifest)
+    prefixes = datasets.find_data(run.data, tokenizer)
+    datasets.check_data(prefixes, run.data, vocab_size)
     data = datasets.build_datasets(prefixes, run.data, run.train, tokenizer)
     _check_batches(batches, data[0], run)
     chunks = build_chunks(settings, run, vocab_size)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ..files.checkpoint import check_files, find_checkpoint, read_manifest, without_checksum
+from ..files.checkpoint import find_checkpoint, read_manifest, without_checksum
 from ..files.disk import remedy
 from ..files.manifest import Manifest
 from ..mcore.checkpoint.training import load_weights
@@ -24,6 +24,7 @@ from ..mcore.sites import check_plan
 from ..recipe import check_recipe_name
 from ..state.guard import as_overrides
 from . import binding
+from .checked import check_together
 from .config import run_config
 from .config.model_fields import IMPORT_PATHS
 from .config.model_section import padded_vocab_size, transformer_config
@@ -139,7 +140,7 @@ def restore(
     settings = transformer_config(run.model)
     launch.meeting.agree("settings", run_facts(run, tokenizer, launch.world_size))
     parallel.join(launch, run.model, run.train)
-    parallel.on_first_rank(lambda: check_files(folder, manifest))
+    check_together(folder, manifest)
     model = build_model(settings, run, vocab_size)
     bad = load_weights(folder, model, left_out=LEFT_OUT)
     check_plan([model])

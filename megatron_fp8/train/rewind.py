@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..files.checkpoint import Manifest, check_files, complete_checkpoints, iteration_of, read_manifest
+from ..files.checkpoint import Manifest, complete_checkpoints, iteration_of, read_manifest
 from . import left_out
+from .checked import check_together
 from .checkpoints import Start
 from .failure import TrainingFailed
 from .launch.parallel import on_first_rank
@@ -68,6 +69,7 @@ class Rewinds:
             chosen = on_first_rank(lambda: self._newest(iteration - 1))
             if chosen is None:
                 return None, f"warning: {why}. No checkpoint is from before, to go back to: training goes on."
+            check_together(*chosen)
             start = self._restore(chosen)
             first, last = (
                 left_out.place(start.samples, self.ranges),
@@ -90,16 +92,14 @@ class Rewinds:
         )
 
     def _newest(self, iteration: int) -> Chosen | None:
-        """This run's newest checkpoint of at most an iteration, its files checked; not one that was saved as the run was
+        """This run's newest checkpoint of at most an iteration; not one that was saved as the run was
         stopped, if there is another: a run that was not goes back to that one."""
         there = {iteration_of(path): path for path in complete_checkpoints(self.folder)}
         before = [done for done in there if done <= iteration]
         if not before:
             return None
         path = there[max(before, key=lambda done: (done % self._every == 0, done))]
-        manifest = read_manifest(path)
-        check_files(path, manifest)
-        return path, manifest
+        return path, read_manifest(path)
 
     def _write(self, records: list[dict[str, Any]]) -> None:
         try:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import operator
 import os
 import shutil
 import struct
 import sysconfig
-import time
 import warnings
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +22,14 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from ...files.checkpoint import digest
-from ...files.disk import discard, in_words, read_ordinary, replace_file, sync, write_file
+from ...files.disk import discard, in_words, read_ordinary, sync, write_file
 from ...files.strict_json import load_json
 from . import texts
 from .tokenizers import Tokenizer
 
 _ABOUT, _PAIR = "corpus.json", ("corpus.bin", "corpus.idx")
 _LAYOUT = 3  # 1 had no digests; 2 could cut a character in two
+_LARGEST_RECORD = 1 << 16
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34  # magic 9, version 8, dtype code 1, sequence count 8, document count 8
@@ -190,13 +188,13 @@ def check_indexed(prefix: str) -> IndexedInfo:
             " make both files readable, or give other data."
         ) from error
     if len(content) < _HEADER_BYTES or content[:9] != _INDEX_HEADER:
-        raise _corrupt(index, "it does not start like a Megatron index")
+        raise corrupt(index, "it does not start like a Megatron index")
     version, code, sequences, documents = struct.unpack("<QBQQ", content[9:_HEADER_BYTES])
     if version != 1 or code not in {member.value for member in DType}:
-        raise _corrupt(index, f"version {version} with dtype code {code} is not known (version 1 is)")
+        raise corrupt(index, f"version {version} with dtype code {code} is not known (version 1 is)")
     expected = _HEADER_BYTES + sequences * (4 + 8) + documents * 8
     if len(content) != expected:
-        raise _corrupt(
+        raise corrupt(
             index,
             f"it says {sequences} sequences and {documents} document ends, which take {expected} bytes, and "
             f"has {len(content)}",
@@ -206,14 +204,14 @@ def check_indexed(prefix: str) -> IndexedInfo:
     pointers = np.frombuffer(content, np.int64, sequences, _HEADER_BYTES + 4 * sequences)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * dtype.itemsize if sequences else pointers
     if (lengths < 0).any() or not np.array_equal(pointers, starts):
-        raise _corrupt(index, "its sequence lengths and positions disagree")
+        raise corrupt(index, "its sequence lengths and positions disagree")
     ends = np.frombuffer(content, np.int64, documents, _HEADER_BYTES + 12 * sequences)
     if not documents or ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any():
         found = f"go from {ends[0]} to {ends[-1]}" if documents else "there are none"
-        raise _corrupt(index, f"its document ends must rise from 0 to the {sequences} sequences, and {found}")
+        raise corrupt(index, f"its document ends must rise from 0 to the {sequences} sequences, and {found}")
     tokens = int(lengths.sum())
     if data.stat().st_size != tokens * dtype.itemsize:
-        raise _corrupt(
+        raise corrupt(
             data,
             f"its index says {tokens} tokens of {dtype.itemsize} bytes, {tokens * dtype.itemsize} bytes in "
             f"all, and it has {data.stat().st_size}",
@@ -262,85 +260,10 @@ def sampled_digest(path: Path) -> str | None:
     return hasher.hexdigest()
 
 
-def _corrupt(path: Path, what: str) -> ValueError:
+def corrupt(path: Path, what: str) -> ValueError:
     return ValueError(
         f"{str(path)!r} is corrupt or not Megatron's: {what}. Prepare the data again, or copy it again."
     )
-
-
-def check_ids(prefix: str, info: IndexedInfo, vocab_size: int, kept: Path) -> None:
-    """Raise ValueError if an id of `prefix` is not in [0, vocab_size): another tokenizer made it.
-
-    Args:
-        kept: the folder where the smallest and the largest id of a data set are kept, so that a large one is read once.
-    """
-    if not info.tokens:
-        raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
-    record = kept / f"{_state_of(prefix)}.json"
-    extremes = _kept_extremes(record)
-    if extremes is None:
-        extremes = _read_extremes(prefix, info, vocab_size)
-        if _is_settled(prefix):
-            with suppress(OSError):  # not kept where nothing can be written; then it is read again
-                kept.mkdir(parents=True, exist_ok=True)
-                replace_file(record, json.dumps({"prefix": prefix, "ids from and to": extremes}) + "\n")
-    _check_extremes(prefix, extremes, vocab_size)
-
-
-def _state_of(prefix: str) -> str:
-    """A digest that any write to the pair changes, and any other pair in its place: content as far as `fingerprint`
-    looks, and the times and numbers that the file system gives; of use on one node's view of it."""
-    paths = [os.path.realpath(prefix + ending) for ending in (".bin", ".idx")]
-    seen = [(path, *_times(path), os.stat(path).st_ino) for path in paths]
-    return hashlib.sha256(json.dumps([fingerprint(prefix), seen]).encode()).hexdigest()[:32]
-
-
-def _times(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_ctime_ns
-
-
-def _is_settled(prefix: str) -> bool:
-    """Whether the last write is so long ago that the next one will have another time on any file system."""
-    return all(time.time_ns() - max(_times(prefix + ending)) > _TICK_NS for ending in (".bin", ".idx"))
-
-
-_TICK_NS = 2_000_000_000
-_LARGEST_RECORD = 1 << 16
-
-
-def _kept_extremes(record: Path) -> list[int] | None:
-    try:
-        low, high = load_json(read_ordinary(record, _LARGEST_RECORD))["ids from and to"]
-        return [operator.index(low), operator.index(high)]
-    except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged: the data is there to be read
-        return None
-
-
-def _read_extremes(prefix: str, info: IndexedInfo, vocab_size: int) -> list[int]:
-    """[smallest, largest] id; ValueError at the first part of the data that has one outside the vocabulary."""
-    found: list[int] = []
-    step = 1 << 24
-    for start in range(0, info.tokens, step):
-        # Read, not mapped: a file that is cut short meanwhile would end the process by SIGBUS.
-        wanted = min(step, info.tokens - start)
-        part = np.fromfile(prefix + ".bin", info.dtype, wanted, offset=start * info.dtype.itemsize)
-        if len(part) != wanted:
-            raise _corrupt(Path(prefix + ".bin"), "it became shorter while it was read")
-        found += [int(part.min()), int(part.max())]
-        _check_extremes(prefix, found[-2:], vocab_size)
-    return [min(found), max(found)]
-
-
-def _check_extremes(prefix: str, extremes: list[int], vocab_size: int) -> None:
-    low, high = extremes
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise ValueError(
-            f"{prefix!r} holds the token id {wrong}, and the vocabulary has {vocab_size} ids (0 to "
-            f"{vocab_size - 1}): give the tokenizer that made the data (--data.tokenizer), or "
-            f"--model.vocab_size."
-        )
 
 
 def sequence_lengths(prefix: str) -> np.ndarray:

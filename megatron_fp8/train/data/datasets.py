@@ -21,6 +21,7 @@ from ..launch.parallel import on_first_rank, wait_for_all
 from ..left_out import Range, place
 from . import corpus
 from .bigram import bigram_entropy
+from .ids import check_ids
 from .index_cache import index_folder, index_name, keep_indices
 from .indexed import CorpusDataset
 from .texts import look_at
@@ -53,24 +54,33 @@ def check_tokenizer(section: DataSection, tokenizer: Tokenizer, vocab_size: int)
 _VOCABULARY_FOR_BYTES = 1024
 
 
-def find_data(section: DataSection, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """Prefixes of the .bin/.idx pairs to train on; text is prepared by rank 0 while the others wait.
+def find_data(section: DataSection, tokenizer: Tokenizer) -> list[str]:
+    """Prefixes of the .bin/.idx pairs to train on; text is prepared by rank 0 while the others wait, however long.
 
-    Raises ValueError on every rank: a path is missing, a pair is corrupt, an id is outside the vocabulary.
+    Collective. Raises ValueError on every rank: a path is missing, a pair is corrupt.
     """
-    cache = cache_dir(section)
 
     def prepare() -> list[str]:
         prefixes = [corpus.prefix_of(path) for path in section.paths if corpus.is_prefix(path)]
         texts = [Path(path) for path in section.paths if not corpus.is_prefix(path)]
         for prefix in prefixes:
-            corpus.check_ids(prefix, corpus.check_indexed(prefix), vocab_size, cache / "ids")
+            corpus.check_indexed(prefix)
         look_at(texts)
         if texts or not prefixes:
-            prefixes.append(corpus.prepare(texts or corpus.standard_library_files(), tokenizer, cache))
+            prefixes.append(
+                corpus.prepare(texts or corpus.standard_library_files(), tokenizer, cache_dir(section))
+            )
         return prefixes
 
-    return on_first_rank(prepare)
+    return on_first_rank(prepare, beat_s=_BEAT_S)
+
+
+_BEAT_S = 20.0
+
+
+def check_data(prefixes: list[str], section: DataSection, vocab_size: int) -> None:
+    """ValueError, on every rank, if an id of the data is outside the vocabulary. Collective; every rank reads a part."""
+    check_ids(prefixes, vocab_size, cache_dir(section) / "ids")
 
 
 def build_datasets(

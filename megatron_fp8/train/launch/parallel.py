@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from ... import kernels
 from ...plan.timing import unused_gpu
+from ...state.ranks import first_to_say
 from ..config.ranks import dense_ranks, expert_ranks, expert_tensor_ranks, least_ranks
 from ..config.sections import TrainSection
 from ..exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
@@ -261,18 +263,59 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def on_first_rank(work: Callable[[], Result]) -> Result:
-    """Run `work` on rank 0 while the others wait; every rank gets its result, or its ValueError."""
-    outcome: list[Any] = [None, None]
+def on_first_rank(work: Callable[[], Result], *, beat_s: float | None = None) -> Result:
+    """Run `work` on rank 0 while the others wait; every rank gets its result, or its ValueError.
+
+    beat_s: for work that may take longer than a collective may: seconds after which rank 0 says again that it is at work.
+    """
+    outcome: list[Any] = [None, None, True]
     if dist.get_rank() == 0:
-        try:
-            outcome[0] = work()
-        except ValueError as error:
-            outcome[1] = str(error)
+        with _beating(beat_s):
+            try:
+                outcome[0] = work()
+            except ValueError as error:
+                outcome[1] = str(error)
     dist.broadcast_object_list(outcome, src=0)
+    while not outcome[2]:
+        dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise ValueError(outcome[1])
     return outcome[0]
+
+
+@contextmanager
+def _beating(seconds: float | None) -> Iterator[None]:
+    """Meanwhile a thread tells the other ranks, every so many seconds, that nothing is done yet."""
+    if seconds is None or dist.get_world_size() == 1:
+        yield
+        return
+    over, gpu = threading.Event(), torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def beat() -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # each thread has its own
+        while not over.wait(seconds):
+            dist.broadcast_object_list([None, None, False], src=0)
+
+    thread = threading.Thread(target=beat, name="at work", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def on_every_rank(work: Callable[[], Result]) -> Result:
+    """Run `work` on every rank; each gets its own result. If some raise a ValueError, all raise that of the lowest."""
+    result, problem = None, None
+    try:
+        result = work()
+    except ValueError as error:
+        problem = str(error)
+    if (found := first_to_say(problem)) is not None:
+        raise ValueError(found[1])
+    return cast(Result, result)
 
 
 def wait_for_all() -> None:

@@ -191,50 +191,6 @@ def test_a_pair_that_is_not_what_its_index_says(prefix, tmp_path, what, reason):
     assert str(data if what.startswith("bin") else index) in str(error.value)
 
 
-def test_ids_outside_the_vocabulary_are_another_tokenizers(prefix, tmp_path):
-    info = corpus.check_indexed(prefix)
-    corpus.check_ids(prefix, info, 257, tmp_path / "ids")
-    with pytest.raises(ValueError, match="token id 256, and the vocabulary has 256"):
-        corpus.check_ids(prefix, info, 256, tmp_path / "ids")
-
-
-def test_ids_are_read_once_for_each_content(tmp_path, monkeypatch):
-    """What was seen of a data set is kept; any write to it, and any damage to the note, has it read again."""
-    prefix, kept = str(tmp_path / "large"), tmp_path / "ids"
-    ids = np.arange(200_000, dtype=np.int32) % 1000
-    builder = corpus.IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
-    builder.add_document(ids, [len(ids)])
-    builder.finalize(prefix + ".idx")
-    info, reads, read = corpus.check_indexed(prefix), [], corpus._read_extremes
-    monkeypatch.setattr(corpus, "_read_extremes", lambda *args: reads.append(1) or read(*args))
-
-    def check(vocab_size=1000):
-        reads.clear()
-        corpus.check_ids(prefix, info, vocab_size, kept)
-        return len(reads)
-
-    assert check() == 1 and check() == 1, (
-        "the file is too new: another write might leave its times as they are"
-    )
-    monkeypatch.setattr(corpus, "_TICK_NS", -1)
-    assert check() == 1 and check() == 0 and check(2000) == 0
-    with pytest.raises(ValueError, match="token id 999, and the vocabulary has 999"):
-        check(999)
-    assert reads == []
-    (record,) = kept.iterdir()
-    for damage in ("", "[1, 2]", '{"ids from and to": "no"}'):
-        record.write_text(damage)
-        assert check() == 1 and check() == 0
-    before = corpus.fingerprint(prefix)
-    _patch(Path(prefix + ".bin"), 4 * 100_001, struct.pack("<i", 5000))
-    assert corpus.fingerprint(prefix) == before, "no sample of the ids shows it"
-    with pytest.raises(ValueError, match="token id 5000"):
-        check()
-    kept = tmp_path / "file" / "ids"
-    kept.parent.write_text("nothing can be written below a file")
-    assert check(6000) == check(6000) == 1
-
-
 def test_a_prefix_may_be_given_with_either_ending(prefix):
     for path in (prefix, prefix + ".bin", prefix + ".idx"):
         assert corpus.is_prefix(path) and corpus.prefix_of(path) == prefix

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -212,3 +213,55 @@ def test_collectives_start_in_the_order_of_their_calls(monkeypatch):
         assert app.main([]) == 2 and seen == ["1"]
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
         assert app.main([]) == 2 and seen == ["1", "8"]
+
+
+def works_long(beat_s, error):
+    """A rank case: what rank 0's long work gave, and how often the ranks met for it."""
+    met, broadcast = [], dist.broadcast_object_list
+
+    def counted(*args, **kwargs):
+        met.append(1)
+        return broadcast(*args, **kwargs)
+
+    def work():
+        time.sleep(0.5)
+        if error:
+            raise ValueError("it does not fit")
+        return "done"
+
+    dist.broadcast_object_list = counted
+    try:
+        return parallel.on_first_rank(work, beat_s=beat_s), len(met)
+    except ValueError as error:
+        return str(error), len(met)
+    finally:
+        dist.broadcast_object_list = broadcast
+
+
+def test_of_long_work_the_other_ranks_hear_meanwhile(ranks):
+    """A collective gives up after its time, and the work may take longer: each wait is a short one."""
+    for error, said in ((False, "done"), (True, "it does not fit")):
+        first, second = ranks(2).run(works_long, 0.05, error)
+        assert first == second and first[0] == said and first[1] >= 4
+    assert ranks(2).run(works_long, None, False) == [("done", 1)] * 2
+
+
+def finds(problems):
+    """A rank case: what a rank's own work gave, or what all were told."""
+    rank = dist.get_rank()
+
+    def work():
+        if rank in problems:
+            raise ValueError(f"rank {rank} cannot")
+        return rank
+
+    try:
+        return parallel.on_every_rank(work)
+    except ValueError as error:
+        return str(error)
+
+
+def test_each_rank_has_its_own_result_or_all_the_same_error(ranks):
+    assert ranks(2).run(finds, ()) == [0, 1]
+    assert ranks(2).run(finds, (0, 1)) == ["rank 0 cannot"] * 2
+    assert ranks(2).run(finds, (1,)) == ["rank 1 cannot"] * 2

@@ -1,0 +1,142 @@
+"""Every id of the data is looked at before training: one outside the vocabulary was made by another tokenizer.
+
+All ranks read together, in rounds of a part each, so none waits longer for the others than a part takes to read, however
+large the data is. What was found is kept, and while it is read how far that has come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from ...files.disk import in_words, read_ordinary, replace_file
+from ...files.strict_json import load_json
+from ...state.ranks import largest
+from ..launch.parallel import on_every_rank, on_first_rank
+from .corpus import IndexedInfo, check_indexed, corrupt, fingerprint
+
+_PART = 1 << 24  # ids that a rank reads in a round
+_TICK_NS = 2_000_000_000
+_KEEP_S = 60.0  # between two records of a reading that goes on
+_LARGEST_RECORD = 1 << 16
+_NONE = (2**62, -1)
+
+
+class _Seen(NamedTuple):
+    """The smallest and the largest of the first ``read`` ids."""
+
+    low: int
+    high: int
+    read: int
+
+
+def check_ids(prefixes: Sequence[str], vocab_size: int, kept: Path) -> None:
+    """Raise ValueError, on every rank, if an id is not in [0, vocab_size). Collective.
+
+    Args:
+        prefixes: of .bin/.idx pairs.
+        kept: the folder where the smallest and the largest id of a data set are kept, so that a large one is read once.
+    """
+
+    def known() -> list[tuple[IndexedInfo, _Seen]]:
+        found = [(prefix, check_indexed(prefix)) for prefix in prefixes]
+        return [(info, _kept(_record(prefix, kept), info)) for prefix, info in found]
+
+    for prefix, (info, seen) in zip(prefixes, on_first_rank(known), strict=True):
+        if not info.tokens:
+            raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
+        _check(prefix, seen, vocab_size)
+        if seen.read < info.tokens:
+            _read_on(prefix, info, seen, vocab_size, kept)
+
+
+def _read_on(prefix: str, info: IndexedInfo, seen: _Seen, vocab_size: int, kept: Path) -> None:
+    """Read what was not, all ranks together."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    record = _record(prefix, kept) if rank == 0 else None  # named by what is there before it is read
+    said = time.monotonic()
+    while seen.read < info.tokens:
+        low, high = on_every_rank(partial(_extremes, prefix, info, seen.read + rank * _PART))
+        negative, high = largest([-low, high])
+        read = min(seen.read + ranks * _PART, info.tokens)
+        _check(prefix, _Seen(-negative, high, read), vocab_size)
+        seen = _Seen(min(seen.low, -negative), max(seen.high, high), read)
+        due = read == info.tokens or time.monotonic() - said > _KEEP_S
+        if record and due and _is_settled(prefix):
+            _keep(record, prefix, seen)
+            said = time.monotonic()
+
+
+def _extremes(prefix: str, info: IndexedInfo, start: int) -> tuple[int, int]:
+    """(smallest, largest) of the part that begins there."""
+    wanted = min(_PART, info.tokens - start)
+    if wanted <= 0:
+        return _NONE
+    path = Path(prefix + ".bin")
+    try:
+        # Read, not mapped: a file that is cut short meanwhile would end the process by SIGBUS.
+        part = np.fromfile(path, info.dtype, wanted, offset=start * info.dtype.itemsize)
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)})") from error
+    if len(part) != wanted:
+        raise corrupt(path, "it became shorter while it was read")
+    return int(part.min()), int(part.max())
+
+
+def _check(prefix: str, seen: _Seen, vocab_size: int) -> None:
+    if seen.read and (seen.low < 0 or seen.high >= vocab_size):
+        wrong = seen.low if seen.low < 0 else seen.high
+        raise ValueError(
+            f"{prefix!r} holds the token id {wrong}, and the vocabulary has {vocab_size} ids (0 to "
+            f"{vocab_size - 1}): give the tokenizer that made the data (--data.tokenizer), or "
+            f"--model.vocab_size."
+        )
+
+
+# -------------------------------------------------------------------------------------------- what is kept
+
+
+def _record(prefix: str, kept: Path) -> Path:
+    """Named by a digest that any write to the pair changes, and any other pair in its place: content as far as
+    `fingerprint` looks, and the times and numbers that the file system gives; of use on one node's view of it."""
+    paths = [os.path.realpath(prefix + ending) for ending in (".bin", ".idx")]
+    seen = [(path, *_times(path), os.stat(path).st_ino) for path in paths]
+    return kept / f"{hashlib.sha256(json.dumps([fingerprint(prefix), seen]).encode()).hexdigest()[:32]}.json"
+
+
+def _times(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_ctime_ns
+
+
+def _is_settled(prefix: str) -> bool:
+    """Whether the last write is so long ago that the next one will have another time on any file system."""
+    return all(time.time_ns() - max(_times(prefix + ending)) > _TICK_NS for ending in (".bin", ".idx"))
+
+
+def _kept(record: Path, info: IndexedInfo) -> _Seen:
+    try:
+        found = load_json(read_ordinary(record, _LARGEST_RECORD))
+        low, high = found["ids from and to"]
+        # An earlier version kept it of whole data sets only.
+        return _Seen(*map(operator.index, (low, high, found.get("of the first", info.tokens))))
+    except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged: the data is there to be read
+        return _Seen(*_NONE, 0)
+
+
+def _keep(record: Path, prefix: str, seen: _Seen) -> None:
+    about = {"prefix": prefix, "ids from and to": [seen.low, seen.high], "of the first": seen.read}
+    with suppress(OSError):  # not kept where nothing can be written; then it is read again
+        record.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(record, json.dumps(about) + "\n")

@@ -1,0 +1,51 @@
+"""A checkpoint is read by all ranks together, and what one finds is every rank's error."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fp8.files import checkpoint as files
+from megatron_fp8.files.manifest import Manifest
+from megatron_fp8.train import checked
+
+
+def reads(folder, manifest):
+    """A rank case: the names whose digests this rank has computed, and what it was told."""
+    names, digest, listed = [], files.digest, checked.check_listed
+    files.digest = lambda path: names.append(path.name) or digest(path)
+    checked.check_listed = lambda *_: None
+    try:
+        checked.check_together(Path(folder), manifest)
+        return names, ""
+    except ValueError as error:
+        return names, str(error)
+    finally:
+        files.digest, checked.check_listed = digest, listed
+
+
+@pytest.fixture
+def saved(tmp_path):
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    for name, size in (("a", 1), ("b", 4000), ("c", 2), ("d", 3000)):
+        (folder / name).write_bytes(b"x" * size)
+    return folder, Manifest(1, files={path.name: files.file_record(path) for path in folder.iterdir()})
+
+
+def test_each_rank_reads_a_share(ranks, saved):
+    folder, manifest = saved
+    assert ranks(2).run(reads, str(folder), manifest) == [(["b", "c"], ""), (["d", "a"], "")]
+    (folder / "a").write_bytes(b"y")  # which rank 1 reads
+    (_, said), (_, other) = ranks(2).run(reads, str(folder), manifest)
+    assert said == other and "is damaged: a is not what was written (its SHA-256 differs)" in said
+
+
+def test_what_the_manifest_does_not_list_is_refused(saved, monkeypatch):
+    folder, manifest = saved
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(ValueError, match=r"\.metadata is missing"):
+            checked.check_together(folder, manifest)
+    finally:
+        dist.destroy_process_group()
